@@ -1,0 +1,38 @@
+"""Errors that every rank learns of: a failure on one rank raises on all, so that nobody waits in a collective.
+
+No recovery here; who calls decides what to do with the error.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+
+class RemoteRankError(RuntimeError):
+    """Raised on the ranks that were fine when another rank failed inside `all_ranks_agree`."""
+
+
+@contextmanager
+def all_ranks_agree(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Runs the body on each rank of `group`, then compares: if any rank raised ValueError, OSError or RuntimeError,
+    every rank raises. The failing rank raises its own error; the others raise RemoteRankError with the
+    lowest failing rank's text. Costs one small all-gather; the body itself must not wait for other ranks.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        failure = error
+    reports: list[str | None] = [None] * _group_size(group)
+    if len(reports) > 1:
+        dist.all_gather_object(reports, None if failure is None else str(failure), group=group)
+    if failure is not None:
+        raise failure
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise RemoteRankError(f"rank {rank}: {report}")
+
+
+def _group_size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1

@@ -1,0 +1,121 @@
+"""Fields of configuration dataclasses: help text, command-line flag and constraints in one place.
+
+Does not parse a command line: megatron/training/arguments.py generates flags, help and docs from these fields.
+"""
+
+import dataclasses
+import enum
+import math
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldSpec:
+    """What a configuration field tells the command line and the validator.
+
+    flags: option strings; None derives `--field-name`, an empty tuple keeps the field off the command line.
+    dest: attribute name in the parsed arguments where it differs from the field name (`num_experts` for
+    `num_moe_experts`). parse: turns one command-line word into a value where the annotation does not say how.
+    """
+
+    help: str
+    flags: tuple[str, ...] | None = None
+    dest: str | None = None
+    choices: tuple[Any, ...] | None = None
+    at_least: float | None = None
+    more_than: float | None = None
+    at_most: float | None = None
+    less_than: float | None = None
+    nargs: str | int | None = None
+    parse: Callable[[str], Any] | None = None
+
+
+def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) -> Any:
+    """Returns a dataclass field that carries a FieldSpec; keywords are those of FieldSpec, or `default_factory`."""
+    factory = spec.pop("default_factory", dataclasses.MISSING)
+    for key in ("flags", "choices"):
+        if spec.get(key) is not None:
+            spec[key] = tuple(spec[key])
+    metadata = {"spec": FieldSpec(help=help, **spec)}
+    if factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
+    """The FieldSpec of a dataclass field, None for a field declared without config_field."""
+    return field.metadata.get("spec")
+
+
+def validate_fields(config: Any) -> None:
+    """Checks every field of a dataclass instance against its FieldSpec and annotation.
+
+    Raises ValueError naming class, field, value and what would be right.
+    """
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        spec = field_spec(field)
+        if spec is not None:
+            _check_value(f"{type(config).__name__}.{field.name}", vars(config)[field.name], spec, hint=hints[field.name])
+
+
+def _check_value(where: str, value: Any, spec: FieldSpec, *, hint: Any) -> None:
+    if value is None and _allows_none(hint):
+        return
+    if not _matches(value, hint):
+        raise ValueError(f"{where} is {value!r}: must be {_describe(hint)}")
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        if spec.choices is not None and item not in spec.choices:
+            raise ValueError(f"{where} is {item!r}: must be one of {', '.join(map(str, spec.choices))}")
+        if isinstance(item, (int, float)) and not isinstance(item, bool):
+            _check_bounds(where, item, spec)
+
+
+def _check_bounds(where: str, value: float, spec: FieldSpec) -> None:
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{where} is nan: must be a number")
+    bounds: Sequence[tuple[float | None, Callable[[float, float], bool], str]] = (
+        (spec.at_least, lambda v, b: v >= b, "at least"),
+        (spec.more_than, lambda v, b: v > b, "more than"),
+        (spec.at_most, lambda v, b: v <= b, "at most"),
+        (spec.less_than, lambda v, b: v < b, "less than"),
+    )
+    for bound, holds, words in bounds:
+        if bound is not None and not holds(value, bound):
+            raise ValueError(f"{where} is {value}: must be {words} {bound}")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def _allows_none(hint: Any) -> bool:
+    return type(None) in _alternatives(hint) or hint is Any
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    return any(_matches_one(value, one) for one in _alternatives(hint))
+
+
+def _matches_one(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint) or hint
+    if origin is type(None):
+        return value is None
+    if origin is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if origin is int:
+        # A bool is an int to Python; for a user it is a mistake (`bucket_size=True`).
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin in (bool, str) or (isinstance(origin, type) and issubclass(origin, (list, tuple, enum.Enum))):
+        return isinstance(value, origin)
+    return True
+
+
+def _describe(hint: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "none"}
+    return " or ".join(names.get(one, str(getattr(one, "__name__", one))) for one in _alternatives(hint))
