@@ -1,0 +1,7 @@
+"""Building blocks of the framework: parallel state, model parts, optimizer, data and checkpoints."""
+
+from megatron.core import parallel_state
+from megatron.core import parallel_state as mpu
+from megatron.core.model_parallel_config import ModelParallelConfig
+
+__all__ = ["ModelParallelConfig", "mpu", "parallel_state"]
