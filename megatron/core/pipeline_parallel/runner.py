@@ -1,0 +1,86 @@
+"""Executes a schedule: forward steps, loss scaling, backward passes, and gradient finalisation at the end.
+
+Which actions run in which order is schedule.py's decision.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+
+LossFunction = Callable[[torch.Tensor], tuple[Any, ...]]
+ForwardStep = Callable[[Any, nn.Module], tuple[torch.Tensor, LossFunction]]
+
+
+@dataclass(kw_only=True)
+class ScheduleRunner:
+    """Runs one step's actions over `model` and collects what the loss function reports of each microbatch."""
+
+    forward_step: ForwardStep
+    data_iterator: Iterator[Any] | None
+    model: nn.Module
+    config: ModelParallelConfig
+    num_microbatches: int
+    reports: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    num_tokens: torch.Tensor | None = None
+    _losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def run(self, actions: list[Action]) -> list[dict[str, torch.Tensor]]:
+        """Executes `actions`; returns one report a microbatch: name to a tensor [] or [2] (sum, count), fp32."""
+        last = max((i for i, action in enumerate(actions) if action.kind is ActionKind.BACKWARD), default=None)
+        with ExitStack() as deferred_sync:
+            if self.config.no_sync_func is not None and last is not None:
+                deferred_sync.enter_context(self.config.no_sync_func())
+            for index, action in enumerate(actions):
+                if index == last:
+                    # Gradients of the last microbatch complete the sums, so reduction may start during its backward.
+                    deferred_sync.close()
+                self._execute(action)
+        if last is not None and self.config.finalize_model_grads_func is not None:
+            self.config.finalize_model_grads_func([self.model], self.num_tokens)
+        return self.reports
+
+    def _execute(self, action: Action) -> None:
+        if action.kind is ActionKind.FORWARD:
+            self._losses[action.microbatch] = self._forward()
+        else:
+            self._backward(self._losses.pop(action.microbatch))
+
+    def _forward(self) -> torch.Tensor:
+        self._set_aux_loss_scale()
+        output, loss_function = self.forward_step(self.data_iterator, self.model)
+        loss, num_tokens, report = _unpack_loss(loss_function(output))
+        self.reports.append(report)
+        if num_tokens is None:
+            return loss / self.num_microbatches
+        if self.config.calculate_per_token_loss:
+            # finalize_model_grads divides by the tokens of all ranks and microbatches together.
+            self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
+            return loss
+        return loss / num_tokens.clamp(min=1) / self.num_microbatches
+
+    def _set_aux_loss_scale(self) -> None:
+        if self.config.aux_loss_scale_func is None or not torch.is_grad_enabled():
+            return
+        scale = torch.ones(())
+        if self.config.grad_scale_func is not None:
+            scale = self.config.grad_scale_func(scale)
+        self.config.aux_loss_scale_func(scale / self.num_microbatches)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self.config.grad_scale_func is not None:
+            loss = self.config.grad_scale_func(loss)
+        loss.backward()
+
+
+def _unpack_loss(returned: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Loss functions of scripts return (mean loss, report) or (summed loss, number of tokens, report)."""
+    if len(returned) == 3:
+        return returned[0], returned[1], returned[2]
+    return returned[0], None, returned[1]
