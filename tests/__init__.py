@@ -1,0 +1,1 @@
+"""Tests of megatron; `python -m pytest` from the repository root runs them."""

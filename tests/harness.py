@@ -1,0 +1,260 @@
+"""Runs a function on N ranks, each a process forked from one warm server that has torch imported already.
+
+Every job gets fresh processes: no state, seed or group is left over from an earlier test. No pytest code here.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from megatron.core.agreement import RemoteRankError
+
+SEED = 1234
+GRACE_SECONDS = 10.0  # for the other ranks to end by themselves after the first failure
+PRELOAD = ["numpy", "pytest", "torch.distributed.checkpoint", "torch._dynamo", "torch.testing"]
+
+
+@dataclass
+class RankOutcome:
+    """What became of one rank: its value, or the error that ended it; what it wrote in either case."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    ended_at: float = 0.0
+    stdout: str = ""
+    stderr: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit status that a process of its own would have had."""
+        if isinstance(self.error, SystemExit):
+            code = self.error.code
+            return code if isinstance(code, int) else int(code is not None)
+        return int(self.error is not None)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One rank's share of a run, pickled to its process."""
+
+    rank: int
+    world_size: int
+    backend: str | None
+    timeout: float
+    folder: Path
+    environment: Mapping[str, str]
+
+
+def run_on_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, backend: str | None = "gloo", timeout: float = 120
+) -> list[Any]:
+    """Runs module-level `fn(*args)` on every rank of a fresh process group; returns the values in rank order.
+
+    Raises the error of the rank that failed first (errors that only report another rank's failure come last), with
+    the rank and its traceback as a note; TimeoutError, with every stuck rank's stack, when ranks do not end.
+    backend: None leaves init_process_group to `fn`; the environment is that of torchrun in any case.
+    """
+    outcomes = launch_on_ranks(fn, world_size, *args, backend=backend, timeout=timeout)
+    for outcome in outcomes:
+        sys.stdout.write(outcome.stdout)
+        sys.stderr.write(outcome.stderr)
+    failed = [outcome for outcome in outcomes if outcome.exit_code != 0]
+    if failed:
+        first = min(failed, key=lambda outcome: (_is_consequence(outcome.error), outcome.ended_at))
+        assert first.error is not None
+        raise first.error
+    return [outcome.value for outcome in outcomes]
+
+
+def launch_on_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str | None = "gloo",
+    timeout: float = 120,
+    grace: float = GRACE_SECONDS,
+    env: Mapping[str, str] | None = None,
+) -> list[RankOutcome]:
+    """As run_on_ranks, but a failing rank is an outcome like any other, with all that it wrote."""
+    call = pickle.dumps((fn, args))
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(env or {})}
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        jobs = [_Job(rank, world_size, backend, timeout, Path(folder), environment) for rank in range(world_size)]
+        started = [_start(job, call) for job in jobs]
+        try:
+            outcomes = _collect(started, deadline=time.monotonic() + timeout, grace=grace)
+        finally:
+            for process, _ in started:
+                _kill(process)
+        for outcome in outcomes:
+            outcome.stdout = _output_path(Path(folder), outcome.rank, "stdout").read_text(errors="replace")
+            outcome.stderr = _output_path(Path(folder), outcome.rank, "stderr").read_text(errors="replace")
+    return outcomes
+
+
+def free_port() -> int:
+    """A TCP port that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# In the parent.
+
+
+def _start(job: _Job, call: bytes) -> tuple[BaseProcess, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)  # each starts without threads and without touching a GPU
+    for name in ("stdout", "stderr"):
+        _output_path(job.folder, job.rank, name).touch()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_rank_main, args=(job, call, sender), name=f"rank {job.rank}")
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def _collect(started: list[tuple[BaseProcess, Connection]], *, deadline: float, grace: float) -> list[RankOutcome]:
+    """Waits for every rank's outcome; after the first failure for `grace` seconds only."""
+    outcomes: dict[int, RankOutcome] = {}
+    pending = {receiver: rank for rank, (_, receiver) in enumerate(started)}
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = pending.pop(receiver)
+            outcomes[rank] = _receive(rank, started[rank])
+            if outcomes[rank].exit_code != 0:
+                deadline = min(deadline, time.monotonic() + grace)
+    failed = [rank for rank, outcome in outcomes.items() if outcome.exit_code != 0]
+    for rank in pending.values():
+        outcomes[rank] = RankOutcome(rank, error=_stuck(rank, started[rank][0], failed), ended_at=time.monotonic())
+    return [outcomes[rank] for rank in range(len(started))]
+
+
+def _receive(rank: int, started: tuple[BaseProcess, Connection]) -> RankOutcome:
+    process, receiver = started
+    try:
+        outcome = pickle.loads(receiver.recv_bytes())
+        assert isinstance(outcome, RankOutcome)
+        return outcome
+    except EOFError:
+        process.join(GRACE_SECONDS)
+        error = ChildProcessError(f"rank {rank} died without a result, exit code {process.exitcode}")
+        return RankOutcome(rank, error=error, ended_at=time.monotonic())
+
+
+def _stuck(rank: int, process: BaseProcess, failed: list[int]) -> BaseException:
+    """The error of a rank that did not end; makes the rank write its stack to its stderr first."""
+    if process.is_alive() and process.pid is not None:
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.2)
+    reason = f"after rank {failed[0]} had failed" if failed else "within the timeout"
+    return TimeoutError(f"rank {rank} did not end {reason}; its stack is in its stderr")
+
+
+def _kill(process: BaseProcess) -> None:
+    """Ends a rank and what it started; each rank leads a process group of its own."""
+    if process.is_alive() and process.pid is not None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            process.kill()
+    process.join()
+    process.close()
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    return isinstance(error, (RemoteRankError, TimeoutError, dist.DistError))
+
+
+def _output_path(folder: Path, rank: int, name: str) -> Path:
+    return folder / f"rank{rank}.{name}"
+
+
+# In the rank's process.
+
+
+def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
+    _prepare_process(job)
+    outcome = RankOutcome(job.rank)
+    try:
+        fn, args = pickle.loads(call)
+        if job.backend is not None:
+            _init_process_group(job, job.backend)
+        outcome.value = fn(*args)
+    except BaseException as error:  # whatever ends the function is what the parent asked for
+        error.add_note(f"rank {job.rank} of {job.world_size}:\n{traceback.format_exc()}")
+        outcome.error = error
+    outcome.ended_at = time.monotonic()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sender.send_bytes(_pickle(outcome))
+    if outcome.error is None and dist.is_initialized():
+        dist.destroy_process_group()
+    # A rank that failed leaves at once: closing its sockets is what tells the others.
+    os._exit(0)
+
+
+def _prepare_process(job: _Job) -> None:
+    os.setsid()
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        with open(_output_path(job.folder, job.rank, name), "wb") as stream:
+            os.dup2(stream.fileno(), descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    faulthandler.register(signal.SIGUSR1)
+    faulthandler.dump_traceback_later(job.timeout + 60, exit=True)  # should the parent die meanwhile
+    rank, size = str(job.rank), str(job.world_size)
+    # The server still has the environment of the moment it was started.
+    os.environ.clear()
+    os.environ.update(
+        job.environment, OMP_NUM_THREADS="1", RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size
+    )
+    torch.set_num_threads(1)
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+def _init_process_group(job: _Job, backend: str) -> None:
+    if backend == "nccl":
+        torch.cuda.set_device(job.rank)
+    store = dist.FileStore(str(job.folder / "store"), job.world_size)
+    dist.init_process_group(
+        backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timedelta(seconds=job.timeout)
+    )
+
+
+def _pickle(outcome: RankOutcome) -> bytes:
+    """The outcome's bytes; a value or an error that cannot be pickled becomes an error that says so."""
+    try:
+        data = pickle.dumps(outcome)
+        pickle.loads(data)  # an exception class with its own __init__ may fail only here
+        return data
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        cause = outcome.error or error
+        readable = RuntimeError(f"{type(cause).__name__}: {cause}")
+        readable.__notes__ = list(vars(cause).get("__notes__", []))
+        return pickle.dumps(RankOutcome(outcome.rank, error=readable, ended_at=outcome.ended_at))
