@@ -1,0 +1,77 @@
+"""Settings of the optimizer, gradient clipping and loss scaling.
+
+Learning-rate and weight-decay schedules are in megatron/core/optimizer_param_scheduler.py.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from megatron.core.config_field import config_field, validate_fields
+
+# TODO(#6): muon and dist_muon work once gradients live in sharded buckets.
+_NOT_YET = ("muon", "dist_muon")
+_REFUSED = ("lion", "soap", "adaptive_muon")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """What get_megatron_optimizer builds."""
+
+    cli_group: ClassVar[str] = "optimizer"
+
+    optimizer: str = config_field(
+        "adam", choices=("adam", "sgd", *_NOT_YET, *_REFUSED), help="Optimizer; adam is AdamW (decoupled weight decay)."
+    )
+    lr: float | None = config_field(None, more_than=0, help="Highest learning rate; the schedule scales it.")
+    min_lr: float = config_field(0.0, at_least=0, help="Lowest learning rate; the schedule never goes below it.")
+    weight_decay: float = config_field(
+        0.01, at_least=0, help="Weight decay; biases and one-dimensional parameters are never decayed."
+    )
+    adam_beta1: float = config_field(0.9, at_least=0, less_than=1, help="Decay of Adam's first moment.")
+    adam_beta2: float = config_field(0.999, at_least=0, less_than=1, help="Decay of Adam's second moment.")
+    adam_eps: float = config_field(1e-8, more_than=0, help="Added to Adam's denominator.")
+    sgd_momentum: float = config_field(0.9, at_least=0, less_than=1, help="Momentum of --optimizer sgd.")
+    clip_grad: float = config_field(1.0, at_least=0, help="Clip gradients to this global 2-norm; 0 does not clip.")
+
+    loss_scale: float | None = config_field(
+        None, more_than=0, help="Constant loss scale for --fp16; none means a dynamic scale."
+    )
+    initial_loss_scale: float = config_field(2**32, more_than=0, help="Dynamic loss scale at the start.")
+    min_loss_scale: float = config_field(1.0, more_than=0, help="Lowest dynamic loss scale.")
+    loss_scale_window: float = config_field(
+        1000, more_than=0, help="Double the dynamic loss scale after this many steps without overflow."
+    )
+    hysteresis: int = config_field(2, at_least=1, help="Overflows before the dynamic loss scale is halved.")
+
+    fp16: bool = config_field(False, flags=(), help="The model's parameters are fp16: loss scaling, fp32 masters.")
+    bf16: bool = config_field(False, flags=(), help="The model's parameters are bf16: fp32 masters.")
+    params_dtype: torch.dtype = config_field(torch.float32, flags=(), help="Type of the model's parameters.")
+    deterministic_mode: bool = config_field(False, flags=(), help="Accumulate norms in fp64.")
+    log_num_zeros_in_grad: bool = config_field(False, flags=(), help="Let step() count zeros in the gradient.")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        self.validate_optimizer()
+        self.validate_learning_rate()
+        self.validate_precision()
+
+    def validate_optimizer(self) -> None:
+        if self.optimizer in _NOT_YET:
+            raise ValueError(f"OptimizerConfig.optimizer is {self.optimizer!r}: not yet available, use adam or sgd")
+        if self.optimizer in _REFUSED:
+            raise ValueError(f"OptimizerConfig.optimizer is {self.optimizer!r}: not offered here, use adam or sgd")
+
+    def validate_learning_rate(self) -> None:
+        if self.lr is not None and self.min_lr > self.lr:
+            raise ValueError(f"OptimizerConfig.min_lr is {self.min_lr}: must be at most lr, which is {self.lr}")
+
+    def validate_precision(self) -> None:
+        if self.fp16 and self.bf16:
+            raise ValueError("OptimizerConfig.fp16 and bf16 are both set: choose one")
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"OptimizerConfig.min_loss_scale is {self.min_loss_scale}: "
+                f"must be at most initial_loss_scale, which is {self.initial_loss_scale}"
+            )
