@@ -1,0 +1,54 @@
+# `make` alone lists the targets. Needs Python >= 3.11, git and make; everything else goes into .venv.
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))) python3)
+VENV := .venv
+IN_VENV := $(VENV)/bin/python
+SOURCES := $(wildcard megatron tools benchmarks pretrain_gpt.py)
+DATA ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help env lock train test test-fast check structure soak clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(VENV)/.installed  ## make .venv and install what is pinned
+
+$(VENV)/.installed: requirements/cpu.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo 'This project needs Python >= 3.11: make PYTHON=/path/to/python3.11'; exit 1; }
+	@echo 'Installing what requirements/cpu.txt pins into $(VENV) (once, 1 GB or more)'
+	@$(PYTHON) -m venv $(VENV)
+	@$(IN_VENV) -m pip install --quiet --requirement requirements/cpu.txt
+	@$(IN_VENV) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lock:  ## rewrite requirements/cpu.txt from what .venv holds
+	@grep '^#' requirements/cpu.txt > $(VENV)/lock.txt
+	@$(IN_VENV) -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' >> $(VENV)/lock.txt
+	@mv $(VENV)/lock.txt requirements/cpu.txt
+
+train: env  ## pretrain a small mixture-of-experts GPT on real text (DATA=file.txt or file.jsonl: on yours)
+	$(IN_VENV) tools/quickstart.py $(if $(DATA),--data "$(DATA)")
+
+test: env  ## run every test
+	$(IN_VENV) -m pytest tests
+
+test-fast: env  ## run the tests that are not slow
+	$(IN_VENV) -m pytest tests -m "not slow"
+
+check: env  ## format, lint, types and structure, without changing anything
+	$(IN_VENV) -m ruff format --check .
+	$(IN_VENV) -m ruff check .
+	$(IN_VENV) -m mypy $(SOURCES) tests/harness.py tests/structure
+	$(IN_VENV) -m pytest --quiet tests/structure
+
+structure:  ## print every place that breaks a limit of the house style (seconds; for use while working)
+	@$(IN_VENV) -m tests.structure
+
+soak: env  ## run every test with its long counts
+	SOAK=1 $(IN_VENV) -m pytest tests
+
+clean:  ## remove the environment, caches and build output; keeps runs/ and data/
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

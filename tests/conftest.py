@@ -1,0 +1,18 @@
+"""What holds for all tests: GPU tests are skipped without a GPU, property tests draw the same examples each time."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.counts import long_count
+
+settings.register_profile("project", deadline=None, derandomize=True, max_examples=long_count(50, soak=2000))
+settings.load_profile("project")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
