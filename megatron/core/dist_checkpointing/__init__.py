@@ -7,16 +7,22 @@ from megatron.core.dist_checkpointing.logical import (
     identity_piece,
     model_logical_pieces,
 )
-from megatron.core.dist_checkpointing.mapping import Box, ShardedObject, ShardedTensor, sharded_tensors
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState, ShardedTensor, sharded_tensors
+from megatron.core.dist_checkpointing.serialization import CheckpointError, list_tensors, load, load_common, save
 
 __all__ = [
-    "Box",
+    "CheckpointError",
     "HasLogicalPieces",
     "LogicalPiece",
     "ShardedObject",
+    "ShardedState",
     "ShardedTensor",
     "canonical_name",
     "identity_piece",
+    "list_tensors",
+    "load",
+    "load_common",
     "model_logical_pieces",
+    "save",
     "sharded_tensors",
 ]

@@ -10,6 +10,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from megatron.core.dist_checkpointing.boxes import Box, whole
+
 WRAPPER_PREFIX = "module."
 
 
@@ -35,7 +37,7 @@ class LogicalPiece:
             raise ValueError(
                 f"logical piece {self.key}: shape, stride and global box differ in their dimensions: {self}"
             )
-        if not box_is_inside(self.shape, self.global_offset, self.global_shape):
+        if not Box(self.global_offset, self.shape).is_inside(whole(self.global_shape)):
             raise ValueError(f"logical piece {self.key}: the box leaves its stored tensor: {self}")
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -60,11 +62,6 @@ class HasLogicalPieces(Protocol):
         is left out is stored as it is, or as a submodule says; where both speak, the outer module wins.
         """
         ...
-
-
-def box_is_inside(shape: tuple[int, ...], offset: tuple[int, ...], global_shape: tuple[int, ...]) -> bool:
-    """Whether the box of `shape` at `offset` lies within a tensor of `global_shape`."""
-    return all(0 <= o and 0 <= n and o + n <= g for n, o, g in zip(shape, offset, global_shape, strict=True))
 
 
 def canonical_name(name: str) -> str:

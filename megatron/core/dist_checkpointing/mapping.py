@@ -1,78 +1,88 @@
 """What a checkpoint is made of: boxes of global tensors, and small objects.
 
-Neither knows its rank; planning and files live in planner.py and serialization.py.
+Neither knows its rank; planning lives in planner.py, files in storage.py and folder.py.
 """
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.logical import LogicalPiece, box_is_inside
+from megatron.core.dist_checkpointing.boxes import Box, whole
+from megatron.core.dist_checkpointing.logical import LogicalPiece
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class ShardedTensor:
     """A box of a global tensor that this rank holds; one rank may hold several boxes of one key.
 
-    key: name in the checkpoint, without rank, padding or bucket. data: [*box shape], any dtype and strides; it is read
-    by `save` and written in place by `load`. global_shape, global_offset: the whole tensor and the box's first
-    element; by default `data` is the whole tensor.
+    key: name in the checkpoint, without rank, padding or bucket. data: [*box shape], any dtype and strides; `save`
+    reads it, `load` writes it in place. global_shape, global_offset: the whole tensor and the box's first element; by
+    default `data` is the whole tensor. allow_cast: `load` may convert from another floating-point dtype.
     """
 
     key: str
     data: torch.Tensor
     global_shape: tuple[int, ...] | None = None
     global_offset: tuple[int, ...] | None = None
+    allow_cast: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         shape = tuple(self.data.shape)
-        # The dataclass is frozen; this is the documented way to normalise a field of one.
-        object.__setattr__(self, "global_shape", shape if self.global_shape is None else tuple(self.global_shape))
-        object.__setattr__(
-            self, "global_offset", (0,) * len(shape) if self.global_offset is None else tuple(self.global_offset)
-        )
-        if not len(shape) == len(self.box.offset) == len(self.box.global_shape):
-            raise ValueError(f"{self.key}: box {self.box} needs as many offsets and global sizes as dimensions")
-        if not box_is_inside(shape, self.box.offset, self.box.global_shape):
-            raise ValueError(f"{self.key}: box {self.box} leaves the global tensor")
+        self.global_shape = shape if self.global_shape is None else tuple(self.global_shape)
+        self.global_offset = (0,) * len(shape) if self.global_offset is None else tuple(self.global_offset)
+        if not len(shape) == len(self.global_shape) == len(self.global_offset):
+            raise ValueError(f"{self._describe()}: as many offsets and global sizes as dimensions are needed")
+        if not self.box.is_inside(whole(self.global_shape)):
+            raise ValueError(f"{self._describe()}: the box leaves the global tensor")
 
     @property
-    def box(self) -> "Box":
+    def box(self) -> Box:
         """Where `data` lies in the global tensor."""
-        assert self.global_shape is not None and self.global_offset is not None
-        return Box(tuple(self.data.shape), self.global_offset, self.global_shape)
+        assert self.global_offset is not None
+        return Box(self.global_offset, tuple(self.data.shape))
 
-
-@dataclasses.dataclass(frozen=True)
-class Box:
-    """Shape and offset of a window of a tensor of global_shape."""
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    global_shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} at {list(self.offset)} of {list(self.global_shape)}"
+    def _describe(self) -> str:
+        return f"{self.key}: {list(self.data.shape)} at {self.global_offset} of {self.global_shape}"
 
 
 @dataclasses.dataclass
 class ShardedObject:
     """A small JSON value (numbers, strings, lists, dicts) stored whole under a key; `load` replaces `data`.
 
-    Every rank that holds the key must hold the same value; the lowest rank's is stored.
+    Every rank that holds the key must hold the same value: one of them is stored.
     """
 
     key: str
     data: Any
 
 
-def sharded_tensors(pieces: list[LogicalPiece], tensor: torch.Tensor, *, prefix: str = "") -> list[ShardedTensor]:
+# What `save` and `load` take: items in any nesting of lists and dicts; the dicts' own keys mean nothing.
+ShardedState = ShardedTensor | ShardedObject | Sequence["ShardedState"] | Mapping[str, "ShardedState"]
+
+
+def flatten(state: ShardedState) -> Iterator[ShardedTensor | ShardedObject]:
+    """The items of a nested state, in order."""
+    if isinstance(state, (ShardedTensor, ShardedObject)):
+        yield state
+    elif isinstance(state, (Mapping, Sequence)) and not isinstance(state, str):
+        for part in state.values() if isinstance(state, Mapping) else state:
+            yield from flatten(part)
+    else:
+        raise ValueError(f"checkpoint state holds a {type(state).__name__}: must be ShardedTensor or ShardedObject")
+
+
+def sharded_tensors(
+    pieces: list[LogicalPiece], tensor: torch.Tensor, *, prefix: str = "", allow_cast: bool = False
+) -> list[ShardedTensor]:
     """One ShardedTensor per piece of `tensor`: contiguous, of the parameter's shape, any dtype.
 
     The boxes are views: loading them fills `tensor`. prefix goes before each key ("optimizer.exp_avg.").
     """
     return [
-        ShardedTensor(prefix + piece.key, piece.view_of(tensor), piece.global_shape, piece.global_offset)
+        ShardedTensor(
+            prefix + piece.key, piece.view_of(tensor), piece.global_shape, piece.global_offset, allow_cast=allow_cast
+        )
         for piece in pieces
     ]
