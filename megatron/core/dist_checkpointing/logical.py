@@ -87,7 +87,7 @@ def model_logical_pieces(model: torch.nn.Module) -> dict[str, list[LogicalPiece]
     pieces = {}
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
-        pieces[name] = described.pop(name, None) or [identity_piece(name, tuple(parameter.shape))]
+        pieces[name] = described.pop(name, []) or [identity_piece(name, tuple(parameter.shape))]
     # A module may describe a tied parameter under its second name, or a buffer; anything else is a mistake.
     others = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     others.update(canonical_name(name) for name, _ in model.named_buffers(remove_duplicate=False))

@@ -113,7 +113,7 @@ def assign_writes(offers: list[list[WriteItem]]) -> tuple[list[list[WriteItem]],
 
 def _agreed_metadata(key: str, offers: list[tuple[int, WriteItem]]) -> TensorStorageMetadata | None:
     """What all ranks say about a tensor, without its boxes; None for an object."""
-    views = {}
+    views: dict[tuple[tuple[int, ...], torch.dtype] | None, int] = {}
     for rank, item in offers:
         data = item.tensor_data
         views.setdefault(None if data is None else (tuple(data.size), data.properties.dtype), rank)
@@ -165,7 +165,9 @@ class BoxLoadPlanner(LoadPlanner):
         stored = self.metadata.state_dict_metadata
         reads = [_read_object(index, item.key) for index, item in enumerate(self.objects)]
         for index, tensor in enumerate(self.tensors):
-            reads += _read_box(index, tensor, stored[tensor.key].chunks)
+            entry = stored[tensor.key]
+            assert isinstance(entry, TensorStorageMetadata)
+            reads += _read_box(index, tensor, entry.chunks)
         return LoadPlan(reads)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

@@ -44,12 +44,8 @@ def save(
     temporary = _begin(target, common, group=process_group)
     try:
         with _one_error_everywhere(f"cannot save checkpoint {target}"):
-            dcp_save(
-                {},
-                storage_writer=CheckpointWriter(temporary),
-                planner=BoxSavePlanner(items),
-                process_group=process_group,
-            )
+            writer = CheckpointWriter(temporary)
+            dcp_save({}, storage_writer=writer, planner=BoxSavePlanner(items), process_group=process_group)
         _finish(temporary, target, group=process_group)
     except (CheckpointError, ValueError, OSError, RuntimeError):
         if _rank(process_group) == 0:
@@ -71,9 +67,8 @@ def load(
     with all_ranks_agree(process_group):
         check_wanted(items, read_metadata(folder))
     with torch.no_grad(), _one_error_everywhere(f"cannot load checkpoint {folder}"):
-        dcp_load(
-            {}, storage_reader=CheckpointReader(folder), planner=BoxLoadPlanner(items), process_group=process_group
-        )
+        reader = CheckpointReader(folder)
+        dcp_load({}, storage_reader=reader, planner=BoxLoadPlanner(items), process_group=process_group)
     return load_common(folder)
 
 

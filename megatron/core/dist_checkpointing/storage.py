@@ -47,7 +47,11 @@ class CheckpointWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; raises OSError when the disk refuses."""
         if plan.items:
-            return super().write_data(plan, planner)
+            try:
+                return super().write_data(plan, planner)
+            except RuntimeError as error:
+                # torch's zip writer covers a refused write by its own complaint about the file position.
+                raise _first_os_error(error) or error from error
         nothing: Future[list[WriteResult]] = Future()
         nothing.set_result([])
         return nothing
@@ -89,6 +93,12 @@ class CheckpointReader(FileSystemReader):
             target = planner.resolve_tensor(item)
             target.copy_(tensor[window])
             planner.commit_tensor(item, target)
+
+
+def _first_os_error(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
 
 
 def read_metadata(folder: Path) -> Metadata:
