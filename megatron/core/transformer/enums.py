@@ -1,0 +1,36 @@
+"""Enumerations of the transformer's parts: attention masks and attention kernels; no other package's."""
+
+import enum
+
+from megatron.core.enums import ModelType
+
+__all__ = ["AttnBackend", "AttnMaskType", "ModelType", "parse_attn_backend"]
+
+
+class AttnMaskType(enum.Enum):
+    """What a position may attend to when no explicit mask is given; `causal`: itself and what came before."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    arbitrary = 4
+
+
+class AttnBackend(enum.Enum):
+    """Which attention kernel runs: `auto` lets torch choose, `unfused` and `local` are the fp32 reference."""
+
+    flash = 1
+    fused = 2
+    unfused = 3
+    local = 4
+    auto = 5
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse_attn_backend(word: str) -> AttnBackend:
+    """The backend of that name; raises ValueError naming the choices."""
+    if word not in AttnBackend.__members__:
+        raise ValueError(f"{word!r} is not an attention backend: choose from {', '.join(AttnBackend.__members__)}")
+    return AttnBackend[word]

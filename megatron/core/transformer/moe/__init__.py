@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: router, dispatch, experts; README.md walks through one step."""

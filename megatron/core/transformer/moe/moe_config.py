@@ -1,0 +1,211 @@
+"""Settings of mixture-of-experts layers; the dense layers' are in ../transformer_config.py."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+LOAD_BALANCING_TYPES = ("aux_loss", "none")
+
+# One token of a layer pattern: a list, an integer, an operator or a parenthesis.
+_TOKEN = re.compile(r"\s*(\[[\d\s,]*\]|\d+|[+*()])")
+_MAX_PATTERN_LAYERS = 100_000
+
+
+@dataclass(kw_only=True)
+class MoEConfig:
+    """How many experts, which layers have them, and how tokens are routed."""
+
+    cli_group: ClassVar[str] = "moe"
+
+    num_moe_experts: int | None = config_field(
+        None,
+        flags=("--num-experts",),
+        dest="num_experts",
+        help="Experts of each mixture-of-experts layer; unset: the model is dense.",
+        at_least=1,
+    )
+    moe_layer_freq: int | list[int] | str = config_field(
+        1,
+        help="Which layers have experts: N for every Nth from the first, or a pattern of 0 and 1 such as ([0]+[1]*3)*2.",
+        parse=lambda word: parse_moe_layer_freq(word),  # defined below
+    )
+    moe_ffn_hidden_size: int | None = config_field(
+        None, help="Width inside one expert; unset: that of the dense layers.", at_least=1
+    )
+    moe_router_topk: int = config_field(2, help="Experts that each token goes to.", at_least=1)
+    moe_router_load_balancing_type: str | list[str] = config_field(
+        "aux_loss", help="How the router is kept balanced.", choices=LOAD_BALANCING_TYPES, nargs="+"
+    )
+    moe_aux_loss_coeff: float | list[float] = config_field(
+        0.0,
+        help="Weight of the load-balancing loss, one per balancing type; 1e-2 is a good start.",
+        at_least=0,
+        nargs="+",
+    )
+    moe_z_loss_coeff: float | None = config_field(
+        None, help="Weight of the loss that keeps router logits small; 1e-3 is a good start.", at_least=0
+    )
+    moe_grouped_gemm: bool = config_field(
+        False, help="Compute all experts of a rank in one grouped matrix product instead of one after the other."
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+    def aux_loss_coefficient(self, balancing_type: str) -> float:
+        """Weight of one load-balancing loss; 0 where the type is not used."""
+        types, coefficients = _as_list(self.moe_router_load_balancing_type), _as_list(self.moe_aux_loss_coeff)
+        return float(dict(zip(types, coefficients, strict=True)).get(balancing_type, 0.0))
+
+
+def parse_moe_layer_freq(word: str) -> int | list[int]:
+    """An integer, or the list that a pattern of lists, +, * and parentheses stands for: "[0]+[1]*3" -> [0, 1, 1, 1].
+
+    Raises ValueError where the word is neither.
+    """
+    stripped = word.strip()
+    if stripped.isdigit():
+        return int(stripped)
+    value = _PatternReader(stripped).read()
+    if not isinstance(value, list):
+        raise ValueError(f"moe_layer_freq is {word!r}: must be an integer or a pattern of lists, such as [0]+[1]*3")
+    return value
+
+
+def moe_layer_pattern(moe_layer_freq: int | list[int] | str, num_layers: int) -> list[int]:
+    """1 for each layer with experts, 0 for each dense one; [num_layers]."""
+    if isinstance(moe_layer_freq, str):
+        moe_layer_freq = parse_moe_layer_freq(moe_layer_freq)
+    if isinstance(moe_layer_freq, int):
+        return [int(layer % moe_layer_freq == 0) for layer in range(num_layers)]
+    return list(moe_layer_freq)
+
+
+def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -> None:
+    """Raises ValueError where fields of the expert layers contradict each other or the rest of the model."""
+    if config.num_moe_experts is None:
+        if config.moe_grouped_gemm:
+            raise ValueError("moe_grouped_gemm is set but num_moe_experts is not: give --num-experts or drop the flag")
+        return
+    if config.moe_router_topk > config.num_moe_experts:
+        raise ValueError(
+            f"moe_router_topk is {config.moe_router_topk}: must be at most num_moe_experts ({config.num_moe_experts})"
+        )
+    if config.moe_grouped_gemm and add_bias_linear:
+        raise ValueError("moe_grouped_gemm has no biases: set add_bias_linear=False (--disable-bias-linear)")
+    validate_moe_layer_freq(config, num_layers)
+    validate_aux_loss(config)
+
+
+def validate_moe_layer_freq(config: MoEConfig, num_layers: int) -> None:
+    """Raises ValueError where the layer pattern does not fit the layers."""
+    freq = config.moe_layer_freq
+    if isinstance(freq, int) and freq < 1:
+        raise ValueError(f"moe_layer_freq is {freq}: must be at least 1")
+    pattern = moe_layer_pattern(freq, num_layers)
+    if len(pattern) != num_layers:
+        raise ValueError(
+            f"moe_layer_freq has {len(pattern)} entries: must have one per layer, num_layers is {num_layers}"
+        )
+    if set(pattern) - {0, 1}:
+        raise ValueError(f"moe_layer_freq is {freq!r}: entries must be 0 (dense) or 1 (experts)")
+
+
+def validate_aux_loss(config: MoEConfig) -> None:
+    """Raises ValueError unless there is one finite coefficient per balancing type."""
+    types, coefficients = _as_list(config.moe_router_load_balancing_type), _as_list(config.moe_aux_loss_coeff)
+    if len(types) != len(coefficients):
+        raise ValueError(
+            f"moe_aux_loss_coeff has {len(coefficients)} values: must have one per moe_router_load_balancing_type "
+            f"({', '.join(map(str, types))})"
+        )
+    if not all(math.isfinite(float(value)) for value in coefficients):
+        raise ValueError(f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff}: must be finite")
+
+
+def _as_list(value: object) -> list:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+class _PatternReader:
+    """Recursive descent over a layer pattern: sum := product ("+" product)*, product := atom ("*" atom)*."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.tokens = self._split(pattern)
+
+    def read(self) -> int | list[int]:
+        value = self._sum()
+        if self.tokens:
+            raise self._error(f"unexpected {self.tokens[0]!r}")
+        return value
+
+    def _split(self, pattern: str) -> list[str]:
+        tokens, position = [], 0
+        while position < len(pattern):
+            match = _TOKEN.match(pattern, position)
+            if match is None:
+                raise self._error(f"cannot read {pattern[position:]!r}")
+            tokens.append(match.group(1))
+            position = match.end()
+        return tokens
+
+    def _sum(self) -> int | list[int]:
+        value = self._product()
+        while self._accept("+"):
+            other = self._product()
+            if isinstance(value, list) != isinstance(other, list):
+                raise self._error("a list and a number cannot be added")
+            value = value + other  # type: ignore[operator]
+        return value
+
+    def _product(self) -> int | list[int]:
+        value = self._atom()
+        while self._accept("*"):
+            other = self._atom()
+            if isinstance(value, list) and isinstance(other, list):
+                raise self._error("two lists cannot be multiplied")
+            value = self._repeated(value, other)
+        return value
+
+    def _repeated(self, left: int | list[int], right: int | list[int]) -> int | list[int]:
+        # The product's length is known before it is made: a slip of the finger must not fill the memory.
+        sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
+        if sizes[0] * sizes[1] > _MAX_PATTERN_LAYERS:
+            raise self._error(f"more than {_MAX_PATTERN_LAYERS} layers")
+        return left * right  # type: ignore[operator]
+
+    def _atom(self) -> int | list[int]:
+        if not self.tokens:
+            raise self._error("it ends too early")
+        token = self.tokens.pop(0)
+        if token == "(":
+            value = self._sum()
+            if not self._accept(")"):
+                raise self._error("a parenthesis is not closed")
+            return value
+        if token.startswith("["):
+            return self._list(token)
+        if token.isdigit():
+            return int(token)
+        raise self._error(f"unexpected {token!r}")
+
+    def _list(self, token: str) -> list[int]:
+        words = [word.strip() for word in token[1:-1].split(",")]
+        if words[-1] == "":  # "[]" and a trailing comma
+            words.pop()
+        if not all(word.isdigit() for word in words):
+            raise self._error(f"{token!r} is not a list of integers")
+        return [int(word) for word in words]
+
+    def _accept(self, token: str) -> bool:
+        if self.tokens and self.tokens[0] == token:
+            self.tokens.pop(0)
+            return True
+        return False
+
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"moe_layer_freq is {self.pattern!r}: {reason}; examples: 2, [1,0,1,0], ([0]+[1]*3)*2")

@@ -1,0 +1,138 @@
+"""TransformerConfig: flat for users, inherited from small dataclasses per topic; expert settings in moe/moe_config.py."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.config_field import config_field, validate_fields
+from megatron.core.model_parallel_config import ModelParallelConfig, validate_precision
+from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
+from megatron.core.transformer.moe.moe_config import MoEConfig, parse_moe_layer_freq, validate_moe
+
+InitMethod = Callable[[torch.Tensor], object]
+
+
+@dataclass(kw_only=True)
+class AttentionConfig:
+    """Heads, groups and kernel of self-attention."""
+
+    cli_group: ClassVar[str] = "attention"
+
+    num_attention_heads: int = config_field(None, help="Query heads of each layer.", at_least=1)
+    num_query_groups: int | None = config_field(
+        None, help="Key/value heads of each layer; unset: one per query head.", at_least=1
+    )
+    kv_channels: int | None = config_field(
+        None, help="Width of one head; unset: hidden size / attention heads.", at_least=1
+    )
+    attention_dropout: float = config_field(0.1, help="Dropout of attention probabilities.", at_least=0, less_than=1)
+    attention_backend: AttnBackend = config_field(
+        AttnBackend.auto,
+        help="Attention kernel: auto lets torch choose; unfused and local are an fp32 reference.",
+        choices=tuple(AttnBackend),
+        parse=parse_attn_backend,
+    )
+    add_qkv_bias: bool = config_field(
+        False, flags=(), help="Bias of the query, key and value projection where other layers have none."
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig):
+    """Everything a transformer block is built from.
+
+    activation_func, gated_linear_unit: the feed-forward layers compute act(x W), or act(x W_gate) * (x W_up).
+    init_method, output_layer_init_method: fill a weight in place; unset: normal with init_method_std, divided by
+    sqrt(2 * num_layers) for the layers that write into the residual stream.
+    init_seed: seed of the initial weights; unset: torch's seed at construction.
+    """
+
+    cli_group: ClassVar[str] = "transformer configuration"
+
+    num_layers: int = config_field(None, help="Transformer layers.", at_least=1)
+    hidden_size: int = config_field(None, help="Width of the residual stream.", at_least=1)
+    ffn_hidden_size: int | None = config_field(
+        None, help="Width inside the feed-forward layers; unset: 4 x hidden size, 8/3 x with --swiglu.", at_least=1
+    )
+    hidden_dropout: float = config_field(
+        0.1, help="Dropout of what each layer adds to the residual stream.", at_least=0, less_than=1
+    )
+    add_bias_linear: bool = config_field(True, flags=("--disable-bias-linear",), help="Linear layers have no biases.")
+    normalization: str = config_field(
+        "LayerNorm", help="Norm before attention, feed-forward and output.", choices=("LayerNorm", "RMSNorm")
+    )
+    layernorm_epsilon: float = config_field(
+        1e-5, flags=("--norm-epsilon",), help="Added to the variance inside norms.", more_than=0
+    )
+    init_method_std: float = config_field(0.02, help="Standard deviation of initial weights.", at_least=0)
+    activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
+    gated_linear_unit: bool = False
+    init_method: InitMethod | None = None
+    output_layer_init_method: InitMethod | None = None
+    perform_initialization: bool = True
+    init_seed: int | None = None
+    calculate_per_token_loss: bool = False
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        validate_precision(self)
+        validate_parallel_sizes(self)
+        if isinstance(self.moe_layer_freq, str):
+            self.moe_layer_freq = parse_moe_layer_freq(self.moe_layer_freq)
+        validate_attention(self)
+        if self.kv_channels is None:
+            self.kv_channels = self.hidden_size // self.num_attention_heads
+        if self.num_query_groups is None:
+            self.num_query_groups = self.num_attention_heads
+        if self.ffn_hidden_size is None:
+            self.ffn_hidden_size = 4 * self.hidden_size
+        if self.moe_ffn_hidden_size is None:
+            self.moe_ffn_hidden_size = self.ffn_hidden_size
+        validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
+        if self.init_method is None:
+            self.init_method = NormalInit(self.init_method_std)
+        if self.output_layer_init_method is None:
+            self.output_layer_init_method = NormalInit(self.init_method_std / math.sqrt(2 * self.num_layers))
+
+
+@dataclass(frozen=True)
+class NormalInit:
+    """Fills a weight from a normal distribution with mean 0 and this standard deviation."""
+
+    std: float
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight: any shape, any float dtype; filled in place from torch's generator."""
+        return torch.nn.init.normal_(weight, std=self.std)
+
+
+def validate_attention(config: TransformerConfig) -> None:
+    """Raises ValueError where heads do not divide what they share."""
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if config.kv_channels is None and config.hidden_size % heads:
+        raise ValueError(
+            f"hidden_size is {config.hidden_size}: must be divisible by num_attention_heads ({heads}), "
+            "or give kv_channels"
+        )
+    if groups is not None and heads % groups:
+        raise ValueError(f"num_attention_heads is {heads}: must be divisible by num_query_groups ({groups})")
+
+
+def validate_parallel_sizes(config: ModelParallelConfig) -> None:
+    """Raises ValueError for a model-parallel size that the layers cannot be split into."""
+    for field in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    ):
+        if vars(config)[field] != 1:
+            raise ValueError(f"{field} is {vars(config)[field]}: layers are not split over ranks yet, must be 1")
