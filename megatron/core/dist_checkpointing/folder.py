@@ -37,22 +37,21 @@ def incomplete_folder(folder: Path, save_id: str) -> Path:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises ValueError if `folder` exists and is neither empty nor a checkpoint: a save must not replace it."""
+    """Raises ValueError if something that is no checkpoint has the place of `folder`: a save must not replace it."""
     if folder.is_dir() and not (folder / MANIFEST_FILE).is_file() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds something that is not a checkpoint of this format: not overwritten")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: not overwritten")
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file: not overwritten")
 
 
-def begin(folder: Path, save_id: str) -> Path:
-    """Cleans up after killed saves of `folder` and returns a new, empty temporary folder."""
+def begin(temporary: Path, folder: Path) -> None:
+    """Cleans up after killed saves of `folder` and makes the temporary folder for a new one."""
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _put_back(folder)
     remove_incomplete(folder.parent, name=re.escape(folder.name))
-    temporary = incomplete_folder(folder, save_id)
     temporary.mkdir()
-    return temporary
 
 
 def commit(temporary: Path, folder: Path) -> None:

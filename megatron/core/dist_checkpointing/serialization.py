@@ -41,13 +41,14 @@ def save(
     """
     target = Path(checkpoint_dir)
     items = list(flatten(state))
-    temporary = _begin(target, common, group=process_group)
+    temporary = folders.incomplete_folder(target, _from_rank_0(folders.new_id(), process_group))
     try:
+        _begin(temporary, target, common=common, group=process_group)
         with _one_error_everywhere(f"cannot save checkpoint {target}"):
             writer = CheckpointWriter(temporary)
             dcp_save({}, storage_writer=writer, planner=BoxSavePlanner(items), process_group=process_group)
         _finish(temporary, target, group=process_group)
-    except (CheckpointError, ValueError, OSError, RuntimeError):
+    except (ValueError, OSError, RuntimeError):
         if _rank(process_group) == 0:
             folders.discard(temporary)
         raise
@@ -91,18 +92,15 @@ def list_tensors(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...],
     }
 
 
-def _begin(target: Path, common: dict[str, Any], *, group: dist.ProcessGroup | None) -> Path:
-    """The new temporary folder with the common values, made by rank 0 and seen by every rank."""
-    save_id = _from_rank_0(folders.new_id(), group)
-    temporary = folders.incomplete_folder(target, save_id)
+def _begin(temporary: Path, target: Path, *, common: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Rank 0 makes the temporary folder with the common values; every rank must see it."""
     with all_ranks_agree(group):
         if _rank(group) == 0:
-            folders.begin(target, save_id)
+            folders.begin(temporary, target)
             folders.write_json(temporary / folders.COMMON_FILE, common)
     with all_ranks_agree(group):
         if not temporary.is_dir():
             raise ValueError(f"rank 0 made {temporary}, this rank does not see it: save to a shared file system")
-    return temporary
 
 
 def _finish(temporary: Path, target: Path, *, group: dist.ProcessGroup | None) -> None:

@@ -1,0 +1,96 @@
+"""Plans of several simulated ranks: any boxes saved, any boxes loaded."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.boxes import whole
+from megatron.core.dist_checkpointing.planner import BoxLoadPlanner, BoxSavePlanner, assign_writes, check_wanted
+from megatron.core.dist_checkpointing.storage import CheckpointReader, CheckpointWriter
+from tests.unit_tests.core.dist_checkpointing.cuts import random_tensors, strided_copy
+
+
+def offers_of(ranks):
+    return [BoxSavePlanner(items).create_local_plan().items for items in ranks]
+
+
+def save_as(ranks, folder):
+    """What torch's save does with a process group, one simulated rank after the other."""
+    planners, writer = [BoxSavePlanner(items) for items in ranks], CheckpointWriter(folder)
+    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    plans = writer.prepare_global_plan(plans)
+    results = [writer.write_data(plan, planner).wait() for plan, planner in zip(plans, planners, strict=True)]
+    writer.finish(metadata, results)
+
+
+def load_as(items, folder):
+    planner, reader = BoxLoadPlanner(items), CheckpointReader(folder)
+    metadata = reader.read_metadata()
+    check_wanted(items, metadata)
+    planner.set_up_planner({}, metadata)
+    reader.set_up_storage_reader(metadata, True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(1, 5))
+def test_any_cut_over_any_ranks_loads_as_any_other(tmp_path_factory, random, num_writers, num_readers):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tensors = random_tensors(random)
+    save_as(tensors.cut(random, num_writers), folder)
+    for rank_items in tensors.cut(random, num_readers):
+        wanted = [strided_copy(random, item) for item in rank_items]
+        load_as(wanted, folder)
+        for item, loaded in zip(rank_items, wanted, strict=True):
+            assert torch.equal(item.data, loaded.data), item.key
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 6))
+def test_every_element_is_written_once(random, num_ranks):
+    written, metadata = assign_writes(offers_of(random_tensors(random).cut(random, num_ranks)))
+    for key, entry in metadata.state_dict_metadata.items():
+        marks = torch.zeros(entry.size)
+        for item in (item for items in written for item in items if item.index.fqn == key):
+            chunk = item.tensor_data.chunk
+            box = whole(tuple(chunk.sizes))._replace(offset=tuple(chunk.offsets))
+            marks[box.relative_to(whole(tuple(entry.size)))] += 1
+        assert (marks == 1).all()
+        assert len(entry.chunks) == sum(item.index.fqn == key for items in written for item in items)
+
+
+def test_replicas_are_spread_evenly():
+    items = [ShardedTensor(f"t{i}", torch.zeros(n)) for i, n in enumerate([900, 800, 700, 90, 80, 70, 60, 50])]
+    written, _ = assign_writes(offers_of([items] * 3))
+    sizes = [sum(item.tensor_storage_size() for item in items) for items in written]
+    assert max(sizes) - min(sizes) <= 4 * 120
+
+
+def test_an_object_is_written_by_one_rank():
+    written, _ = assign_writes(offers_of([[], [ShardedObject("o", 1)], [ShardedObject("o", 1)]]))
+    assert [[item.type for item in items] for items in written] == [[], [WriteItemType.BYTE_IO], []]
+
+
+ROWS = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    "ranks, message",
+    [
+        ([[ShardedTensor("k", ROWS, (4, 3), (0, 0))], []], "k: no rank saves some elements of .4, 3."),
+        ([[ShardedTensor("k", ROWS)], [ShardedTensor("k", ROWS.half())]], "rank 0 saves .* rank 1 saves .*float16"),
+        ([[ShardedTensor("k", ROWS)], [ShardedTensor("k", ROWS, (4, 3), (2, 0))]], "rank 0 saves .* rank 1 saves"),
+        ([[ShardedTensor("k", ROWS)], [ShardedObject("k", 1)]], "rank 1 saves|rank 0 saves"),
+    ],
+)
+def test_ranks_that_disagree_are_named(ranks, message):
+    with pytest.raises(ValueError, match=message):
+        assign_writes(offers_of(ranks))
+
+
+def test_boxes_outside_their_tensor_are_refused():
+    with pytest.raises(ValueError, match="leaves the global tensor"):
+        ShardedTensor("k", ROWS, (4, 3), (3, 0))
+    with pytest.raises(ValueError, match="as many offsets"):
+        ShardedTensor("k", ROWS, (4, 3), (0,))
