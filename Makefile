@@ -19,8 +19,8 @@ $(VENV)/.installed: requirements/cpu.txt pyproject.toml setup.py
 		|| { echo 'This project needs Python >= 3.11: make PYTHON=/path/to/python3.11'; exit 1; }
 	@echo 'Installing what requirements/cpu.txt pins into $(VENV) (once, 1 GB or more)'
 	@$(PYTHON) -m venv $(VENV)
-	@$(IN_VENV) -m pip install --quiet --requirement requirements/cpu.txt
-	@$(IN_VENV) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(IN_VENV) -m pip install -qq --requirement requirements/cpu.txt
+	@$(IN_VENV) -m pip install -qq --no-deps --no-build-isolation --editable .
 	@touch $@
 
 lock:  ## rewrite requirements/cpu.txt from what .venv holds

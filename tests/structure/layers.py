@@ -1,0 +1,101 @@
+"""The import order of the packages, lowest first, and the check that nothing imports upwards. No other limit here."""
+
+import re
+from dataclasses import dataclass
+
+from tests.structure.measure import Source, imported_modules
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Modules whose names match `pattern`, on `line` of the order. A module may import from earlier lines; on its own
+    line only from its own package, and there only from the same or a lower `step`. never: packages of earlier lines
+    that it must not know all the same.
+    """
+
+    line: int
+    package: str
+    pattern: str
+    step: int = 0
+    never: tuple[str, ...] = ()
+
+
+# The first pattern that matches a module's whole name decides.
+LAYERS = (
+    Layer(0, "paged_stash", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?"),  # torch and triton alone
+    Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
+    Layer(1, "base", r"megatron\.core\.(utils|device|agreement|config_field|packed_seq_params)"),
+    Layer(1, "base", r"megatron\.core\.datasets\.(utils|splits)"),  # what the words of --split and --data-path mean
+    Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
+    Layer(2, "config", r"megatron\.core\.(parallel_state|num_microbatches_calculator)"),
+    Layer(3, "tensor_parallel", r"megatron\.core\.tensor_parallel(\..+)?"),
+    Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
+    Layer(3, "datasets", r"megatron\.core\.datasets(\..+)?"),
+    Layer(3, "tokenizers", r"megatron\.core\.tokenizers(\..+)?"),
+    Layer(3, "fusions", r"megatron\.core\.(activations|fusions(\..+)?)"),
+    Layer(4, "transformer", r"megatron\.core\.transformer\.moe(\..+)?", step=1),
+    Layer(4, "transformer", r"megatron\.core\.transformer\.transformer_layer", step=2),
+    Layer(4, "transformer", r"megatron\.core\.transformer\.transformer_block", step=3),
+    Layer(4, "transformer", r"megatron\.core\.transformer\.multi_token_prediction", step=4),
+    Layer(4, "transformer", r"megatron\.core\.transformer", step=5),  # the package itself re-exports
+    Layer(4, "transformer", r"megatron\.core\.transformer\..+"),
+    Layer(4, "distributed", r"megatron\.core\.distributed(\..+)?"),
+    Layer(4, "pipeline_parallel", r"megatron\.core\.pipeline_parallel(\..+)?"),
+    Layer(4, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),
+    Layer(4, "graph_safety", r"megatron\.core\.graph_safety"),
+    Layer(5, "models", r"megatron\.core\.models(\..+)?"),
+    Layer(5, "optimizer", r"megatron\.core\.optimizer(_param_scheduler|\..+)?", never=("transformer",)),
+    Layer(5, "extensions", r"megatron\.core\.extensions(\..+)?"),
+    Layer(6, "core", r"megatron(\.core)?"),  # re-exports for users; nothing inside imports from it
+    Layer(6, "training", r"megatron\.training(\..+)?"),
+    Layer(7, "programs", r"(pretrain_gpt|tools|benchmarks|examples)(\..+)?"),
+)
+
+
+def layer_of(module: str) -> Layer | None:
+    """The layer of a module of this project; None where the table lacks it."""
+    return next((layer for layer in LAYERS if re.fullmatch(layer.pattern, module)), None)
+
+
+def may_import(importer: Layer, imported: Layer) -> bool:
+    """Whether the order lets a module of one layer import one of the other."""
+    if importer.package == imported.package:
+        return imported.step <= importer.step
+    return imported.line < importer.line and imported.package not in importer.never
+
+
+def upward_imports(sources: list[Source]) -> list[tuple[Source, int, str]]:
+    """(file, line, imported module) of each import against the order; modules missing in the table come with line 1."""
+    known = frozenset(source.module for source in sources)
+    found = []
+    for source in sources:
+        importer = layer_of(source.module)
+        if importer is None:
+            found.append((source, 1, "not in the table LAYERS of tests/structure/layers.py"))
+            continue
+        for module, line in sorted(set(imported_modules(source, known))):
+            imported = layer_of(module)
+            if imported is not None and not may_import(importer, imported):
+                found.append((source, line, module))
+    return found
+
+
+def import_cycles(sources: list[Source]) -> list[list[str]]:
+    """Groups of modules that import each other in a circle (strongly connected components of two or more)."""
+    known = frozenset(source.module for source in sources)
+    graph = {source.module: {name for name, _ in imported_modules(source, known)} & known for source in sources}
+    reach = {module: _reachable(graph, module) for module in graph}
+    circles = {tuple(sorted(b for b in reach[a] if a in reach[b])) for a in graph if a in reach[a]}
+    return [list(circle) for circle in sorted(circles)]
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Modules that a chain of imports leads to from `start`; `start` itself only through a circle."""
+    seen: set[str] = set()
+    todo = list(graph[start])
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo.extend(graph[module])
+    return seen

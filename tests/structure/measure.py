@@ -1,0 +1,202 @@
+"""Reads the project's Python files and measures them: functions, complexity, lines. No limit is named here."""
+
+import ast
+import io
+import math
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("megatron", "tools", "pretrain_gpt.py")  # what the statistics are taken over
+AROUND = ("benchmarks", "examples")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_DECISIONS = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.comprehension)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or method with the classes and functions around it."""
+
+    node: FunctionNode
+    qualname: str
+    in_class: str | None
+    nested: bool
+
+    @property
+    def lines(self) -> int:
+        """Lines from `def` to the end, signature and docstring included."""
+        return (self.node.end_lineno or self.node.lineno) - self.node.lineno + 1
+
+    @property
+    def public(self) -> bool:
+        """Whether a reader may call it: no underscore in front of it or its class, not inside a function."""
+        return not self.nested and not any(part.startswith("_") for part in self.qualname.split("."))
+
+    @property
+    def complexity(self) -> int:
+        """Cyclomatic complexity: 1 + branches, loops, handlers, cases, comprehension clauses, `and`/`or`."""
+        return 1 + sum(_decisions(node) for node in _own_nodes(self.node))
+
+    @property
+    def positional(self) -> list[ast.arg]:
+        """Parameters that can be given by position, without self, cls or ctx."""
+        arguments = [*self.node.args.posonlyargs, *self.node.args.args]
+        bound = self.in_class is not None and arguments and arguments[0].arg in ("self", "cls", "ctx", "mcs")
+        return arguments[1:] if bound else arguments
+
+    @property
+    def parameters(self) -> list[ast.arg]:
+        """All named parameters, without self, cls or ctx."""
+        return [*self.positional, *self.node.args.kwonlyargs]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file."""
+
+    path: Path
+    text: str
+
+    @property
+    def name(self) -> str:
+        """Path from the repository root."""
+        return self.path.as_posix()
+
+    @property
+    def module(self) -> str:
+        """Dotted name, that of the package for an __init__.py."""
+        parts = self.path.with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.name)
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    @cached_property
+    def functions(self) -> list[Function]:
+        return list(_functions(self.tree, (), in_class=None, nested=False))
+
+    @cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+
+    @cached_property
+    def comments(self) -> dict[int, str]:
+        """Line number to comment; directives to tools (noqa, type:) are no comments."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        found = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+        return {line: text for line, text in found.items() if not text.startswith(("#!", "# noqa", "# type:"))}
+
+    @cached_property
+    def num_code_lines(self) -> int:
+        """Lines that hold code: not blank, not comment alone, not docstring."""
+        skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+        held: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type not in skipped and token.type != tokenize.ENDMARKER:
+                held.update(range(token.start[0], token.end[0] + 1))
+        return len(held - _docstring_lines(self.tree))
+
+
+def read_sources(*places: str) -> list[Source]:
+    """The Python files in folders or files named from the repository root; places that do not exist are empty."""
+    paths: list[Path] = []
+    for place in places:
+        start = ROOT / place
+        paths += sorted(start.rglob("*.py")) if start.is_dir() else [start] * start.is_file()
+    return [Source(path.relative_to(ROOT), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def percentile(values: Iterable[float], fraction: float) -> float:
+    """The smallest value that at least `fraction` of the values do not exceed; 0 for no values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else 0
+
+
+def imported_modules(source: Source, known: frozenset[str]) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import, in functions too; `from package import name` gives package.name where `known`
+    holds that module, else package.
+    """
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, source)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield (inner if inner in known else base), node.lineno
+
+
+def words(node: ast.AST | None) -> set[str]:
+    """Every identifier in an annotation, also in one written as a string."""
+    found: set[str] = set()
+    for child in ast.walk(node) if node is not None else ():
+        if isinstance(child, ast.Name):
+            found.add(child.id)
+        elif isinstance(child, ast.Attribute):
+            found.add(child.attr)
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+            found.update(child.value.replace("[", " ").replace("]", " ").replace(".", " ").replace(",", " ").split())
+    return found
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of a name or attribute chain, empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _functions(tree: ast.AST, around: tuple[str, ...], *, in_class: str | None, nested: bool) -> Iterator[Function]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node, (*around, node.name), in_class=node.name, nested=nested)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            path = (*around, node.name)
+            yield Function(node, ".".join(path), in_class, nested)
+            yield from _functions(node, path, in_class=None, nested=True)
+        else:
+            yield from _functions(node, around, in_class=in_class, nested=nested)
+
+
+def _own_nodes(function: FunctionNode) -> Iterator[ast.AST]:
+    """Nodes of a function's body without those of functions and classes inside it."""
+    todo: list[ast.AST] = list(function.body)
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            todo.extend(ast.iter_child_nodes(node))
+
+
+def _decisions(node: ast.AST) -> int:
+    if isinstance(node, ast.BoolOp):
+        return len(node.values) - 1
+    if isinstance(node, ast.comprehension):
+        return 1 + len(node.ifs)
+    return int(isinstance(node, _DECISIONS))
+
+
+def _docstring_lines(tree: ast.Module) -> set[int]:
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def _absolute(node: ast.ImportFrom, source: Source) -> str:
+    if not node.level:
+        return node.module or ""
+    package = source.module.split(".")
+    keep = len(package) - node.level + (source.path.name == "__init__.py")
+    return ".".join([*package[:keep], *([node.module] if node.module else [])])
