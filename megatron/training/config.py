@@ -22,41 +22,53 @@ def parse_signal(word: str) -> int:
 
 
 @dataclass(kw_only=True)
+class CommandLineConfig:
+    """Where else settings come from, and showing what they add up to."""
+
+    cli_group: ClassVar[str] = "configuration file"
+
+    config: str | None = config_field(
+        None, help="YAML file of settings, keys as in --print-config; flags on the command line win over it."
+    )
+    print_config: bool = config_field(False, help="Print all settings as YAML that --config reads back, and exit.")
+
+
+@dataclass(kw_only=True)
 class TrainingConfig:
     """How long to train, in which batches, and when to stop or evaluate."""
 
     cli_group: ClassVar[str] = "training"
 
-    micro_batch_size: int | None = config_field(None, help="samples per forward pass of one model copy", at_least=1)
+    micro_batch_size: int | None = config_field(None, help="Samples per forward pass of one model copy.", at_least=1)
     global_batch_size: int | None = config_field(
-        None, help="samples per training step over all ranks; unset: micro batch x data-parallel size", at_least=1
+        None, help="Samples per training step over all ranks; unset: micro batch x data-parallel size.", at_least=1
     )
-    train_iters: int | None = config_field(None, help="number of training steps", at_least=0)
+    train_iters: int | None = config_field(None, help="Number of training steps.", at_least=0)
     exit_interval: int | None = config_field(
-        None, help="save and exit after a step whose number this divides", at_least=1
+        None, help="Save and exit after a step whose number this divides.", at_least=1
     )
     exit_duration_in_mins: int | None = config_field(
-        None, help="save and exit after this many minutes of training", at_least=0
+        None, help="Save and exit after this many minutes of training.", at_least=0
     )
-    exit_signal_handler: bool = config_field(False, help="save and exit when --exit-signal arrives")
+    exit_signal_handler: bool = config_field(False, help="Save and exit when --exit-signal arrives.")
     exit_signal: int = config_field(
-        int(signal.SIGTERM), help="signal, name or number, that --exit-signal-handler waits for", parse=parse_signal
+        int(signal.SIGTERM), help="Signal, name or number, that --exit-signal-handler waits for.", parse=parse_signal
     )
     check_for_nan_in_loss_and_grad: bool = config_field(
         True,
         flags=("--no-check-for-nan-in-loss-and-grad",),
-        help="do not stop at a loss or gradient that is not finite",
+        help="Do not stop at a loss or gradient that is not finite.",
     )
-    seed: int = config_field(1234, help="seed of weights, dropout and data order", at_least=0)
-    skip_train: bool = config_field(False, help="do not train: only evaluate the loaded model")
-    eval_iters: int = config_field(100, help="batches per evaluation; 0: never evaluate", at_least=0)
+    seed: int = config_field(1234, help="Seed of weights, dropout and data order.", at_least=0)
+    skip_train: bool = config_field(False, help="Do not train: only evaluate the loaded model.")
+    eval_iters: int = config_field(100, help="Batches per evaluation; 0: never evaluate.", at_least=0)
     eval_interval: int | None = config_field(
-        None, help="steps between evaluations; unset: evaluate after the last step only", at_least=1
+        None, help="Steps between evaluations; unset: evaluate after the last step only.", at_least=1
     )
     use_mcore_models: bool = config_field(
-        False, dest="deprecated_use_mcore_models", help="accepted for old scripts: the model is always of this kind"
+        False, dest="deprecated_use_mcore_models", help="Accepted for old scripts: the model is always of this kind."
     )
-    transformer_impl: str = config_field("local", choices=("local",), help="which implementation of the layers to use")
+    transformer_impl: str = config_field("local", choices=("local",), help="Which implementation of the layers to use.")
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -68,29 +80,29 @@ class CheckpointConfig:
 
     cli_group: ClassVar[str] = "checkpointing"
 
-    save: str | None = config_field(None, help="folder to write checkpoints to")
+    save: str | None = config_field(None, help="Folder to write checkpoints to.")
     save_interval: int | None = config_field(
         None,
         flags=("--save-interval", "--persistent-save-interval"),
-        help="steps between checkpoints; unset: one at the end",
+        help="Steps between checkpoints; unset: one at the end.",
         at_least=1,
     )
-    load: str | None = config_field(None, help="folder to continue from; an empty or absent one starts from scratch")
+    load: str | None = config_field(None, help="Folder to continue from; an empty or absent one starts from scratch.")
     finetune: bool = config_field(
-        False, help="load the weights only: start at step 0 with a fresh optimizer, RNG and data order"
+        False, help="Load the weights only: start at step 0 with a fresh optimizer, RNG and data order."
     )
-    ckpt_step: int | None = config_field(None, help="load this step instead of the latest", at_least=0)
-    use_checkpoint_args: bool = config_field(False, help="take the model's shape from the checkpoint in --load")
+    ckpt_step: int | None = config_field(None, help="Load this step instead of the latest.", at_least=0)
+    use_checkpoint_args: bool = config_field(False, help="Take the model's shape from the checkpoint in --load.")
     exit_on_missing_checkpoint: bool = config_field(
-        False, help="stop if --load holds no checkpoint instead of starting from scratch"
+        False, help="Stop if --load holds no checkpoint instead of starting from scratch."
     )
     ckpt_format: str = config_field(
-        "torch_dist", choices=("torch_dist",), help="format of checkpoints, independent of the parallel layout"
+        "torch_dist", choices=("torch_dist",), help="Format of checkpoints, independent of the parallel layout."
     )
-    no_save_optim: bool = config_field(False, help="leave the optimizer's state out of checkpoints")
-    no_save_rng: bool = config_field(False, help="leave the random-number state out of checkpoints")
-    no_load_optim: bool = config_field(False, help="do not load the optimizer's state")
-    no_load_rng: bool = config_field(False, help="do not load the random-number state")
+    no_save_optim: bool = config_field(False, help="Leave the optimizer's state out of checkpoints.")
+    no_save_rng: bool = config_field(False, help="Leave the random-number state out of checkpoints.")
+    no_load_optim: bool = config_field(False, help="Do not load the optimizer's state.")
+    no_load_rng: bool = config_field(False, help="Do not load the random-number state.")
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -102,9 +114,9 @@ class LoggingConfig:
 
     cli_group: ClassVar[str] = "logging"
 
-    log_interval: int = config_field(100, help="steps between log lines", at_least=1)
-    tensorboard_dir: str | None = config_field(None, help="folder for TensorBoard files; unset: none are written")
-    tensorboard_log_interval: int = config_field(1, help="steps between TensorBoard points", at_least=1)
+    log_interval: int = config_field(100, help="Steps between log lines.", at_least=1)
+    tensorboard_dir: str | None = config_field(None, help="Folder for TensorBoard files; unset: none are written.")
+    tensorboard_log_interval: int = config_field(1, help="Steps between TensorBoard points.", at_least=1)
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -117,10 +129,10 @@ class DistributedConfig:
     cli_group: ClassVar[str] = "distributed init"
 
     distributed_backend: str | None = config_field(
-        None, choices=("nccl", "gloo"), help="communication library; unset: nccl with GPUs, gloo without"
+        None, choices=("nccl", "gloo"), help="Communication library; unset: nccl with GPUs, gloo without."
     )
     distributed_timeout_minutes: int = config_field(
-        10, help="minutes that a collective may take before the run fails", at_least=1
+        10, help="Minutes that a collective may take before the run fails.", at_least=1
     )
 
     def __post_init__(self) -> None:

@@ -1,0 +1,93 @@
+"""The command line of a training program: parse_args, validate_args and configurations built from the result.
+
+How flags are made from fields, refused or explained is in command_line/.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.training.command_line.config_builder import config_from_args, core_transformer_config_from_args
+from megatron.training.command_line.errors import CommandLineError, exit_on_command_line_error, is_first_rank
+from megatron.training.command_line.flag_table import Flag, FlagState
+from megatron.training.command_line.parser import build_parser, check_leftovers
+from megatron.training.command_line.refusals import no_effect_notice
+from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+from megatron.training.command_line.validation import read_launcher, validate_args
+from megatron.training.command_line.values import not_yet
+from megatron.training.command_line.yaml_config import config_text, read_config_file
+
+__all__ = [
+    "MODEL_SHAPE_DESTS",
+    "CommandLineError",
+    "config_from_args",
+    "core_transformer_config_from_args",
+    "exit_on_command_line_error",
+    "parse_args",
+    "validate_args",
+]
+
+# Values that mean what happens anyway, beside a flag's default.
+_HARMLESS_VALUES: dict[str, Any] = {"expert_tensor_parallel_size": 1, "mtp_num_layers": 0}
+
+
+def parse_args(
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None] | None = None,
+    ignore_unknown_args: bool = False,
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """The arguments from, in rising precedence, defaults, the file of --config and `argv` (None: the process's own).
+
+    Holds every known flag that is not refused, under Megatron's name. Raises CommandLineError; --help and
+    --print-config print on rank 0 and exit.
+    """
+    table = flag_table()
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser, script_dests = build_parser(table, extra_args_provider)
+    path = _config_path(words)
+    if path is not None:
+        parser.set_defaults(**read_config_file(path, table, script_dests))
+    args, leftovers = parser.parse_known_args(words)
+    if not ignore_unknown_args:
+        check_leftovers(leftovers, parser, table)
+    _judge_values(args, [flag for flag in table.flags if flag.dest not in script_dests])
+    if args.print_config:
+        _print_and_exit(config_text(args, table, script_dests))
+    read_launcher(args)
+    return args
+
+
+def _config_path(words: Sequence[str]) -> str | None:
+    """The value of --config, needed before the other flags have defaults."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--config")
+    try:
+        return finder.parse_known_args(words)[0].config
+    except argparse.ArgumentError:
+        # A --config without a file name: the real parser says so.
+        return None
+
+
+def _judge_values(args: argparse.Namespace, flags: list[Flag]) -> None:
+    """Refuses values that nothing honours yet, and says once which flags change nothing."""
+    table = flag_table()
+    without_effect = []
+    for flag in flags:
+        if flag.state in (FlagState.WORKS, FlagState.REFUSED):
+            continue
+        value = vars(args)[flag.dest]
+        if value == flag.default or value == _HARMLESS_VALUES.get(flag.dest, flag.default):
+            continue
+        if flag.state is FlagState.NOT_YET:
+            assert flag.known is not None and flag.known.owner is not None
+            raise CommandLineError(f"{flag.flags[0]}: {not_yet(flag.known.owner, table)}")
+        without_effect.append(flag)
+    if without_effect and is_first_rank():
+        print(no_effect_notice(without_effect), file=sys.stderr, flush=True)
+
+
+def _print_and_exit(text: str) -> None:
+    if is_first_rank():
+        print(text, end="", flush=True)
+    raise SystemExit(0)

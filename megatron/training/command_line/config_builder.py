@@ -1,0 +1,84 @@
+"""Configuration objects from parsed arguments, with errors that name flags instead of fields.
+
+What the arguments must fulfil together is in validation.py.
+"""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from megatron.core.config_field import field_spec
+from megatron.core.models.gpt.gpt_config import GPTModelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.flag_table import FlagState, FlagTable, field_dest
+from megatron.training.command_line.registry import CONFIG_CLASSES, flag_table
+
+ConfigT = TypeVar("ConfigT")
+
+
+def config_from_args(config_class: type[ConfigT], args: argparse.Namespace) -> ConfigT:
+    """A configuration of any class from the arguments that have its fields' names; CommandLineError if they clash.
+
+    Fields that are not on the command line take an argument of their name too (`params_dtype`), unless it is None.
+    """
+    with flags_named_in_errors():
+        return config_class(**_field_values(config_class, args))
+
+
+def core_transformer_config_from_args(
+    args: argparse.Namespace, config_class: type[TransformerConfig] = TransformerConfig
+) -> TransformerConfig:
+    """The transformer's configuration, with what follows from GPT flags such as --swiglu."""
+    with flags_named_in_errors():
+        gpt = GPTModelConfig(**_field_values(GPTModelConfig, args))
+        derived = gpt.transformer_fields(
+            hidden_size=args.hidden_size,
+            ffn_hidden_size=args.ffn_hidden_size,
+            num_query_groups=args.num_query_groups,
+        )
+        return config_class(**{**_field_values(config_class, args), **derived})
+
+
+def build_every_config(args: argparse.Namespace) -> None:
+    """Builds and drops all configurations, so that each checks its own fields before anything starts."""
+    for config_class in CONFIG_CLASSES:
+        if issubclass(config_class, TransformerConfig):
+            core_transformer_config_from_args(args, config_class)
+        else:
+            config_from_args(config_class, args)
+
+
+def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]:
+    values = {}
+    for field in dataclasses.fields(config_class):
+        spec, dest = field_spec(field), field_dest(field)
+        on_command_line = spec is not None and spec.flags != ()
+        if field.init and (on_command_line or vars(args).get(dest) is not None):
+            values[field.name] = vars(args)[dest]
+    return values
+
+
+@contextmanager
+def flags_named_in_errors() -> Iterator[None]:
+    """Turns a ValueError of the body, which names fields, into a CommandLineError that names flags."""
+    try:
+        yield
+    except CommandLineError:
+        raise
+    except ValueError as error:
+        raise CommandLineError(with_flag_names(str(error), flag_table())) from None
+
+
+def with_flag_names(message: str, table: FlagTable) -> str:
+    """`OptimizerConfig.min_lr is 2` -> `--min-lr is 2`; words that are no field, or belong to code, stay."""
+    flags = {}
+    for flag in table.in_state(FlagState.WORKS):
+        assert flag.field is not None
+        config, _, name = flag.field.partition(".")
+        flags[name] = flag.flags[0] if flag.constant is not False else name
+    message = re.sub(r"\b[A-Z]\w*Config\.(\w+)", lambda match: flags.get(match[1], match[1]), message)
+    return re.sub(r"(?<![-\w])([a-z0-9]+_\w+)\b(?!=)", lambda match: flags.get(match[1], match[1]), message)

@@ -1,0 +1,210 @@
+"""One table of all flags: those of configuration fields, which work, and the other known ones with their state.
+
+Parsing is in parser.py; this module only says what exists, of which type, with which default.
+"""
+
+import dataclasses
+import enum
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config_field import FieldSpec, field_spec
+from megatron.training.command_line.known_flags import KnownFlag, KnownFlags
+
+
+class FlagState(enum.Enum):
+    """What happens when a flag is given."""
+
+    WORKS = "works"
+    NOT_YET = "not yet"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+_STATE_OF_TIER = {1: FlagState.NOT_YET, 2: FlagState.NO_EFFECT, 3: FlagState.REFUSED}
+_WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag as parser, YAML reader, help and docs see it.
+
+    constant: what the flag stores where it takes no value, else None. parse: turns one word into one value.
+    unwraps: a list of one value becomes that value. choices: allowed values after parsing. field: qualified name of
+    the field behind a flag that works. known: the row of known_flags.json, None for a flag that it does not list.
+    """
+
+    flags: tuple[str, ...]
+    dest: str
+    default: Any
+    group: str
+    state: FlagState
+    type_name: str
+    parse: Callable[[str], Any] = str
+    constant: bool | None = None
+    nargs: str | int | None = None
+    unwraps: bool = False
+    choices: tuple[Any, ...] | None = None
+    help: str = ""
+    field: str | None = None
+    known: KnownFlag | None = None
+
+    @property
+    def takes_list(self) -> bool:
+        return self.nargs is not None
+
+    def unwrapped(self, values: list[Any]) -> Any:
+        """What a list of words means as the flag's value."""
+        return values[0] if self.unwraps and len(values) == 1 else values
+
+
+@dataclass(frozen=True)
+class FlagTable:
+    """All flags, working ones first in the order of their classes; `by_dest` leaves refused ones out."""
+
+    flags: tuple[Flag, ...]
+    owner_titles: dict[str, str]
+
+    @functools.cached_property
+    def by_dest(self) -> dict[str, Flag]:
+        return {flag.dest: flag for flag in self.flags if flag.state is not FlagState.REFUSED}
+
+    def in_state(self, state: FlagState) -> list[Flag]:
+        return [flag for flag in self.flags if flag.state is state]
+
+    def working_groups(self) -> dict[str, list[Flag]]:
+        """Working flags by group title, in order of first appearance."""
+        groups: dict[str, list[Flag]] = {}
+        for flag in self.in_state(FlagState.WORKS):
+            groups.setdefault(flag.group, []).append(flag)
+        return groups
+
+
+def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagTable:
+    """Joins the fields of `config_classes` with the known flags; a known flag works if a field has its name."""
+    known_by_word = {word: row for row in known.flags for word in row.flags}
+    working: dict[str, Flag] = {}
+    for config_class in config_classes:
+        for flag in flags_of_class(config_class, known_by_word):
+            if flag.dest in working:
+                raise ValueError(f"{flag.field} and {working[flag.dest].field} both define {flag.flags[0]}")
+            working[flag.dest] = flag
+    taken = {word for flag in working.values() for word in flag.flags}
+    others = [_flag_of_known(row) for row in known.flags if not taken & set(row.flags)]
+    return FlagTable((*working.values(), *others), known.owner_titles)
+
+
+def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> list[Flag]:
+    """The flags of the fields that `config_class` shows on the command line: its own, then inherited ones."""
+    hints = typing.get_type_hints(config_class)
+    flags: list[tuple[int, Flag]] = []
+    for field in dataclasses.fields(config_class):
+        spec = field_spec(field)
+        if spec is not None and spec.flags != ():
+            owner = _defining_class(config_class, field.name)
+            flag = _flag_of_field(owner, field, hints[field.name])
+            known = next((known_by_word[word] for word in flag.flags if word in known_by_word), None)
+            flags.append((config_class.__mro__.index(owner), dataclasses.replace(flag, known=known)))
+    return [flag for _, flag in sorted(flags, key=lambda pair: pair[0])]
+
+
+def field_dest(field: "dataclasses.Field[Any]") -> str:
+    """Name of the field's value in the parsed arguments."""
+    spec = field_spec(field)
+    return spec.dest if spec is not None and spec.dest is not None else field.name
+
+
+def _defining_class(config_class: type, name: str) -> type:
+    # Inherited fields keep the group of the class that declares them: MoE flags stay MoE flags.
+    return next(base for base in config_class.__mro__ if name in inspect.get_annotations(base))
+
+
+def _flag_of_field(owner: Any, field: "dataclasses.Field[Any]", hint: Any) -> Flag:
+    spec = field_spec(field)
+    assert spec is not None
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    shape = _shape_of_hint(hint, spec, default=default)
+    return Flag(
+        flags=spec.flags or _derived_flags(field.name, default),
+        dest=spec.dest or field.name,
+        default=_typed_default(default, shape["type_name"]),
+        group=owner.cli_group,
+        state=FlagState.WORKS,
+        help=spec.help,
+        field=f"{owner.__name__}.{field.name}",
+        **shape,
+    )
+
+
+def _derived_flags(name: str, default: Any) -> tuple[str, ...]:
+    prefix = "--no-" if default is True else "--"
+    return (prefix + name.replace("_", "-"),)
+
+
+def _shape_of_hint(hint: Any, spec: FieldSpec, *, default: Any) -> dict[str, Any]:
+    """Keywords of Flag that follow from a field's annotation: how many words it takes and what they become."""
+    kinds = [one for one in _alternatives(hint) if one is not type(None)]
+    if bool in kinds:
+        return {"type_name": "flag", "constant": default is not True}
+    common: dict[str, Any] = {"nargs": spec.nargs, "choices": spec.choices}
+    if spec.parse is not None:
+        return {"type_name": "value", "parse": spec.parse, **common}
+    lists = [one for one in kinds if typing.get_origin(one) in (list, tuple)]
+    type_name, parse = _word_type(typing.get_args(lists[0])[0] if lists else kinds[0])
+    if lists:
+        # `float | list[float]`: a single word stands for the bare value.
+        common.update(nargs=spec.nargs or "+", unwraps=len(kinds) > len(lists))
+    return {"type_name": type_name, "parse": parse, **common}
+
+
+def _typed_default(default: Any, type_name: str) -> Any:
+    # A default written as 1000 for a float prints as 1000.0, as it would after a round trip through a file.
+    return float(default) if type_name == "float" and isinstance(default, int) else default
+
+
+def _word_type(item: Any) -> tuple[str, Callable[[str], Any]]:
+    if isinstance(item, type) and issubclass(item, enum.Enum):
+        return item.__name__, _enum_parser(item)
+    if item in (int, float):
+        return item.__name__, item
+    return "str", str
+
+
+def _enum_parser(kind: type[enum.Enum]) -> Callable[[str], enum.Enum]:
+    def parse(word: str) -> enum.Enum:
+        if word not in kind.__members__:
+            raise ValueError(f"must be one of {', '.join(kind.__members__)}")
+        return kind[word]
+
+    return parse
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def _flag_of_known(row: KnownFlag) -> Flag:
+    constants = {"store_true": True, "store_false": False, "boolean_optional": True}
+    takes_no_value = row.action in constants
+    return Flag(
+        flags=row.flags,
+        dest=row.dest,
+        default=_typed_default(row.default, row.type),
+        group=row.group,
+        state=_STATE_OF_TIER[row.tier],
+        type_name="flag" if takes_no_value else row.type if row.type in _WORD_PARSERS else "str",
+        parse=_WORD_PARSERS.get(row.type, str),
+        constant=constants.get(row.action),
+        nargs=None if takes_no_value else row.nargs,
+        choices=row.choices if row.type in ("int", "str") else None,
+        known=row,
+    )

@@ -1,0 +1,157 @@
+"""The argument parser: every known flag with its arity and type, help for the working ones, errors with advice.
+
+Precedence of configuration files and checks across flags are in arguments.py and validation.py.
+"""
+
+import argparse
+import difflib
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.training.command_line.errors import CommandLineError, is_first_rank
+from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
+from megatron.training.command_line.refusals import refusal
+from megatron.training.command_line.values import choice_names, text_of_value, value_of_word
+
+_METAVARS = {"int": "N", "float": "X", "str": "TEXT"}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse's parser, except that mistakes raise CommandLineError and only rank 0 prints help."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        name, explicit, _ = message.partition(": ignored explicit argument")
+        raise CommandLineError(f"{name}: takes no value" if explicit else message)
+
+    def print_help(self, file: Any = None) -> None:
+        if is_first_rank():
+            super().print_help(file)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """argparse's layout, wider, and without line breaks inside flags."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=110)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+class _Refuse(argparse.Action):
+    """Ends parsing at a flag that this framework will not have."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag, **spec: Any) -> None:
+        super().__init__(option_strings, dest, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **spec)
+        self.flag = flag
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        raise CommandLineError(f"{option_string}: {refusal(self.flag)}")
+
+
+class _StoreUnwrapped(argparse.Action):
+    """Stores a list of words, or the bare value where one word stands for it."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag, **spec: Any) -> None:
+        super().__init__(option_strings, dest, **spec)
+        self.flag = flag
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        vars(namespace)[self.dest] = self.flag.unwrapped(values)
+
+
+def build_parser(
+    table: FlagTable, extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None] | None
+) -> tuple[argparse.ArgumentParser, frozenset[str]]:
+    """A parser for all flags of `table` and those that a script adds, and the names of the script's arguments.
+
+    A script may define a flag that does not work here; one that works is taken, as argparse says.
+    """
+    others = len(table.flags) - len(table.in_state(FlagState.WORKS))
+    parser: argparse.ArgumentParser = FlagParser(
+        prog=Path(sys.argv[0]).name,
+        usage="%(prog)s [--config FILE] [flags]",
+        epilog=f"{others} more Megatron flags are known; docs/flags.md says what each of them does here.",
+        allow_abbrev=False,
+        formatter_class=_HelpFormatter,
+    )
+    for title, flags in table.working_groups().items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _add_flag(group, flag, table)
+    ours = {action.dest for action in parser._actions}
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser) or parser
+    script_dests = frozenset(action.dest for action in parser._actions) - ours
+    for flag in table.flags:
+        if flag.state is not FlagState.WORKS:
+            _add_unless_taken(parser, flag, table)
+    return parser, script_dests
+
+
+def _add_unless_taken(parser: argparse.ArgumentParser, flag: Flag, table: FlagTable) -> None:
+    try:
+        _add_flag(parser, flag, table)
+    except argparse.ArgumentError:
+        # The script defined a flag of this name itself: its meaning counts.
+        return
+
+
+def _add_flag(parser: argparse._ActionsContainer, flag: Flag, table: FlagTable) -> None:
+    if flag.state is FlagState.REFUSED:
+        parser.add_argument(*flag.flags, dest=flag.dest, action=_Refuse, flag=flag)
+        return
+    spec: dict[str, Any] = {"dest": flag.dest, "default": flag.default, "help": flag_help(flag)}
+    if flag.constant is not None:
+        parser.add_argument(*flag.flags, action="store_const", const=flag.constant, **spec)
+        return
+    names = choice_names(flag)
+    metavar = "{" + ",".join(names) + "}" if names else _METAVARS.get(flag.type_name, "TEXT")
+    if flag.unwraps:
+        spec.update(action=_StoreUnwrapped, flag=flag)
+    parser.add_argument(*flag.flags, type=_argparse_type(flag, table), nargs=flag.nargs, metavar=metavar, **spec)
+
+
+def _argparse_type(flag: Flag, table: FlagTable) -> Callable[[str], Any]:
+    def convert(word: str) -> Any:
+        try:
+            return value_of_word(flag, word, table)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def flag_help(flag: Flag) -> str:
+    """Help text with the default, for working flags; hidden for the others."""
+    if flag.state is not FlagState.WORKS:
+        return argparse.SUPPRESS
+    text = flag.help.replace("%", "%%")
+    if flag.constant is not None or flag.default is None:
+        return text
+    return f"{text} (default: {text_of_value(flag.default).replace('%', '%%')})"
+
+
+def check_leftovers(leftovers: Sequence[str], parser: argparse.ArgumentParser, table: FlagTable) -> None:
+    """Raises CommandLineError if words were left over, naming the nearest flag."""
+    for word in leftovers:
+        if word.startswith("-"):
+            name = word.partition("=")[0]
+            raise CommandLineError(f"unknown flag {name}{did_you_mean(name, _known_words(parser, table))}")
+    if leftovers:
+        raise CommandLineError(f"unexpected word {leftovers[0]!r}: it belongs to no flag")
+
+
+def _known_words(parser: argparse.ArgumentParser, table: FlagTable) -> list[str]:
+    refused = {word for flag in table.in_state(FlagState.REFUSED) for word in flag.flags}
+    return [word for action in parser._actions for word in action.option_strings if word not in refused]
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the nearest candidate, or nothing."""
+    nearest = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean {nearest[0]}?" if nearest else ""

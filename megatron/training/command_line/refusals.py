@@ -1,0 +1,212 @@
+"""What to do instead of each flag that is refused, and what is lost with each flag that has no effect.
+
+Pure text. Patterns are tried in order against the flag's first option string; the first match counts.
+"""
+
+import re
+
+from megatron.training.command_line.flag_table import Flag
+
+_INFERENCE = (
+    "serving is outside this framework: train here, export the checkpoint and serve it with an inference engine"
+)
+_RL = "RL training is outside this framework: train here, then use the checkpoint in your RL trainer"
+_HYBRID = "only transformer layers exist here: Mamba, GDP and hybrid patterns do not exist"
+_VISION = "only text models are trained here: remove the vision flags"
+_RETRIEVAL = "only GPT models are trained here: BERT, ICT and retriever training do not exist"
+_ENCODER = "only decoder models exist here: use --num-layers and --seq-length"
+_TE_OVERLAP = "tensor-parallel overlap inside Transformer Engine's kernels is not used here: remove it"
+_NO_FP8 = "8- and 4-bit training does not exist here: use --bf16"
+_MUP = "width-dependent scaling does not exist here: set --init-method-std and --lr yourself"
+_DSA = "sparse attention with an indexer does not exist here: remove the --dsa flags"
+_MTP = "multi-token prediction is set by --mtp-num-layers and --mtp-loss-scaling-factor alone"
+_YARN = "YaRN is not tuned by flags: use --use-rope-scaling with --rope-scaling-factor"
+_RESTART = "restart belongs to the launcher: use torchrun --max-restarts and --load, a run resumes bit for bit"
+_FLIGHT = "set PyTorch's own TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_FR_BUFFER_SIZE environment variables instead"
+_ONE_LOGGER = "this logging service is not used here: use --tensorboard-dir"
+_MSC = "only file systems are read and written: mount the object store and give a path"
+_ASYNC_TUNING = "asynchronous saves are not tuned by flags: use --async-save alone"
+_CANONICAL = "checkpoints here are independent of the layout (--ckpt-format torch_dist) and need no such setting"
+_FSDP = "Megatron-FSDP does not exist here: use --use-torch-fsdp2 or --use-distributed-optimizer"
+_GTP = "generalised tensor parallelism does not exist here: use --tensor-model-parallel-size"
+_DUMPS = "the training loop does not dump tensors at intervals: read them from the checkpoints of --save-interval"
+_NCCL = "set it through NCCL's environment variables (NCCL_*) instead"
+_DISTILL = "distillation from stored logits does not exist here: train on the data itself"
+_MHC = "hyper-connections do not exist here: layers have one residual stream"
+_DATA_LISTS = "give the paths themselves: --data-path, or --train-data-path, --valid-data-path and --test-data-path"
+_FIM_TOKENS = "fill-in-the-middle data is not made here: prepare it before tools/preprocess_data.py"
+_TOKENIZER_FILE = "the tokenizer is used as its file defines it: put the setting into the file of --tokenizer-model"
+_ROUTING_TRACE = "use --record-routing, which writes the routing of a run to a file"
+_FUSED_KERNELS = "kernels are chosen by the device here, not by flags: remove it"
+_DEEPEP = "the dispatcher is chosen by --moe-token-dispatcher-type; its back ends have no flags of their own here"
+_OFFLOAD_PINNED = "host copies always live in pinned memory with a GPU: remove it"
+
+REFUSALS: tuple[tuple[str, str], ...] = (
+    # Old names of flags that work under a new one.
+    (r"--model-parallel-size$", "it is the old name of --tensor-model-parallel-size"),
+    (r"--batch-size$", "it is the old name of --micro-batch-size"),
+    (r"--warmup$", "it is the old name of --lr-warmup-fraction"),
+    (r"--checkpoint-activations$", "it is the old name of --recompute-activations"),
+    (r"--encoder-num-layers$|--decoder-num-layers$|--(en|de)coder-seq-length$", _ENCODER),
+    (r"--use-dist-ckpt$", "checkpoints always are distributed ones: remove it"),
+    (r"--dist-ckpt-format$", "it is the old name of --ckpt-format"),
+    (r"--no-position-embedding$", "use --position-embedding-type none"),
+    (r"--rope-type$", "the kind of positions is chosen by --position-embedding-type"),
+    (r"--(enable|external)-cuda-graph$", "it is the old name of --cuda-graph-impl"),
+    (r"--cuda-graph-scope$", "it is the old name of --cuda-graph-modules"),
+    (r"--moe-enable-deepep$", "the dispatcher is chosen by --moe-token-dispatcher-type"),
+    (r"--moe-router-padding-for-", _NO_FP8),
+    (r"--record-shapes$", "use --use-pytorch-profiler"),
+    (r"--disable-msc$", "the multi-storage client is never used here: remove it"),
+    (r"--enable-msc$", _MSC),
+    (r"--local-rank$", "torchrun gives the local rank through the LOCAL_RANK environment variable"),
+    (r"--exit-signal-handler-for-", "there is one handler for the whole run: use --exit-signal-handler"),
+    (r"--use-mp-args-from-checkpoint-args$", _CANONICAL),
+    (
+        r"--no-use-tokenizer-model-from-checkpoint-args$",
+        "--use-checkpoint-args takes the model's shape only: remove it",
+    ),
+    (r"--no-weight-decay-cond-type$", "biases and vectors are never decayed, everything else always: remove it"),
+    # Families that several groups hold.
+    (r"--(rl|grpo|langrl)-|--perform-rl-step|--refit-method", _RL),
+    (r"--inference-rng-tracker|--inference-|--flash-decode|--batch-invariant-|--mamba-inference-", _INFERENCE),
+    (r"--nccl-all-reduce-for-prefill|--symmetric-ar-type|--mlp-chunks-for-prefill|--cache-mla-latents", _INFERENCE),
+    (r"--moe-pad-experts-for-cuda-graph-inference|--max-tokens-to-oom|--use-legacy-static-engine", _INFERENCE),
+    (r"--decode-only-cuda-graphs|--enable-chunked-prefill|--num-speculative-tokens", _INFERENCE),
+    (r"--use-same-sampling-seed-across-dp-ranks", _INFERENCE),
+    (r"--(output-bert-embeddings|bert-)|--short-seq-prob|--mask-prob|--sample-rate", _RETRIEVAL),
+    (r"--(is-hybrid-model|mamba-|gdp-|disable-mamba-|hybrid-layer-pattern|hybrid-override-pattern)", _HYBRID),
+    (r"--mtp-", _MTP),
+    (r"--dsa-|--no-dsa-", _DSA),
+    (r"--mup-", _MUP),
+    (r"--(no-)?tp-comm-", _TE_OVERLAP),
+    (r"--qk-clip-|--qk-l2-norm", "queries and keys are kept small by --qk-layernorm here"),
+    (r"--(no-)?fp8-|--fp4-|--num-layers-at-|--te-precision|--moe-(dispatch-fwd|combine-bwd)-dtype", _NO_FP8),
+    (r"--reuse-grad-buf-for-mxfp8|--keep-fp8-transpose-cache", _NO_FP8),
+    (r"--(use-)?kitchen-attention|--flash-attention-version", "choose the attention kernel by --attention-backend"),
+    (r"--(enable-)?mhc-", _MHC),
+    (r"--gtp-|--(expert-)?tensor-parallel-num-weight-shards", _GTP),
+    (r"--(no-)?yarn-", _YARN),
+    (
+        r"--mrope-section|--no-rope-freq",
+        "positions rotate alike in all layers: use --position-embedding-type rope alone",
+    ),
+    (r"--relative-attention-", "relative positions do not exist here: use --position-embedding-type rope"),
+    (r"--(max-seqlen-per-dp-cp-rank|hybrid-context-parallel)", "context is split evenly: use --context-parallel-size"),
+    (r"--heterogeneous-", "all layers have one shape: use --num-layers and --moe-layer-freq"),
+    (r"--moe-(deepep|hybridep|flex-dispatcher|permute-fusion-into|ncclep)", _DEEPEP),
+    (r"--moe-routing-trace-", _ROUTING_TRACE),
+    (r"--moe-upcycling-", "a dense checkpoint is not turned into experts here: start the MoE model from scratch"),
+    (r"--logits-", _DISTILL),
+    (r"--fault-injector-", "faults are injected by the project's own tests, not by flags"),
+    (r"--inprocess-|--adlr-|--enable-ft-package|--calc-ft-timeouts|--ft-num-", _RESTART),
+    (r"--one-logger-|--no-one-logger|--app-tag-", _ONE_LOGGER),
+    (r"--otel-", "telemetry is written to --tensorboard-dir and the run's JSONL file"),
+    (r"--log-straggler|--straggler-|--disable-straggler-", "compare the ranks with --profile instead"),
+    (r"--run-workload-inspector-server", "inspect a run with --profile and --tensorboard-dir"),
+    (r"--log-(device-memory-used|memory-interval)", "use --log-memory-to-tensorboard"),
+    (r"--log-energy", "energy is not measured here: read it from nvidia-smi or the cluster"),
+    (r"--sft", "make the samples first: tools/preprocess_data.py writes the tokens, --data-path reads them"),
+    (r"--(no-)?flight-recorder-", _FLIGHT),
+    (r"--async-ckpt-", _ASYNC_TUNING),
+    (r"--(no-)?ckpt-|--dist-ckpt-|--no-strict-fsdp-dtensor-load|--replication|--non-persistent-local-", _CANONICAL),
+    (r"--no-save-tokenizer-assets", "checkpoints never hold tokenizer files: remove it"),
+    (r"--save-", _DUMPS),
+    (r"--(use-)?megatron-fsdp|--fsdp-|--enable-full-sharding-in-hsdp|--create-all-gather-group", _FSDP),
+    (r"--(use-sharp|sharp-|nccl-communicator|disable-symmetric|high-priority-|pipeline-model-parallel-comm)", _NCCL),
+    (r"--fim-", _FIM_TOKENS),
+    (r"--(per-split-data-args|per-dataset-sequences|phase-transition)", _DATA_LISTS),
+    (r"--dataloader-(fast-cache-load|defer-npy)", "the index cache is set by --data-cache-path alone: remove it"),
+    (r"--dataloader-inter-document-masking", "use --reset-attention-mask and --reset-position-ids"),
+    (r"--object-storage-cache-path", _MSC),
+    (r"--null-tokenizer-pad-id", "samples are never padded: remove it"),
+    (r"--(tokenizer-|tiktoken-|no-tokenizer-|chat-template)", _TOKENIZER_FILE),
+    (
+        r"--trust-remote-code",
+        "code that comes with a tokenizer is never run: give its tokenizer.json as --tokenizer-model",
+    ),
+    (r"--use-gigatoken", "use --tokenizer-type HuggingFaceTokenizer with a tokenizer.json"),
+    (r"--no-pad-vocab-size", "use --make-vocab-size-divisible-by 1"),
+    (r"--validation-set-names", "there is one validation set, named validation: remove it"),
+    (r"--(no-)?pin-cpu-", _OFFLOAD_PINNED),
+    (r"--cpu-offloading-retain", _OFFLOAD_PINNED),
+    # Single flags.
+    (r"--no-initialization", "weights are always initialized: use --load to replace them"),
+    (
+        r"--overlap-dispatch-backward|--ep-overlap-early",
+        "experts overlap with nothing but their own dispatch: remove it",
+    ),
+    (r"--use-ring-exchange-p2p", "pipeline stages send and receive in one way: remove it"),
+    (
+        r"--(glu-linear-offset|activation-func-clamp-value|openai-gelu)",
+        "the activations are gelu, --swiglu, --squared-relu",
+    ),
+    (r"--disable-bf16-reduced", "set torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction in your script"),
+    (r"--(use-fused-weighted-squared-relu|fused-residual-rmsnorm|use-te-activation-func)", _FUSED_KERNELS),
+    (r"--(mla-down-proj-fusion|disable-jit-fuser|muon-use-syrk|muon-fp32-matmul-prec)", _FUSED_KERNELS),
+    (r"--use-grouped-gemm-for-", "only routed experts use grouped matrix products: use --moe-grouped-gemm"),
+    (
+        r"--moe-(use-grouped-tensor|single-grouped)",
+        "--moe-grouped-gemm always keeps one weight for all experts: remove it",
+    ),
+    (
+        r"--moe-(shared-expert-glu|mlp-glu)-interleave",
+        "gate rows stand above up rows: convert the checkpoint, remove this",
+    ),
+    (r"--moe-enable-routing-replay", "recomputation routes as the forward pass did: remove it"),
+    (r"--moe-router-quantile", "use --moe-router-enable-expert-bias with --moe-router-bias-update-rate"),
+    (r"--moe-router-force-biased", "use --moe-router-force-load-balancing"),
+    (r"--moe-apply-probs-on-input", "probabilities weigh the experts' outputs: remove it"),
+    (r"--moe-latent-size", "experts read the full hidden size: use --moe-ffn-hidden-size for smaller ones"),
+    (r"--no-clone-scatter-output", "embeddings need no such setting: remove it"),
+    (r"--config-logger-dir", "use --print-config, which prints the whole configuration"),
+    (r"--mlp-chunks-for-training", "use --recompute-granularity to save memory of the MLP"),
+    (r"--onnx-safe", "models are not exported to ONNX here: export the checkpoint elsewhere"),
+    (r"--pytorch-profiler-collect-chakra", "use --use-pytorch-profiler, whose trace can be converted"),
+    (r"--gpu-sniff-test-interval", "test GPUs before the run, with the cluster's health check"),
+    (r"--result-rejected-tracker-filename", "no results are rejected and rerun here: remove it"),
+    (r"--dump-param-to-param-group-map", "print the optimizer's param_groups in your script"),
+    (r"--freeze-all-layers", "set requires_grad in your model_provider instead"),
+    (r"--output-logit-dtype", "logits have the model's precision and the loss is computed in fp32: remove it"),
+    (r"--lazy-mpu-init", "process groups are always made at the start: remove it"),
+    (
+        r"--distributed-timeout-seconds-after-init",
+        "one timeout holds for the whole run: use --distributed-timeout-minutes",
+    ),
+    (r"--mid-level-dataset-surplus", "blends need no surplus: remove it"),
+    (r"--allow-ambiguous-pad-tokens", "samples are never padded: remove it"),
+    (r"--no-barrier-with-level-1-timing", "timers are set by --timing-log-level alone: remove it"),
+    (r"--check-for-spiky-loss", "watch the loss in the log; steps with NaN or Inf stop the run by default"),
+)
+
+GROUP_REFUSALS = {"biencoder": _RETRIEVAL, "vision": _VISION, "rl": _RL, "inference": _INFERENCE}
+
+# Accepted flags that would change the model or its numbers elsewhere: the notice says what to do here.
+NO_EFFECT_HINTS = {
+    "--use-rotary-position-embeddings": "use --position-embedding-type rope",
+    "--use-flash-attn": "use --attention-backend",
+    "--padded-vocab-size": "use --make-vocab-size-divisible-by",
+    "--fp8-format": "training stays in the precision of --bf16, --fp16 or fp32",
+    "--fp8-param-gather": "parameters keep the precision of --bf16, --fp16 or fp32",
+    "--quick-geglu": "the MLP is gelu or --swiglu",
+    "--spec": "the layer spec is chosen by the model flags",
+    "--yaml-cfg": "use --config",
+    "--test-mode": "use --skip-train",
+    "--wandb-project": "use --tensorboard-dir",
+    "--pretrained-checkpoint": "use --load with --finetune",
+}
+
+
+def refusal(flag: Flag) -> str:
+    """Why a flag is refused and what to use instead, to be read after the flag's name."""
+    for pattern, sentence in REFUSALS:
+        if re.match(pattern, flag.flags[0]):
+            return f"not supported; {sentence}"
+    return f"not supported; {GROUP_REFUSALS[flag.group]}"
+
+
+def no_effect_notice(flags: list[Flag]) -> str:
+    """One line that names the accepted flags which change nothing here."""
+    hints = [(flag.flags[0], NO_EFFECT_HINTS.get(flag.flags[0])) for flag in flags]
+    names = [name if hint is None else f"{name} ({hint})" for name, hint in hints]
+    return f"note: no effect here: {', '.join(names)}"

@@ -1,0 +1,71 @@
+"""Which configuration classes make up the command line, and which issues have kept their promise.
+
+The table that joins them with the known flags is built in flag_table.py.
+"""
+
+import functools
+
+from megatron.core.datasets.data_config import DataConfig
+from megatron.core.models.gpt.gpt_config import GPTModelConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamSchedulerConfig
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.command_line.flag_table import FlagTable, build_flag_table
+from megatron.training.command_line.known_flags import load_known_flags
+from megatron.training.config import (
+    CheckpointConfig,
+    CommandLineConfig,
+    DistributedConfig,
+    LoggingConfig,
+    TrainingConfig,
+)
+
+# Groups of --help appear in this order.
+CONFIG_CLASSES: tuple[type, ...] = (
+    CommandLineConfig,
+    TrainingConfig,
+    DataConfig,
+    TokenizerConfig,
+    TransformerConfig,
+    GPTModelConfig,
+    OptimizerConfig,
+    OptimizerParamSchedulerConfig,
+    CheckpointConfig,
+    LoggingConfig,
+    DistributedConfig,
+)
+
+# Owners (known_flags.json) whose flags must all work: no flag of theirs may still say "not yet".
+COMPLETED_OWNERS: tuple[str, ...] = ("main",)
+
+# What --use-checkpoint-args takes over: names in the parsed arguments that decide the shape of the weights.
+MODEL_SHAPE_DESTS: tuple[str, ...] = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "add_bias_linear",
+    "normalization",
+    "layernorm_epsilon",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "rotary_base",
+    "seq_length",
+    "make_vocab_size_divisible_by",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+)
+
+
+@functools.cache
+def flag_table() -> FlagTable:
+    """The table of all flags, built once per process."""
+    return build_flag_table(CONFIG_CLASSES, load_known_flags())

@@ -1,0 +1,161 @@
+"""Checks across flags of several configurations, and the arguments that follow from others.
+
+A configuration's own fields are checked by its class.
+"""
+
+import argparse
+import os
+from typing import Any
+
+import torch
+
+from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
+from megatron.core.transformer.moe.moe_config import MoEConfig
+from megatron.training.command_line.config_builder import build_every_config
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.flag_table import flags_of_class
+
+
+def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
+    """Completes and checks the arguments in place; `defaults` fill arguments that are None.
+
+    Raises CommandLineError (a ValueError) naming the flags that clash and what to do. Every rank finds the same.
+    """
+    for name, value in (defaults or {}).items():
+        if vars(args).get(name) is None:
+            vars(args)[name] = value
+    check_required(args)
+    check_data(args)
+    check_batches(args)
+    check_positions(args)
+    check_query_groups(args)
+    check_experts(args)
+    check_schedule(args)
+    check_checkpoints(args)
+    derive_shapes(args)
+    derive_run_state(args)
+    build_every_config(args)
+    return args
+
+
+def check_required(args: argparse.Namespace) -> None:
+    """Every run needs a model, a sequence length and a batch; a training run also an end and a learning rate."""
+    needed = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"]
+    if not args.skip_train:
+        needed += ["train_iters", "lr"]
+    missing = [f"--{name.replace('_', '-')}" for name in needed if vars(args)[name] is None]
+    if missing:
+        hint = " (or --use-checkpoint-args with --load)" if "--num-layers" in missing else ""
+        raise CommandLineError(f"missing {', '.join(missing)}: give a value for each{hint}")
+
+
+def check_data(args: argparse.Namespace) -> None:
+    if args.mock_data and args.data_path:
+        raise CommandLineError("--mock-data and --data-path are both given: choose one source of data")
+    if not args.mock_data and not args.data_path:
+        raise CommandLineError("no data: give --data-path PREFIX, or --mock-data to train on made-up tokens")
+
+
+def check_batches(args: argparse.Namespace) -> None:
+    """Sets the data-parallel size and, if unset, the global batch; both follow from the number of processes."""
+    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if args.world_size % model_ranks:
+        raise CommandLineError(
+            f"{args.world_size} processes cannot hold copies of a model split over {model_ranks}: "
+            "start a multiple of the product of --tensor-model-parallel-size, --pipeline-model-parallel-size "
+            "and --context-parallel-size"
+        )
+    args.data_parallel_size = args.world_size // model_ranks
+    if args.micro_batch_size < 1:
+        raise CommandLineError(f"--micro-batch-size is {args.micro_batch_size}: must be at least 1")
+    samples = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size is None:
+        args.global_batch_size = samples
+    if args.global_batch_size % samples:
+        raise CommandLineError(
+            f"--global-batch-size is {args.global_batch_size}: must be a multiple of --micro-batch-size "
+            f"({args.micro_batch_size}) x data-parallel size ({args.data_parallel_size})"
+        )
+
+
+def check_positions(args: argparse.Namespace) -> None:
+    if args.max_position_embeddings is None:
+        if args.position_embedding_type == "learned_absolute":
+            raise CommandLineError(
+                "--position-embedding-type learned_absolute needs --max-position-embeddings: "
+                f"give at least --seq-length ({args.seq_length}), or use --position-embedding-type rope"
+            )
+        args.max_position_embeddings = args.seq_length
+    if args.seq_length > args.max_position_embeddings:
+        raise CommandLineError(
+            f"--seq-length is {args.seq_length}: must be at most --max-position-embeddings "
+            f"({args.max_position_embeddings})"
+        )
+
+
+def check_query_groups(args: argparse.Namespace) -> None:
+    # 1 is what Megatron's own default passes along in scripts that print their arguments; it means "not given".
+    if not args.group_query_attention and args.num_query_groups not in (None, 1):
+        raise CommandLineError(
+            f"--num-query-groups is {args.num_query_groups} without --group-query-attention: add it or drop the groups"
+        )
+
+
+def check_experts(args: argparse.Namespace) -> None:
+    """Flags of expert layers are contradictory in a dense model, not ignored."""
+    if args.num_experts is not None:
+        return
+    for flag in flags_of_class(MoEConfig, {}):
+        if vars(args)[flag.dest] != flag.default:
+            raise CommandLineError(f"{flag.flags[0]} needs --num-experts: add it, or drop {flag.flags[0]}")
+
+
+def check_schedule(args: argparse.Namespace) -> None:
+    if args.lr_wsd_decay_iters is not None and args.lr_decay_style != "WSD":
+        raise CommandLineError(
+            f"--lr-wsd-decay-iters belongs to --lr-decay-style WSD, which is {args.lr_decay_style}: change one of them"
+        )
+    if args.lr_warmup_fraction is None and args.lr_decay_iters is None and args.train_iters:
+        if args.lr_warmup_iters >= args.train_iters and args.lr_warmup_iters > 0:
+            raise CommandLineError(
+                f"--lr-warmup-iters is {args.lr_warmup_iters}: must be less than --train-iters ({args.train_iters}) "
+                "or --lr-decay-iters"
+            )
+
+
+def check_checkpoints(args: argparse.Namespace) -> None:
+    for name in ("finetune", "ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"):
+        if vars(args)[name] not in (None, False) and args.load is None:
+            raise CommandLineError(f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint")
+    if args.save_interval is not None and args.save is None:
+        raise CommandLineError("--save-interval needs --save: give the folder for the checkpoints")
+
+
+def derive_shapes(args: argparse.Namespace) -> None:
+    """Sets what scripts expect to find filled in: head width and feed-forward width."""
+    if args.kv_channels is None and args.num_attention_heads > 0:
+        if args.hidden_size % args.num_attention_heads:
+            raise CommandLineError(
+                f"--hidden-size is {args.hidden_size}: must be divisible by --num-attention-heads "
+                f"({args.num_attention_heads}), or give --kv-channels"
+            )
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.ffn_hidden_size is None:
+        args.ffn_hidden_size = default_ffn_hidden_size(args.hidden_size, swiglu=args.swiglu)
+
+
+def derive_run_state(args: argparse.Namespace) -> None:
+    """Sets precision and the counters that training and checkpoints move on."""
+    if args.fp16 and args.bf16:
+        raise CommandLineError("--fp16 and --bf16 are both given: choose one precision")
+    args.params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    args.iteration = 0
+    args.consumed_train_samples = 0
+    args.consumed_valid_samples = 0
+
+
+def read_launcher(args: argparse.Namespace) -> None:
+    """Sets what torchrun tells through the environment; one process alone is rank 0 of 1."""
+    args.rank = int(os.environ.get("RANK", "0"))
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))

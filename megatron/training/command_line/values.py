@@ -1,0 +1,135 @@
+"""From words on a command line or scalars in a YAML file to the values of flags, and back to text.
+
+Bounds are not checked here: the configuration dataclass that receives a value checks them.
+"""
+
+import enum
+from typing import Any
+
+from megatron.training.command_line.flag_table import Flag, FlagTable
+
+# Values that Megatron's flag takes and ours does not: the issue that brings them, None if none does.
+CHOICE_OWNERS: dict[str, dict[str, str | None]] = {
+    "--moe-router-load-balancing-type": {
+        "seq_aux_loss": "trainer",
+        "global_aux_loss": "trainer",
+        "sinkhorn": "trainer",
+    },
+    "--optimizer": {
+        "muon": "trainer",
+        "dist_muon": "trainer",
+        "distributed_fused_adam": "adam",
+        "lion": None,
+        "soap": None,
+        "adaptive_muon": None,
+    },
+    "--position-embedding-type": {"yarn": "models"},
+    "--tokenizer-type": {
+        "GPT2BPETokenizer": "trainer",
+        "SentencePieceTokenizer": "trainer",
+        "GPTSentencePieceTokenizer": "trainer",
+        "Llama2Tokenizer": "trainer",
+        "TikTokenizer": "trainer",
+        "SFTTokenizer": "trainer",
+        "BertWordPieceLowerCase": None,
+        "BertWordPieceCase": None,
+        "MultimodalTokenizer": None,
+        "NullMultimodalTokenizer": None,
+    },
+    "--transformer-impl": {"transformer_engine": "models", "inference_optimized": None},
+}
+_KIND_NAMES = {"int": "an integer", "float": "a number"}
+
+
+def not_yet(owner: str, table: FlagTable) -> str:
+    """The words that refuse what a later issue brings."""
+    return f"not yet; it lands with the issue {table.owner_titles[owner]!r}"
+
+
+def value_of_word(flag: Flag, word: str, table: FlagTable) -> Any:
+    """The value of one word; ValueError with text for the user, without the flag's name, if it is not one."""
+    if word in CHOICE_OWNERS.get(flag.flags[0], {}):
+        raise ValueError(_choice_error(flag, word, table))
+    try:
+        value = flag.parse(word)
+    except ValueError as error:
+        kind = _KIND_NAMES.get(flag.type_name)
+        reason = str(error).removeprefix(f"{flag.dest} is ")
+        raise ValueError(f"{word!r} is not {kind}" if kind else _choice_error(flag, word, table) or reason) from None
+    if flag.choices is not None and value not in flag.choices:
+        raise ValueError(_choice_error(flag, word, table) or f"{word!r} is not one of {', '.join(choice_names(flag))}")
+    return value
+
+
+def _choice_error(flag: Flag, word: str, table: FlagTable) -> str | None:
+    """Why a value that Megatron users know is not accepted; None for a value that nobody knows."""
+    owner = CHOICE_OWNERS.get(flag.flags[0], {}).get(word)
+    if owner is not None:
+        return f"{word!r}: {not_yet(owner, table)}"
+    upstream = () if flag.known is None else flag.known.choices or ()
+    if word in {str(choice).rpartition(".")[2] for choice in upstream}:
+        return f"{word!r} is not available here; choose one of {', '.join(choice_names(flag))}"
+    return None
+
+
+def choice_names(flag: Flag) -> list[str]:
+    """The allowed values of a flag as words; empty if any value goes."""
+    if isinstance(flag.default, enum.Enum) and flag.choices is None:
+        return list(type(flag.default).__members__)
+    later = CHOICE_OWNERS.get(flag.flags[0], {})
+    return [name for name in map(text_of_value, flag.choices or ()) if name not in later]
+
+
+def text_of_value(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return " ".join(text_of_value(item) for item in value)
+    return str(value)
+
+
+def yaml_of_value(value: Any) -> Any:
+    """A value as plain YAML data, such that `value_of_yaml` gives it back."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return [yaml_of_value(item) for item in value]
+    return value
+
+
+def value_of_yaml(flag: Flag, data: Any, table: FlagTable) -> Any:
+    """The value of a flag from YAML data; ValueError with text for the user if the type is wrong."""
+    if data is None and flag.default is None:
+        return None
+    if flag.constant is not None:
+        if not isinstance(data, bool):
+            raise ValueError(f"{data!r} is not true or false")
+        return data
+    if flag.takes_list:
+        return _list_of_yaml(flag, data if isinstance(data, list) else [data], table)
+    return value_of_word(flag, _word_of_yaml(flag, data), table)
+
+
+def _list_of_yaml(flag: Flag, items: list[Any], table: FlagTable) -> Any:
+    if isinstance(flag.nargs, int) and len(items) != flag.nargs:
+        raise ValueError(f"{len(items)} values instead of {flag.nargs}")
+    # A list of strings may hold numbers: `data_path: [0.3, books, 0.7, web]`.
+    words = [str(item) if _is_number(item) else _word_of_yaml(flag, item) for item in items]
+    return flag.unwrapped([value_of_word(flag, word, table) for word in words])
+
+
+def _word_of_yaml(flag: Flag, data: Any) -> str:
+    if isinstance(data, str):
+        return data
+    # YAML reads 1e-4 as a string and value_of_word makes it a number again; the reverse, a number for a string,
+    # is a slip unless the field has its own parser (`moe_layer_freq: [0, 1, 1]`).
+    if flag.type_name == "str":
+        raise ValueError(f"{data!r} is not a string; put it in quotes")
+    if flag.parse in (int, float) and not _is_number(data):
+        raise ValueError(f"{data!r} is not {_KIND_NAMES[flag.type_name]}")
+    return str(data)
+
+
+def _is_number(data: Any) -> bool:
+    return isinstance(data, (int, float)) and not isinstance(data, bool)
