@@ -1,0 +1,35 @@
+"""TrainState: the counters that a training run moves on and a checkpoint carries over.
+
+Weights, optimizer and random-number state are elsewhere; this is what a log line or the data order needs.
+"""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainState:
+    """Where a run is; every field is the same on all ranks.
+
+    iteration: training steps done. consumed_train_samples, consumed_valid_samples: the data position, over all ranks.
+    skipped_iterations: steps without an update since the start (fp16 overflow); nan_iterations: those with a loss that
+    was not finite. floating_point_operations_so_far: of the model, over all ranks.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    floating_point_operations_so_far: float = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters as JSON values."""
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the counters over; one that the state does not know keeps its value."""
+        for field in dataclasses.fields(self):
+            if field.name in state:
+                # Fields are JSON numbers, so this is all that loading means.
+                vars(self)[field.name] = state[field.name]
