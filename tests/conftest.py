@@ -6,6 +6,7 @@ from hypothesis import settings
 
 from tests.counts import long_count
 
+pytest.register_assert_rewrite("tests.functional_tests.expectations")
 settings.register_profile("project", deadline=None, derandomize=True, max_examples=long_count(50, soak=2000))
 settings.load_profile("project")
 

@@ -31,6 +31,7 @@ PUBLIC_NAMES = frozenset(
     IndexedDataset.get IndexedDatasetBuilder.__init__ IndexedDatasetBuilder.add_document MockGPTLowLevelDataset.get
     TokenSequences.get
     bias_swiglu_impl weighted_bias_swiglu_impl bias_dropout_add_train bias_dropout_add_inference
-    parse_args initialize_megatron pretrain get_model setup_model_and_optimizer save_checkpoint load_checkpoint get_ltor_masks_and_position_ids
+    parse_args initialize_megatron pretrain get_model setup_model_and_optimizer save_checkpoint load_checkpoint
+    get_ltor_masks_and_position_ids
     """.split()
 )

@@ -1,0 +1,107 @@
+"""A functional case: what a YAML file may say, and clear errors for what it may not. Runs nothing.
+
+- name: dense_resumes
+  base: dense                  # flags of bases.yaml, or a list of bases; later ones win
+  flags: {bf16: true, lr: 0.1, split: null}   # true: bare flag; null: drop the base's; list: several words
+  processes: 2
+  env: {NAME: value}
+  slow: true                   # left out by `make test-fast`
+  expect: {resume_at: 3}       # names and values are those of expectations.py
+"""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Flags = dict[str, Any]
+FOLDER = Path(__file__).parent
+
+
+class CaseError(ValueError):
+    """A case file says something that the runner does not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One case as written, with the flags of its bases filled in."""
+
+    name: str
+    expect: dict[str, Any]
+    base: list[str] = field(default_factory=list)
+    flags: Flags = field(default_factory=dict)
+    processes: int = 1
+    env: dict[str, str] = field(default_factory=dict)
+    slow: bool = False
+
+
+def read_cases(path: Path, bases: dict[str, Flags], expectations: set[str]) -> list[Case]:
+    """The cases of a file. Raises CaseError naming file, case and key."""
+    entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(entries, list):
+        raise CaseError(f"{path.name}: must be a list of cases, is {type(entries).__name__}")
+    cases = [_case(entry, f"{path.name}, case {index}", bases, expectations) for index, entry in enumerate(entries, 1)]
+    names = [case.name for case in cases]
+    for name in names:
+        if names.count(name) > 1:
+            raise CaseError(f"{path.name}: {names.count(name)} cases are named {name}")
+    return cases
+
+
+def read_bases(path: Path = FOLDER / "bases.yaml") -> dict[str, Flags]:
+    """Base name to flags; the file uses YAML anchors among its own bases."""
+    bases: dict[str, Flags] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return bases
+
+
+def command_line(flags: Flags) -> list[str]:
+    """Words for a command line: `{"bf16": True, "split": ["a", 1], "lr": None}` gives --bf16 --split a 1."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def _case(entry: Any, where: str, bases: dict[str, Flags], expectations: set[str]) -> Case:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        raise CaseError(f"{where}: must be a mapping with a name")
+    where = f"{where} ({entry['name']})"
+    _check_keys(entry, {one.name for one in fields(Case)}, where)
+    _check_types(entry, where)
+    _check_keys(entry["expect"], expectations, f"{where}: expect")
+    names = entry.get("base", [])
+    names = [names] if isinstance(names, str) else names
+    _check_keys(dict.fromkeys(names), set(bases), f"{where}: base")
+    flags: Flags = {}
+    for one in (*(bases[name] for name in names), entry.get("flags", {})):
+        flags |= one
+    env = {name: str(value) for name, value in entry.get("env", {}).items()}
+    return Case(**{**entry, "base": names, "flags": flags, "env": env})
+
+
+def _check_types(entry: dict[str, Any], where: str) -> None:
+    expected: dict[str, type | tuple[type, ...]] = {
+        "expect": dict,
+        "flags": dict,
+        "env": dict,
+        "processes": int,
+        "slow": bool,
+        "base": (str, list),
+    }
+    if not entry.get("expect"):
+        raise CaseError(f"{where}: needs expect, a mapping that is not empty")
+    for key, kind in expected.items():
+        if key in entry and not isinstance(entry[key], kind):
+            raise CaseError(f"{where}: {key} is {entry[key]!r}, of type {type(entry[key]).__name__}")
+    if not 1 <= entry.get("processes", 1) <= 8:
+        raise CaseError(f"{where}: processes is {entry['processes']}, must be 1 to 8")
+
+
+def _check_keys(found: dict[str, Any], known: set[str], where: str) -> None:
+    for key in found:
+        if key not in known:
+            raise CaseError(f"{where}: {key!r} is not one of {', '.join(sorted(known))}")

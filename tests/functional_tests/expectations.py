@@ -1,0 +1,155 @@
+"""What a case may expect, by name: each function runs what it needs and asserts. How a case is written: case.py."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core import dist_checkpointing
+from tests.functional_tests.case import Case, Flags, command_line
+from tests.functional_tests.launch import PROGRAM, Run, run_program
+
+
+@dataclass
+class Runner:
+    """Runs one case and its variants in `folder`; `{tmp}` in a flag's value is that folder."""
+
+    case: Case
+    folder: Path
+    program: str = PROGRAM
+
+    def run(self, name: str, flags: Flags | None = None, *, processes: int | None = None) -> Run:
+        """A run with the case's flags and `flags` over them, logging to the folder `name`."""
+        words = [word.replace("{tmp}", str(self.folder)) for word in command_line({**self.case.flags, **(flags or {})})]
+        return run_program(
+            words,
+            processes or self.case.processes,
+            folder=self.folder / name,
+            program=self.program,
+            env=self.case.env,
+        )
+
+    def finished_run(self, name: str, flags: Flags | None = None, *, processes: int | None = None) -> Run:
+        """As `run`; fails unless every rank ended well after at least one step."""
+        run = self.run(name, flags, processes=processes)
+        assert run.exit_codes == [0] * len(run.outcomes), run.written()
+        assert run.log, f"nothing in steps.jsonl\n{run.written()}"
+        return run
+
+    @cached_property
+    def plain(self) -> Run:
+        """The case's own run, made once for all that the case expects."""
+        return self.finished_run("plain")
+
+    def check(self) -> None:
+        """Asserts everything that the case expects."""
+        for name, value in self.case.expect.items():
+            EXPECTATIONS[name](self, value)
+
+
+def _failure(runner: Runner, wanted: dict[str, Any]) -> None:
+    """{exit_code: 1, error: regex}: every rank ends with this code, and says this on stderr in one line."""
+    run = runner.run("failing")
+    assert run.exit_codes == [wanted["exit_code"]] * len(run.outcomes), run.written()
+    for outcome in run.outcomes:
+        lines = [line for line in outcome.stderr.splitlines() if re.search(wanted["error"], line)]
+        assert len(lines) == 1, f"no line matches {wanted['error']!r}\n{run.written()}"
+        assert "Traceback" not in outcome.stderr, run.written()
+
+
+def _resume_at(runner: Runner, steps: int | list[int]) -> None:
+    """Stopping after each of these steps and going on gives what an uninterrupted run gives, bit for bit."""
+    whole = runner.finished_run("whole", {"save": "{tmp}/whole/saved"})
+    for step in steps if isinstance(steps, list) else [steps]:
+        name = f"stopped_at_{step}"
+        saved = f"{{tmp}}/{name}/saved"
+        first = runner.finished_run(name, {"save": saved, "exit-interval": step})
+        assert max(first.steps) == step, f"the run did not stop at step {step}: {sorted(first.steps)}"
+        second = runner.finished_run(name, {"save": saved, "load": saved})
+        assert_same_steps(second, whole)
+        assert second.validation_losses == whole.validation_losses
+        folders = [runner.folder / one / "saved" / f"iteration_{max(whole.steps):07d}" for one in (name, "whole")]
+        assert_same_checkpoint(*folders)
+
+
+def _same_as(runner: Runner, variant: dict[str, Any]) -> None:
+    """{flags: {...}, processes: N}: a run with these differences logs the same numbers, bit for bit."""
+    assert_same_steps(_variant(runner, variant), runner.plain)
+
+
+def _close_to(runner: Runner, variant: dict[str, Any]) -> None:
+    """As same_as within `rtol`, for losses and gradient norms."""
+    other, rtol = _variant(runner, variant), variant["rtol"]
+    assert other.steps.keys() == runner.plain.steps.keys()
+    for iteration, step in runner.plain.steps.items():
+        for name in ("lm_loss", "grad_norm"):
+            assert other.steps[iteration][name] == pytest.approx(step[name], rel=rtol), f"{name} of step {iteration}"
+
+
+def _loss_below(runner: Runner, bound: float) -> None:
+    """The mean loss of the last three steps."""
+    losses = [step["lm_loss"] for _, step in sorted(runner.plain.steps.items())][-3:]
+    assert sum(losses) / len(losses) < bound, f"last losses {losses}"
+
+
+def _validation_loss_below(runner: Runner, bound: float) -> None:
+    losses = runner.plain.validation_losses
+    assert losses and losses[max(losses)] < bound, f"validation losses {losses}"
+
+
+def _steps(runner: Runner, count: int) -> None:
+    """The run made this many steps, each logged once."""
+    logged = sorted(runner.plain.steps)
+    assert logged == list(range(1, count + 1)), f"steps logged: {logged}"
+
+
+def _output(runner: Runner, pattern: str) -> None:
+    """Rank 0 printed something that matches."""
+    assert re.search(pattern, runner.plain.outcomes[0].stdout), runner.plain.written()
+
+
+EXPECTATIONS: dict[str, Callable[[Runner, Any], None]] = {
+    "failure": _failure,
+    "resume_at": _resume_at,
+    "same_as": _same_as,
+    "close_to": _close_to,
+    "loss_below": _loss_below,
+    "validation_loss_below": _validation_loss_below,
+    "steps": _steps,
+    "output": _output,
+}
+
+
+def assert_same_steps(run: Run, reference: Run) -> None:
+    """Every number of every step is equal, except times."""
+    assert run.steps.keys() == reference.steps.keys()
+    for iteration in sorted(reference.steps):
+        assert run.steps[iteration] == reference.steps[iteration], f"step {iteration}"
+
+
+def assert_same_checkpoint(folder: Path, reference: Path) -> None:
+    """Two checkpoint folders hold the same tensors, bit for bit."""
+    tensors, expected = _load_all(folder), _load_all(reference)
+    assert tensors.keys() == expected.keys()
+    different = [key for key in expected if not torch.equal(tensors[key], expected[key])]
+    assert not different, f"tensors differ: {different}"
+
+
+def _load_all(folder: Path) -> dict[str, torch.Tensor]:
+    listed = dist_checkpointing.list_tensors(folder)
+    tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in listed.items()}
+    wanted = [
+        dist_checkpointing.ShardedTensor(key, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+        for key, tensor in tensors.items()
+    ]
+    dist_checkpointing.load(wanted, folder)
+    return tensors
+
+
+def _variant(runner: Runner, variant: dict[str, Any]) -> Run:
+    return runner.finished_run("variant", variant.get("flags"), processes=variant.get("processes"))

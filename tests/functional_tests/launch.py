@@ -1,0 +1,96 @@
+"""Starts a training program: on warm ranks for most cases, by torchrun where real processes get signals.
+
+What a case expects of a run is in case.py and expectations.py.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.harness import RankOutcome, free_port, launch_on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = "pretrain_gpt:main"
+TIMINGS = {"seconds", "tokens_per_second"}  # fields of a step's line that no two runs share
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: one outcome a rank, and the lines that it logged."""
+
+    outcomes: list[RankOutcome]
+    log: list[dict[str, Any]]
+
+    @property
+    def exit_codes(self) -> list[int]:
+        return [outcome.exit_code for outcome in self.outcomes]
+
+    @property
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """Iteration to the step's numbers, without those of time."""
+        lines = [line for line in self.log if "lm_loss" in line]
+        return {line["iteration"]: {name: line[name] for name in line.keys() - TIMINGS} for line in lines}
+
+    @property
+    def validation_losses(self) -> dict[int, float]:
+        """Iteration to validation loss."""
+        return {line["iteration"]: line["validation_loss"] for line in self.log if "validation_loss" in line}
+
+    def written(self) -> str:
+        """All that the ranks printed, for messages."""
+        parts = [f"--- rank {one.rank}: exit {one.exit_code}\n{one.stdout}{one.stderr}" for one in self.outcomes]
+        notes = [note for one in self.outcomes if one.error for note in vars(one.error).get("__notes__", ())]
+        return "\n".join([*parts, *notes])
+
+
+def run_program(
+    argv: Sequence[str],
+    processes: int,
+    *,
+    folder: Path,
+    program: str = PROGRAM,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 180,
+) -> Run:
+    """Runs `program` (module:function taking argv) on warm ranks in `folder`, logging to it; returns when all ended."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [*argv, "--tensorboard-dir", str(folder)]
+    outcomes = launch_on_ranks(
+        _call, processes, program, words, str(folder), backend=None, env=env, timeout=timeout, grace=20
+    )
+    return Run(outcomes, read_log(folder))
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of `folder/steps.jsonl`, none if there is no such file; a line still being written is left out."""
+    path = folder / "steps.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def torchrun(
+    argv: Sequence[str], nproc: int, *, cwd: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Starts pretrain_gpt.py under torchrun in `cwd`; stdout and stderr, together, are a pipe. The caller ends it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
+    rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return subprocess.Popen(
+        [*launcher, *rendezvous, str(ROOT / "pretrain_gpt.py"), *argv],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _call(program: str, argv: list[str], folder: str) -> None:
+    os.chdir(folder)
+    module, function = program.split(":")
+    vars(importlib.import_module(module))[function](argv)

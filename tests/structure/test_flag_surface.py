@@ -1,0 +1,107 @@
+"""The command line changes by decision only: the frozen surface, the docs page, and what finished issues promised."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.training.command_line.flag_table import Flag, FlagState
+from megatron.training.command_line.known_flags import KNOWN_FLAGS_FILE, known_flag, load_known_flags
+from megatron.training.command_line.refusals import NO_EFFECT_HINTS, REFUSALS, refusal
+from megatron.training.command_line.registry import COMPLETED_OWNERS, MODEL_SHAPE_DESTS, flag_table
+from megatron.training.command_line.values import CHOICE_OWNERS
+from tools.write_flag_docs import DOCS_FILE, SURFACE_FILE, flags_page, surface
+
+REWRITE = "run `python -m tools.write_flag_docs` and commit what it writes, if the change is meant"
+UPSTREAM_FILE = Path(__file__).resolve().parents[3] / "shared" / "flags.json"
+
+# Defaults that differ from Megatron's on purpose, by name in the arguments.
+OTHER_DEFAULTS = {
+    "attention_backend": "an enum here, its repr there",
+    "distributed_backend": "unset picks nccl or gloo by the device",
+    "num_query_groups": "unset is one group per head; Megatron ignores its 1 without --group-query-attention",
+    "transformer_impl": "there is one implementation",
+}
+
+
+def test_flag_surface_is_the_frozen_one() -> None:
+    frozen, present = (set(text.splitlines()) for text in (SURFACE_FILE.read_text(), surface(flag_table())))
+    gone, new = sorted(frozen - present), sorted(present - frozen)
+    assert not gone and not new, "\n".join([*(f"- {line}" for line in gone), *(f"+ {line}" for line in new), REWRITE])
+
+
+def test_flags_page_is_current() -> None:
+    assert DOCS_FILE.read_text() == flags_page(flag_table()), f"docs/flags.md is stale: {REWRITE}"
+
+
+def test_finished_issues_left_no_flag_behind() -> None:
+    late = [
+        flag.flags[0]
+        for flag in flag_table().in_state(FlagState.NOT_YET)
+        if flag.known is not None and flag.known.owner in COMPLETED_OWNERS
+    ]
+    values = [
+        f"{flag} {value}"
+        for flag, owners in CHOICE_OWNERS.items()
+        for value, owner in owners.items()
+        if owner in COMPLETED_OWNERS
+    ]
+    assert not late + values, f"COMPLETED_OWNERS names an issue whose flags do not work: {late + values}"
+
+
+@pytest.mark.skipif(not UPSTREAM_FILE.exists(), reason="the list of known flags is not beside this checkout")
+def test_known_flags_are_those_of_the_shared_list() -> None:
+    shared = json.loads(UPSTREAM_FILE.read_text())
+    rows = [{**row, "group": group} for group, members in shared["groups"].items() for row in members]
+    expected = [known_flag(_compact(row)) for row in rows]
+    assert list(load_known_flags().flags) == expected, f"{KNOWN_FLAGS_FILE} disagrees with {UPSTREAM_FILE}"
+    assert len(expected) == 852
+
+
+def _compact(row: dict) -> dict:
+    """A row of the shared list without the entries that say nothing."""
+    silent = {"action": "store", "nargs": 0}
+    kept = {key: value for key, value in row.items() if value is not None and value != silent.get(key, ...)}
+    if kept.get("type") in ("str", "None"):
+        del kept["type"]
+    return kept
+
+
+def _working() -> list[Flag]:
+    return flag_table().in_state(FlagState.WORKS)
+
+
+def test_every_known_flag_has_exactly_one_place() -> None:
+    words = [word for flag in flag_table().flags for word in flag.flags]
+    assert len(words) == len(set(words))
+    assert {word for row in load_known_flags().flags for word in row.flags} <= set(words)
+
+
+@pytest.mark.parametrize("flag", [flag for flag in _working() if flag.known], ids=lambda flag: flag.dest)
+def test_working_flags_keep_megatrons_names_and_defaults(flag: Flag) -> None:
+    assert flag.known is not None
+    assert set(flag.known.flags) <= set(flag.flags), "an alias that scripts use is missing"
+    assert flag.dest == flag.known.dest
+    if flag.dest not in OTHER_DEFAULTS:
+        same_as_none = (None, False) if flag.constant is not None else ()
+        assert flag.default == flag.known.default or flag.default in same_as_none and flag.known.default in same_as_none
+
+
+def test_refusals_advise_only_what_a_user_can_do() -> None:
+    for flag in flag_table().in_state(FlagState.REFUSED):
+        assert len(refusal(flag)) > 30, flag.flags[0]
+    names = {word: flag for flag in flag_table().flags for word in flag.flags}
+    for sentence in [text for _, text in REFUSALS] + list(NO_EFFECT_HINTS.values()):
+        advised = [word.strip(",:;()") for word in sentence.split() if word.startswith("--")]
+        refused = [word for word in advised if word in names and names[word].state is FlagState.REFUSED]
+        unknown = [word for word in advised if word not in names and word not in ("--max-restarts", "--dsa")]
+        assert not refused + unknown, sentence
+    assert set(NO_EFFECT_HINTS) <= set(names)
+
+
+def test_choices_of_later_issues_belong_to_known_flags_and_owners() -> None:
+    names = {word for flag in flag_table().flags for word in flag.flags}
+    assert set(CHOICE_OWNERS) <= names
+    owners = {owner for values in CHOICE_OWNERS.values() for owner in values.values()} - {None}
+    assert owners <= set(flag_table().owner_titles)
+    assert set(MODEL_SHAPE_DESTS) <= {flag.dest for flag in _working()}
