@@ -1,0 +1,107 @@
+"""The moments of a run that optional behaviour hangs on, and the records handed over at each.
+
+Callbacks watch; they never change parameters, gradients or the order of data.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one training step did, read from the device once.
+
+    losses: mean over the global batch by name ("lm loss", "load_balancing_loss"). seconds: wall time of the step.
+    grad_norm: global L2 norm before clipping, None where clipping is off and nothing asked for it.
+    """
+
+    iteration: int
+    losses: dict[str, float]
+    grad_norm: float | None
+    num_zeros: int | None
+    learning_rate: float
+    loss_scale: float
+    global_batch_size: int
+    consumed_samples: int
+    tokens: int
+    seconds: float
+    skipped: bool
+    nan: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationReport:
+    """Mean losses over an evaluation; `split` is "validation" or "test"."""
+
+    iteration: int
+    split: str
+    losses: dict[str, float]
+    final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """Where a run begins and where it will end, in iterations."""
+
+    iteration: int
+    train_iters: int
+    parameters: int = 0
+
+
+class Callback:
+    """Base of all callbacks: each method is a moment of the run and does nothing unless overridden."""
+
+    def on_train_start(self, start: RunStart) -> None:
+        """Before the first step."""
+
+    def on_step_end(self, report: StepReport) -> None:
+        """After each training step."""
+
+    def on_evaluation_start(self, iteration: int) -> None:
+        """Before an evaluation."""
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        """After an evaluation of one split."""
+
+    def on_save(self, iteration: int) -> None:
+        """After a checkpoint is complete on disk."""
+
+    def on_train_end(self) -> None:
+        """After the last step, also when an error ends the run."""
+
+
+@dataclass
+class CallbackList(Callback):
+    """Hands each moment to its callbacks, in order."""
+
+    callbacks: Sequence[Callback] = field(default_factory=tuple)
+
+    def on_train_start(self, start: RunStart) -> None:
+        """See Callback."""
+        for callback in self.callbacks:
+            callback.on_train_start(start)
+
+    def on_step_end(self, report: StepReport) -> None:
+        """See Callback."""
+        for callback in self.callbacks:
+            callback.on_step_end(report)
+
+    def on_evaluation_start(self, iteration: int) -> None:
+        """See Callback."""
+        for callback in self.callbacks:
+            callback.on_evaluation_start(iteration)
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        """See Callback."""
+        for callback in self.callbacks:
+            callback.on_evaluation_end(report)
+
+    def on_save(self, iteration: int) -> None:
+        """See Callback."""
+        for callback in self.callbacks:
+            callback.on_save(iteration)
+
+    def on_train_end(self) -> None:
+        """See Callback."""
+        for callback in self.callbacks:
+            callback.on_train_end()

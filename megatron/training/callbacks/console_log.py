@@ -1,0 +1,94 @@
+"""The lines a run prints: training, validation and checkpoint lines in the order users' parsers expect.
+
+Drawing a progress bar is progress_bar.py's work.
+"""
+
+import math
+from collections.abc import Callable
+from datetime import datetime
+
+from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
+
+
+class ConsoleLog(Callback):
+    """Prints one line every `log_interval` iterations: means over the interval, counts since the last line."""
+
+    def __init__(self, log_interval: int, *, train_iters: int, write: Callable[[str], None]) -> None:
+        self.log_interval = log_interval
+        self.train_iters = train_iters
+        self.write = write
+        self._reports: list[StepReport] = []
+
+    def on_train_start(self, start: RunStart) -> None:
+        """Starts an empty interval."""
+        self._reports.clear()
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Collects the step; prints at the end of an interval."""
+        self._reports.append(report)
+        if report.iteration % self.log_interval == 0:
+            self._flush()
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        """Prints loss and perplexity of the split."""
+        self.write(format_evaluation_line(report))
+
+    def on_save(self, iteration: int) -> None:
+        """Says that the checkpoint is on disk."""
+        self.write(f"  successfully saved checkpoint from iteration {iteration:7d}")
+
+    def on_train_end(self) -> None:
+        """Prints the steps of an interval that the end of the run cut short."""
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._reports:
+            self.write(format_training_line(self._reports, self.train_iters))
+            self._reports.clear()
+
+
+def format_training_line(reports: list[StepReport], train_iters: int) -> str:
+    """One log line for consecutive steps; field names and order are Megatron-LM's."""
+    last = reports[-1]
+    milliseconds = 1000.0 * sum(report.seconds for report in reports) / len(reports)
+    fields = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{train_iters:8d}",
+        f" consumed samples: {last.consumed_samples:12d}",
+        f" elapsed time per iteration (ms): {milliseconds:.1f}",
+        f" learning rate: {last.learning_rate:.6E}",
+        f" global batch size: {last.global_batch_size:5d}",
+        *(f" {name}: {value:.6E}" for name, value in mean_losses(reports).items()),
+        f" loss scale: {last.loss_scale:.1f}",
+    ]
+    if last.grad_norm is not None:
+        fields.append(f" grad norm: {last.grad_norm:.3f}")
+    if last.num_zeros is not None:
+        fields.append(f" num zeros: {last.num_zeros}")
+    fields.append(f" number of skipped iterations: {sum(report.skipped for report in reports):3d}")
+    fields.append(f" number of nan iterations: {sum(report.nan for report in reports):3d}")
+    return " |".join(fields) + " |"
+
+
+def mean_losses(reports: list[StepReport]) -> dict[str, float]:
+    """Mean of each loss over the steps that updated the model; an interval of skipped steps shows nothing."""
+    used = [report for report in reports if not report.skipped]
+    if not used:
+        return {}
+    return {name: sum(report.losses[name] for report in used) / len(used) for name in used[-1].losses}
+
+
+def format_evaluation_line(report: EvaluationReport) -> str:
+    """One line with value and perplexity of each loss of the split."""
+    where = f"iteration {report.iteration}"
+    if report.final:
+        where += f" on {report.split} set"
+    parts = [f"validation loss at {where}"]
+    for name, value in report.losses.items():
+        parts.append(f"{name} value: {value:.6E}")
+        parts.append(f"{name} PPL: {perplexity(value):.6E}")
+    return " " + " | ".join(parts) + " | "
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), cut off at exp(20) as an untrained model's is of no interest."""
+    return math.exp(min(20.0, loss))

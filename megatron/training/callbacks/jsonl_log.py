@@ -1,0 +1,71 @@
+"""One JSON line a step in `steps.jsonl`, with full-precision numbers, for tools that compare runs."""
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
+
+
+class JsonlLog(Callback):
+    """Appends to `folder/steps.jsonl`; lines past the iteration that a run resumes from are dropped first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "steps.jsonl"
+        self._file: TextIO | None = None
+
+    def on_train_start(self, start: RunStart) -> None:
+        """Opens the file at the iteration that the run starts from."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        keep_lines_until(self.path, start.iteration)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Writes the step's line at once: a killed run leaves complete lines."""
+        losses = {name.replace(" ", "_"): value for name, value in report.losses.items()}
+        self._write(
+            {
+                "iteration": report.iteration,
+                **losses,
+                "grad_norm": report.grad_norm,
+                "learning_rate": report.learning_rate,
+                "loss_scale": report.loss_scale,
+                "global_batch_size": report.global_batch_size,
+                "consumed_samples": report.consumed_samples,
+                "skipped": report.skipped,
+                "seconds": round(report.seconds, 6),
+                "tokens_per_second": round(report.tokens / report.seconds, 1),
+            }
+        )
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        """Writes the split's loss under `validation_loss` or `test_loss`."""
+        self._write({"iteration": report.iteration, f"{report.split}_loss": report.losses["lm loss"]})
+
+    def on_train_end(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self._file is not None, "the log is opened by on_train_start"
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def keep_lines_until(path: Path, iteration: int) -> None:
+    """Rewrites the log without lines of later iterations, nor a last line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record["iteration"] <= iteration:
+            kept.append(line)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)

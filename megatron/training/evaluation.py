@@ -1,0 +1,53 @@
+"""Evaluation: mean losses over a fixed number of batches, without gradients and with dropout off."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.training.callbacks import EvaluationReport
+from megatron.training.run import TrainingRun
+from megatron.training.step_statistics import reduce_statistics_sync, total_reports
+
+
+def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> dict[str, float]:
+    """Mean of each loss over `iterations` global batches; the model is left in training mode."""
+    forward_backward = get_forward_backward_func()
+    reports = []
+    run.model.eval()
+    for _ in range(iterations):
+        reports += forward_backward(
+            forward_step_func=run.forward_step,
+            data_iterator=iterator,
+            model=run.model,
+            num_microbatches=get_num_microbatches(),
+            forward_only=True,
+        )
+    run.model.train()
+    return reduce_statistics_sync(total_reports(reports), run.groups.dp, exit_requested=False).losses
+
+
+def evaluate_validation(run: TrainingRun, *, final: bool = False) -> None:
+    """Evaluates the validation split and reports it; nothing happens for a run without one."""
+    iterations = run.training.eval_iters
+    if run.valid_iterator is None or iterations == 0:
+        return
+    run.callbacks.on_evaluation_start(run.state.iteration)
+    losses = evaluate(run, run.valid_iterator, iterations=iterations)
+    run.state.consumed_valid_samples += iterations * run.global_batch_size
+    _report(run, "validation", losses=losses, final=final)
+
+
+def evaluate_test(run: TrainingRun) -> None:
+    """Evaluates the test split and reports it; nothing happens for a run without one."""
+    iterations = run.training.eval_iters
+    if run.test_iterator is None or iterations == 0:
+        return
+    run.callbacks.on_evaluation_start(run.state.iteration)
+    losses = evaluate(run, run.test_iterator, iterations=iterations)
+    _report(run, "test", losses=losses, final=True)
+
+
+def _report(run: TrainingRun, split: str, *, losses: dict[str, float], final: bool) -> None:
+    report = EvaluationReport(iteration=run.state.iteration, split=split, losses=losses, final=final)
+    run.callbacks.on_evaluation_end(report)

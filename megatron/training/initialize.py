@@ -1,0 +1,91 @@
+"""Start and end of a run's processes: arguments, torch.distributed, process groups, seeds.
+
+Builds no model and reads no data; training.py does.
+"""
+
+import argparse
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.device import (
+    default_device,
+    distributed_backend,
+    prepare_device,
+    seed_all,
+    use_deterministic_kernels,
+)
+from megatron.training.arguments import config_from_args, parse_args, validate_args
+from megatron.training.config import DistributedConfig
+from megatron.training.global_vars import set_global_variables
+from megatron.training.timers import Timers
+
+
+def initialize_megatron(
+    extra_args_provider: Callable[[Any], Any] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    *,
+    ignore_unknown_args: bool = False,
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """Parses and checks the arguments, joins the process group and seeds every generator.
+
+    Works under torchrun and in a plain process, which becomes a group of one. Raises ValueError for bad arguments.
+    """
+    args = parse_args(extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv))
+    validate_args(args, args_defaults or {})
+    silence_library_notices()
+    if args.deterministic_mode:
+        use_deterministic_kernels()
+    device = default_device()
+    prepare_device(device)
+    join_process_group(config_from_args(DistributedConfig, args), device)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+    seed_all(args.seed)
+    set_global_variables(args, timers=Timers(), tokenizer=None)
+    return args
+
+
+def join_process_group(config: DistributedConfig, device: torch.device) -> None:
+    """Initialises torch.distributed from torchrun's environment; one process alone needs no address."""
+    if dist.is_initialized():
+        return
+    backend = config.distributed_backend or distributed_backend(device)
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError("--distributed-backend is nccl: this process has no GPU, use gloo or leave the flag out")
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def leave_process_group() -> None:
+    """Ends what initialize_megatron began; safe where it never got that far."""
+    set_global_variables(None, timers=None, tokenizer=None)
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_data_parallel_rank(seed: int, data_parallel_rank: int) -> None:
+    """Gives each copy of the model its own dropout; called once the weights, equal on all copies, are drawn."""
+    seed_all(seed + 1_000_003 * data_parallel_rank)
+
+
+def silence_library_notices() -> None:
+    """Hides notices of libraries that no user can act on."""
+    # torch 2.13 renames the tensor collectives; collectives.py chooses by version, torch's own wrappers do not.
+    warnings.filterwarnings("ignore", message=".*_tensor.*deprecated", category=FutureWarning)

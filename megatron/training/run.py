@@ -1,0 +1,70 @@
+"""TrainingRun: everything a training loop works with, gathered once by the setup and handed down by argument."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.callbacks import CallbackList
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.config import CheckpointConfig, TrainingConfig
+from megatron.training.exit_conditions import ExitConditions
+from megatron.training.train_state import TrainState
+
+
+@dataclass(kw_only=True)
+class TrainingRun:
+    """The parts of one run and its counters; the iterators are set once the data position is known."""
+
+    args: argparse.Namespace
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    model: nn.Module
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    forward_step: Callable[..., Any]
+    groups: ProcessGroupCollection
+    device: torch.device
+    state: TrainState
+    callbacks: CallbackList
+    exit_conditions: ExitConditions
+    train_iterator: Iterator[Any] | None = None
+    valid_iterator: Iterator[Any] | None = None
+    test_iterator: Iterator[Any] | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one training step over all ranks."""
+        assert self.training.global_batch_size is not None, "validate_args fills in the batch size"
+        return self.training.global_batch_size
+
+    @property
+    def train_iters(self) -> int:
+        """The step that ends the run."""
+        return self.training.train_iters or 0
+
+    def is_due(self, interval: int | None) -> bool:
+        """Whether something that happens every `interval` steps happens after this one."""
+        return interval is not None and self.state.iteration % interval == 0
+
+    def save_checkpoint(self) -> None:
+        """Writes a checkpoint of the current state under --save; nothing happens without --save. Collective."""
+        if self.checkpoint.save is None:
+            return
+        save_checkpoint(
+            self.state.iteration,
+            [self.model],
+            self.optimizer,
+            self.scheduler,
+            train_state=self.state,
+            args=self.args,
+            config=self.checkpoint,
+            data_parallel_group=self.groups.dp,
+        )
+        self.callbacks.on_save(self.state.iteration)

@@ -1,0 +1,82 @@
+"""What ranks tell each other about a step: summed losses and the wish to stop, in one small all-reduce.
+
+Gradients are the data-parallel wrapper's work.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Reports = list[dict[str, torch.Tensor]]
+# Name to (sum, count): [2], fp64.
+Totals = dict[str, torch.Tensor]
+
+
+class NonFiniteLossError(RuntimeError):
+    """A loss was NaN or infinite; raised on every rank, before the optimizer could use its gradients."""
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """Mean losses over the global batch, and whether any rank asked to stop."""
+
+    losses: dict[str, float]
+    exit_requested: bool
+
+    @property
+    def nan(self) -> bool:
+        """Whether any loss is NaN or infinite."""
+        return not all(math.isfinite(value) for value in self.losses.values())
+
+
+def total_reports(reports: Reports) -> Totals:
+    """Sums over microbatches. reports: name to a tensor [] (a mean) or [2] (sum, count), fp32 -> [2], fp64."""
+    return {name: _total([report[name] for report in reports]) for name in (reports[0] if reports else {})}
+
+
+def _total(values: list[torch.Tensor]) -> torch.Tensor:
+    pairs = [value.detach().double().reshape(-1) for value in values]
+    return torch.stack([p if p.numel() == 2 else torch.cat([p, torch.ones_like(p)]) for p in pairs]).sum(dim=0)
+
+
+def reduce_statistics_sync(
+    totals: Totals, group: dist.ProcessGroup | None, *, exit_requested: bool
+) -> StepStatistics:
+    """Sums `totals`, [2] fp64 each, over the ranks and reads the result; ranks must have the same names.
+
+    NOTE: the one read of the device in a step; everything the log needs travels in this vector.
+    """
+    names = list(totals)
+    device = totals[names[0]].device if names else torch.device("cpu")
+    flag = torch.tensor([float(exit_requested)], dtype=torch.float64, device=device)
+    vector = torch.cat([*totals.values(), flag])  # [2 * names + 1]
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(vector, group=group)
+    values = vector.tolist()
+    losses = {name: values[2 * i] / max(values[2 * i + 1], 1.0) for i, name in enumerate(names)}
+    return StepStatistics(losses, exit_requested=values[-1] > 0)
+
+
+def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, iteration: int) -> None:
+    """Raises NonFiniteLossError naming each rank and microbatch whose loss was not finite; all ranks must call.
+
+    reports: as for total_reports, fp32.
+    """
+    bad = [
+        f"microbatch {index} ({name} is {float(value.flatten()[0])})"
+        for index, report in enumerate(reports)
+        for name, value in report.items()
+        if not bool(torch.isfinite(value).all())
+    ]
+    everyone: list[Any] = [bad]
+    if group is not None and dist.get_world_size(group) > 1:
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, bad, group=group)
+    where = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in enumerate(everyone) if found)
+    raise NonFiniteLossError(
+        f"loss is not finite at iteration {iteration}: {where or 'an auxiliary loss'}. "
+        "The model was not updated; --no-check-for-nan-in-loss-and-grad goes on regardless"
+    )

@@ -1,0 +1,127 @@
+"""pretrain() and the training loop: what happens in a run, in order.
+
+The parts are built in setup.py; schedules, optimizer and checkpoints are called, not implemented, here.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
+from megatron.training.callbacks import Callback, RunStart, StepReport
+from megatron.training.evaluation import evaluate_test, evaluate_validation
+from megatron.training.global_vars import print_rank_0
+from megatron.training.initialize import initialize_megatron, leave_process_group
+from megatron.training.run import TrainingRun
+from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
+from megatron.training.step_statistics import raise_non_finite_loss, reduce_statistics_sync, total_reports
+
+__all__ = ["get_model", "pretrain", "setup_model_and_optimizer", "train", "train_step"]
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Callable[[list[int]], Sequence[Any]],
+    model_provider: Callable[..., nn.Module],
+    model_type: ModelType,
+    forward_step_func: Callable[..., Any],
+    *,
+    extra_args_provider: Callable[[Any], Any] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Trains, or under --skip-train only evaluates, the model of the command line; the main program of a script.
+
+    train_valid_test_dataset_provider: numbers of train, valid and test samples to as many datasets. model_provider:
+    (pre_process, post_process) to a module. forward_step_func: (data_iterator, model) to (output, loss function).
+    """
+    if model_type is not ModelType.encoder_or_decoder:
+        raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
+    try:
+        args = initialize_megatron(extra_args_provider, args_defaults, argv=argv)
+        run = setup_run(args, model_provider, forward_step_func=forward_step_func, callbacks=callbacks)
+        setup_data(run, train_valid_test_dataset_provider, num_workers=args.num_workers)
+        run.callbacks.on_train_start(RunStart(iteration=run.state.iteration, train_iters=run.train_iters))
+        try:
+            if run.training.skip_train or train(run):
+                evaluate_validation(run, final=True)
+                evaluate_test(run)
+        finally:
+            run.callbacks.on_train_end()
+    finally:
+        leave_process_group()
+
+
+def train(run: TrainingRun) -> bool:
+    """Steps from the current iteration to the last, or to an exit condition; False where a signal ended it."""
+    state, exits = run.state, run.exit_conditions
+    saved_iteration = state.iteration
+    stop = False
+    with exits.listening():
+        while state.iteration < run.train_iters and not stop:
+            report, stop = train_step(run)
+            run.callbacks.on_step_end(report)
+            if run.is_due(run.training.eval_interval) and not stop:
+                evaluate_validation(run)
+            stop = stop or exits.at_interval(state.iteration)
+            if run.is_due(run.checkpoint.save_interval) or (stop and state.iteration != saved_iteration):
+                run.save_checkpoint()
+                saved_iteration = state.iteration
+        if state.iteration != saved_iteration:
+            run.save_checkpoint()
+    if stop:
+        print_rank_0(f"  exiting at iteration {state.iteration}: {exits.reason(state.iteration)}")
+    return exits.signal_received is None
+
+
+def train_step(run: TrainingRun) -> tuple[StepReport, bool]:
+    """One optimizer step over a global batch; returns what it did and whether any rank asked to stop.
+
+    Raises NonFiniteLossError on every rank, before anything is updated, unless the check is off.
+    """
+    start = time.perf_counter()
+    state = run.state
+    learning_rate = run.optimizer.param_groups[0]["lr"]
+    run.optimizer.zero_grad()
+
+    reports = get_forward_backward_func()(
+        forward_step_func=run.forward_step,
+        data_iterator=run.train_iterator,
+        model=run.model,
+        num_microbatches=get_num_microbatches(),
+    )
+
+    totals = {**total_reports(reports), **take_auxiliary_losses(run.model)}
+    statistics = reduce_statistics_sync(totals, run.groups.dp, exit_requested=run.exit_conditions.requested())
+    if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
+        raise_non_finite_loss(reports, run.groups.dp, iteration=state.iteration + 1)
+
+    updated, grad_norm, num_zeros = run.optimizer.step()
+    loss_scale = float(run.optimizer.get_loss_scale())
+    if updated:
+        run.scheduler.step(increment=run.global_batch_size)
+    state.iteration += 1
+    state.consumed_train_samples += run.global_batch_size
+    state.skipped_iterations += not updated
+    state.nan_iterations += statistics.nan
+
+    report = StepReport(
+        iteration=state.iteration,
+        losses=statistics.losses,
+        grad_norm=grad_norm,
+        num_zeros=num_zeros,
+        learning_rate=learning_rate,
+        loss_scale=loss_scale,
+        global_batch_size=run.global_batch_size,
+        consumed_samples=state.consumed_train_samples,
+        tokens=run.global_batch_size * run.args.seq_length,
+        seconds=time.perf_counter() - start,
+        skipped=not updated,
+        nan=statistics.nan,
+    )
+    return report, statistics.exit_requested

@@ -1,0 +1,90 @@
+"""Pretrains a GPT: builds the model, reads batches, computes the loss; everything else is megatron.training's.
+
+    torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 256 ... (--help lists the flags)
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.training import get_args, get_tokenizer, pretrain
+from megatron.training.arguments import core_transformer_config_from_args, gpt_dataset_config_from_args
+from megatron.training.errors import exit_on_user_error
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    """The model of the command line; the flags say whether this part has the embedding and the output layer."""
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config),
+        vocab_size=args.padded_vocab_size,
+        unpadded_vocab_size=args.unpadded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+    )
+
+
+def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
+    """The next micro-batch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in next(data_iterator).items()}
+
+
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Summed loss, number of tokens, and what to log, of per-token losses.
+
+    loss_mask: [B, S], fp32. output: [B, S], fp32. Returns tensors [], [], and "lm loss" [2] (sum, count).
+    """
+    mask = loss_mask.view(-1)
+    loss = torch.sum(output.float().view(-1) * mask)
+    num_tokens = mask.sum()
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
+) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]]:
+    """Runs one micro-batch; returns per-token losses [B, S] fp32 and the function that sums them."""
+    batch = get_batch(data_iterator, next(model.parameters()).device)
+    losses = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+    return losses, partial(loss_func, batch["loss_mask"])
+
+
+def train_valid_test_datasets_provider(
+    train_valid_test_num_samples: list[int],
+) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
+    """The three splits of --data-path, or of made-up data under --mock-data."""
+    args = get_args()
+    dataset_type = MockGPTDataset if args.mock_data else GPTDataset
+    config = gpt_dataset_config_from_args(args, get_tokenizer())
+    return BlendedMegatronDatasetBuilder(dataset_type, train_valid_test_num_samples, lambda: True, config).build()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line `argv`, or the process's own; exits non-zero after one line that says what is wrong."""
+    with exit_on_user_error():
+        pretrain(
+            train_valid_test_datasets_provider,
+            model_provider,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            argv=argv,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,137 @@
+"""`make train`: real text, a tokenizer, a mixture-of-experts GPT on two processes, a checkpoint, a continuation.
+
+Each part is a command that a user could type; this file only runs them in order and skips what exists.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCAB_SIZE = 4096
+PROMPT = "def read_lines(path):\n"
+
+MODEL = """
+--num-layers 4 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 384 --moe-grouped-gemm
+--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
+--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
+--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+--seq-length 256 --max-position-embeddings 256
+"""
+SCHEDULE = """
+--micro-batch-size 4 --global-batch-size 8 --train-iters 2000
+--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 30 --weight-decay 0.1 --adam-beta2 0.95
+--eval-interval 100 --eval-iters 10 --split 96,3,1 --num-workers 1
+--log-interval 20 --save-interval 100 --exit-signal-handler
+"""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The files of one corpus: `folder` holds the text, the tokenizer, the tokens and the run."""
+
+    folder: Path
+    text: Path
+
+    @property
+    def tokenizer(self) -> Path:
+        """The trained tokenizer."""
+        return self.folder / "tokenizer.json"
+
+    @property
+    def tokens(self) -> Path:
+        """Prefix of the .bin/.idx pair."""
+        return self.folder / "tokens_text_document"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints, log and TensorBoard files."""
+        return self.folder / "checkpoints"
+
+
+def main() -> None:
+    """Runs every part; a part whose result exists is skipped, training resumes."""
+    options = parse_options()
+    workspace = make_workspace(options.data)
+    prepare(workspace)
+    train(workspace, minutes=options.minutes, processes=options.processes)
+    print(f"\nA continuation of {PROMPT!r} by the trained model:\n", flush=True)
+    run("tools/generate.py", "--load", workspace.checkpoints, "--prompt", PROMPT, "--max-new-tokens", 120)
+    print(f"\nCheckpoints and log: {workspace.checkpoints}\nRun the same command again to train on from here.")
+
+
+def parse_options() -> argparse.Namespace:
+    """The few choices that `make train` passes on."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--data", type=Path, help="a .txt or .jsonl file; default: the text that Python ships")
+    parser.add_argument("--minutes", type=int, default=4, help="training time of this call")
+    parser.add_argument("--processes", type=int, default=2, help="processes that torchrun starts")
+    return parser.parse_args()
+
+
+def make_workspace(data: Path | None) -> Workspace:
+    """Where the files of this corpus go: runs/<name of the corpus>."""
+    if data is None:
+        folder = ROOT / "runs" / "python"
+        return Workspace(folder, folder / "text.jsonl")
+    if not data.is_file():
+        raise SystemExit(f"error: DATA is {data}: there is no such file; give a .txt or .jsonl file")
+    return Workspace(ROOT / "runs" / data.stem, data.resolve())
+
+
+def prepare(workspace: Workspace) -> None:
+    """Text, tokenizer and tokens."""
+    workspace.folder.mkdir(parents=True, exist_ok=True)
+    if not workspace.text.exists():
+        step("Writing the documentation and source that Python ships as text")
+        run("tools/python_corpus.py", "--output", workspace.text)
+    if not workspace.tokenizer.exists():
+        step(f"Training a tokenizer of up to {VOCAB_SIZE} tokens")
+        files = ("--input", workspace.text, "--output", workspace.tokenizer)
+        run("tools/train_tokenizer.py", *files, "--vocab-size", VOCAB_SIZE)
+    if not workspace.tokens.with_suffix(".idx").exists():
+        step("Turning the text into tokens")
+        files = ("--input", workspace.text, "--output-prefix", workspace.folder / "tokens", "--append-eod")
+        run("tools/preprocess_data.py", *files, *tokenizer_flags(workspace), "--workers", os.cpu_count() or 1)
+
+
+def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
+    """Trains for `minutes`, from the latest checkpoint where there is one."""
+    step(f"Training a mixture-of-experts GPT on {processes} processes for {minutes} minutes (Ctrl-C: stop)")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    folders = ("--save", workspace.checkpoints, "--load", workspace.checkpoints)
+    run(
+        *torchrun,
+        "pretrain_gpt.py",
+        *shlex.split(MODEL + SCHEDULE),
+        *tokenizer_flags(workspace),
+        *("--data-path", workspace.tokens, *folders, "--tensorboard-dir", workspace.checkpoints),
+        *("--exit-duration-in-mins", minutes),
+    )
+
+
+def tokenizer_flags(workspace: Workspace) -> tuple[object, ...]:
+    """The flags by which every tool finds the tokenizer."""
+    return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", workspace.tokenizer)
+
+
+def step(title: str) -> None:
+    """Says what happens next."""
+    print(f"\n== {title}", flush=True)
+
+
+def run(*command: object) -> None:
+    """Runs a Python program of this repository; its failure ends this one with the same exit code."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    result = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=environment, check=False)
+    if result.returncode:
+        raise SystemExit(result.returncode)
+
+
+if __name__ == "__main__":
+    main()
