@@ -76,18 +76,22 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 def torchrun(
     argv: Sequence[str], nproc: int, *, cwd: Path, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """Starts pretrain_gpt.py under torchrun in `cwd`; stdout and stderr, together, are a pipe. The caller ends it."""
+) -> subprocess.Popen[bytes]:
+    """Starts pretrain_gpt.py under torchrun in `cwd`, leading a process group of its own, for the caller to end.
+
+    stdout and stderr go to `cwd`/output.txt: a pipe that nobody reads would stop the run when it is full.
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
     rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return subprocess.Popen(
-        [*launcher, *rendezvous, str(ROOT / "pretrain_gpt.py"), *argv],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with (cwd / "output.txt").open("wb") as output:
+        return subprocess.Popen(
+            [*launcher, *rendezvous, str(ROOT / "pretrain_gpt.py"), *argv],
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _call(program: str, argv: list[str], folder: str) -> None:

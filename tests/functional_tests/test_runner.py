@@ -26,7 +26,7 @@ def check(tmp_path: Path, text: str) -> None:
         "{name: a, base: [small, fast], flags: {train-iters: 4}, processes: 2, expect: {steps: 4, same_as: {}}}",
         "{name: a, base: small, expect: {same_as: {flags: {lr: null}, processes: 2}}}",
         "{name: a, base: small, expect: {close_to: {flags: {lr: 1.001}, rtol: 0.01}}}",
-        "{name: a, processes: 2, flags: {stray-rank: [1], lr: wrong}, expect: {failure: {exit_code: 2, error: invalid float}}}",
+        "{name: a, processes: 2, flags: {lr: wrong}, expect: {failure: {exit_code: 2, error: invalid float}}}",
     ],
 )
 def test_cases_that_hold(text: str, tmp_path: Path) -> None:
