@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.training.command_line.config_builder import config_from_args, core_transformer_config_from_args
-from megatron.training.command_line.errors import CommandLineError, exit_on_command_line_error, is_first_rank
+from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flag_table import Flag, FlagState
 from megatron.training.command_line.parser import build_parser, check_leftovers
 from megatron.training.command_line.refusals import no_effect_notice
@@ -23,7 +23,6 @@ __all__ = [
     "CommandLineError",
     "config_from_args",
     "core_transformer_config_from_args",
-    "exit_on_command_line_error",
     "parse_args",
     "validate_args",
 ]
@@ -47,13 +46,13 @@ def parse_args(
     parser, script_dests = build_parser(table, extra_args_provider)
     path = _config_path(words)
     if path is not None:
-        parser.set_defaults(**read_config_file(path, table, script_dests))
+        parser.set_defaults(**read_config_file(path, table=table, script_dests=script_dests))
     args, leftovers = parser.parse_known_args(words)
     if not ignore_unknown_args:
-        check_leftovers(leftovers, parser, table)
+        check_leftovers(leftovers, parser, table=table)
     _judge_values(args, [flag for flag in table.flags if flag.dest not in script_dests])
     if args.print_config:
-        _print_and_exit(config_text(args, table, script_dests))
+        _print_and_exit(config_text(args, table=table, script_dests=script_dests))
     read_launcher(args)
     return args
 

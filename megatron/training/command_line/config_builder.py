@@ -81,4 +81,4 @@ def with_flag_names(message: str, table: FlagTable) -> str:
         config, _, name = flag.field.partition(".")
         flags[name] = flag.flags[0] if flag.constant is not False else name
     message = re.sub(r"\b[A-Z]\w*Config\.(\w+)", lambda match: flags.get(match[1], match[1]), message)
-    return re.sub(r"(?<![-\w])([a-z0-9]+_\w+)\b(?!=)", lambda match: flags.get(match[1], match[1]), message)
+    return re.sub(r"(?<![-\w/.])([a-z0-9]+_\w+)\b(?![=/]|\.\w)", lambda match: flags.get(match[1], match[1]), message)

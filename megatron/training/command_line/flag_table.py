@@ -107,7 +107,7 @@ def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> l
         spec = field_spec(field)
         if spec is not None and spec.flags != ():
             owner = _defining_class(config_class, field.name)
-            flag = _flag_of_field(owner, field, hints[field.name])
+            flag = _flag_of_field(owner, field, hint=hints[field.name])
             known = next((known_by_word[word] for word in flag.flags if word in known_by_word), None)
             flags.append((config_class.__mro__.index(owner), dataclasses.replace(flag, known=known)))
     return [flag for _, flag in sorted(flags, key=lambda pair: pair[0])]
@@ -124,7 +124,7 @@ def _defining_class(config_class: type, name: str) -> type:
     return next(base for base in config_class.__mro__ if name in inspect.get_annotations(base))
 
 
-def _flag_of_field(owner: Any, field: "dataclasses.Field[Any]", hint: Any) -> Flag:
+def _flag_of_field(owner: Any, field: "dataclasses.Field[Any]", *, hint: Any) -> Flag:
     spec = field_spec(field)
     assert spec is not None
     default = field.default

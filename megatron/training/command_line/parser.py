@@ -82,26 +82,26 @@ def build_parser(
     for title, flags in table.working_groups().items():
         group = parser.add_argument_group(title)
         for flag in flags:
-            _add_flag(group, flag, table)
+            _add_flag(group, flag, table=table)
     ours = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
     script_dests = frozenset(action.dest for action in parser._actions) - ours
     for flag in table.flags:
         if flag.state is not FlagState.WORKS:
-            _add_unless_taken(parser, flag, table)
+            _add_unless_taken(parser, flag, table=table)
     return parser, script_dests
 
 
-def _add_unless_taken(parser: argparse.ArgumentParser, flag: Flag, table: FlagTable) -> None:
+def _add_unless_taken(parser: argparse.ArgumentParser, flag: Flag, *, table: FlagTable) -> None:
     try:
-        _add_flag(parser, flag, table)
+        _add_flag(parser, flag, table=table)
     except argparse.ArgumentError:
         # The script defined a flag of this name itself: its meaning counts.
         return
 
 
-def _add_flag(parser: argparse._ActionsContainer, flag: Flag, table: FlagTable) -> None:
+def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, table: FlagTable) -> None:
     if flag.state is FlagState.REFUSED:
         parser.add_argument(*flag.flags, dest=flag.dest, action=_Refuse, flag=flag)
         return
@@ -119,7 +119,7 @@ def _add_flag(parser: argparse._ActionsContainer, flag: Flag, table: FlagTable) 
 def _argparse_type(flag: Flag, table: FlagTable) -> Callable[[str], Any]:
     def convert(word: str) -> Any:
         try:
-            return value_of_word(flag, word, table)
+            return value_of_word(flag, word, table=table)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -136,7 +136,7 @@ def flag_help(flag: Flag) -> str:
     return f"{text} (default: {text_of_value(flag.default).replace('%', '%%')})"
 
 
-def check_leftovers(leftovers: Sequence[str], parser: argparse.ArgumentParser, table: FlagTable) -> None:
+def check_leftovers(leftovers: Sequence[str], parser: argparse.ArgumentParser, *, table: FlagTable) -> None:
     """Raises CommandLineError if words were left over, naming the nearest flag."""
     for word in leftovers:
         if word.startswith("-"):

@@ -125,7 +125,8 @@ def check_schedule(args: argparse.Namespace) -> None:
 
 def check_checkpoints(args: argparse.Namespace) -> None:
     for name in ("finetune", "ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"):
-        if vars(args)[name] not in (None, False) and args.load is None:
+        value = vars(args)[name]
+        if value is not None and value is not False and args.load is None:
             raise CommandLineError(f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint")
     if args.save_interval is not None and args.save is None:
         raise CommandLineError("--save-interval needs --save: give the folder for the checkpoints")

@@ -46,22 +46,26 @@ def not_yet(owner: str, table: FlagTable) -> str:
     return f"not yet; it lands with the issue {table.owner_titles[owner]!r}"
 
 
-def value_of_word(flag: Flag, word: str, table: FlagTable) -> Any:
+def value_of_word(flag: Flag, word: str, *, table: FlagTable) -> Any:
     """The value of one word; ValueError with text for the user, without the flag's name, if it is not one."""
     if word in CHOICE_OWNERS.get(flag.flags[0], {}):
-        raise ValueError(_choice_error(flag, word, table))
+        raise ValueError(_choice_error(flag, word, table=table))
     try:
         value = flag.parse(word)
     except ValueError as error:
         kind = _KIND_NAMES.get(flag.type_name)
         reason = str(error).removeprefix(f"{flag.dest} is ")
-        raise ValueError(f"{word!r} is not {kind}" if kind else _choice_error(flag, word, table) or reason) from None
+        raise ValueError(
+            f"{word!r} is not {kind}" if kind else _choice_error(flag, word, table=table) or reason
+        ) from None
     if flag.choices is not None and value not in flag.choices:
-        raise ValueError(_choice_error(flag, word, table) or f"{word!r} is not one of {', '.join(choice_names(flag))}")
+        raise ValueError(
+            _choice_error(flag, word, table=table) or f"{word!r} is not one of {', '.join(choice_names(flag))}"
+        )
     return value
 
 
-def _choice_error(flag: Flag, word: str, table: FlagTable) -> str | None:
+def _choice_error(flag: Flag, word: str, *, table: FlagTable) -> str | None:
     """Why a value that Megatron users know is not accepted; None for a value that nobody knows."""
     owner = CHOICE_OWNERS.get(flag.flags[0], {}).get(word)
     if owner is not None:
@@ -98,7 +102,7 @@ def yaml_of_value(value: Any) -> Any:
     return value
 
 
-def value_of_yaml(flag: Flag, data: Any, table: FlagTable) -> Any:
+def value_of_yaml(flag: Flag, data: Any, *, table: FlagTable) -> Any:
     """The value of a flag from YAML data; ValueError with text for the user if the type is wrong."""
     if data is None and flag.default is None:
         return None
@@ -107,16 +111,16 @@ def value_of_yaml(flag: Flag, data: Any, table: FlagTable) -> Any:
             raise ValueError(f"{data!r} is not true or false")
         return data
     if flag.takes_list:
-        return _list_of_yaml(flag, data if isinstance(data, list) else [data], table)
-    return value_of_word(flag, _word_of_yaml(flag, data), table)
+        return _list_of_yaml(flag, data if isinstance(data, list) else [data], table=table)
+    return value_of_word(flag, _word_of_yaml(flag, data), table=table)
 
 
-def _list_of_yaml(flag: Flag, items: list[Any], table: FlagTable) -> Any:
+def _list_of_yaml(flag: Flag, items: list[Any], *, table: FlagTable) -> Any:
     if isinstance(flag.nargs, int) and len(items) != flag.nargs:
         raise ValueError(f"{len(items)} values instead of {flag.nargs}")
     # A list of strings may hold numbers: `data_path: [0.3, books, 0.7, web]`.
     words = [str(item) if _is_number(item) else _word_of_yaml(flag, item) for item in items]
-    return flag.unwrapped([value_of_word(flag, word, table) for word in words])
+    return flag.unwrapped([value_of_word(flag, word, table=table) for word in words])
 
 
 def _word_of_yaml(flag: Flag, data: Any) -> str:

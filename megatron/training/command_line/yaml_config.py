@@ -40,14 +40,14 @@ _InlineListDumper.add_representer(
 )
 
 
-def read_config_file(path: str, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
+def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
     """Values by name in the parsed arguments; `script_dests` are names that a script added to the parser.
 
     Raises CommandLineError for a file that cannot be read, an unknown or refused key, or a value of the wrong type.
     """
     aliases = _aliases(table)
     values: dict[str, Any] = {}
-    for key, data in _flatten(_load(path), path, table):
+    for key, data in _flatten(_load(path), path=path, table=table):
         name = key.replace("-", "_")
         if name in script_dests:
             dest, value = name, data
@@ -73,7 +73,7 @@ def _load(path: str) -> dict[Any, Any]:
     return content or {}
 
 
-def _flatten(content: dict[Any, Any], path: str, table: FlagTable) -> Iterator[tuple[str, Any]]:
+def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterator[tuple[str, Any]]:
     titles = {flag.group for flag in table.flags}
     for key, data in content.items():
         if not isinstance(key, str):
@@ -116,12 +116,12 @@ def _flag_of_key(name: str, table: FlagTable, *, aliases: dict[str, Flag], path:
 
 def _value(flag: Flag, data: Any, *, path: str, table: FlagTable) -> Any:
     try:
-        return value_of_yaml(flag, data, table)
+        return value_of_yaml(flag, data, table=table)
     except ValueError as error:
         raise CommandLineError(f"{path}: {flag.dest}: {error}") from None
 
 
-def config_text(args: argparse.Namespace, table: FlagTable, script_dests: Set[str]) -> str:
+def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set[str]) -> str:
     """The arguments as YAML that `--config` reads back to the same arguments."""
     groups: dict[str, dict[str, Any]] = {}
     for flag in table.flags:

@@ -1,0 +1,122 @@
+"""Checks across flags: what clashes is named with the fix, what follows from other flags is filled in."""
+
+import argparse
+
+import pytest
+import torch
+
+from megatron.training.arguments import CommandLineError, parse_args, validate_args
+from megatron.training.command_line.config_builder import with_flag_names
+from megatron.training.command_line.registry import flag_table
+
+MINIMAL = {
+    "--num-layers": "2",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "32",
+    "--micro-batch-size": "2",
+    "--train-iters": "10",
+    "--lr": "1e-3",
+    "--mock-data": "",
+    "--position-embedding-type": "rope",
+}
+
+
+def validated(words: str = "", drop: str = "") -> argparse.Namespace:
+    kept = " ".join(f"{flag} {value}" for flag, value in MINIMAL.items() if flag not in drop.split())
+    return validate_args(parse_args(argv=f"{kept} {words}".split()))
+
+
+@pytest.mark.parametrize(
+    ("words", "drop", "fragments"),
+    [
+        ("", "--num-layers --lr", ["missing --num-layers, --lr", "--use-checkpoint-args"]),
+        ("", "--mock-data", ["--data-path", "--mock-data"]),
+        ("--data-path books", "", ["--mock-data", "--data-path"]),
+        ("--fp16 --bf16", "", ["--fp16", "--bf16"]),
+        ("--hidden-size 66", "", ["--hidden-size is 66", "--num-attention-heads (4)", "--kv-channels"]),
+        ("--num-layers 0", "", ["--num-layers is 0: must be at least 1"]),
+        ("--num-attention-heads 0", "", ["--num-attention-heads is 0: must be at least 1"]),
+        ("--micro-batch-size 0", "", ["--micro-batch-size is 0: must be at least 1"]),
+        ("--group-query-attention --num-query-groups 3", "", ["--num-attention-heads is 4", "--num-query-groups (3)"]),
+        ("--num-query-groups 2", "", ["--num-query-groups is 2", "--group-query-attention"]),
+        ("--global-batch-size 3", "", ["--global-batch-size is 3", "--micro-batch-size (2)", "data-parallel size (1)"]),
+        ("--max-position-embeddings 16", "", ["--seq-length is 32", "--max-position-embeddings (16)"]),
+        ("", "--position-embedding-type", ["learned_absolute", "--max-position-embeddings"]),
+        ("--moe-grouped-gemm", "", ["--moe-grouped-gemm needs --num-experts"]),
+        ("--moe-layer-freq 2", "", ["--moe-layer-freq needs --num-experts"]),
+        ("--num-experts 1", "", ["--moe-router-topk is 2", "--num-experts (1)"]),
+        ("--num-experts 4 --moe-layer-freq [1]", "", ["--moe-layer-freq has 1 entries", "--num-layers is 2"]),
+        ("--min-lr 1", "", ["--min-lr is 1.0", "lr"]),
+        ("--lr=-1", "", ["--lr is -1.0: must be more than 0"]),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 2", "", ["--lr-warmup-fraction is 0.1", "--lr-warmup-iters is 2"]),
+        ("--lr-warmup-iters 10", "", ["--lr-warmup-iters is 10", "--train-iters (10)"]),
+        ("--lr-decay-style WSD", "", ["--lr-decay-style is WSD", "--lr-wsd-decay-iters"]),
+        ("--lr-wsd-decay-iters 5", "", ["--lr-wsd-decay-iters", "--lr-decay-style"]),
+        (
+            "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+            "",
+            ["--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"],
+        ),
+        ("--finetune", "", ["--finetune needs --load"]),
+        ("--ckpt-step 0", "", ["--ckpt-step needs --load"]),
+        ("--save-interval 5", "", ["--save-interval needs --save"]),
+        ("--tokenizer-type NullTokenizer", "", ["--vocab-size"]),
+        ("--adam-beta1 1", "", ["--adam-beta1 is 1.0: must be less than 1"]),
+    ],
+)
+def test_contradictions_name_the_flags_and_the_fix(words: str, drop: str, fragments: list[str]) -> None:
+    with pytest.raises(CommandLineError) as caught:
+        validated(words, drop)
+    message = str(caught.value)
+    assert all(fragment in message for fragment in fragments), message
+    assert "Config." not in message and "\n" not in message
+
+
+def test_absent_values_follow_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "2")
+    args = vars(validated("--fp16"))
+    expected = {
+        "world_size": 3,
+        "rank": 2,
+        "data_parallel_size": 3,
+        "global_batch_size": 6,
+        "ffn_hidden_size": 256,
+        "kv_channels": 16,
+        "max_position_embeddings": 32,
+        "params_dtype": torch.float16,
+        "consumed_train_samples": 0,
+        "padded_vocab_size": None,
+    }
+    assert expected.items() <= args.items()
+
+
+def test_validation_is_idempotent_and_a_missing_checkpoint_is_no_error() -> None:
+    args = validated("--load /nowhere --swiglu --num-experts 4")
+    before = dict(vars(args))
+    assert vars(validate_args(args)) == before
+
+
+def test_evaluation_alone_needs_neither_steps_nor_learning_rate() -> None:
+    assert vars(validated("--skip-train", drop="--train-iters --lr"))["lr"] is None
+
+
+def test_defaults_of_a_script_fill_what_nobody_gave() -> None:
+    args = parse_args(argv="--num-layers 2 --seed 3 --mock-data --skip-train --position-embedding-type none".split())
+    defaults = {"num_layers": 9, "seed": 9, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
+    validate_args(args, {**defaults, "micro_batch_size": 1})
+    assert (args.num_layers, args.seed, args.hidden_size) == (2, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("OptimizerConfig.lr is 0: must be more than 0", "--lr is 0: must be more than 0"),
+        ("moe_router_topk is 3: at most num_moe_experts (2)", "--moe-router-topk is 3: at most --num-experts (2)"),
+        ("set add_bias_linear=False (--disable-bias-linear)", "set add_bias_linear=False (--disable-bias-linear)"),
+        ("some_word in /my/data_path.txt", "some_word in /my/data_path.txt"),
+    ],
+)
+def test_errors_name_flags_where_fields_have_one(message: str, expected: str) -> None:
+    assert with_flag_names(message, flag_table()) == expected

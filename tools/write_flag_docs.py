@@ -1,0 +1,107 @@
+"""Writes docs/flags.md and the frozen flag surface of the tests from the flag table: `python -m tools.write_flag_docs`.
+
+Describes flags; what they are is in megatron/training/command_line/.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
+from megatron.training.command_line.refusals import NO_EFFECT_HINTS, refusal
+from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.values import choice_names, text_of_value
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS_FILE = ROOT / "docs" / "flags.md"
+SURFACE_FILE = ROOT / "tests" / "structure" / "flag_surface.txt"
+
+INTRODUCTION = """\
+# Flags
+
+Written by `python -m tools.write_flag_docs`; do not edit.
+
+Every flag may be given on the command line (`--flag value` or `--flag=value`, never abbreviated) or in the YAML file of
+`--config`, under its *name in files*. The command line wins over the file, the file over defaults. `--print-config`
+prints the result as such a file. Of {total} known flags, {works} work, {not_yet} will work when the issue named below
+lands, {no_effect} are accepted and change nothing, and {refused} are refused.
+"""
+
+
+def flags_page(table: FlagTable) -> str:
+    """The text of docs/flags.md."""
+    counts = {state.name.lower(): len(table.in_state(state)) for state in FlagState}
+    lines = [INTRODUCTION.format(total=len(table.flags), **counts), "## Flags that work", ""]
+    for title, flags in table.working_groups().items():
+        lines += [f"### {title}", "", "| flag | name in files | value | default | meaning |", "|---|---|---|---|---|"]
+        lines += [_working_row(flag) for flag in flags]
+        lines.append("")
+    lines += _not_yet_section(table) + _no_effect_section(table) + _refused_section(table)
+    return "\n".join(lines)
+
+
+def surface(table: FlagTable) -> str:
+    """One line per flag, sorted: name, type, default, tier and state; what must not change by accident."""
+    return "".join(sorted(_surface_line(flag) for flag in table.flags))
+
+
+def _surface_line(flag: Flag) -> str:
+    tier = "-" if flag.known is None else flag.known.tier
+    kind = flag.type_name if flag.nargs is None else f"{flag.type_name}[{flag.nargs}]"
+    choices = ",".join(choice_names(flag)) if flag.state is FlagState.WORKS else ""
+    values = f"{kind} {{{choices}}}" if choices else kind
+    names = " ".join(flag.flags)
+    return f"{names} | {values} | {text_of_value(flag.default)!r} | tier {tier} | {flag.state.value}\n"
+
+
+def _working_row(flag: Flag) -> str:
+    names = ", ".join(f"`{word}`" for word in flag.flags)
+    values = ", ".join(f"`{name}`" for name in choice_names(flag)) or (
+        "" if flag.constant is not None else flag.type_name
+    )
+    default = "" if flag.default is None or flag.constant is not None else f"`{text_of_value(flag.default)}`"
+    help_text = flag.help.replace("|", "\\|").replace("*", "\\*")
+    return f"| {names} | `{flag.dest}` | {values} | {default} | {help_text} |"
+
+
+def _not_yet_section(table: FlagTable) -> list[str]:
+    by_owner: dict[str, list[Flag]] = defaultdict(list)
+    for flag in table.in_state(FlagState.NOT_YET):
+        assert flag.known is not None and flag.known.owner is not None
+        by_owner[flag.known.owner].append(flag)
+    lines = ["## Flags that do not work yet", "", "Their default value is accepted, any other is refused.", ""]
+    for owner, flags in by_owner.items():
+        lines += [f"- *{table.owner_titles[owner]}*: {_names(flags)}"]
+    return [*lines, ""]
+
+
+def _no_effect_section(table: FlagTable) -> list[str]:
+    lines = ["## Flags that are accepted and have no effect", "", "One notice names those that were given.", ""]
+    flags = table.in_state(FlagState.NO_EFFECT)
+    hinted = [flag for flag in flags if flag.flags[0] in NO_EFFECT_HINTS]
+    lines += [f"- {_names([flag])}: {NO_EFFECT_HINTS[flag.flags[0]]}" for flag in hinted]
+    lines += [f"- {_names(flag for flag in flags if flag not in hinted)}", ""]
+    return lines
+
+
+def _refused_section(table: FlagTable) -> list[str]:
+    by_reason: dict[str, list[Flag]] = defaultdict(list)
+    for flag in table.in_state(FlagState.REFUSED):
+        by_reason[refusal(flag)].append(flag)
+    lines = ["## Flags that are refused", ""]
+    lines += [f"- {_names(flags)}: {reason}" for reason, flags in by_reason.items()]
+    return [*lines, ""]
+
+
+def _names(flags: Iterable[Flag]) -> str:
+    return ", ".join(f"`{flag.flags[0]}`" for flag in flags)
+
+
+def main() -> None:
+    DOCS_FILE.parent.mkdir(exist_ok=True)
+    DOCS_FILE.write_text(flags_page(flag_table()), encoding="ascii")
+    SURFACE_FILE.write_text(surface(flag_table()), encoding="ascii")
+
+
+if __name__ == "__main__":
+    main()
