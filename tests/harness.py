@@ -17,10 +17,14 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -30,7 +34,9 @@ from megatron.core.agreement import RemoteRankError
 
 SEED = 1234
 GRACE_SECONDS = 10.0  # for the other ranks to end by themselves after the first failure
-PRELOAD = ["numpy", "pytest", "torch.distributed.checkpoint", "torch._dynamo", "torch.testing"]
+# What rank functions import and is slow to; none of it starts a thread or touches a GPU, which no fork would survive.
+PRELOAD = ["numpy", "pytest", "rich.progress", "tokenizers", "yaml"]
+PRELOAD += ["torch._dynamo", "torch.distributed.checkpoint", "torch.testing", "torch.utils.tensorboard"]
 
 
 @dataclass
@@ -123,8 +129,7 @@ def free_port() -> int:
 
 
 def _start(job: _Job, call: bytes) -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)  # each starts without threads and without touching a GPU
+    context = _warm_server()
     for name in ("stdout", "stderr"):
         _output_path(job.folder, job.rank, name).touch()
     receiver, sender = context.Pipe(duplex=False)
@@ -132,6 +137,17 @@ def _start(job: _Job, call: bytes) -> tuple[BaseProcess, Connection]:
     process.start()
     sender.close()
     return process, receiver
+
+
+@cache
+def _warm_server() -> ForkServerContext:
+    """Starts the process that ranks are forked from, once; one thread, as BLAS libraries start theirs on import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    # torch asks NVML, not CUDA, whether there is a GPU: a process that has called CUDA must not fork.
+    with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        forkserver.ensure_running()
+    return context
 
 
 def _collect(started: list[tuple[BaseProcess, Connection]], *, deadline: float, grace: float) -> list[RankOutcome]:
