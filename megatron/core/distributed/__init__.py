@@ -1,0 +1,14 @@
+"""Data parallelism over any module; re-exports only."""
+
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.plain_data_parallel import PlainDataParallel, broadcast_params
+from megatron.core.distributed.replica_checks import NonFiniteGradientError, check_grads, check_weights_agree
+
+__all__ = [
+    "NonFiniteGradientError",
+    "PlainDataParallel",
+    "broadcast_params",
+    "check_grads",
+    "check_weights_agree",
+    "finalize_model_grads",
+]

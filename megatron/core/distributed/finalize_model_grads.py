@@ -1,0 +1,34 @@
+"""finalize_model_grads: what happens to gradients between the last backward and the optimizer.
+
+How they are reduced is the wrapper's work.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.collectives import Reduction, group_size
+from megatron.core.distributed.plain_data_parallel import PlainDataParallel
+
+
+def finalize_model_grads(model: list[nn.Module], num_tokens: torch.Tensor | None = None) -> None:
+    """Reduces the gradients of all chunks over their data-parallel groups. Collective.
+
+    Without `num_tokens`, the mean over ranks. num_tokens: [], integer or floating point, tokens in the losses that
+    this rank summed: then the sum over ranks divided by the tokens of all ranks (1 if there are none).
+    """
+    for chunk in model:
+        if not isinstance(chunk, PlainDataParallel):
+            raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in PlainDataParallel")
+        if num_tokens is None:
+            chunk.finish_grad_sync()
+        else:
+            chunk.finish_grad_sync(reduction=Reduction.SUM)
+            chunk.scale_gradients(1.0 / _total_tokens(num_tokens, chunk.group))
+
+
+def _total_tokens(num_tokens: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    total = num_tokens.detach().to(torch.float32, copy=True)
+    if group_size(group) > 1:
+        dist.all_reduce(total, group=group)
+    return total.clamp_(min=1)

@@ -1,0 +1,97 @@
+"""Gradients of many parameters back to back in one tensor, filled as backward produces them.
+
+Knows no process group: plain_data_parallel.py reduces the storage.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+# Elements. Vectorised kernels give an element the same bits wherever its tensor starts on this grid.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Span:
+    """A parameter's elements in a flat tensor; the padding behind it belongs to no parameter."""
+
+    start: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+    @property
+    def padded_end(self) -> int:
+        """Where the next parameter may start."""
+        return -(-self.end // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out(sizes: list[int]) -> list[Span]:
+    """Places tensors of `sizes` elements one after the other, each start a multiple of ALIGNMENT."""
+    spans: list[Span] = []
+    for size in sizes:
+        spans.append(Span(spans[-1].padded_end if spans else 0, size))
+    return spans
+
+
+@dataclass(frozen=True)
+class GradEntry:
+    """One parameter and its place; grad: [*parameter shape], the buffer's dtype, a view of the storage."""
+
+    name: str
+    param: nn.Parameter
+    span: Span
+    grad: torch.Tensor
+
+
+class GradBuffer:
+    """Standing gradients in `dtype`; a hook moves each new gradient in and frees autograd's own tensor.
+
+    The first gradient after `clear` overwrites and later ones add, so that nothing is zeroed in advance and
+    microbatches accumulate in `dtype` whatever the parameter's own. storage: [sum of padded sizes], `dtype`.
+    """
+
+    def __init__(self, named_params: list[tuple[str, nn.Parameter]], dtype: torch.dtype):
+        spans = lay_out([param.numel() for _, param in named_params])
+        total = spans[-1].padded_end if spans else 0
+        device = named_params[0][1].device if named_params else None
+        self.storage = torch.zeros(total, dtype=dtype, device=device)
+        self.entries = [
+            GradEntry(name, param, span, self.storage[span.start : span.end].view(param.shape))
+            for (name, param), span in zip(named_params, spans)
+        ]
+        self._grads = {entry.param: entry.grad for entry in self.entries}
+        self._filled: set[nn.Parameter] = set()
+        for entry in self.entries:
+            # Hooks of the tensor, unlike those of its autograd node, survive module.to().
+            entry.param.register_post_accumulate_grad_hook(self._take)
+
+    def clear(self) -> None:
+        """Forgets all gradients; costs no pass over memory."""
+        self._filled.clear()
+
+    def fill_missing(self) -> None:
+        """Makes the gradients of parameters that backward did not reach zero."""
+        for param, grad in self._grads.items():
+            if param not in self._filled:
+                grad.zero_()
+                self._filled.add(param)
+
+    def named_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter's name and gradient: [*parameter shape], the buffer's dtype."""
+        return ((entry.name, entry.grad) for entry in self.entries)
+
+    def _take(self, param: torch.Tensor) -> None:
+        assert isinstance(param, nn.Parameter) and param.grad is not None
+        grad = self._grads[param]
+        if param in self._filled:
+            grad.add_(param.grad)
+        else:
+            grad.copy_(param.grad)
+            self._filled.add(param)
+        param.grad = None

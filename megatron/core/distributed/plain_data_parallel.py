@@ -1,0 +1,94 @@
+"""PlainDataParallel: replicas of any module whose gradients are averaged once, after the last microbatch.
+
+No overlap, no sharding; where gradients are stored is grad_buffer.py's work.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.collectives import Reduction, all_reduce_, group_size, rank_ordered_all_reduce_
+from megatron.core.distributed.grad_buffer import GradBuffer
+from megatron.core.distributed.replica_checks import check_grads
+
+
+class PlainDataParallel(nn.Module):
+    """Wraps a module; its parameters that require grad get standing fp32 gradients (fp64 for fp64 parameters).
+
+    In a step: `zero_grad_buffer`, any number of backward passes, `finish_grad_sync`. A parameter that backward does
+    not reach has a gradient of zero, on one rank or on all; a parameter frozen before wrapping has none.
+    `param.grad` is None between steps: read gradients through `named_main_grads`.
+
+    group: data-parallel ranks; None for this rank alone. deterministic: sum in rank order. check_for_nan_in_grad:
+    look at this rank's gradients before reduction; leave it off for fp16, whose loss scaler expects overflow.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | None,
+        deterministic: bool = False,
+        check_for_nan_in_grad: bool = False,
+    ):
+        super().__init__()
+        self.module = module
+        self.group = group
+        self.grad_buffers = _build_buffers(module)
+        self._reduce = rank_ordered_all_reduce_ if deterministic else all_reduce_
+        self._check_for_nan_in_grad = check_for_nan_in_grad
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return self.module(*inputs, **kwargs)
+
+    def zero_grad_buffer(self) -> None:
+        """Forgets all gradients; call before the first microbatch."""
+        for buffer in self.grad_buffers:
+            buffer.clear()
+
+    def finish_grad_sync(self, *, reduction: Reduction = Reduction.MEAN) -> None:
+        """Reduces the gradients over the group, in place; call after the last microbatch. Collective.
+
+        Raises NonFiniteGradientError on all ranks if the check is on and any rank's gradient is NaN or infinite.
+        """
+        for buffer in self.grad_buffers:
+            buffer.fill_missing()
+        if self._check_for_nan_in_grad:
+            check_grads(self.named_main_grads(), self.group)
+        for buffer in self.grad_buffers:
+            self._reduce(buffer.storage, self.group, reduction=reduction)
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiplies all gradients; factor: a number or a tensor [], fp32."""
+        for buffer in self.grad_buffers:
+            buffer.storage.mul_(factor)
+
+    def named_main_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and gradients of all parameters that require grad: [*parameter shape], fp32 or fp64, views."""
+        return (item for buffer in self.grad_buffers for item in buffer.named_grads())
+
+    def broadcast_params(self) -> None:
+        """Gives every rank of the group the parameters of its first. Collective."""
+        broadcast_params(self.module, self.group)
+
+
+def broadcast_params(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Copies the parameters of the group's first rank to the others, in place. Collective."""
+    if group_size(group) == 1:
+        return
+    for param in module.parameters():
+        dist.broadcast(param.data, group=group, group_src=0)
+
+
+def _build_buffers(module: nn.Module) -> list[GradBuffer]:
+    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+            by_dtype.setdefault(dtype, []).append((canonical_name(name), param))
+    return [GradBuffer(named_params, dtype) for dtype, named_params in by_dtype.items()]

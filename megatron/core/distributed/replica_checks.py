@@ -1,0 +1,95 @@
+"""Checks that compare data-parallel replicas: equal weights at the start, finite gradients at each step.
+
+Repairs nothing; every rank raises the same error. A group of None is this rank alone.
+"""
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.collectives import group_size
+
+_NAMES_SHOWN = 3
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient was NaN or infinite before it was reduced; raised on every rank of the group."""
+
+
+def check_grads(named_grads: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Raises NonFiniteGradientError, naming ranks and parameters, if any rank's gradient is not finite. Collective.
+
+    named_grads: this rank's gradients before reduction, any shapes, floating point. Costs one sum over them and
+    one all-reduce of a number; names are exchanged only when something is wrong.
+    """
+    grads = list(named_grads)
+    suspects = [named for named, finite in zip(grads, _finite_sums_sync(grads)) if not finite]
+    if _any_rank(bool(suspects), group, device=grads[0][1].device if grads else torch.device("cpu")):
+        # The sum alone may have overflowed: look at the elements.
+        _raise_named([_describe(name, grad) for name, grad in suspects if not bool(grad.isfinite().all())], group)
+
+
+def check_weights_agree(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError on all ranks, naming parameter and ranks, unless all have bit-identical parameters. Collective.
+
+    Costs a checksum of all parameters and an exchange of a number each: for the start of a run.
+    """
+    checksums = {canonical_name(name): _crc32(param) for name, param in model.named_parameters()}
+    per_rank = _gather(checksums, group)
+    if all(other == per_rank[0] for other in per_rank):
+        return
+    name = next(n for n in [*per_rank[0], *checksums] if any(r.get(n) != per_rank[0].get(n) for r in per_rank))
+    ranks = [rank for rank, other in enumerate(per_rank) if other.get(name) != per_rank[0].get(name)]
+    raise ValueError(
+        f"parameter {name} differs between data-parallel rank 0 and ranks {ranks}: "
+        "all replicas must start from the same seed or checkpoint"
+    )
+
+
+def _finite_sums_sync(grads: list[tuple[str, torch.Tensor]]) -> list[bool]:
+    # A sum is finite only if all its terms are, and costs half of isfinite. NOTE: one read of the device.
+    if not grads:
+        return []
+    return torch.stack([grad.sum().double() for _, grad in grads]).isfinite().tolist()
+
+
+def _any_rank(value: bool, group: dist.ProcessGroup | None, *, device: torch.device) -> bool:
+    if group_size(group) == 1:
+        return value
+    flag = torch.tensor([float(value)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
+
+
+def _raise_named(found: list[str], group: dist.ProcessGroup | None) -> None:
+    per_rank = [(rank, names) for rank, names in enumerate(_gather(found, group)) if names]
+    if not per_rank:
+        return
+    lines = [f"rank {rank}: {', '.join(names[:_NAMES_SHOWN])}{_and_more(names)}" for rank, names in per_rank]
+    raise NonFiniteGradientError(f"gradient is not finite on {'; '.join(lines)}. The model was not updated")
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - _NAMES_SHOWN} more parameters" if len(names) > _NAMES_SHOWN else ""
+
+
+def _describe(name: str, grad: torch.Tensor) -> str:
+    return f"{name} ({int(grad.isnan().sum())} NaN, {int(grad.isinf().sum())} infinite of {grad.numel()} elements)"
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    if group_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _crc32(param: torch.Tensor) -> int:
+    # As bytes: numpy has no bfloat16.
+    return zlib.crc32(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
