@@ -42,23 +42,28 @@ def parse_args(
     --print-config print on rank 0 and exit.
     """
     table = flag_table()
+    # Copied: the caller may go on using its list.
     words = list(sys.argv[1:] if argv is None else argv)
     parser, script_dests = build_parser(table, extra_args_provider)
     path = _config_path(words)
     if path is not None:
+        # Defaults, so that the command line wins without a word about precedence elsewhere.
         parser.set_defaults(**read_config_file(path, table=table, script_dests=script_dests))
     args, leftovers = parser.parse_known_args(words)
     if not ignore_unknown_args:
         check_leftovers(leftovers, parser, table=table)
     _judge_values(args, [flag for flag in table.flags if flag.dest not in script_dests])
+    # Before validation: half a configuration may be shown and completed by hand.
     if args.print_config:
         _print_and_exit(config_text(args, table=table, script_dests=script_dests))
+    # Last: --world-size of the planner has the same name as what the launcher says.
     read_launcher(args)
     return args
 
 
 def _config_path(words: Sequence[str]) -> str | None:
     """The value of --config, needed before the other flags have defaults."""
+    # No errors and no help from this one: it looks for a single flag among many.
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--config")
     try:
@@ -73,9 +78,11 @@ def _judge_values(args: argparse.Namespace, flags: list[Flag]) -> None:
     table = flag_table()
     without_effect = []
     for flag in flags:
+        # Refused flags never get this far.
         if flag.state in (FlagState.WORKS, FlagState.REFUSED):
             continue
         value = vars(args)[flag.dest]
+        # Scripts pass many flags at their defaults; nothing is lost, so nothing is said.
         if value == flag.default or value == _HARMLESS_VALUES.get(flag.dest, flag.default):
             continue
         if flag.state is FlagState.NOT_YET:

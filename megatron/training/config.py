@@ -15,6 +15,7 @@ def parse_signal(word: str) -> int:
     if word.isdigit():
         return int(signal.Signals(int(word)))
     name = word.upper()
+    # `kill -TERM` has taught people the short form.
     name = name if name.startswith("SIG") else f"SIG{name}"
     if name not in signal.Signals.__members__:
         raise ValueError(f"{word!r} is not a signal; examples: SIGTERM, SIGUSR1, 15")

@@ -34,6 +34,7 @@ def core_transformer_config_from_args(
 ) -> TransformerConfig:
     """The transformer's configuration, with what follows from GPT flags such as --swiglu."""
     with flags_named_in_errors():
+        # Only the GPT settings know what --swiglu and the head groups mean for a transformer layer.
         gpt = GPTModelConfig(**_field_values(GPTModelConfig, args))
         derived = gpt.transformer_fields(
             hidden_size=args.hidden_size,
@@ -57,6 +58,7 @@ def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]
     for field in dataclasses.fields(config_class):
         spec, dest = field_spec(field), field_dest(field)
         on_command_line = spec is not None and spec.flags != ()
+        # None for a field off the command line means that nobody set it: the class default is better.
         if field.init and (on_command_line or vars(args).get(dest) is not None):
             values[field.name] = vars(args)[dest]
     return values
@@ -67,6 +69,7 @@ def flags_named_in_errors() -> Iterator[None]:
     """Turns a ValueError of the body, which names fields, into a CommandLineError that names flags."""
     try:
         yield
+    # It names flags already; naming them twice would garble it.
     except CommandLineError:
         raise
     except ValueError as error:
@@ -78,7 +81,10 @@ def with_flag_names(message: str, table: FlagTable) -> str:
     flags = {}
     for flag in table.in_state(FlagState.WORKS):
         assert flag.field is not None
+        # A flag that switches something off does not stand for its field: `add_bias_linear is True` is no
+        # `--disable-bias-linear is True`.
         config, _, name = flag.field.partition(".")
         flags[name] = flag.flags[0] if flag.constant is not False else name
     message = re.sub(r"\b[A-Z]\w*Config\.(\w+)", lambda match: flags.get(match[1], match[1]), message)
+    # Not inside paths, assignments or attributes: those are code or files, not settings.
     return re.sub(r"(?<![-\w/.])([a-z0-9]+_\w+)\b(?![=/]|\.\w)", lambda match: flags.get(match[1], match[1]), message)

@@ -94,6 +94,7 @@ def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagT
             if flag.dest in working:
                 raise ValueError(f"{flag.field} and {working[flag.dest].field} both define {flag.flags[0]}")
             working[flag.dest] = flag
+    # A script may use any spelling, so one shared option string makes a known flag ours.
     taken = {word for flag in working.values() for word in flag.flags}
     others = [_flag_of_known(row) for row in known.flags if not taken & set(row.flags)]
     return FlagTable((*working.values(), *others), known.owner_titles)
@@ -110,6 +111,7 @@ def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> l
             flag = _flag_of_field(owner, field, hint=hints[field.name])
             known = next((known_by_word[word] for word in flag.flags if word in known_by_word), None)
             flags.append((config_class.__mro__.index(owner), dataclasses.replace(flag, known=known)))
+    # Own fields first: readers of --help look for num-layers before mixtures of experts.
     return [flag for _, flag in sorted(flags, key=lambda pair: pair[0])]
 
 
@@ -144,6 +146,7 @@ def _flag_of_field(owner: Any, field: "dataclasses.Field[Any]", *, hint: Any) ->
 
 
 def _derived_flags(name: str, default: Any) -> tuple[str, ...]:
+    # A flag can only change its default, so a field that is on gets a flag that turns it off.
     prefix = "--no-" if default is True else "--"
     return (prefix + name.replace("_", "-"),)
 
@@ -151,9 +154,11 @@ def _derived_flags(name: str, default: Any) -> tuple[str, ...]:
 def _shape_of_hint(hint: Any, spec: FieldSpec, *, default: Any) -> dict[str, Any]:
     """Keywords of Flag that follow from a field's annotation: how many words it takes and what they become."""
     kinds = [one for one in _alternatives(hint) if one is not type(None)]
+    # Two states need no value, whatever the default; `bool | None` counts as two.
     if bool in kinds:
         return {"type_name": "flag", "constant": default is not True}
     common: dict[str, Any] = {"nargs": spec.nargs, "choices": spec.choices}
+    # The field knows how to read a word; guessing from its annotation could only disagree.
     if spec.parse is not None:
         return {"type_name": "value", "parse": spec.parse, **common}
     lists = [one for one in kinds if typing.get_origin(one) in (list, tuple)]
@@ -193,7 +198,9 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _flag_of_known(row: KnownFlag) -> Flag:
+    # What each kind of flag without a value leaves in the arguments.
     constants = {"store_true": True, "store_false": False, "boolean_optional": True}
+    # Flags of --x/--no-x are all refused, so which of the two was given does not matter.
     takes_no_value = row.action in constants
     return Flag(
         flags=row.flags,

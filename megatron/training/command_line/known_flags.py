@@ -43,11 +43,13 @@ class KnownFlags:
 @functools.cache
 def load_known_flags() -> KnownFlags:
     """Reads known_flags.json, once per process."""
+    # ASCII on purpose: one stray character in a name would make a flag that nobody can type.
     content = json.loads(KNOWN_FLAGS_FILE.read_text(encoding="ascii"))
     return KnownFlags(tuple(known_flag(row) for row in content["flags"]), content["owners"])
 
 
 def known_flag(row: dict[str, Any]) -> KnownFlag:
     """The typed form of one JSON row."""
+    # JSON has no tuples; rows are compared and hashed.
     lists = {key: tuple(row[key]) for key in ("flags", "choices") if row.get(key) is not None}
     return KnownFlag(**{**row, **lists})

@@ -23,6 +23,7 @@ class FlagParser(argparse.ArgumentParser):
     """argparse's parser, except that mistakes raise CommandLineError and only rank 0 prints help."""
 
     def error(self, message: str) -> NoReturn:
+        # argparse says `argument --lr/--rate: ...`; users know it as the flag.
         message = message.removeprefix("argument ")
         name, explicit, _ = message.partition(": ignored explicit argument")
         raise CommandLineError(f"{name}: takes no value" if explicit else message)
@@ -46,6 +47,7 @@ class _Refuse(argparse.Action):
     """Ends parsing at a flag that this framework will not have."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag, **spec: Any) -> None:
+        # Any number of words: the refusal is what matters, not whether the value is missing.
         super().__init__(option_strings, dest, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **spec)
         self.flag = flag
 
@@ -61,6 +63,7 @@ class _StoreUnwrapped(argparse.Action):
         self.flag = flag
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        # A plain list would make `--moe-aux-loss-coeff 0.1` differ from the default 0.1 in kind.
         vars(namespace)[self.dest] = self.flag.unwrapped(values)
 
 
@@ -76,6 +79,7 @@ def build_parser(
         prog=Path(sys.argv[0]).name,
         usage="%(prog)s [--config FILE] [flags]",
         epilog=f"{others} more Megatron flags are known; docs/flags.md says what each of them does here.",
+        # An abbreviation that works today is ambiguous with the next flag.
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
@@ -83,9 +87,11 @@ def build_parser(
         group = parser.add_argument_group(title)
         for flag in flags:
             _add_flag(group, flag, table=table)
+    # Whatever is new after the call is the script's.
     ours = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
+    # What does not work here comes last, so that scripts can have these names.
     script_dests = frozenset(action.dest for action in parser._actions) - ours
     for flag in table.flags:
         if flag.state is not FlagState.WORKS:
@@ -109,6 +115,7 @@ def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, table: FlagTabl
     if flag.constant is not None:
         parser.add_argument(*flag.flags, action="store_const", const=flag.constant, **spec)
         return
+    # argparse's own choices would hide which value comes with which issue: value_of_word checks them.
     names = choice_names(flag)
     metavar = "{" + ",".join(names) + "}" if names else _METAVARS.get(flag.type_name, "TEXT")
     if flag.unwraps:
@@ -130,6 +137,7 @@ def flag_help(flag: Flag) -> str:
     """Help text with the default, for working flags; hidden for the others."""
     if flag.state is not FlagState.WORKS:
         return argparse.SUPPRESS
+    # argparse formats help with %.
     text = flag.help.replace("%", "%%")
     if flag.constant is not None or flag.default is None:
         return text
@@ -147,6 +155,7 @@ def check_leftovers(leftovers: Sequence[str], parser: argparse.ArgumentParser, *
 
 
 def _known_words(parser: argparse.ArgumentParser, table: FlagTable) -> list[str]:
+    # To suggest a flag only to refuse it next would be a poor joke.
     refused = {word for flag in table.in_state(FlagState.REFUSED) for word in flag.flags}
     return [word for action in parser._actions for word in action.option_strings if word not in refused]
 

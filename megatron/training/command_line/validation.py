@@ -21,9 +21,11 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
 
     Raises CommandLineError (a ValueError) naming the flags that clash and what to do. Every rank finds the same.
     """
+    # The user comes first: a script's default never replaces what was given.
     for name, value in (defaults or {}).items():
         if vars(args).get(name) is None:
             vars(args)[name] = value
+    # From here on, each check may rely on what the ones before it made sure of.
     check_required(args)
     check_data(args)
     check_batches(args)
@@ -34,12 +36,14 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_checkpoints(args)
     derive_shapes(args)
     derive_run_state(args)
+    # Last, because it needs the derived values; a wrong field stops the run before any process group exists.
     build_every_config(args)
     return args
 
 
 def check_required(args: argparse.Namespace) -> None:
     """Every run needs a model, a sequence length and a batch; a training run also an end and a learning rate."""
+    # These have no sensible default in the configurations either.
     needed = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"]
     if not args.skip_train:
         needed += ["train_iters", "lr"]
@@ -66,6 +70,7 @@ def check_batches(args: argparse.Namespace) -> None:
             "and --context-parallel-size"
         )
     args.data_parallel_size = args.world_size // model_ranks
+    # The batch size divides below, before its configuration could refuse it.
     if args.micro_batch_size < 1:
         raise CommandLineError(f"--micro-batch-size is {args.micro_batch_size}: must be at least 1")
     samples = args.micro_batch_size * args.data_parallel_size
@@ -80,6 +85,7 @@ def check_batches(args: argparse.Namespace) -> None:
 
 def check_positions(args: argparse.Namespace) -> None:
     if args.max_position_embeddings is None:
+        # The table of learned positions is part of the weights: its size must not follow a run's --seq-length.
         if args.position_embedding_type == "learned_absolute":
             raise CommandLineError(
                 "--position-embedding-type learned_absolute needs --max-position-embeddings: "
@@ -105,6 +111,7 @@ def check_experts(args: argparse.Namespace) -> None:
     """Flags of expert layers are contradictory in a dense model, not ignored."""
     if args.num_experts is not None:
         return
+    # A value equal to the default may come from a file of --print-config.
     for flag in flags_of_class(MoEConfig, {}):
         if vars(args)[flag.dest] != flag.default:
             raise CommandLineError(f"{flag.flags[0]} needs --num-experts: add it, or drop {flag.flags[0]}")
@@ -115,6 +122,7 @@ def check_schedule(args: argparse.Namespace) -> None:
         raise CommandLineError(
             f"--lr-wsd-decay-iters belongs to --lr-decay-style WSD, which is {args.lr_decay_style}: change one of them"
         )
+    # The schedule compares with its own length; here it is only known to be the run's.
     if args.lr_warmup_fraction is None and args.lr_decay_iters is None and args.train_iters:
         if args.lr_warmup_iters >= args.train_iters and args.lr_warmup_iters > 0:
             raise CommandLineError(
@@ -125,6 +133,7 @@ def check_schedule(args: argparse.Namespace) -> None:
 
 def check_checkpoints(args: argparse.Namespace) -> None:
     for name in ("finetune", "ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"):
+        # Step 0 is a step: only None and False mean "not given".
         value = vars(args)[name]
         if value is not None and value is not False and args.load is None:
             raise CommandLineError(f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint")
@@ -134,6 +143,7 @@ def check_checkpoints(args: argparse.Namespace) -> None:
 
 def derive_shapes(args: argparse.Namespace) -> None:
     """Sets what scripts expect to find filled in: head width and feed-forward width."""
+    # Zero heads are refused by the configuration, with its bounds.
     if args.kv_channels is None and args.num_attention_heads > 0:
         if args.hidden_size % args.num_attention_heads:
             raise CommandLineError(
@@ -150,6 +160,7 @@ def derive_run_state(args: argparse.Namespace) -> None:
     if args.fp16 and args.bf16:
         raise CommandLineError("--fp16 and --bf16 are both given: choose one precision")
     args.params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    # A checkpoint moves these on; scripts read them before anything is loaded.
     args.iteration = 0
     args.consumed_train_samples = 0
     args.consumed_valid_samples = 0

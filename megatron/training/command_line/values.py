@@ -48,12 +48,14 @@ def not_yet(owner: str, table: FlagTable) -> str:
 
 def value_of_word(flag: Flag, word: str, *, table: FlagTable) -> Any:
     """The value of one word; ValueError with text for the user, without the flag's name, if it is not one."""
+    # Before parsing: a configuration may list values that it does not honour yet.
     if word in CHOICE_OWNERS.get(flag.flags[0], {}):
         raise ValueError(_choice_error(flag, word, table=table))
     try:
         value = flag.parse(word)
     except ValueError as error:
         kind = _KIND_NAMES.get(flag.type_name)
+        # A field's parser names itself first; the flag's name is said already.
         reason = str(error).removeprefix(f"{flag.dest} is ")
         raise ValueError(
             f"{word!r} is not {kind}" if kind else _choice_error(flag, word, table=table) or reason
@@ -70,6 +72,7 @@ def _choice_error(flag: Flag, word: str, *, table: FlagTable) -> str | None:
     owner = CHOICE_OWNERS.get(flag.flags[0], {}).get(word)
     if owner is not None:
         return f"{word!r}: {not_yet(owner, table)}"
+    # Enum choices are listed as `AttnBackend.flash`; users write `flash`.
     upstream = () if flag.known is None else flag.known.choices or ()
     if word in {str(choice).rpartition(".")[2] for choice in upstream}:
         return f"{word!r} is not available here; choose one of {', '.join(choice_names(flag))}"
@@ -80,6 +83,7 @@ def choice_names(flag: Flag) -> list[str]:
     """The allowed values of a flag as words; empty if any value goes."""
     if isinstance(flag.default, enum.Enum) and flag.choices is None:
         return list(type(flag.default).__members__)
+    # Help and errors offer only what works.
     later = CHOICE_OWNERS.get(flag.flags[0], {})
     return [name for name in map(text_of_value, flag.choices or ()) if name not in later]
 
@@ -104,6 +108,7 @@ def yaml_of_value(value: Any) -> Any:
 
 def value_of_yaml(flag: Flag, data: Any, *, table: FlagTable) -> Any:
     """The value of a flag from YAML data; ValueError with text for the user if the type is wrong."""
+    # An empty value in a file is how --print-config writes "not set".
     if data is None and flag.default is None:
         return None
     if flag.constant is not None:
@@ -116,6 +121,7 @@ def value_of_yaml(flag: Flag, data: Any, *, table: FlagTable) -> Any:
 
 
 def _list_of_yaml(flag: Flag, items: list[Any], *, table: FlagTable) -> Any:
+    # argparse counts the words of the command line; nobody counts those of a file.
     if isinstance(flag.nargs, int) and len(items) != flag.nargs:
         raise ValueError(f"{len(items)} values instead of {flag.nargs}")
     # A list of strings may hold numbers: `data_path: [0.3, books, 0.7, web]`.

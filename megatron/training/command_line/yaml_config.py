@@ -24,6 +24,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice, where YAML libraries silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # Before the base class folds equal keys together.
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
@@ -48,12 +49,15 @@ def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> 
     aliases = _aliases(table)
     values: dict[str, Any] = {}
     for key, data in _flatten(_load(path), path=path, table=table):
+        # Who copies flags into a file keeps their dashes.
         name = key.replace("-", "_")
+        # argparse turns a string default into the type that the script asked for.
         if name in script_dests:
             dest, value = name, data
         else:
             flag = _flag_of_key(name, table, aliases=aliases, path=path)
             dest, value = flag.dest, _value(flag, data, path=path, table=table)
+        # Flat and below a title, or under two of its names.
         if dest in values:
             raise CommandLineError(f"{path}: {dest} is given twice")
         values[dest] = value
@@ -74,6 +78,7 @@ def _load(path: str) -> dict[Any, Any]:
 
 
 def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterator[tuple[str, Any]]:
+    # Titles of flags that do not work count too, for their keys get a better answer than "unknown group".
     titles = {flag.group for flag in table.flags}
     for key, data in content.items():
         if not isinstance(key, str):
@@ -82,6 +87,7 @@ def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterato
             # A title over nothing, as in a file whose lines are commented out, is no flag.
             if not (data is None and key in titles):
                 yield key, data
+        # Spaces in keys are unusual in YAML; underscores do as well.
         elif key in titles or key.replace("_", " ") in titles:
             yield from ((str(name), inner) for name, inner in data.items())
         else:
@@ -90,8 +96,10 @@ def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterato
 
 def _aliases(table: FlagTable) -> dict[str, Flag]:
     """Flags by every name a file may use: as in the parsed arguments, of the field, or of the flag."""
+    # Names in the arguments win over spellings; reversed, so that working flags win over others.
     aliases = {flag.dest: flag for flag in reversed(table.flags)}
     for flag in table.flags:
+        # `disable_bias_linear: true` reads like a double negation: such flags go by their name in the arguments.
         words = [] if flag.constant is False else [word.strip("-").replace("-", "_") for word in flag.flags]
         field_names = [flag.field.rpartition(".")[2]] if flag.field else []
         for name in (*words, *field_names):
@@ -128,6 +136,7 @@ def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set
         if flag.state is FlagState.REFUSED or flag.dest in NOT_IN_FILES or flag.dest in script_dests:
             continue
         value = vars(args)[flag.dest]
+        # Others would fill the page with what nobody set.
         if flag.state is FlagState.WORKS or value != flag.default:
             groups.setdefault(flag.group, {})[flag.dest] = yaml_of_value(value)
     flat = {dest: yaml_of_value(vars(args)[dest]) for dest in sorted(script_dests)}
