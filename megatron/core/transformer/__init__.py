@@ -1,5 +1,7 @@
 """The transformer: its configuration, specs, layers and block; models are in ../models."""
 
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["TransformerConfig"]
+__all__ = ["MegatronModule", "ModuleSpec", "TransformerConfig"]

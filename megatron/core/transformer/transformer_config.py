@@ -1,4 +1,4 @@
-"""TransformerConfig: flat for users, inherited from small dataclasses per topic; expert settings in moe/moe_config.py."""
+"""TransformerConfig: flat for users, inherited from small dataclasses per topic; experts' in moe/moe_config.py."""
 
 import math
 from collections.abc import Callable

@@ -29,7 +29,7 @@ class MoEConfig:
     )
     moe_layer_freq: int | list[int] | str = config_field(
         1,
-        help="Which layers have experts: N for every Nth from the first, or a pattern of 0 and 1 such as ([0]+[1]*3)*2.",
+        help="Which layers have experts: N for every Nth from the first, or a pattern such as ([0]+[1]*3)*2.",
         parse=lambda word: parse_moe_layer_freq(word),  # defined below
     )
     moe_ffn_hidden_size: int | None = config_field(

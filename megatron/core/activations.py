@@ -1,0 +1,15 @@
+"""Activation functions that torch does not have by these names; gated ones are in fusions/."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2; x: [*], any float dtype -> same."""
+    return torch.square(F.relu(x))
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x); x: [*], any float dtype -> same."""
+    return x * torch.sigmoid(1.702 * x)

@@ -1,0 +1,68 @@
+"""Specs of GPT's layers: which classes a dense or mixture-of-experts layer is made of; sizes come from the config."""
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.moe_config import moe_layer_pattern
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig, use_transformer_engine: bool = False
+) -> TransformerBlockSubmodules:
+    """One layer spec per layer, dense or with experts as moe_layer_freq says, and the final norm."""
+    if use_transformer_engine:
+        raise ValueError("use_transformer_engine is True: layers are torch's only, must be False")
+    dense = get_gpt_layer_local_spec()
+    experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm)
+    pattern = moe_layer_pattern(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else []
+    has_experts = pattern or [0] * config.num_layers
+    return TransformerBlockSubmodules(
+        layer_specs=[experts if with_experts else dense for with_experts in has_experts], layer_norm=Norm
+    )
+
+
+def get_gpt_layer_local_spec(num_experts: int | None = None, moe_grouped_gemm: bool = False) -> ModuleSpec:
+    """A layer of torch's own kernels; with experts where num_experts is given."""
+    return ModuleSpec(module=TransformerLayer, submodules=get_gpt_layer_local_submodules(num_experts, moe_grouped_gemm))
+
+
+def get_gpt_layer_local_submodules(
+    num_experts: int | None = None, moe_grouped_gemm: bool = False
+) -> TransformerLayerSubmodules:
+    """The parts of get_gpt_layer_local_spec's layer, for scripts that replace some."""
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+        ),
+    )
+    return TransformerLayerSubmodules(
+        input_layernorm=Norm,
+        self_attention=attention,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=Norm,
+        mlp=get_mlp_module_spec(num_experts, moe_grouped_gemm),
+        mlp_bda=get_bias_dropout_add,
+    )
+
+
+def get_mlp_module_spec(num_experts: int | None = None, moe_grouped_gemm: bool = False) -> ModuleSpec:
+    """A dense feed-forward layer, or a mixture of experts with grouped or sequential experts."""
+    dense = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    if num_experts is None:
+        return dense
+    experts = ModuleSpec(GroupedMLP) if moe_grouped_gemm else ModuleSpec(SequentialMLP, submodules=dense.submodules)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))

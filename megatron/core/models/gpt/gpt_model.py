@@ -1,0 +1,173 @@
+"""GPTModel: embedding, transformer block, output layer and loss per token; layers are described by specs."""
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt.gpt_config import POSITION_EMBEDDINGS
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.initialization import deferred_initialization, initialize_parameters
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.rope import RotaryEmbedding
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class GPTModel(MegatronModule):
+    """A decoder-only language model.
+
+    `aux_losses` records the losses of all routers and holds the factor of their gradients.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        *,
+        unpadded_vocab_size: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """transformer_layer_spec: one spec for all layers, or a block's with one each. vocab_size: rows with
+        padding; those from unpadded_vocab_size on start and stay zero. parallel_output: no effect in one rank.
+        Raises ValueError where pre_process or post_process is False, or fp16_lm_cross_entropy is True.
+        """
+        super().__init__(config)
+        _require_whole_model(pre_process, post_process, fp16_lm_cross_entropy)
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.unpadded_vocab_size = _checked_vocab_size(unpadded_vocab_size, vocab_size)
+        self.position_embedding_type = _checked_position_embedding(position_embedding_type)
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.pre_process, self.post_process = pre_process, post_process
+        with deferred_initialization(config):
+            self._build_layers(_block_spec(transformer_layer_spec, config), pg_collection)
+        self.rotary_pos_emb = None
+        if position_embedding_type == "rope":
+            assert config.kv_channels is not None
+            self.rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels,
+                max_sequence_length,
+                rotary_percent=rotary_percent,
+                rotary_base=rotary_base,
+                dtype=torch.promote_types(config.params_dtype, torch.float32),
+            )
+        self._share_recorder()
+        self._initialize()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        """input_ids, position_ids: [B, S], int64; attention_mask: bool, broadcastable to [B, 1, S, S], True where
+        attention is forbidden, or None: causal; labels: [B, S], int64, below the unpadded vocabulary size.
+        Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype.
+        loss_mask: masking is the loss function's work; accepted for callers that pass it.
+        """
+        hidden_states = self.embedding(input_ids, position_ids)
+        rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(hidden_states.shape[0])
+        hidden_states = self.decoder(hidden_states, attention_mask, rotary)
+        logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return consuming_cross_entropy(logits, labels.t(), num_classes=self.unpadded_vocab_size).t()
+
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """The weight of the output layer: [V, H], parameter dtype; the word embeddings' where they are tied."""
+        if self.share_embeddings_and_output_weights:
+            return self.embedding.word_embeddings.weight
+        assert self.output_layer.weight is not None
+        return self.output_layer.weight
+
+    def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
+        """The vocabulary's tables are stored without padding rows: [unpadded_vocab_size, H]."""
+        names = ["embedding.word_embeddings.weight"]
+        if not self.share_embeddings_and_output_weights:
+            names.append("output_layer.weight")
+        shape, stride = (self.unpadded_vocab_size, self.config.hidden_size), (self.config.hidden_size, 1)
+        return {name: [LogicalPiece(prefix + name, shape, stride, 0, shape, (0, 0))] for name in names}
+
+    def _build_layers(self, spec: TransformerBlockSubmodules, pg_collection: ProcessGroupCollection | None) -> None:
+        config = self.config
+        assert config.init_method is not None
+        self.embedding = LanguageModelEmbedding(
+            config,
+            self.vocab_size,
+            self.max_sequence_length,
+            self.position_embedding_type,
+            pg_collection=pg_collection,
+        )
+        self.decoder = TransformerBlock(config, spec, pg_collection=pg_collection)
+        self.output_layer = ColumnParallelLinear(
+            config.hidden_size,
+            self.vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_weight_param_allocation=self.share_embeddings_and_output_weights,
+            tp_group=pg_collection.tp if pg_collection else None,
+        )
+
+    def _share_recorder(self) -> None:
+        """Hands one recorder to every router."""
+        self.aux_losses = AuxLossRecorder(self.config.num_layers, self.embedding.word_embeddings.weight.device)
+        for layer in self.decoder.layers:
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.router.report_to(self.aux_losses, layer_number=layer.layer_number)
+
+    def _initialize(self) -> None:
+        with torch.no_grad():
+            self.shared_embedding_or_output_weight()[self.unpadded_vocab_size :] = 0
+            self.embedding.word_embeddings.weight[self.unpadded_vocab_size :] = 0
+        if self.config.perform_initialization:
+            seed = self.config.init_seed
+            initialize_parameters(self, seed=torch.initial_seed() if seed is None else seed)
+
+
+def _block_spec(spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
+    if isinstance(spec, TransformerBlockSubmodules):
+        return spec
+    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=Norm)
+
+
+def _checked_vocab_size(unpadded: int | None, padded: int) -> int:
+    if unpadded is None:
+        return padded
+    if not 0 < unpadded <= padded:
+        raise ValueError(f"unpadded_vocab_size is {unpadded}: must be from 1 to vocab_size ({padded})")
+    return unpadded
+
+
+def _checked_position_embedding(kind: str) -> str:
+    if kind not in POSITION_EMBEDDINGS:
+        raise ValueError(f"position_embedding_type is {kind!r}: must be one of {', '.join(POSITION_EMBEDDINGS)}")
+    return kind
+
+
+def _require_whole_model(pre_process: bool, post_process: bool, fp16_lm_cross_entropy: bool) -> None:
+    if not (pre_process and post_process):
+        raise ValueError(
+            f"pre_process is {pre_process} and post_process is {post_process}: models are not cut into stages yet, "
+            "both must be True"
+        )
+    if fp16_lm_cross_entropy:
+        raise ValueError("fp16_lm_cross_entropy is True: the loss is computed in fp32, must be False")

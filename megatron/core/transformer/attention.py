@@ -1,0 +1,111 @@
+"""Self-attention with grouped queries: projections around an attention core; masks and kernels live in the core."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.rope import RotaryTable, split_and_rotate
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """Specs of the projections and of the attention core."""
+
+    linear_qkv: Any = None
+    core_attention: Any = None
+    linear_proj: Any = None
+
+
+class SelfAttention(MegatronModule):
+    """Rows of linear_qkv come per key/value group: its queries, then its key, then its value."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        *,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        assert config.kv_channels is not None and config.num_query_groups is not None
+        tp_group = pg_collection.tp if pg_collection else None
+        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
+        self.head_width, self.num_groups = config.kv_channels, config.num_query_groups
+        self.queries_per_group = config.num_attention_heads // config.num_query_groups
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            self.num_groups * (self.queries_per_group + 2) * self.head_width,
+            config=config,
+            init_method=config.init_method,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            tp_group=tp_group,
+        )
+        self.core_attention = build_module(
+            submodules.core_attention, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            config.num_attention_heads * self.head_width,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            tp_group=tp_group,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, rotary_pos_emb: RotaryTable | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
+        Returns [S, B, H], same dtype, and the bias [H] that is still to be added, or None.
+        """
+        query, key, value = self.get_query_key_value_tensors(hidden_states, rotary_pos_emb)
+        context = self.core_attention(query, key, value, attention_mask)
+        return self.linear_proj(context)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states: [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], same dtype."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        mixed = mixed.unflatten(-1, (self.num_groups, self.queries_per_group + 2, self.head_width))
+        if rotary_pos_emb is not None:
+            return split_and_rotate(mixed, rotary_pos_emb)
+        query, key, value = torch.split(mixed, [self.queries_per_group, 1, 1], dim=3)
+        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+
+    def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
+        """linear_qkv is stored as three tensors: q [G, q, D, H], k [G, D, H], v [G, D, H]; so are biases without H."""
+        pieces = {"linear_qkv.weight": self._qkv_pieces(prefix + "linear_qkv.weight", (self.config.hidden_size,))}
+        if self.linear_qkv.bias is not None:
+            pieces["linear_qkv.bias"] = self._qkv_pieces(prefix + "linear_qkv.bias", ())
+        return pieces
+
+    def _qkv_pieces(self, key: str, columns: tuple[int, ...]) -> list[LogicalPiece]:
+        groups, queries, width = self.num_groups, self.queries_per_group, self.head_width
+        row = math.prod(columns)
+        head, group = width * row, (queries + 2) * width * row
+        inner = (row, 1) if columns else (1,)
+        q_shape, kv_shape = (groups, queries, width, *columns), (groups, width, *columns)
+
+        def piece(name: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> LogicalPiece:
+            return LogicalPiece(f"{key}.{name}", shape, stride, offset, shape, (0,) * len(shape))
+
+        return [
+            piece("q", q_shape, (group, head, *inner), 0),
+            piece("k", kv_shape, (group, *inner), queries * head),
+            piece("v", kv_shape, (group, *inner), (queries + 1) * head),
+        ]

@@ -1,0 +1,123 @@
+"""The attention core: softmax(q k^T / sqrt(D)) v by torch's kernels or a plain reference; no projections here."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.core.device import default_device
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class DotProductAttention(nn.Module):
+    """Attention of query heads over shared key/value heads; the kernel is chosen at construction."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        assert config.kv_channels is not None
+        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.kernels = sdp_backends(config.attention_backend)
+        plain = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
+        self.attend = reference_attention if plain else self._torch_attention
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+    ) -> Tensor:
+        """query: [S, B, N, D]; key, value: [S, B, G, D], G divides N, any float dtype; attention_mask: bool,
+        broadcastable to [B, 1, S, S], True where attention is forbidden, or None for what the mask type says.
+        Returns [S, B, N * D], the query's dtype.
+        """
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [B, N or G, S, D]
+        mask_type = attn_mask_type or self.attn_mask_type
+        context = self.attend(
+            q,
+            k,
+            v,
+            allowed=None if attention_mask is None else ~attention_mask,
+            is_causal=attention_mask is None and mask_type is AttnMaskType.causal,
+            dropout=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _torch_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        allowed: Tensor | None,
+        is_causal: bool,
+        dropout: float,
+        scale: float,
+    ) -> Tensor:
+        with self._kernel_choice():
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=allowed,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+
+    def _kernel_choice(self) -> AbstractContextManager[None]:
+        return sdpa_kernel(self.kernels) if self.kernels else nullcontext()
+
+
+def sdp_backends(backend: AttnBackend) -> list[SDPBackend]:
+    """The kernels that torch may use for a backend; empty where torch chooses freely, or is not asked."""
+    if backend is AttnBackend.flash:
+        return [SDPBackend.FLASH_ATTENTION]
+    if backend is AttnBackend.fused:
+        # The CPU has one fused kernel, which goes by flash's name.
+        on_gpu = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        return on_gpu if default_device().type == "cuda" else [SDPBackend.FLASH_ATTENTION]
+    return []
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    allowed: Tensor | None,
+    is_causal: bool,
+    dropout: float,
+    scale: float,
+) -> Tensor:
+    """Attention step by step, softmax in fp32 or more.
+
+    query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S].
+    Returns [B, N, S, D], the query's dtype.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    probs = F.dropout(scores.softmax(dim=-1), p=dropout, training=dropout > 0)
+    return probs.to(query.dtype) @ value

@@ -1,0 +1,122 @@
+"""The dense feed-forward layer, also one expert of SequentialMLP; grouped experts are in moe/experts.py."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# (x [*, F_in], bias [F_in] or None, weight per row [*, 1] or None) -> [*, F], x's dtype
+Activation = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+@dataclass
+class MLPSubmodules:
+    """Specs of the two projections."""
+
+    linear_fc1: Any = None
+    linear_fc2: Any = None
+
+
+class MLP(MegatronModule):
+    """fc2(activation(fc1(x))); with a gated activation fc1's rows are gate over up."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        *,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """is_expert: tokens bring a weight each, and ranks are those of the expert-tensor group."""
+        super().__init__(config)
+        self.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
+        self.activation = build_activation(config)
+        groups = pg_collection or ProcessGroupCollection()
+        shared: dict[str, Any] = {
+            "config": config,
+            "bias": config.add_bias_linear,
+            "skip_bias_add": True,
+            "is_expert": is_expert,
+            "tp_group": groups.expt_tp if is_expert else groups.tp,
+        }
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
+            input_size or config.hidden_size,
+            self.ffn_hidden_size * (2 if config.gated_linear_unit else 1),
+            init_method=config.init_method,
+            **shared,
+        )
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
+            self.ffn_hidden_size,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            **shared,
+        )
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """hidden_states: [*, H], parameter dtype; per_token_scale: [*], fp32 or parameter dtype, or None.
+        Returns [*, H], same dtype, and the bias that is still to be added: [H] (scaled per token: [*, H]), or None.
+        """
+        scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
+        intermediate, bias = self.linear_fc1(hidden_states)
+        output, output_bias = self.linear_fc2(self.activation(intermediate, bias, scale))
+        if output_bias is not None and scale is not None:
+            output_bias = (output_bias * scale).to(output.dtype)
+        return output, output_bias
+
+    def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
+        """A gated linear_fc1 is stored as two tensors, gate and up: [F, H], and [F] of the bias."""
+        if not self.config.gated_linear_unit:
+            return {}
+        return {
+            f"linear_fc1.{name}": gate_up_pieces(f"{prefix}linear_fc1.{name}", tuple(parameter.shape))
+            for name, parameter in self.linear_fc1.named_parameters()
+        }
+
+
+def gate_up_pieces(key: str, shape: tuple[int, ...]) -> list[LogicalPiece]:
+    """The upper and lower half of a [2F, H] or [2F] tensor, as `<key>.gate` and `<key>.up`."""
+    half = (shape[0] // 2, *shape[1:])
+    row = shape[1] if len(shape) == 2 else 1
+    stride = (row, 1)[-len(shape) :] if len(shape) == 2 else (1,)
+    return [
+        LogicalPiece(f"{key}.{name}", half, stride, offset, half, (0,) * len(half))
+        for name, offset in (("gate", 0), ("up", half[0] * row))
+    ]
+
+
+def build_activation(config: TransformerConfig) -> Activation:
+    """The activation that the configuration describes, chosen once."""
+    function = config.activation_func
+
+    def plain(x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+        return _scaled(function(x if bias is None else x + bias), scale)
+
+    def gated(x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+        gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+        return _scaled(function(gate) * up, scale)
+
+    if not config.gated_linear_unit:
+        return plain
+    return _swiglu if function is F.silu else gated
+
+
+def _swiglu(x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    return bias_swiglu_impl(x, bias) if scale is None else weighted_bias_swiglu_impl(x, bias, scale)
+
+
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    return x if scale is None else (x * scale).to(x.dtype)

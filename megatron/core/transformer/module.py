@@ -1,0 +1,49 @@
+"""Base class of modules with a configuration, and the wrapper that runs a model in half precision."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class MegatronModule(nn.Module):
+    """An nn.Module with the configuration that it was built from."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+class Float16Module(MegatronModule):
+    """Runs a model in bf16 or fp16: casts its parameters once, floating inputs on the way in, outputs to fp32."""
+
+    def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
+        super().__init__(config)
+        self.dtype = half_dtype(config)
+        # Buffers keep their dtype: rotary tables and router statistics are fp32 in any model.
+        for parameter in module.parameters():
+            parameter.data = cast_floating(parameter.data, self.dtype)
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Arguments as the module's; floating tensors are cast. Returns its outputs, floating ones in fp32."""
+        args = tuple(cast_floating(value, self.dtype) for value in args)
+        kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
+        outputs = self.module(*args, **kwargs)
+        if isinstance(outputs, tuple):
+            return tuple(cast_floating(value, torch.float32) for value in outputs)
+        return cast_floating(outputs, torch.float32)
+
+
+def half_dtype(config: TransformerConfig) -> torch.dtype:
+    """The half-precision dtype that the flags choose; raises ValueError where neither is set."""
+    if config.bf16 == config.fp16:
+        raise ValueError(f"bf16 is {config.bf16} and fp16 is {config.fp16}: exactly one must be set")
+    return torch.bfloat16 if config.bf16 else torch.float16
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """A floating tensor in `dtype`; anything else as it is. value: any shape -> same shape."""
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

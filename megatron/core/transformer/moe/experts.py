@@ -1,0 +1,152 @@
+"""The experts of one rank: in one grouped matrix product, or one after the other; rows arrive sorted by expert."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import InitMethod, empty_parameter, initialize_weight
+from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class GroupedMLP(MegatronModule):
+    """All experts of a rank at once: fc1 grouped product, weighted activation, fc2 grouped product.
+
+    Backward keeps the rows [R, H], gate_up [R, 2F], the weights [R] and the activations [R, F].
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        assert config.moe_ffn_hidden_size is not None
+        self.num_local_experts, self.ffn_hidden_size = num_local_experts, config.moe_ffn_hidden_size
+        self.fc1_width = self.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
+        self.activation = build_activation(config)
+        hidden = config.hidden_size
+        # Megatron's shapes; the memory is that of [e, H, 2F] and [e, F, H].
+        self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
+        self.weight2 = empty_parameter(num_local_experts * self.ffn_hidden_size, hidden, config=config)
+        for name, init_method in self.init_methods().items():
+            initialize_weight(self.get_parameter(name), init_method, config)
+
+    def init_methods(self) -> dict[str, InitMethod]:
+        """How the random parameters start, by name."""
+        assert self.config.init_method is not None and self.config.output_layer_init_method is not None
+        return {"weight1": self.config.init_method, "weight2": self.config.output_layer_init_method}
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
+        permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype, rows weighted, and no bias.
+        """
+        hidden = self.config.hidden_size
+        offsets = row_offsets(tokens_per_expert)
+        fc1 = self.weight1.view(self.num_local_experts, hidden, self.fc1_width)
+        fc2 = self.weight2.view(self.num_local_experts, self.ffn_hidden_size, hidden)
+        gate_up = grouped_gemm(permuted_local_hidden_states, fc1, offsets)
+        act = self.activation(gate_up, None, permuted_probs.unsqueeze(-1))
+        return grouped_gemm(act, fc2, offsets), None
+
+    def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
+        """The stacked tensors of all experts: fc1 [E, F, H] (gate and up apart where gated), fc2 [E, H, F]."""
+        experts, hidden, ffn = self.num_local_experts, self.config.hidden_size, self.ffn_hidden_size
+        names = ("linear_fc1.weight.gate", "linear_fc1.weight.up") if self.config.gated_linear_unit else (_FC1,)
+        fc1_stride = (hidden * self.fc1_width, 1, self.fc1_width)
+        return {
+            "weight1": [
+                _stacked_piece(prefix + name, (experts, ffn, hidden), fc1_stride, index * ffn)
+                for index, name in enumerate(names)
+            ],
+            "weight2": [_stacked_piece(prefix + _FC2, (experts, hidden, ffn), (ffn * hidden, 1, hidden), 0)],
+        }
+
+
+class SequentialMLP(MegatronModule):
+    """One MLP an expert, run one after the other: the reference for GroupedMLP, and the one with biases."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.num_local_experts = num_local_experts
+        self.local_experts = nn.ModuleList(
+            MLP(
+                config,
+                submodules,
+                is_expert=True,
+                ffn_hidden_size=config.moe_ffn_hidden_size,
+                pg_collection=pg_collection,
+            )
+            for _ in range(num_local_experts)
+        )
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
+        permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype, rows weighted, and no bias.
+        """
+        sizes = _counts_sync(tokens_per_expert)
+        inputs, weights = permuted_local_hidden_states.split(sizes), permuted_probs.split(sizes)
+        outputs = []
+        for expert, rows, scale in zip(self.local_experts, inputs, weights, strict=True):
+            output, bias = expert(rows, scale)
+            outputs.append(output if bias is None else output + bias)
+        return torch.cat(outputs), None
+
+    def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
+        """Each expert's part of the tensors that GroupedMLP stores; biases likewise."""
+        pieces: dict[str, list[LogicalPiece]] = {}
+        for index in range(self.num_local_experts):
+            for name, parameter in self.local_experts[index].named_parameters():
+                pieces[f"local_experts.{index}.{name}"] = self._pieces_of_expert(
+                    prefix + name, tuple(parameter.shape), index
+                )
+        return pieces
+
+    def _pieces_of_expert(self, key: str, shape: tuple[int, ...], index: int) -> list[LogicalPiece]:
+        gated = self.config.gated_linear_unit and "linear_fc1" in key
+        rows = shape[0] // 2 if gated else shape[0]
+        row = shape[1] if len(shape) == 2 else 1
+        inner, inner_stride = (rows, *shape[1:]), (row, 1)[: len(shape)] if len(shape) == 2 else (1,)
+
+        def piece(name: str, offset: int) -> LogicalPiece:
+            return LogicalPiece(
+                key=name,
+                shape=(1, *inner),
+                stride=(rows * row, *inner_stride),
+                storage_offset=offset,
+                global_shape=(self.num_local_experts, *inner),
+                global_offset=(index,) + (0,) * len(inner),
+            )
+
+        return [piece(f"{key}.gate", 0), piece(f"{key}.up", rows * row)] if gated else [piece(key, 0)]
+
+
+_FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
+
+
+def _stacked_piece(key: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> LogicalPiece:
+    return LogicalPiece(key, shape, stride, offset, shape, (0,) * len(shape))
+
+
+def _counts_sync(tokens_per_expert: Tensor) -> list[int]:
+    """Rows of each expert, on the host. NOTE: waits for the device; only the sequential reference does."""
+    counts: list[Any] = tokens_per_expert.tolist()
+    return counts

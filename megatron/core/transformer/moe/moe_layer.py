@@ -1,0 +1,55 @@
+"""The mixture-of-experts layer: router, dispatch, experts, combine; each step is its own file."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoETokenDispatcher
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MoESubmodules:
+    """Spec of the experts."""
+
+    experts: Any = None
+
+
+class MoELayer(MegatronModule):
+    """A feed-forward layer of which each token sees K experts.
+
+    1. The router weighs experts: [T, K] weights and indices.
+    2. The dispatcher sorts K copies of each token by expert: [R, H].
+    3. The experts compute, each row times its weight: [R, H].
+    4. The dispatcher sums each token's K rows: [T, H].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        if config.num_moe_experts is None:
+            raise ValueError("num_moe_experts is None: a mixture-of-experts layer needs a number of experts")
+        self.num_local_experts = config.num_moe_experts
+        self.router = TopKRouter(config, pg_collection)
+        self.token_dispatcher: MoETokenDispatcher = MoEAllGatherTokenDispatcher(
+            self.num_local_experts, config, pg_collection=pg_collection
+        )
+        self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=pg_collection)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and no bias."""
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
+        probs, expert_indices = self.router(tokens)
+        rows, tokens_per_expert, metadata = self.token_dispatcher.dispatch(tokens, probs, expert_indices)
+        output, _ = self.experts(rows.hidden_states, tokens_per_expert, rows.probs)
+        return self.token_dispatcher.combine(output, metadata).view(hidden_states.shape), None

@@ -1,0 +1,101 @@
+"""Tokens in expert order and back: index maps as data, and the two row movements as autograd functions.
+
+No communication and no matrix products; every shape depends on T and K alone, every index stays on the device.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+@dataclass(frozen=True)
+class PermutationMap:
+    """Where the K copies of each token go when rows are sorted by expert. R = T * K rows.
+
+    A slot is one choice of one token: slot t * K + k. token_of_row, slot_of_row: [R], int64. row_of_slot: [T, K],
+    int64: the inverse. All on the tokens' device.
+    """
+
+    token_of_row: Tensor
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+
+
+class DispatchedTokens(NamedTuple):
+    """Rows that this rank's experts receive, sorted by expert.
+
+    hidden_states: [R, H], the tokens' dtype. probs: [R], the routing weight of each row.
+    """
+
+    hidden_states: Tensor
+    probs: Tensor
+
+
+def sort_by_expert(expert_indices: Tensor, num_experts: int) -> tuple[PermutationMap, Tensor]:
+    """Stable order of all (token, choice) slots by expert.
+
+    expert_indices: [T, K], int64. Returns the map and tokens_per_expert: [E], int64, on the same device.
+    """
+    sorted_experts, slot_of_row = torch.sort(expert_indices.reshape(-1), stable=True)
+    row_of_slot = torch.empty_like(slot_of_row)
+    row_of_slot[slot_of_row] = torch.arange(slot_of_row.numel(), device=slot_of_row.device)
+    experts = torch.arange(num_experts, device=slot_of_row.device)
+    row_ends = torch.searchsorted(sorted_experts, experts, right=True)
+    tokens_per_expert = row_ends.diff(prepend=row_ends.new_zeros(1))
+    token_of_row = slot_of_row // expert_indices.shape[1]
+    return PermutationMap(token_of_row, slot_of_row, row_of_slot.view(expert_indices.shape)), tokens_per_expert
+
+
+def permute_tokens(tokens: Tensor, permutation: PermutationMap) -> Tensor:
+    """Each token K times, in expert order; tokens: [T, H], any float dtype -> [R, H]."""
+    return _GatherRows.apply(tokens, permutation.token_of_row, permutation.row_of_slot)
+
+
+def permute_probs(probs: Tensor, permutation: PermutationMap) -> Tensor:
+    """The weight of each row; probs: [T, K], any float dtype -> [R]."""
+    slots = probs.reshape(-1, 1)
+    return _GatherRows.apply(slots, permutation.slot_of_row, permutation.row_of_slot.view(-1, 1)).view(-1)
+
+
+def unpermute_tokens(rows: Tensor, permutation: PermutationMap) -> Tensor:
+    """The sum of each token's K rows, in token order; rows: [R, H], any float dtype -> [T, H]."""
+    return _SumRows.apply(rows, permutation.token_of_row, permutation.row_of_slot)
+
+
+class _GatherRows(torch.autograd.Function):
+    """out[r] = x[token_of_row[r]]; backward sums K gathered rows a token instead of scattering into zeros."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(row_of_slot)
+        return x.index_select(0, token_of_row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (row_of_slot,) = ctx.saved_tensors
+        return _sum_rows(grad, row_of_slot), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """out[t] = sum over k of x[row_of_slot[t, k]]; backward is the gather."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(token_of_row)
+        return _sum_rows(x, row_of_slot)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (token_of_row,) = ctx.saved_tensors
+        return grad.index_select(0, token_of_row), None, None
+
+
+def _sum_rows(x: Tensor, row_of_slot: Tensor) -> Tensor:
+    """[R, H] and [T, K] -> [T, H]: gathers and sums in one pass, accumulating half precision in fp32."""
+    return F.embedding_bag(row_of_slot, x, mode="sum")

@@ -1,0 +1,91 @@
+"""LayerNorm and RMSNorm with statistics in fp32; which one a model uses is in its configuration."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from megatron.core.tensor_parallel.layers import empty_parameter, zero_parameter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Norm:
+    """Builds the norm that `config.normalization` names: Norm(config, hidden_size) is a LayerNorm or an RMSNorm."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
+        kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+        return kind(config, hidden_size, eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = one_parameter(hidden_size, config)
+        self.bias = zero_parameter(hidden_size, config=config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [*, hidden_size], any float dtype -> same."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = one_parameter(hidden_size, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [*, hidden_size], any float dtype -> same."""
+        return rms_norm(x, self.weight, eps=self.eps)
+
+
+def one_parameter(size: int, config: TransformerConfig) -> nn.Parameter:
+    """A parameter of ones: [size], config.params_dtype, on this process's device."""
+    return nn.Parameter(empty_parameter(size, config=config).detach().fill_(1))
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight; x: [*, H], any float dtype; weight: [H] -> [*, H], x's dtype."""
+    if x.device.type == "cpu":
+        return _RMSNormCPU.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _RMSNormCPU(torch.autograd.Function):
+    """Torch's RMSNorm is one kernel on a GPU but ten passes on the CPU (torch 2.13); this one makes five."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = _rows(x)  # [N, H], fp32 or fp64
+        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        inverse_rms = norm.square_().div_(rows.shape[-1]).add_(eps).rsqrt_()  # [N, 1]
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return (rows * inverse_rms).mul_(weight).to(x.dtype).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, inverse_rms = ctx.saved_tensors
+        rows, grads = _rows(x), _rows(grad)
+        scale = weight.to(rows.dtype)
+        product = grads * rows  # [N, H]
+        grad_weight = grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (inverse_rms.T @ product).view(-1).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            # d x = r * (w g) - x * r^3 * mean(w g x)
+            pull = (product @ scale).unsqueeze(-1).mul_(inverse_rms.pow(3)).div_(-rows.shape[-1])
+            grad_x = (grads * scale).mul_(inverse_rms).addcmul_(rows, pull).to(x.dtype).view(x.shape)
+        return grad_x, grad_weight, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[*, H] as [N, H], in fp32 where x is in half precision."""
+    return x.reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))

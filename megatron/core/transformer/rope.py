@@ -1,0 +1,125 @@
+"""Rotary position embedding: tables of cosines and sines, and their application to queries and keys."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from megatron.core.device import default_device
+
+
+class RotaryTable(NamedTuple):
+    """cos and sin of every position's angles: each [S, D_rot / 2], fp32 (fp64 in fp64 models), on the device."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables for up to max_sequence_length positions, computed once; called with a length, it gives that many rows."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        kv_channels: int,
+        max_sequence_length: int,
+        *,
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """kv_channels: width of a head; its first rotary_percent is rotated. dtype: of the tables."""
+        super().__init__()
+        rotated = int(kv_channels * rotary_percent)
+        if rotated % 2 or rotated == 0:
+            raise ValueError(
+                f"kv_channels {kv_channels} x rotary_percent {rotary_percent} is {rotated}: must be even and positive"
+            )
+        frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+        angles = torch.outer(torch.arange(max_sequence_length, dtype=torch.float64), frequencies)
+        device = default_device()
+        self.register_buffer("cos", angles.cos().to(dtype).to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype).to(device), persistent=False)
+
+    def forward(self, max_seq_len: int) -> RotaryTable:
+        """Rows of positions 0 to max_seq_len - 1."""
+        if max_seq_len > self.cos.shape[0]:
+            raise ValueError(f"the sequence has {max_seq_len} positions: the model was built for {self.cos.shape[0]}")
+        return RotaryTable(self.cos[:max_seq_len], self.sin[:max_seq_len])
+
+
+def split_and_rotate(mixed_qkv: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values out of the projection, the first two rotated.
+
+    mixed_qkv: [S, B, G, q + 2, D], any float dtype, per group q queries, a key and a value.
+    Returns query [S, B, G * q, D], key [S, B, G, D] and value [S, B, G, D], same dtype; value is a view.
+    """
+    return _SplitAndRotate.apply(mixed_qkv, table.cos, table.sin)
+
+
+def apply_rotary_pos_emb(t: Tensor, table: RotaryTable) -> Tensor:
+    """Rotates the halves of each head against each other; t: [S, B, N, D], any float dtype -> same."""
+    return _Rotate.apply(t, table.cos, table.sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(t, cos, sin, out=torch.empty_like(t))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin, out=torch.empty_like(grad)), None, None
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    """One function for both steps: backward fills one buffer instead of summing three that are mostly zeros."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, mixed_qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        seq, batch, groups, parts, width = mixed_qkv.shape
+        ctx.save_for_backward(cos, sin)
+        query = mixed_qkv.new_empty(seq, batch, groups, parts - 2, width)
+        key = mixed_qkv.new_empty(seq, batch, groups, 1, width)
+        _rotate(mixed_qkv[..., : parts - 2, :], cos, sin, out=query)
+        _rotate(mixed_qkv[..., parts - 2 : parts - 1, :], cos, sin, out=key)
+        return query.view(seq, batch, -1, width), key.squeeze(3), mixed_qkv[..., parts - 1, :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
+    ) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        seq, batch, groups, width = grad_key.shape
+        query = grad_query.unflatten(2, (groups, -1))  # [S, B, G, q, D]
+        parts = query.shape[3] + 2
+        grad = query.new_empty(seq, batch, groups, parts, width)
+        _rotate(query, cos, -sin, out=grad[..., : parts - 2, :])
+        _rotate(grad_key.unsqueeze(3), cos, -sin, out=grad[..., parts - 2 : parts - 1, :])
+        grad[..., parts - 1, :] = grad_value
+        return grad, None, None
+
+
+def _rotate(t: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
+    """(a, b) -> (a cos - b sin, b cos + a sin) for the halves a, b of the rotated channels; t, out: [S, B, ..., D]."""
+    half = cos.shape[-1]
+    shape = (cos.shape[0],) + (1,) * (t.dim() - 2) + (half,)
+    cos, sin = cos.view(shape), sin.view(shape)
+    # Half precision is rounded once, from fp32.
+    result = out if t.dtype == cos.dtype else torch.empty(t.shape, dtype=cos.dtype, device=t.device)
+    source = t.to(cos.dtype)
+    first, second = source[..., :half], source[..., half : 2 * half]
+    torch.mul(first, cos, out=result[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=result[..., half : 2 * half]).addcmul_(first, sin)
+    if 2 * half < t.shape[-1]:
+        result[..., 2 * half :] = source[..., 2 * half :]
+    if result is not out:
+        out.copy_(result)
+    return out

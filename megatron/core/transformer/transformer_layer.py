@@ -1,0 +1,63 @@
+"""One transformer layer: attention and feed-forward, each after a norm and into the residual stream."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.rope import RotaryTable
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class TransformerLayerSubmodules:
+    """Specs of a layer's parts, in the order they run; an IdentityOp leaves a place empty."""
+
+    input_layernorm: Any = IdentityOp
+    self_attention: Any = IdentityOp
+    self_attn_bda: Any = IdentityFuncOp
+    pre_mlp_layernorm: Any = IdentityOp
+    mlp: Any = IdentityOp
+    mlp_bda: Any = IdentityFuncOp
+
+
+class TransformerLayer(MegatronModule):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp may be a mixture of experts."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """layer_number: counts from 1 over the whole model."""
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
+        norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.input_layernorm = build_module(submodules.input_layernorm, **norm)
+        self.self_attention = build_module(
+            submodules.self_attention, config=config, layer_number=layer_number, pg_collection=pg_collection
+        )
+        self.self_attn_bda = build_module(submodules.self_attn_bda)
+        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
+        self.mlp = build_module(submodules.mlp, config=config, pg_collection=pg_collection)
+        self.mlp_bda = build_module(submodules.mlp_bda)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, rotary_pos_emb: RotaryTable | None = None
+    ) -> Tensor:
+        """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
+        Returns [S, B, H], same dtype.
+        """
+        attention_output = self.self_attention(self.input_layernorm(hidden_states), attention_mask, rotary_pos_emb)
+        hidden_states = self.self_attn_bda(self.training)(attention_output, hidden_states, self.hidden_dropout)
+        mlp_output = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        return self.mlp_bda(self.training)(mlp_output, hidden_states, self.hidden_dropout)
