@@ -9,32 +9,20 @@ from functools import partial
 
 import torch
 
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import Datasets
+from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.data_iterators import build_train_valid_test_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.training import get_args, get_tokenizer, pretrain
-from megatron.training.arguments import core_transformer_config_from_args, gpt_dataset_config_from_args
+from megatron.training.arguments import config_from_args
 from megatron.training.errors import exit_on_user_error
+from megatron.training.gpt_builder import build_gpt
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
     """The model of the command line; the flags say whether this part has the embedding and the output layer."""
-    args = get_args()
-    config = core_transformer_config_from_args(args)
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config),
-        vocab_size=args.padded_vocab_size,
-        unpadded_vocab_size=args.unpadded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_base=args.rotary_base,
-    )
+    return build_gpt(get_args(), pre_process=pre_process, post_process=post_process)
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
@@ -64,14 +52,12 @@ def forward_step(
     return losses, partial(loss_func, batch["loss_mask"])
 
 
-def train_valid_test_datasets_provider(
-    train_valid_test_num_samples: list[int],
-) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
-    """The three splits of --data-path, or of made-up data under --mock-data."""
+def train_valid_test_datasets_provider(train_valid_test_num_samples: list[int]) -> Datasets:
+    """Train, valid and test dataset of --data-path, or of made-up tokens under --mock-data."""
     args = get_args()
-    dataset_type = MockGPTDataset if args.mock_data else GPTDataset
-    config = gpt_dataset_config_from_args(args, get_tokenizer())
-    return BlendedMegatronDatasetBuilder(dataset_type, train_valid_test_num_samples, lambda: True, config).build()
+    return build_train_valid_test_datasets(
+        config_from_args(DataConfig, args), get_tokenizer(), sizes=train_valid_test_num_samples, seed=args.seed
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,7 +24,7 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
             forward_only=True,
         )
     run.model.train()
-    return reduce_statistics_sync(total_reports(reports), run.groups.dp, exit_requested=False).losses
+    return reduce_statistics_sync(total_reports(reports), run.groups.dp).losses
 
 
 def evaluate_validation(run: TrainingRun, *, final: bool = False) -> None:

@@ -3,6 +3,7 @@
 Each rank only notes its own reason; the training step sums the notes over ranks, so that all stop at the same step.
 """
 
+import enum
 import signal
 import time
 from collections.abc import Iterator
@@ -12,30 +13,36 @@ from types import FrameType
 from megatron.training.config import TrainingConfig
 
 
+class ExitReason(enum.Enum):
+    """Why a run stops early; of several reasons at once the first in this order counts."""
+
+    SIGNAL = "the exit signal"
+    DURATION = "--exit-duration-in-mins"
+    INTERVAL = "--exit-interval"
+
+
+# The reasons that ranks may see at different moments, so that they have to tell each other.
+LOCAL_REASONS = (ExitReason.SIGNAL, ExitReason.DURATION)
+
+
 class ExitConditions:
-    """This rank's wish to stop: asked once a step with `requested`, told apart afterwards by `reason`."""
+    """This rank's reasons to stop, asked once a step."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self.config = config
-        self.signal_received: int | None = None
+        self._signalled = False
         self._start = time.monotonic()
 
-    def requested(self) -> bool:
-        """Whether a signal arrived or the time limit has passed on this rank."""
-        return self.signal_received is not None or self._out_of_time()
+    def local_reasons(self) -> list[bool]:
+        """Which of LOCAL_REASONS hold on this rank."""
+        limit = self.config.exit_duration_in_mins
+        out_of_time = limit is not None and time.monotonic() - self._start > limit * 60
+        return [self._signalled, out_of_time]
 
     def at_interval(self, iteration: int) -> bool:
         """Whether --exit-interval ends the run after `iteration`."""
         interval = self.config.exit_interval
         return interval is not None and iteration % interval == 0
-
-    def reason(self) -> str:
-        """Why the run stopped early, in words for the log."""
-        if self.signal_received is not None:
-            return f"signal {signal.Signals(self.signal_received).name}"
-        if self._out_of_time():
-            return f"--exit-duration-in-mins {self.config.exit_duration_in_mins}"
-        return "another rank's request"
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -49,9 +56,5 @@ class ExitConditions:
         finally:
             signal.signal(self.config.exit_signal, previous)
 
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.signal_received = number
-
-    def _out_of_time(self) -> bool:
-        limit = self.config.exit_duration_in_mins
-        return limit is not None and time.monotonic() - self._start > limit * 60
+    def _receive(self, _number: int, _frame: FrameType | None) -> None:
+        self._signalled = True

@@ -19,9 +19,14 @@ class _Holder:
 _HOLDER = _Holder()
 
 
-def set_global_variables(args: argparse.Namespace | None, *, timers: Timers | None, tokenizer: Any) -> None:
-    """Publishes the objects of the run that is starting; None for each when it has ended."""
-    _HOLDER.args, _HOLDER.timers, _HOLDER.tokenizer = args, timers, tokenizer
+def publish_run(args: argparse.Namespace | None, timers: Timers | None) -> None:
+    """Makes the run that is starting known to scripts; None and None when it has ended."""
+    _HOLDER.args, _HOLDER.timers, _HOLDER.tokenizer = args, timers, None
+
+
+def publish_tokenizer(tokenizer: Any) -> None:
+    """Makes the run's tokenizer known to scripts."""
+    _HOLDER.tokenizer = tokenizer
 
 
 def get_args() -> argparse.Namespace:

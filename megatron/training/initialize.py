@@ -22,8 +22,9 @@ from megatron.core.device import (
     use_deterministic_kernels,
 )
 from megatron.training.arguments import config_from_args, parse_args, validate_args
+from megatron.training.checkpoint_args import load_args_from_checkpoint
 from megatron.training.config import DistributedConfig
-from megatron.training.global_vars import set_global_variables
+from megatron.training.global_vars import publish_run
 from megatron.training.timers import Timers
 
 
@@ -39,6 +40,8 @@ def initialize_megatron(
     Works under torchrun and in a plain process, which becomes a group of one. Raises ValueError for bad arguments.
     """
     args = parse_args(extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv))
+    if args.use_checkpoint_args and args.load is not None:
+        load_args_from_checkpoint(args)
     validate_args(args, args_defaults or {})
     silence_library_notices()
     if args.deterministic_mode:
@@ -54,7 +57,7 @@ def initialize_megatron(
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     seed_all(args.seed)
-    set_global_variables(args, timers=Timers(), tokenizer=None)
+    publish_run(args, Timers())
     return args
 
 
@@ -74,7 +77,7 @@ def join_process_group(config: DistributedConfig, device: torch.device) -> None:
 
 def leave_process_group() -> None:
     """Ends what initialize_megatron began; safe where it never got that far."""
-    set_global_variables(None, timers=None, tokenizer=None)
+    publish_run(None, None)
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.callbacks import CallbackList
-from megatron.training.checkpointing import save_checkpoint
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.train_state import TrainState
@@ -52,6 +52,25 @@ class TrainingRun:
     def is_due(self, interval: int | None) -> bool:
         """Whether something that happens every `interval` steps happens after this one."""
         return interval is not None and self.state.iteration % interval == 0
+
+    def count_step(self, *, updated: bool, nan: bool) -> None:
+        """Moves the counters past one training step."""
+        self.state.iteration += 1
+        self.state.consumed_train_samples += self.global_batch_size
+        self.state.skipped_iterations += not updated
+        self.state.nan_iterations += nan
+
+    def load_checkpoint(self) -> None:
+        """Continues from --load, in place; nothing happens without --load. Collective."""
+        load_checkpoint(
+            [self.model],
+            self.optimizer,
+            self.scheduler,
+            train_state=self.state,
+            args=self.args,
+            config=self.checkpoint,
+            data_parallel_group=self.groups.dp,
+        )
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint of the current state under --save; nothing happens without --save. Collective."""

@@ -9,28 +9,108 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
-from megatron.core.enums import ModelType
+from megatron.core.device import default_device
+from megatron.core.distributed import PlainDataParallel, check_weights_agree, finalize_model_grads
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, OptimizerParamSchedulerConfig
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel_state import get_process_groups
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_size_with_padding
 from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback, CallbackList
 from megatron.training.callbacks.console_log import ConsoleLog
 from megatron.training.callbacks.jsonl_log import JsonlLog
 from megatron.training.callbacks.progress_bar import ProgressBar
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
-from megatron.training.config import LoggingConfig, TrainingConfig
-from megatron.training.global_vars import print_rank_0
+from megatron.training.checkpointing import check_save_folder
+from megatron.training.config import CheckpointConfig, LoggingConfig, TrainingConfig
+from megatron.training.exit_conditions import ExitConditions
+from megatron.training.global_vars import print_rank_0, publish_tokenizer
+from megatron.training.initialize import seed_data_parallel_rank
 from megatron.training.run import TrainingRun
+from megatron.training.train_state import TrainState
+
+
+def setup_run(
+    args: argparse.Namespace,
+    model_provider: Callable[..., nn.Module],
+    *,
+    forward_step_func: Callable[..., Any],
+    callbacks: Sequence[Callback] = (),
+) -> TrainingRun:
+    """Builds everything but the data and loads the checkpoint, which sets the data position in `run.state`."""
+    training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
+    for folder in filter(None, (args.save, args.tensorboard_dir)):
+        check_save_folder(folder)
+    publish_tokenizer(setup_tokenizer(args))
+    init_num_microbatches_calculator(
+        dist.get_rank(),
+        rampup_batch_size=None,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+    )
+    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, args)
+    run = TrainingRun(
+        args=args,
+        training=training,
+        checkpoint=checkpoint,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        forward_step=forward_step_func,
+        groups=get_process_groups(),
+        device=default_device(),
+        state=TrainState(),
+        callbacks=setup_callbacks(args, callbacks),
+        exit_conditions=ExitConditions(training),
+    )
+    seed_data_parallel_rank(args.seed, dist.get_rank(run.groups.dp))
+    run.load_checkpoint()
+    return run
+
+
+def setup_model_and_optimizer(
+    model_provider: Callable[..., nn.Module], args: argparse.Namespace
+) -> tuple[nn.Module, MegatronOptimizer, OptimizerParamScheduler]:
+    """Model, optimizer and schedule, joined through the callables of the model's configuration."""
+    model = get_model(model_provider, args)
+    optimizer = get_megatron_optimizer(config_from_args(OptimizerConfig, args), [model])
+    schedule = config_from_args(OptimizerParamSchedulerConfig, args)
+    scheduler = schedule.build(optimizer, train_iters=args.train_iters or 0, global_batch_size=args.global_batch_size)
+    config = get_model_config(model)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    config.aux_loss_scale_func = unwrap_model(model).aux_losses.set_backward_scale
+    return model, optimizer, scheduler
+
+
+def get_model(model_provider: Callable[..., nn.Module], args: argparse.Namespace) -> PlainDataParallel:
+    """The provider's model on this rank's device, in the precision of the flags, wrapped for data parallelism.
+
+    Raises ValueError on every rank if the copies start from different weights.
+    """
+    model = model_provider(pre_process=True, post_process=True).to(default_device())
+    group = get_process_groups().dp
+    check_weights_agree(model, group)
+    if args.fp16 or args.bf16:
+        model = Float16Module(get_model_config(model), model)
+    return PlainDataParallel(
+        model,
+        group=group,
+        deterministic=args.deterministic_mode,
+        # An overflow under fp16 is the loss scaler's business.
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not args.fp16,
+    )
 
 
 def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:

@@ -4,11 +4,16 @@ Gradients are the data-parallel wrapper's work.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from megatron.core.utils import unwrap_model
+from megatron.training.exit_conditions import LOCAL_REASONS, ExitReason
 
 Reports = list[dict[str, torch.Tensor]]
 # Name to (sum, count): [2], fp64.
@@ -21,10 +26,10 @@ class NonFiniteLossError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Mean losses over the global batch, and whether any rank asked to stop."""
+    """Mean losses over the global batch, and why any rank wants to stop; None: go on."""
 
     losses: dict[str, float]
-    exit_requested: bool
+    exit_reason: ExitReason | None
 
     @property
     def nan(self) -> bool:
@@ -42,22 +47,35 @@ def _total(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([p if p.numel() == 2 else torch.cat([p, torch.ones_like(p)]) for p in pairs]).sum(dim=0)
 
 
+def total_auxiliary_losses(model: nn.Module) -> Totals:
+    """Takes what the model's layers recorded since the last call, summed over layers and microbatches: [2], fp64."""
+    recorder = unwrap_model(model).aux_losses
+    sums, counts = recorder.sums.double().sum(dim=1), recorder.counts.double().sum(dim=1)
+    totals = {name: torch.stack([sums[row], counts[row]]) for row, name in enumerate(recorder.names)}
+    recorder.reset()
+    return totals
+
+
 def reduce_statistics_sync(
-    totals: Totals, group: dist.ProcessGroup | None, *, exit_requested: bool
+    totals: Totals, group: dist.ProcessGroup | None, *, exit_reasons: Sequence[bool] = ()
 ) -> StepStatistics:
     """Sums `totals`, [2] fp64 each, over the ranks and reads the result; ranks must have the same names.
 
+    A loss that nobody counted (a model without experts has no z-loss) is left out.
+    exit_reasons: which of LOCAL_REASONS hold on this rank.
     NOTE: the one read of the device in a step; everything the log needs travels in this vector.
     """
     names = list(totals)
     device = totals[names[0]].device if names else torch.device("cpu")
-    flag = torch.tensor([float(exit_requested)], dtype=torch.float64, device=device)
-    vector = torch.cat([*totals.values(), flag])  # [2 * names + 1]
+    flags = torch.tensor([float(holds) for holds in exit_reasons], dtype=torch.float64, device=device)
+    vector = torch.cat([*totals.values(), flags])  # [2 * names + reasons]
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(vector, group=group)
     values = vector.tolist()
-    losses = {name: values[2 * i] / max(values[2 * i + 1], 1.0) for i, name in enumerate(names)}
-    return StepStatistics(losses, exit_requested=values[-1] > 0)
+    counts = {name: values[2 * i + 1] for i, name in enumerate(names)}
+    losses = {name: values[2 * i] / counts[name] for i, name in enumerate(names) if counts[name] > 0}
+    reasons = [reason for reason, count in zip(LOCAL_REASONS, values[2 * len(names) :]) if count > 0]
+    return StepStatistics(losses, exit_reason=reasons[0] if reasons else None)
 
 
 def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, iteration: int) -> None:

@@ -12,14 +12,19 @@ from torch import nn
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import unwrap_model
 from megatron.training.callbacks import Callback, RunStart, StepReport
 from megatron.training.evaluation import evaluate_test, evaluate_validation
+from megatron.training.exit_conditions import ExitReason
 from megatron.training.global_vars import print_rank_0
 from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.run import TrainingRun
 from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
-from megatron.training.step_statistics import raise_non_finite_loss, reduce_statistics_sync, total_reports
+from megatron.training.step_statistics import (
+    raise_non_finite_loss,
+    reduce_statistics_sync,
+    total_auxiliary_losses,
+    total_reports,
+)
 
 __all__ = ["get_model", "pretrain", "setup_model_and_optimizer", "train", "train_step"]
 
@@ -48,7 +53,8 @@ def pretrain(
         setup_data(run, train_valid_test_dataset_provider, num_workers=args.num_workers)
         run.callbacks.on_train_start(RunStart(iteration=run.state.iteration, train_iters=run.train_iters))
         try:
-            if run.training.skip_train or train(run):
+            reason = None if run.training.skip_train else train(run)
+            if reason is not ExitReason.SIGNAL:  # who sends a signal does not wait for an evaluation
                 evaluate_validation(run, final=True)
                 evaluate_test(run)
         finally:
@@ -57,35 +63,35 @@ def pretrain(
         leave_process_group()
 
 
-def train(run: TrainingRun) -> bool:
-    """Steps from the current iteration to the last, or to an exit condition; False where a signal ended it."""
+def train(run: TrainingRun) -> ExitReason | None:
+    """Steps from the current iteration to the last, or to an exit condition, which it returns."""
     state, exits = run.state, run.exit_conditions
     saved_iteration = state.iteration
-    stop = False
+    reason: ExitReason | None = None
     with exits.listening():
-        while state.iteration < run.train_iters and not stop:
-            report, stop = train_step(run)
+        while state.iteration < run.train_iters and reason is None:
+            report, reason = train_step(run)
             run.callbacks.on_step_end(report)
-            if run.is_due(run.training.eval_interval) and not stop:
+            if run.is_due(run.training.eval_interval) and reason is None:
                 evaluate_validation(run)
-            stop = stop or exits.at_interval(state.iteration)
-            if run.is_due(run.checkpoint.save_interval) or (stop and state.iteration != saved_iteration):
+            if exits.at_interval(state.iteration):
+                reason = reason or ExitReason.INTERVAL
+            if run.is_due(run.checkpoint.save_interval):
                 run.save_checkpoint()
                 saved_iteration = state.iteration
         if state.iteration != saved_iteration:
             run.save_checkpoint()
-    if stop:
-        print_rank_0(f"  exiting at iteration {state.iteration}: {exits.reason(state.iteration)}")
-    return exits.signal_received is None
+    if reason is not None:
+        print_rank_0(f"  exiting at iteration {state.iteration}: {reason.value}")
+    return reason
 
 
-def train_step(run: TrainingRun) -> tuple[StepReport, bool]:
-    """One optimizer step over a global batch; returns what it did and whether any rank asked to stop.
+def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
+    """One optimizer step over a global batch; returns what it did and why any rank wants to stop.
 
     Raises NonFiniteLossError on every rank, before anything is updated, unless the check is off.
     """
     start = time.perf_counter()
-    state = run.state
     learning_rate = run.optimizer.param_groups[0]["lr"]
     run.optimizer.zero_grad()
 
@@ -96,32 +102,30 @@ def train_step(run: TrainingRun) -> tuple[StepReport, bool]:
         num_microbatches=get_num_microbatches(),
     )
 
-    totals = {**total_reports(reports), **take_auxiliary_losses(run.model)}
-    statistics = reduce_statistics_sync(totals, run.groups.dp, exit_requested=run.exit_conditions.requested())
+    totals = {**total_reports(reports), **total_auxiliary_losses(run.model)}
+    reasons = run.exit_conditions.local_reasons()
+    statistics = reduce_statistics_sync(totals, run.groups.dp, exit_reasons=reasons)
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
-        raise_non_finite_loss(reports, run.groups.dp, iteration=state.iteration + 1)
+        raise_non_finite_loss(reports, run.groups.dp, iteration=run.state.iteration + 1)
 
+    loss_scale = run.optimizer.get_loss_scale()
     updated, grad_norm, num_zeros = run.optimizer.step()
-    loss_scale = float(run.optimizer.get_loss_scale())
     if updated:
         run.scheduler.step(increment=run.global_batch_size)
-    state.iteration += 1
-    state.consumed_train_samples += run.global_batch_size
-    state.skipped_iterations += not updated
-    state.nan_iterations += statistics.nan
+    run.count_step(updated=updated, nan=statistics.nan)
 
     report = StepReport(
-        iteration=state.iteration,
+        iteration=run.state.iteration,
         losses=statistics.losses,
         grad_norm=grad_norm,
         num_zeros=num_zeros,
         learning_rate=learning_rate,
-        loss_scale=loss_scale,
+        loss_scale=float(loss_scale),
         global_batch_size=run.global_batch_size,
-        consumed_samples=state.consumed_train_samples,
+        consumed_samples=run.state.consumed_train_samples,
         tokens=run.global_batch_size * run.args.seq_length,
         seconds=time.perf_counter() - start,
         skipped=not updated,
         nan=statistics.nan,
     )
-    return report, statistics.exit_requested
+    return report, statistics.exit_reason

@@ -1,0 +1,24 @@
+"""The GPT of a set of arguments: what pretrain_gpt.py trains and tools load again; other models need other builders."""
+
+import argparse
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.training.arguments import core_transformer_config_from_args
+
+
+def build_gpt(args: argparse.Namespace, *, pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    """A model with fresh weights, in fp32 or as args.params_dtype says; args: validated, with vocabulary sizes."""
+    config = core_transformer_config_from_args(args)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config),
+        vocab_size=args.padded_vocab_size,
+        unpadded_vocab_size=args.unpadded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+    )

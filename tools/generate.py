@@ -1,0 +1,123 @@
+"""Continues a prompt with a trained model: `python tools/generate.py --load DIR --prompt "..."`.
+
+The model's shape and its tokenizer come from the checkpoint; nothing is trained or written.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from megatron.core.device import default_device  # noqa: E402
+from megatron.core.dist_checkpointing import load, load_common, model_sharded_tensors  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer  # noqa: E402
+from megatron.core.tokenizers.tokenizer import Tokenizer  # noqa: E402
+from megatron.training.arguments import MODEL_SHAPE_DESTS, config_from_args, parse_args  # noqa: E402
+from megatron.training.checkpoint_folder import find_checkpoint  # noqa: E402
+from megatron.training.errors import exit_on_user_error  # noqa: E402
+from megatron.training.gpt_builder import build_gpt  # noqa: E402
+
+TOKENIZER_DESTS = ("tokenizer_type", "tokenizer_model", "vocab_size", "null_tokenizer_eod_id")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints prompt and continuation."""
+    options = parse_options(argv)
+    with exit_on_user_error():
+        check_options(options)
+        model, tokenizer = load_model(options.load, step=options.ckpt_step, tokenizer_model=options.tokenizer_model)
+        prompt = tokenizer.tokenize(options.prompt) or [tokenizer.eod]
+        generator = torch.Generator().manual_seed(options.seed)
+        tokens = list(continue_tokens(model, prompt, options=options, eod=tokenizer.eod, generator=generator))
+        print(options.prompt + tokenizer.detokenize(tokens))
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """The command line of this tool."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--load", required=True, help="folder of checkpoints, as given to --save")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load; default: the latest")
+    parser.add_argument("--prompt", default="", help="text to continue; empty: start a new document")
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="most tokens to add (default: 100)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, help="choose among the k likeliest tokens only")
+    parser.add_argument("--top-p", type=float, help="choose among the likeliest tokens with this total probability")
+    parser.add_argument("--seed", type=int, default=1234, help="same seed, same text (default: 1234)")
+    parser.add_argument("--tokenizer-model", help="where the tokenizer is now, if it has moved since training")
+    return parser.parse_args(argv)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError naming the option, its value and what would be right."""
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens is {options.max_new_tokens}: must be at least 1")
+    if not 0 <= options.temperature < float("inf"):
+        raise ValueError(f"--temperature is {options.temperature}: must be 0 or more")
+    if options.top_k is not None and options.top_k < 1:
+        raise ValueError(f"--top-k is {options.top_k}: must be at least 1")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise ValueError(f"--top-p is {options.top_p}: must be above 0 and at most 1")
+
+
+def load_model(folder: str, *, step: int | None, tokenizer_model: str | None) -> tuple[GPTModel, Tokenizer]:
+    """The checkpoint's model in fp32 and evaluation mode, and its tokenizer. Raises ValueError without a checkpoint."""
+    found = find_checkpoint(folder, step=step)
+    if found is None:
+        raise ValueError(f"--load is {folder}: there is no checkpoint in it; give a folder that --save wrote")
+    stored = load_common(found.path)["args"]
+    args = parse_args(argv=[])
+    for name in (*MODEL_SHAPE_DESTS, *TOKENIZER_DESTS, "padded_vocab_size", "unpadded_vocab_size"):
+        vars(args)[name] = stored[name]
+    args.tokenizer_model = tokenizer_model or args.tokenizer_model
+    args.params_dtype = torch.float32
+    tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
+    if tokenizer.vocab_size != args.unpadded_vocab_size:
+        raise ValueError(
+            f"{tokenizer.name} has {tokenizer.vocab_size} tokens, the checkpoint's model {args.unpadded_vocab_size}: "
+            "give the tokenizer of the training run with --tokenizer-model"
+        )
+    model = build_gpt(args)
+    load(model_sharded_tensors(model, allow_cast=True), found.path)
+    return model.to(default_device()).eval(), tokenizer
+
+
+@torch.no_grad()
+def continue_tokens(
+    model: GPTModel, prompt: list[int], *, options: argparse.Namespace, eod: int, generator: torch.Generator
+) -> Iterator[int]:
+    """New token ids, one at a time, until the end of the document or --max-new-tokens."""
+    device = next(model.parameters()).device
+    tokens = list(prompt)
+    for _ in range(options.max_new_tokens):
+        window = torch.tensor([tokens[-model.max_sequence_length :]], device=device)  # [1, S]
+        positions = torch.arange(window.shape[1], device=device).unsqueeze(0)
+        logits = model(window, positions, None)[0, -1, : model.unpadded_vocab_size]
+        token = sample(logits.float().cpu(), options=options, generator=generator)
+        if token == eod:
+            return
+        tokens.append(token)
+        yield token
+
+
+def sample(logits: torch.Tensor, *, options: argparse.Namespace, generator: torch.Generator) -> int:
+    """One token id; logits: [V], fp32, on the CPU. Temperature first, then top-k, then top-p."""
+    if options.temperature == 0:
+        return int(logits.argmax())
+    probs, order = torch.softmax(logits / options.temperature, dim=-1).sort(descending=True, stable=True)
+    if options.top_k is not None:
+        probs[options.top_k :] = 0
+    if options.top_p is not None:
+        # A token stays if those before it do not yet reach top_p, so that the likeliest always stays.
+        probs[(probs / probs.sum()).cumsum(dim=-1) - probs / probs.sum() >= options.top_p] = 0
+    return int(order[torch.multinomial(probs, 1, generator=generator)])
+
+
+if __name__ == "__main__":
+    main()
