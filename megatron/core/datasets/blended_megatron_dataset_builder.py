@@ -1,0 +1,122 @@
+"""Builds the train, valid and test datasets of a configuration, on all ranks without races.
+
+One rank of the group builds first and fills the index cache; the others then read it. Where they do not see its
+files (a cache folder of each node's own) they build too, with equal results.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron.core.agreement import all_ranks_agree
+from megatron.core.datasets.blended_dataset import BlendedDataset, blend_indices
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSequences
+from megatron.core.datasets.splits import DEFAULT_SPLIT, split_documents
+from megatron.core.datasets.utils import Split
+
+Datasets = list[GPTDataset | BlendedDataset | None]
+
+
+class BlendedMegatronDatasetBuilder:
+    """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, is_built_on_rank, config).build()` as Megatron's users know it.
+
+    sizes: samples wanted of train, valid, test; None is one epoch, 0 builds none. group: the ranks that call
+    `build` together; None is all ranks.
+    """
+
+    def __init__(
+        self,
+        cls: type[GPTDataset],
+        sizes: Sequence[int | None],
+        is_built_on_rank: Callable[[], bool],
+        config: GPTDatasetConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if len(sizes) != len(Split):
+            raise ValueError(f"sizes is {list(sizes)}: must be samples of train, valid and test")
+        # The split is part of what cached indices are found by, so it is written out.
+        self.config = replace(config, split=config.split or DEFAULT_SPLIT)
+        self.cls = cls
+        self.sizes = sizes
+        self.is_built_on_rank = is_built_on_rank
+        self.group = group
+
+    def build(self) -> Datasets:
+        """[train, valid, test], None where not asked for, of weight 0, or not built on this rank. A collective call.
+
+        Raises on every rank where any rank fails: ValueError or OSError there, RemoteRankError on the others.
+        """
+        datasets: Datasets = [None] * len(Split)
+        is_first = not dist.is_initialized() or dist.get_rank(self.group) == 0
+        for is_my_turn in (is_first, not is_first):
+            with all_ranks_agree(self.group):
+                if is_my_turn and self.is_built_on_rank():
+                    datasets = self._build_splits()
+        return datasets
+
+    def _build_splits(self) -> Datasets:
+        blend = self.config.blend
+        prefixes: Sequence[str | None] = [None] if blend is None else blend[0]
+        weights = None if blend is None else blend[1]
+        corpora = [self.cls.build_low_level_dataset(prefix, self.config) for prefix in prefixes]
+        parts = [self._split(prefix, corpus) for prefix, corpus in zip(prefixes, corpora)]
+        datasets: Datasets = []
+        for split, size in zip(Split, self.sizes):
+            documents = [part[split.value] for part in parts]
+            sources = [_Source(*source) for source in zip(prefixes, corpora, documents)]
+            datasets.append(self._build_split(split, sources, size=size, weights=weights))
+        return datasets
+
+    def _split(self, prefix: str | None, corpus: TokenSequences) -> list[range | None]:
+        num_documents = self.cls.numel_low_level_dataset(corpus)
+        if num_documents == 0:
+            raise ValueError(f"{prefix}.idx has no documents: must have one or more; the corpus is empty")
+        split = self.config.split
+        assert split is not None
+        ranges = split_documents(split, num_documents)
+        for part, documents, size in zip(Split, ranges, self.sizes):
+            if size != 0 and documents is not None and len(documents) == 0:
+                raise ValueError(
+                    f"--split {split} leaves no document for {part.name}: {prefix} has {num_documents} documents; "
+                    f"give {part.name} a larger share, or 0 for no {part.name} data"
+                )
+        return ranges
+
+    def _build_split(
+        self, split: Split, sources: list["_Source"], *, size: int | None, weights: list[float] | None
+    ) -> GPTDataset | BlendedDataset | None:
+        if size == 0 or any(source.documents is None for source in sources):
+            return None
+        if len(sources) == 1:
+            return self._build_one(split, sources[0], num_samples=size)
+        weights = weights or [source.num_tokens() for source in sources]
+        if size is None:
+            whole = [self._build_one(split, source, num_samples=None) for source in sources]
+            return BlendedDataset(whole, [len(dataset) for dataset in whole], None, self.config)
+        counts = np.bincount(blend_indices(weights, size)[0], minlength=len(sources)).tolist()
+        used = [(source, weight, count) for source, weight, count in zip(sources, weights, counts) if count]
+        datasets = [self._build_one(split, source, num_samples=count) for source, _, count in used]
+        return BlendedDataset(datasets, [weight for _, weight, _ in used], size, self.config)
+
+    def _build_one(self, split: Split, source: "_Source", *, num_samples: int | None) -> GPTDataset:
+        assert source.documents is not None
+        documents = np.arange(source.documents.start, source.documents.stop, dtype=np.int32)
+        return self.cls(source.corpus, source.prefix, documents, num_samples, split, self.config)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One corpus of a blend, and which of its documents belong to the part being built."""
+
+    prefix: str | None
+    corpus: TokenSequences
+    documents: range | None
+
+    def num_tokens(self) -> int:
+        assert self.documents is not None
+        lengths: Any = self.corpus.sequence_lengths[self.documents.start : self.documents.stop]
+        return int(lengths.sum(dtype=np.int64))

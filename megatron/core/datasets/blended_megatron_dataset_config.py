@@ -1,0 +1,40 @@
+"""What any blended dataset is told by its builder; what GPT samples need beside it is GPTDatasetConfig's."""
+
+import math
+from dataclasses import dataclass
+
+from megatron.core.config_field import config_field, validate_fields
+from megatron.core.datasets.splits import DEFAULT_SPLIT, parse_split
+from megatron.core.datasets.vocabulary import Vocabulary
+
+Blend = tuple[list[str], list[float] | None]
+
+
+@dataclass(kw_only=True)
+class BlendedMegatronDatasetConfig:
+    """Names and meanings are Megatron's. A blend of None means made-up data."""
+
+    random_seed: int = config_field(1234, help="Seed of every shuffle.")
+    sequence_length: int = config_field(help="Tokens per sample.", at_least=1)
+    blend: Blend | None = config_field(None, help="Prefixes of .bin/.idx pairs, and their weights or None.")
+    blend_per_split: list[Blend | None] | None = config_field(None, help="One blend for each part; not yet.")
+    split: str | None = config_field(None, help=f"Shares of train, valid and test documents; {DEFAULT_SPLIT} if None.")
+    path_to_cache: str | None = config_field(None, help="Folder of cached indices; None is beside the data.")
+    mmap_bin_files: bool = config_field(True, help="Map .bin files into memory instead of reading them.")
+    num_dataset_builder_threads: int = config_field(1, help="No effect: building takes seconds.", at_least=1)
+    tokenizer: Vocabulary | None = config_field(None, help="Gives the vocabulary that tokens are checked against.")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        if self.split is not None:
+            parse_split(self.split)
+        self.validate_blend()
+
+    def validate_blend(self) -> None:
+        if self.blend_per_split is not None and any(blend is not None for blend in self.blend_per_split):
+            raise ValueError("blend_per_split (separate data for each part) is not available yet: use blend and split")
+        prefixes, weights = self.blend or ([], None)
+        if weights is None:
+            return
+        if len(prefixes) != len(weights) or any(weight < 0 for weight in weights) or not 0 < sum(weights) < math.inf:
+            raise ValueError(f"blend has weights {weights} for {len(prefixes)} datasets: must be one each, above 0")

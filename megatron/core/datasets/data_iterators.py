@@ -1,0 +1,177 @@
+"""What the training loop reads: endless iterators over micro-batches that start at any consumed sample."""
+
+import multiprocessing
+import os
+import signal
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, Datasets
+from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.samplers import MegatronPretrainingSampler
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.datasets.vocabulary import Vocabulary
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Where reading starts and which rows this data-parallel rank gets.
+
+    consumed_*: samples that all ranks together have used, as the checkpoint has them. Test data starts at 0.
+    pin_memory: page-locked batches, for asynchronous copies to a GPU.
+    """
+
+    micro_batch_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    num_workers: int = 0
+    pin_memory: bool = False
+
+
+class DataIterator(Iterator[Batch]):
+    """`next` gives {tokens, labels, position_ids: [B, S] int64, loss_mask: [B, S] float32} on the CPU, for ever.
+
+    The k-th batch depends on the dataset, `consumed_samples` and the rank alone: not on workers or what was read
+    earlier. Neither does reading draw from any global random generator. Worker processes start with the first
+    `next`; `close` ends them.
+    """
+
+    def __init__(self, dataset: Dataset[Batch], plan: BatchPlan, *, consumed_samples: int = 0) -> None:
+        num_workers = min(plan.num_workers, _num_cores())
+        prepare_worker = _PrepareWorker()
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=MegatronPretrainingSampler(
+                total_samples=len(dataset),  # type: ignore[arg-type]
+                consumed_samples=consumed_samples,
+                micro_batch_size=plan.micro_batch_size,
+                data_parallel_rank=plan.dp_rank,
+                data_parallel_size=plan.dp_size,
+            ),
+            num_workers=num_workers,
+            collate_fn=stack_samples,
+            worker_init_fn=prepare_worker,
+            # Said explicitly: the default of Python 3.14 would import torch anew for each worker.
+            multiprocessing_context="fork" if num_workers else None,
+            # DataLoader draws a seed when iteration starts: from the global generator a resumed run, which starts
+            # iterating at another moment, would get other dropout masks.
+            generator=torch.Generator(),
+        )
+        self._pin_memory = plan.pin_memory
+        self._batches: Iterator[dict[str, np.ndarray]] | None = None
+        # Also at interpreter exit, before multiprocessing terminates and joins whatever workers are left.
+        weakref.finalize(self, prepare_worker.let_go)
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        batch = {key: torch.from_numpy(array) for key, array in next(self._batches).items()}
+        return {key: tensor.pin_memory() for key, tensor in batch.items()} if self._pin_memory else batch
+
+    def close(self) -> None:
+        """Ends the workers; a later `next` starts anew at consumed_samples."""
+        self._batches = None
+
+
+DataIterators = tuple[DataIterator | None, DataIterator | None, DataIterator | None]
+
+
+def stack_samples(samples: Sequence[Batch]) -> dict[str, np.ndarray]:
+    """Samples of equal keys to one batch. Each tensor [S] becomes an array [B, S] of the same dtype."""
+    # Arrays, not tensors: a tensor leaves a worker as a shared-memory file, which costs milliseconds per batch.
+    return {key: np.stack([np.asarray(sample[key]) for sample in samples]) for key in samples[0]}
+
+
+def build_train_valid_test_datasets(
+    config: DataConfig,
+    tokenizer: Vocabulary,
+    *,
+    sizes: Sequence[int | None],
+    seed: int,
+    group: dist.ProcessGroup | None = None,
+) -> Datasets:
+    """[train, valid, test] of `sizes` samples (None: one epoch; 0: no such dataset). A collective call of `group`.
+
+    Raises ValueError or OSError on every rank when a file or a flag is not right.
+    """
+    cls = MockGPTDataset if config.mock_data else GPTDataset
+    built = BlendedMegatronDatasetBuilder(
+        cls, sizes, lambda: True, gpt_dataset_config(config, tokenizer, seed=seed), group=group
+    )
+    return built.build()
+
+
+def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) -> GPTDatasetConfig:
+    """The configuration of GPT datasets that the flags ask for. Raises ValueError where the flags name no data."""
+    if config.seq_length is None:
+        raise ValueError("--seq-length is missing: must be the number of tokens per sample")
+    if not config.mock_data and not config.data_path:
+        raise ValueError("there is no data: give --data-path PREFIX of a .bin/.idx pair, or --mock-data")
+    return GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=config.seq_length,
+        blend=None if config.mock_data else get_blend_from_list(config.data_path),
+        split=config.split,
+        path_to_cache=config.data_cache_path,
+        mmap_bin_files=config.mmap_bin_files,
+        tokenizer=tokenizer,
+        create_attention_mask=config.create_attention_mask_in_dataloader,
+    )
+
+
+def build_data_iterators(datasets: Sequence[Any], plan: BatchPlan) -> DataIterators:
+    """Iterators over [train, valid, test] of build_train_valid_test_datasets, or of a user's own provider.
+
+    None for each dataset that is None. Validation reads on from consumed_valid_samples, so that successive
+    evaluations see successive samples, and a resumed run the same ones.
+    """
+    train, valid, test = datasets
+    return (
+        _iterator(train, plan, consumed_samples=plan.consumed_train_samples),
+        _iterator(valid, plan, consumed_samples=plan.consumed_valid_samples),
+        _iterator(test, plan, consumed_samples=0),
+    )
+
+
+def _iterator(dataset: Any, plan: BatchPlan, *, consumed_samples: int) -> DataIterator | None:
+    return None if dataset is None else DataIterator(dataset, plan, consumed_samples=consumed_samples)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if os.name == "posix" and "sched_getaffinity" in dir(os) else 1
+
+
+class _PrepareWorker:
+    """Keeps signals that are meant for the whole job from ending a worker.
+
+    On Ctrl-C or SIGTERM the trainer shall finish its step and save, for which it needs its workers. They end when
+    the iterator goes (a SIGTERM after `let_go` counts), and by themselves when the trainer is gone.
+    """
+
+    def __init__(self) -> None:
+        # Shared memory without a lock: it is read in a signal handler.
+        self._may_end = multiprocessing.RawValue("b", 0)
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._on_terminate)
+
+    def let_go(self) -> None:
+        self._may_end.value = 1
+
+    def _on_terminate(self, number: int, frame: FrameType | None) -> None:
+        if self._may_end.value:
+            os._exit(0)

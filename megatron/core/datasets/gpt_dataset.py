@@ -1,0 +1,208 @@
+"""Samples for next-token training, cut from indexed documents; which tokens a sample gets is in gpt_indices.py."""
+
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from megatron.core.config_field import config_field
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.gpt_indices import GPTIndices, build_gpt_indices
+from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
+from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
+from megatron.core.datasets.utils import Split
+
+# Tokens read at start-up to find data of another tokenizer before the first step; training checks every sample.
+_PROBED_DOCUMENTS = 64
+_PROBED_TOKENS = 65536
+# Raised when gpt_indices.py gives other arrays than before for the same description: old caches are then not used.
+_INDICES_VERSION = 1
+
+
+class TokenSequences(Protocol):
+    """What a GPTDataset reads from: an IndexedDataset, or anything with its lengths and `get`."""
+
+    @property
+    def sequence_lengths(self) -> np.ndarray: ...
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any: ...
+
+
+@dataclass(kw_only=True)
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """create_attention_mask is accepted and has no effect: causal attention needs no mask."""
+
+    reset_position_ids: bool = config_field(False, help="Positions start anew behind each eod; not yet.")
+    reset_attention_mask: bool = config_field(False, help="Attention stops at each eod; not yet.")
+    eod_mask_loss: bool = config_field(False, help="No loss on eod; not yet.")
+    create_attention_mask: bool = config_field(True, help="No effect: plain causal attention has no mask.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.validate_document_borders()
+
+    def validate_document_borders(self) -> None:
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if vars(self)[name]:
+                raise ValueError(f"{name} is not available yet: must be False")
+
+
+class GPTDataset(Dataset[dict[str, torch.Tensor]]):
+    """Fixed-length samples of the documents `indexed_indices`, in an order fixed by the seed.
+
+    Item: tokens [S] int64, labels [S] int64 (the next tokens), loss_mask [S] float32 ones, position_ids [S] int64.
+    num_samples None: one epoch. There may be a few more samples than asked for: len() counts all.
+    Indices are cached on disk. Raises ValueError where the documents are too short for one sample, or hold tokens
+    outside the tokenizer's vocabulary; OSError where the cache cannot be written.
+    """
+
+    def __init__(
+        self,
+        indexed_dataset: TokenSequences,
+        dataset_path: str | None,
+        indexed_indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        self.dataset = indexed_dataset
+        self.dataset_path = dataset_path
+        self.indices = indexed_indices
+        self.num_samples = num_samples
+        self.index_split = index_split
+        self.config = config
+        self._where = f"{dataset_path or 'made-up data'} ({index_split.name})"
+        self._vocab_size = None if config.tokenizer is None else config.tokenizer.vocab_size
+        self._check_enough_text()
+        self._probe_vocabulary()
+        self._gpt_indices = self._load_or_build_indices()
+        # The same for every sample: made once, copied into each.
+        self._loss_mask = torch.ones(config.sequence_length, dtype=torch.float32)
+        self._position_ids = torch.arange(config.sequence_length, dtype=torch.int64)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:
+        assert dataset_path is not None, "made-up data is MockGPTDataset's"
+        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: TokenSequences) -> int:
+        """How many documents there are to split: one per sequence."""
+        return len(low_level_dataset.sequence_lengths)
+
+    def __len__(self) -> int:
+        return len(self._gpt_indices.shuffle)
+
+    def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
+        """tokens, labels, position_ids: [S] int64; loss_mask: [S] float32."""
+        text = self.sample_tokens(idx)
+        return {
+            "tokens": torch.from_numpy(text[:-1]),
+            # A copy: writing to tokens must not change labels.
+            "labels": torch.from_numpy(text[1:].copy()),
+            "loss_mask": self._loss_mask.clone(),
+            "position_ids": self._position_ids.clone(),
+        }
+
+    def sample_tokens(self, idx: int) -> np.ndarray:
+        """[S + 1] int64: tokens of sample `idx` and the one behind them."""
+        indices = self._gpt_indices
+        sample = indices.shuffle[idx]
+        (first, begin), (last, end) = indices.sample[sample : sample + 2].tolist()
+        text = np.empty(self.config.sequence_length + 1, dtype=np.int64)
+        filled = 0
+        for place in range(first, last + 1):
+            offset = begin if place == first else 0
+            length = end + 1 - offset if place == last else None
+            piece = self.dataset.get(int(indices.document[place]), offset, length)
+            text[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        assert filled == len(text), f"{self._where}: sample {idx} has {filled} tokens of {len(text)}"
+        self._check_vocabulary(text)
+        return text
+
+    def _check_enough_text(self) -> None:
+        tokens = int(self.dataset.sequence_lengths[self.indices].sum(dtype=np.int64))
+        if tokens <= self.config.sequence_length:
+            raise ValueError(
+                f"{self._where} has {len(self.indices)} documents with {tokens} tokens: one sample takes "
+                f"seq_length + 1 = {self.config.sequence_length + 1}; give more text, a shorter --seq-length "
+                "or a larger share in --split"
+            )
+
+    def _probe_vocabulary(self) -> None:
+        if self._vocab_size is None:
+            return
+        step = max(1, len(self.indices) // _PROBED_DOCUMENTS)
+        for document in self.indices[::step]:
+            length = min(int(self.dataset.sequence_lengths[document]), _PROBED_TOKENS)
+            self._check_vocabulary(np.asarray(self.dataset.get(int(document), 0, length), dtype=np.int64))
+
+    def _check_vocabulary(self, tokens: np.ndarray) -> None:
+        # As unsigned numbers negative tokens are the largest: one pass finds both kinds.
+        if self._vocab_size is None or not len(tokens) or tokens.view(np.uint64).max() < self._vocab_size:
+            return
+        wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
+        assert self.config.tokenizer is not None
+        raise ValueError(
+            f"{self._where} holds token {wrong}: {self.config.tokenizer.name} has ids 0 to {self._vocab_size - 1}; "
+            "the data was made with another tokenizer"
+        )
+
+    def _load_or_build_indices(self) -> GPTIndices:
+        folder = self._cache_folder()
+        if folder is None:
+            return self._build_indices()
+        label = f"{type(self).__name__}-{self.index_split.name}"
+        cache = IndexCache(folder, label=label, description=self._description())
+        return GPTIndices(**cache.load_or_build(lambda: vars(self._build_indices())))
+
+    def _build_indices(self) -> GPTIndices:
+        return build_gpt_indices(
+            self.dataset.sequence_lengths,
+            self.indices,
+            seq_length=self.config.sequence_length,
+            num_samples=self.num_samples,
+            seed=self.config.random_seed,
+        )
+
+    def _cache_folder(self) -> Path | None:
+        if self.dataset_path is None:
+            return None
+        if self.config.path_to_cache is not None:
+            return Path(self.config.path_to_cache)
+        return Path(self.dataset_path).parent / "cache" / "GPTDataset_indices"
+
+    def _description(self) -> Mapping[str, Any]:
+        """All that the indices depend on; the files' facts tell data written anew under the same name."""
+        assert self.dataset_path is not None
+        idx = os.stat(get_idx_path(self.dataset_path))
+        return {
+            "version": _INDICES_VERSION,
+            "path": os.path.abspath(self.dataset_path),
+            "idx_bytes": idx.st_size,
+            "idx_written": idx.st_mtime_ns,
+            "bin_bytes": os.stat(get_bin_path(self.dataset_path)).st_size,
+            "split": self.config.split,
+            "documents": [len(self.indices), zlib.crc32(np.ascontiguousarray(self.indices).data)],
+            "seq_length": self.config.sequence_length,
+            "num_samples": self.num_samples,
+            "seed": self.config.random_seed,
+        }
+
+
+class MockGPTDataset(GPTDataset):
+    """GPTDataset over MockGPTLowLevelDataset; needs config.tokenizer, reads and writes no files."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:
+        if config.tokenizer is None:
+            raise ValueError("made-up data needs a tokenizer in its configuration: its vocabulary is made up of it")
+        return MockGPTLowLevelDataset(config.tokenizer)

@@ -1,0 +1,103 @@
+"""The three arrays that turn documents into a fixed, shuffled list of samples; pure functions, no files.
+
+A corpus part is read as one long stream: its documents, in shuffled order, epoch after epoch. Sample i takes the
+S + 1 tokens from stream position i * S on; the last one is the first of sample i + 1. Orders and array contents
+are those of Megatron for the same seed.
+  document index [epochs * D]: the document read at each place of the stream.
+  sample index [N + 1, 2]: (place, offset in that document) of stream position i * S.
+  shuffle index [N]: which sample the i-th request gets.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Below this share of an epoch the samples of the last, partial epoch are shuffled apart, behind all others:
+# mixed in, that epoch's few documents would be seen once more than the rest early in training.
+SEPARATE_EPOCH_BELOW = 0.80
+
+
+@dataclass(frozen=True)
+class GPTIndices:
+    """document: [epochs * D] int32, sample: [N + 1, 2] int32 or int64, shuffle: [N] uint32 or int64."""
+
+    document: np.ndarray
+    sample: np.ndarray
+    shuffle: np.ndarray
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """How often the documents are read. num_samples_before_last: samples of all epochs but the last one."""
+
+    num_epochs: int
+    num_samples: int
+    num_samples_before_last: int
+    separate_last: bool
+
+
+def plan_epochs(tokens_per_epoch: int, seq_length: int, *, num_samples: int | None) -> EpochPlan:
+    """The fewest epochs that hold `num_samples` samples (None: one epoch). All are counted in `plan.num_samples`."""
+    if tokens_per_epoch <= seq_length:
+        raise ValueError(f"{tokens_per_epoch} tokens do not make one sample of {seq_length} + 1 tokens")
+    num_epochs = 1 if num_samples is None else -(-(num_samples * seq_length + 1) // tokens_per_epoch)
+    per_epoch = (tokens_per_epoch - 1) // seq_length
+    before_last = ((num_epochs - 1) * tokens_per_epoch - 1) // seq_length if num_epochs > 1 else 0
+    wanted_from_last = (num_samples or 0) - before_last
+    return EpochPlan(
+        num_epochs=num_epochs,
+        num_samples=(num_epochs * tokens_per_epoch - 1) // seq_length,
+        num_samples_before_last=before_last,
+        separate_last=num_epochs > 1 and wanted_from_last < int(SEPARATE_EPOCH_BELOW * per_epoch),
+    )
+
+
+def build_gpt_indices(
+    lengths: np.ndarray, documents: np.ndarray, *, seq_length: int, num_samples: int | None, seed: int
+) -> GPTIndices:
+    """The indices of one corpus part. lengths: [all documents] tokens; documents: [D], those of this part.
+
+    Raises ValueError where one epoch is too short for a sample.
+    """
+    plan = plan_epochs(int(lengths[documents].sum(dtype=np.int64)), seq_length, num_samples=num_samples)
+    rng = np.random.RandomState(seed)
+    document = build_document_index(documents, plan, rng=rng)
+    sample = build_sample_index(lengths, document, seq_length=seq_length, num_samples=plan.num_samples)
+    return GPTIndices(document=document, sample=sample, shuffle=build_shuffle_index(plan, rng=rng))
+
+
+def build_document_index(documents: np.ndarray, plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
+    """[num_epochs * D] int32: epochs shuffled together, or the last one by itself behind the others."""
+    parts = [plan.num_epochs - 1, 1] if plan.separate_last else [plan.num_epochs]
+    shuffled = []
+    for num_epochs in parts:
+        part = np.tile(documents.astype(np.int32), num_epochs)
+        rng.shuffle(part)
+        shuffled.append(part)
+    return np.concatenate(shuffled)
+
+
+def build_sample_index(
+    lengths: np.ndarray, document_index: np.ndarray, *, seq_length: int, num_samples: int
+) -> np.ndarray:
+    """[num_samples + 1, 2]: place and offset of stream positions 0, S, 2S ... lengths: [all documents] tokens."""
+    ends = np.cumsum(lengths[document_index], dtype=np.int64)
+    positions = np.arange(num_samples + 1, dtype=np.int64) * seq_length
+    # side="right" finds the first document that ends after the position, so that empty documents are passed over.
+    places = np.searchsorted(ends, positions, side="right")
+    # Megatron's first entry is the first document even where that one is empty; reading it gives the same tokens.
+    places[0] = 0
+    starts = ends[places] - lengths[document_index[places]]
+    offsets = positions - starts
+    small = max(len(document_index), int(lengths.max(initial=0))) < np.iinfo(np.int32).max
+    return np.stack([places, offsets], axis=1).astype(np.int32 if small else np.int64)
+
+
+def build_shuffle_index(plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
+    """[num_samples]: one shuffle of all samples, or of those before and those in the last epoch apart."""
+    dtype = np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64
+    border = plan.num_samples_before_last if plan.separate_last else plan.num_samples
+    order = np.arange(plan.num_samples, dtype=dtype)
+    rng.shuffle(order[:border])
+    rng.shuffle(order[border:])
+    return order

@@ -1,0 +1,103 @@
+"""Arrays kept on disk between runs: found by a description of what they were made from, rebuilt when damaged.
+
+Knows nothing of documents or samples. No locks: every file is written under a temporary name and renamed, and equal
+descriptions give equal arrays, so that ranks, nodes and jobs may race without harm.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+# The checksum is taken in pieces of this many bytes: it shall not double the memory of an index.
+_PIECE = 1 << 24
+
+
+class IndexCache:
+    """The cached arrays of one description in `folder`.
+
+    Files: KEY-NAME.npy per array and KEY-manifest.json, written last, with the description, sizes and checksums.
+    """
+
+    def __init__(self, folder: Path, *, label: str, description: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.description = json.loads(json.dumps(description, sort_keys=True))
+        digest = hashlib.md5(json.dumps(self.description).encode(), usedforsecurity=False).hexdigest()
+        self.key = f"{digest}-{label}"
+
+    def load_or_build(self, build: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """The cached arrays as read-only maps, or those of `build()`, stored first.
+
+        Raises OSError naming the folder where it cannot be written.
+        """
+        arrays = self.load()
+        if arrays is None:
+            built = dict(build())
+            self.store(built)
+            arrays = self.load() or built
+        return arrays
+
+    def load(self) -> dict[str, np.ndarray] | None:
+        """The arrays, or None where any file is missing, of another description, or damaged."""
+        try:
+            manifest = json.loads(self._path("manifest.json").read_text())
+            if manifest["description"] != self.description:
+                return None
+            return {name: self._load_array(name, facts) for name, facts in manifest["arrays"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            # Whatever stands in the file: an unreadable cache is no cache, it is built again.
+            return None
+
+    def store(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Puts every file in place by a rename, the manifest last."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            facts = {name: self._store_array(name, array) for name, array in arrays.items()}
+            text = json.dumps({"description": self.description, "arrays": facts}, indent=1)
+            self._replace("manifest.json", lambda file: file.write(text.encode()))
+        except OSError as error:
+            raise OSError(
+                f"the index cache {self.folder} cannot be written ({error.strerror or error}): "
+                "name a writable folder with --data-cache-path"
+            ) from error
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{self.key}-{name}"
+
+    def _load_array(self, name: str, facts: Mapping[str, int]) -> np.ndarray:
+        path = self._path(f"{name}.npy")
+        if path.stat().st_size != facts["bytes"] or _file_crc32(path) != facts["crc32"]:
+            raise ValueError(f"{path} is damaged")
+        # A plain array over the map: np.memmap does extra work at every element that is read.
+        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+
+    def _store_array(self, name: str, array: np.ndarray) -> dict[str, int]:
+        path = self._replace(f"{name}.npy", lambda file: np.save(file, array, allow_pickle=False))
+        return {"bytes": path.stat().st_size, "crc32": _file_crc32(path)}
+
+    def _replace(self, name: str, write: Callable[[BinaryIO], Any]) -> Path:
+        path = self._path(name)
+        # Ranks of several nodes may share process ids, so the name has random bytes too.
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{os.urandom(4).hex()}")
+        try:
+            with open(partial, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        return path
+
+
+def _file_crc32(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            crc = zlib.crc32(piece, crc)
+    return crc

@@ -1,0 +1,245 @@
+"""Reader and writer of Megatron's .bin/.idx pairs, byte for byte; the layout of the .idx half is in index_file.py.
+
+Nothing here knows tokens or samples: sequences of numbers in, sequences of numbers out.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron.core.datasets.index_file import (
+    DType,
+    SequenceIndex,
+    check_index,
+    contiguous_pointers,
+    index_bytes,
+    read_index,
+)
+
+__all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
+
+
+def get_bin_path(path_prefix: str) -> str:
+    return path_prefix + ".bin"
+
+
+def get_idx_path(path_prefix: str) -> str:
+    return path_prefix + ".idx"
+
+
+class IndexedDataset:
+    """The sequences of PREFIX.bin, located by PREFIX.idx.
+
+    mmap: True maps the .bin file; False reads each sequence with one positioned read (for file systems that map
+    badly). Both give the same numbers and are safe in forked and in spawned worker processes.
+    Raises OSError naming a missing file, ValueError naming the file, what was found and what was expected.
+    """
+
+    def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
+        self.path_prefix = path_prefix
+        self.multimodal = multimodal
+        self.mmap = mmap
+        self._bin_path, self._idx_path = Path(get_bin_path(path_prefix)), Path(get_idx_path(path_prefix))
+        for path in (self._idx_path, self._bin_path):
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} does not exist: {path_prefix} must name a .bin and an .idx file")
+        self.index = read_index(self._idx_path, multimodal=multimodal)
+        check_index(self.index, self._idx_path, bin_path=self._bin_path)
+        self._itemsize = DType.size(self.index.dtype)
+        self._bytes = _MappedBytes(self._bin_path) if mmap else _ReadBytes(self._bin_path)
+
+    @staticmethod
+    def exists(path_prefix: str) -> bool:
+        return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(get_bin_path(path_prefix))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Maps and file descriptors do not travel to another process: it opens its own.
+        return IndexedDataset, (self.path_prefix, self.multimodal, self.mmap)
+
+    def __len__(self) -> int:
+        return len(self.index.lengths)
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """[N] int32: elements of each sequence."""
+        return self.index.lengths
+
+    @property
+    def document_indices(self) -> np.ndarray:
+        """[D+1] int64: sequences document_indices[d] to document_indices[d+1] make document d."""
+        return self.index.documents
+
+    @property
+    def sequence_modes(self) -> np.ndarray | None:
+        """[N] int8, or None where the dataset is not multimodal."""
+        return self.index.modes
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
+        """`length` elements of sequence `idx` from element `offset` on (None: to its end), as a read-only array.
+
+        Multimodal datasets give (array, mode). Raises IndexError outside the sequence.
+        """
+        total = int(self.index.lengths[idx])
+        length = total - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > total:
+            raise IndexError(f"{self.path_prefix}: sequence {idx} has {total} elements, not {offset} + {length}")
+        start = int(self.index.pointers[idx]) + offset * self._itemsize
+        array = np.frombuffer(self._bytes.read(start, length * self._itemsize), self.index.dtype, length)
+        return array if self.index.modes is None else (array, self.index.modes[idx])
+
+    def __getitem__(self, idx: int | slice) -> Any:
+        """Sequence `idx`, or the list of sequences of a slice (for multimodal datasets, with the array of modes)."""
+        if isinstance(idx, (int, np.integer)):
+            return self.get(int(idx))
+        if not isinstance(idx, slice):
+            raise TypeError(f"index of an IndexedDataset is {type(idx).__name__}: must be int or slice")
+        items = [self.get(i) for i in range(*idx.indices(len(self)))]
+        if self.index.modes is None:
+            return items
+        return [item[0] for item in items], self.index.modes[idx]
+
+
+class _MappedBytes:
+    def __init__(self, path: Path) -> None:
+        # An empty file cannot be mapped; it is what a corpus without tokens has.
+        mapped = path.stat().st_size > 0
+        self._view = np.memmap(path, mode="r", dtype=np.uint8).data if mapped else memoryview(b"")
+
+    def read(self, start: int, num_bytes: int) -> memoryview:
+        return self._view[start : start + num_bytes]
+
+
+class _ReadBytes:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "rb", buffering=0)
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        # pread has no file position: forked workers share this descriptor without disturbing each other.
+        data = os.pread(self._file.fileno(), num_bytes, start)
+        while len(data) < num_bytes:
+            more = os.pread(self._file.fileno(), num_bytes - len(data), start + len(data))
+            if not more:
+                raise OSError(f"{self._path}: {num_bytes} bytes at {start} expected, found {len(data)}")
+            data += more
+        return data
+
+
+class IndexedDatasetBuilder:
+    """Writes a .bin/.idx pair. Both appear under their names only in `finalize`, the .idx last.
+
+    An interrupted write therefore leaves `*.partial-PID` files at most, never a pair that opens. Leaving a
+    `with` block by an error removes these files.
+    """
+
+    def __init__(self, bin_path: str, dtype: type[np.number] = np.int32, multimodal: bool = False) -> None:
+        self.dtype = dtype
+        self.multimodal = multimodal
+        self.sequence_lengths: list[int] = []
+        self.document_indices: list[int] = [0]
+        self.sequence_modes: list[int] = []
+        self._bin_path = Path(bin_path)
+        self._partial_bin = _partial(self._bin_path)
+        self._file: BinaryIO = open(self._partial_bin, "wb")
+
+    def __enter__(self) -> "IndexedDatasetBuilder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def add_item(self, tensor: Any, mode: int = 0) -> None:
+        """Appends one sequence. tensor: [L], integers or floats that the file's dtype can hold."""
+        self._append(np.asarray(tensor), [len(tensor)], modes=[mode])
+
+    def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
+        """Appends one document of several sequences. tensor: [sum(lengths)], their elements one after the other."""
+        array = np.asarray(tensor)
+        if len(array) != sum(lengths):
+            raise ValueError(f"document of {len(array)} elements: its lengths {list(lengths)} add up to {sum(lengths)}")
+        self._append(array, lengths, modes=modes if modes is not None else [0] * len(lengths))
+        self.end_document()
+
+    def end_document(self) -> None:
+        """The sequences added since the last border make a document."""
+        self.document_indices.append(len(self.sequence_lengths))
+
+    def add_index(self, path_prefix: str) -> None:
+        """Appends a whole .bin/.idx pair of the same dtype."""
+        other = IndexedDataset(path_prefix, multimodal=self.multimodal)
+        if np.dtype(other.index.dtype) != np.dtype(self.dtype):
+            raise ValueError(
+                f"{path_prefix} holds {np.dtype(other.index.dtype).name}: must be {np.dtype(self.dtype).name}"
+            )
+        first = len(self.sequence_lengths)
+        # Sequence by sequence, not file by file: a .bin may hold its sequences in any order.
+        for idx in range(len(other)):
+            self._file.write(memoryview(other._bytes.read(int(other.index.pointers[idx]), self._num_bytes(other, idx))))
+        self.sequence_lengths.extend(other.index.lengths.tolist())
+        self.document_indices.extend((first + other.index.documents[1:]).tolist())
+        if other.index.modes is not None:
+            self.sequence_modes.extend(other.index.modes.tolist())
+
+    def finalize(self, idx_path: str) -> None:
+        """Writes the .idx file and puts both files in place."""
+        _flush_to_disk(self._file)
+        self._file.close()
+        lengths = np.asarray(self.sequence_lengths, dtype=np.int64)
+        index = SequenceIndex(
+            dtype=self.dtype,
+            lengths=lengths,
+            pointers=contiguous_pointers(lengths, self.dtype),
+            documents=np.asarray(self.document_indices, dtype=np.int64),
+            modes=np.asarray(self.sequence_modes, dtype=np.int8) if self.multimodal else None,
+        )
+        final_idx = Path(idx_path)
+        partial_idx = _partial(final_idx)
+        with open(partial_idx, "wb") as file:
+            file.write(index_bytes(index))
+            _flush_to_disk(file)
+        # The old .idx goes first: it must never stand beside the new .bin.
+        final_idx.unlink(missing_ok=True)
+        os.replace(self._partial_bin, self._bin_path)
+        os.replace(partial_idx, final_idx)
+
+    def discard(self) -> None:
+        """Closes and removes what is not finalized; harmless afterwards."""
+        self._file.close()
+        self._partial_bin.unlink(missing_ok=True)
+
+    def _append(self, array: np.ndarray, lengths: Sequence[int], *, modes: Sequence[int]) -> None:
+        self._file.write(_exactly(array, self.dtype, path=self._bin_path).tobytes())
+        self.sequence_lengths.extend(int(length) for length in lengths)
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
+
+    @staticmethod
+    def _num_bytes(dataset: IndexedDataset, idx: int) -> int:
+        return int(dataset.index.lengths[idx]) * DType.size(dataset.index.dtype)
+
+
+def _exactly(array: np.ndarray, dtype: type[np.number], *, path: Path) -> np.ndarray:
+    # A plain cast wraps silently: a vocabulary of 70,000 in uint16 would train on wrong tokens.
+    if np.can_cast(array.dtype, dtype) or not array.size or not np.issubdtype(dtype, np.integer):
+        return array.astype(dtype)
+    limits = np.iinfo(dtype)  # type: ignore[type-var]
+    if not np.issubdtype(array.dtype, np.integer) or array.min() < limits.min or array.max() > limits.max:
+        raise ValueError(
+            f"{path}: values {array.min()} to {array.max()} do not fit {limits.dtype} ({limits.min} to {limits.max})"
+        )
+    return array.astype(dtype)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial-{os.getpid()}")
+
+
+def _flush_to_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

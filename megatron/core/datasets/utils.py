@@ -1,0 +1,33 @@
+"""The two names that scripts import from here: Split and get_blend_from_list; nothing else belongs in this file."""
+
+from enum import Enum
+
+
+class Split(Enum):
+    """The three parts of a corpus, in the order of `--split`."""
+
+    train = 0
+    valid = 1
+    test = 2
+
+
+def get_blend_from_list(blend: list[str] | None) -> tuple[list[str], list[float] | None] | None:
+    """`["0.3", "a", "0.7", "b"]` to (prefixes, weights); `["a", "b"]` to (prefixes, None); None to None.
+
+    Raises ValueError where some datasets have a weight and others do not.
+    """
+    if blend is None:
+        return None
+    weights = [_as_number(word) for word in blend[0::2]]
+    if len(blend) % 2 or all(weight is None for weight in weights):
+        return blend, None
+    if any(weight is None for weight in weights):
+        raise ValueError(f"data path is {' '.join(blend)}: must be WEIGHT PREFIX pairs, or prefixes alone")
+    return [prefix.strip() for prefix in blend[1::2]], [weight for weight in weights if weight is not None]
+
+
+def _as_number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
