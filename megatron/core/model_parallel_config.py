@@ -39,6 +39,7 @@ class ModelParallelConfig:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     sequence_parallel: bool = False
+    calculate_per_token_loss: bool = False
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     aux_loss_scale_func: Callable[[torch.Tensor], None] | None = None
     no_sync_func: Callable[[], AbstractContextManager[None]] | None = None

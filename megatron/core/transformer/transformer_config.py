@@ -78,7 +78,6 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig):
     output_layer_init_method: InitMethod | None = None
     perform_initialization: bool = True
     init_seed: int | None = None
-    calculate_per_token_loss: bool = False
 
     def __post_init__(self) -> None:
         validate_fields(self)

@@ -1,0 +1,109 @@
+"""Schedules as data, and the runner: order, scaling of losses, gradients of many microbatches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    ActionKind,
+    forward_only,
+    no_pipelining_schedule,
+    validate_schedule,
+)
+
+
+class Linear(torch.nn.Linear):
+    """A model with a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1, bias=False, dtype=torch.float64)
+        self.config = ModelParallelConfig()
+
+
+def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
+    """Squared outputs, summed over a batch of varying size."""
+    output = model(next(data_iterator))
+    count = torch.tensor(float(output.shape[0]))
+    return output, lambda out: (out.square().sum(), count, {"loss": torch.stack([out.square().sum().detach(), count])})
+
+
+def batches() -> list[torch.Tensor]:
+    return [torch.randn(size, 3, dtype=torch.float64) for size in (2, 5, 1)]
+
+
+def run(model: torch.nn.Module, data: list[torch.Tensor], **options: Any) -> Any:
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(data),
+        model=[model],
+        num_microbatches=len(data),
+        **options,
+    )
+
+
+def test_no_pipelining_holds_one_microbatch_at_a_time() -> None:
+    actions = no_pipelining_schedule(3)
+    validate_schedule(actions)
+    assert [str(action) for action in actions] == ["F0.0", "B0.0", "F0.1", "B0.1", "F0.2", "B0.2"]
+    assert [str(action) for action in forward_only(actions)] == ["F0.0", "F0.1", "F0.2"]
+
+
+@pytest.mark.parametrize("kinds", ["B", "BF", "FF", "FBB"])
+def test_impossible_orders_are_refused(kinds: str) -> None:
+    with pytest.raises(ValueError, match="schedule runs"):
+        validate_schedule([Action(ActionKind(kind), 0, 0) for kind in kinds])
+
+
+def test_gradients_are_the_mean_over_microbatches_of_token_means() -> None:
+    model, data = Linear(), batches()
+    scaled: list[torch.Tensor] = []
+    model.config.grad_scale_func = lambda loss: loss * 8
+    model.config.aux_loss_scale_func = scaled.append
+    reports = run(model, data)
+    expected = sum(model(batch).square().mean() for batch in data) / 3 * 8
+    (gradient,) = torch.autograd.grad(expected, [model.weight])
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, gradient, rtol=1e-12, atol=0)
+    assert [report["loss"][1].item() for report in reports] == [2, 5, 1]
+    assert [float(scale) for scale in scaled] == pytest.approx([8 / 3] * 3)
+
+
+def test_per_token_loss_leaves_the_division_to_the_finalizer() -> None:
+    model, data = Linear(), batches()
+    finalized: list[Any] = []
+    model.config.calculate_per_token_loss = True
+    model.config.finalize_model_grads_func = lambda chunks, tokens: finalized.append((chunks, tokens))
+    run(model, data)
+    (gradient,) = torch.autograd.grad(sum(model(batch).square().sum() for batch in data), [model.weight])
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, gradient, rtol=1e-12, atol=0)
+    assert finalized[0][0] == [model] and finalized[0][1].item() == 8
+
+
+def test_reduction_is_deferred_until_the_last_backward() -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        events.append("defer")
+        yield
+        events.append("allow")
+
+    model = Linear()
+    model.config.no_sync_func = no_sync
+    model.register_forward_hook(lambda *_: events.append("forward"))
+    model.weight.register_post_accumulate_grad_hook(lambda _: events.append("backward"))
+    run(model, batches())
+    assert events == ["defer", *["forward", "backward"] * 2, "forward", "allow", "backward"]
+
+
+def test_evaluation_makes_no_gradients() -> None:
+    model = Linear()
+    assert len(run(model, batches(), forward_only=True)) == 3
+    assert model.weight.grad is None
