@@ -5,7 +5,7 @@ Does not know what the optimizer does with the values; it writes them into `opti
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from megatron.core.config_field import config_field, validate_fields
@@ -87,4 +87,214 @@ def _check_load_policy(*, override: bool, use_checkpoint: bool) -> None:
         raise ValueError(
             "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both set: "
             "choose whose schedule wins on load"
+        )
+
+
+class HasParamGroups(Protocol):
+    """An optimizer, as far as a schedule is concerned."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Schedule:
+    """What a checkpoint must agree on, under the names Megatron saves; steps are samples."""
+
+    max_lr: float
+    min_lr: float
+    lr_warmup_steps: float
+    lr_decay_steps: int
+    lr_decay_style: str
+    start_wd: float
+    end_wd: float
+    wd_incr_style: str
+    wd_incr_steps: int
+
+    def __post_init__(self) -> None:
+        self.validate_learning_rate()
+        self.validate_steps()
+        self.validate_weight_decay()
+
+    def validate_learning_rate(self) -> None:
+        _require(self.max_lr >= self.min_lr >= 0, "min_lr", self.min_lr, wanted=f"in 0 .. max_lr ({self.max_lr})")
+        _require(self.lr_decay_style in _LR_STYLES, "lr_decay_style", self.lr_decay_style, wanted=f"in {_LR_STYLES}")
+
+    def validate_steps(self) -> None:
+        _require(self.lr_decay_steps > 0, "lr_decay_steps", self.lr_decay_steps, wanted="more than 0")
+        in_range = 0 <= self.lr_warmup_steps < self.lr_decay_steps
+        wanted = f"in 0 .. lr_decay_steps - 1 ({self.lr_decay_steps - 1})"
+        _require(in_range, "lr_warmup_steps", self.lr_warmup_steps, wanted=wanted)
+
+    def validate_weight_decay(self) -> None:
+        styles = _WEIGHT_DECAY_STYLES
+        _require(self.wd_incr_style in styles, "wd_incr_style", self.wd_incr_style, wanted=f"in {styles}")
+        in_range = self.end_wd >= self.start_wd >= 0
+        _require(in_range, "start_wd", self.start_wd, wanted=f"in 0 .. end_wd ({self.end_wd})")
+        constant = self.wd_incr_style == "constant"
+        _require(not constant or self.start_wd == self.end_wd, "end_wd", self.end_wd, wanted="start_wd when constant")
+
+
+class OptimizerParamScheduler:
+    """Sets `lr` and `weight_decay` of an optimizer's parameter groups from the number of samples trained on.
+
+    A group's `max_lr` and `min_lr` override the schedule's, its `lr_mult` and `wd_mult` scale the results. init_lr:
+    where warm-up starts. wsd_decay_steps: length of WSD's final decay. All steps are samples; `num_steps` is the
+    current one. On load, values that differ from the checkpoint's are an error unless one flag says whose win.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        init_lr: float,
+        max_lr: float,
+        min_lr: float,
+        lr_warmup_steps: float,
+        lr_decay_steps: int,
+        lr_decay_style: str,
+        start_wd: float,
+        end_wd: float,
+        wd_incr_steps: int,
+        wd_incr_style: str,
+        use_checkpoint_opt_param_scheduler: bool = True,
+        override_opt_param_scheduler: bool = False,
+        wsd_decay_steps: int | None = None,
+        lr_wsd_decay_style: str | None = None,
+    ):
+        _check_load_policy(override=override_opt_param_scheduler, use_checkpoint=use_checkpoint_opt_param_scheduler)
+        _require(0 <= init_lr <= max_lr, "init_lr", init_lr, wanted=f"in 0 .. max_lr ({max_lr})")
+        self.optimizer = optimizer
+        self.num_steps = 0
+        self.init_lr = init_lr
+        self.schedule = _Schedule(
+            max_lr=max_lr,
+            min_lr=min_lr,
+            lr_warmup_steps=lr_warmup_steps,
+            lr_decay_steps=lr_decay_steps,
+            lr_decay_style=lr_decay_style,
+            start_wd=start_wd,
+            end_wd=end_wd,
+            wd_incr_style=wd_incr_style,
+            wd_incr_steps=wd_incr_steps,
+        )
+        self._wsd = _wsd_decay(lr_wsd_decay_style, wsd_decay_steps) if lr_decay_style == "WSD" else None
+        self._override = override_opt_param_scheduler
+        self._use_checkpoint = use_checkpoint_opt_param_scheduler
+        self.step(0)
+
+    def step(self, increment: int) -> None:
+        """Moves on by `increment` samples and writes the new values into the parameter groups."""
+        self.num_steps += increment
+        weight_decay = self.get_wd()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
+            group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Learning rate of a parameter group at the current step, before its multiplier."""
+        schedule, step = self.schedule, self.num_steps
+        max_lr = _or_default(param_group.get("max_lr"), schedule.max_lr)
+        min_lr = _or_default(param_group.get("min_lr"), schedule.min_lr)
+        if 0 < schedule.lr_warmup_steps and step <= schedule.lr_warmup_steps:
+            return self.init_lr + (max_lr - self.init_lr) * step / schedule.lr_warmup_steps
+        if schedule.lr_decay_style == "constant":
+            return max_lr
+        if step > schedule.lr_decay_steps:
+            return min_lr
+        if schedule.lr_decay_style == "inverse-square-root":
+            return max(min_lr, max_lr * max(schedule.lr_warmup_steps, 1) ** 0.5 / max(step, 1) ** 0.5)
+        return min_lr + self._decay_coefficient() * (max_lr - min_lr)
+
+    def get_wd(self) -> float:
+        """Weight decay at the current step, before a group's multiplier."""
+        schedule = self.schedule
+        if schedule.wd_incr_style == "constant" or self.num_steps > schedule.wd_incr_steps:
+            return schedule.end_wd
+        growth = 1.0 - _DECAY[schedule.wd_incr_style](self.num_steps / schedule.wd_incr_steps)
+        return schedule.start_wd + growth * (schedule.end_wd - schedule.start_wd)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position and schedule; JSON values."""
+        return {**asdict(self.schedule), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues at the checkpoint's step; raises ValueError where the schedule differs and no flag decides."""
+        ours = asdict(self.schedule)
+        theirs = {name: state_dict.get(name, value) for name, value in ours.items()}
+        if self._use_checkpoint:
+            self.schedule = replace(self.schedule, **theirs)
+        elif not self._override:
+            _require_equal(ours, theirs)
+        self.num_steps = int(state_dict["num_steps"])
+        self.step(0)
+
+    def _decay_coefficient(self) -> float:
+        schedule = self.schedule
+        if self._wsd is not None:
+            return self._wsd(self.num_steps - schedule.lr_decay_steps)
+        steps = schedule.lr_decay_steps - schedule.lr_warmup_steps
+        return _DECAY[schedule.lr_decay_style]((self.num_steps - schedule.lr_warmup_steps) / steps)
+
+
+def get_optimizer_param_scheduler(
+    optimizer: HasParamGroups,
+    config: OptimizerParamSchedulerConfig,
+    *,
+    max_lr: float,
+    min_lr: float,
+    weight_decay: float,
+    train_iters: int,
+    global_batch_size: int,
+) -> OptimizerParamScheduler:
+    """The schedule of `config`, whose iterations are of `global_batch_size` samples each."""
+    decay_steps = (config.lr_decay_iters or train_iters) * global_batch_size
+    warmup_steps: float = config.lr_warmup_iters * global_batch_size
+    if config.lr_warmup_fraction is not None:
+        warmup_steps = config.lr_warmup_fraction * decay_steps
+    wsd_iters = config.lr_wsd_decay_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=max_lr,
+        min_lr=min_lr,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=train_iters * global_batch_size,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=config.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=config.override_opt_param_scheduler,
+        wsd_decay_steps=None if wsd_iters is None else wsd_iters * global_batch_size,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )
+
+
+def _wsd_decay(style: str | None, decay_steps: int | None) -> _Decay:
+    """Coefficient as a function of the steps past the end of the schedule, a number below zero before it."""
+    if style not in _WSD_DECAY:
+        raise ValueError(f"lr_wsd_decay_style is {style!r}: must be one of {', '.join(_WSD_DECAY)}")
+    if decay_steps is None or decay_steps <= 0:
+        raise ValueError(f"wsd_decay_steps is {decay_steps}: must be more than 0 with lr_decay_style WSD")
+    decay, steps = _WSD_DECAY[style], decay_steps
+    return lambda past_end: decay(max(0, past_end + steps) / steps)
+
+
+def _or_default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _require(holds: bool, name: str, value: Any, *, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value}: must be {wanted}")
+
+
+def _require_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    different = [f"{name} ({ours[name]}, checkpoint {theirs[name]})" for name in ours if ours[name] != theirs[name]]
+    if different:
+        raise ValueError(
+            f"the learning-rate schedule differs from the checkpoint's: {', '.join(different)}; give "
+            "--override-opt-param-scheduler to keep the command line's or --use-checkpoint-opt-param-scheduler to "
+            "take the checkpoint's"
         )

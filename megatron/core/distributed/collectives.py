@@ -1,22 +1,16 @@
-"""All-reduces of flat gradient tensors: the back end's own, and one that sums in rank order.
+"""Sums of flat gradient tensors over ranks: in the back end's order, and in rank order.
 
 Stateless; who owns the tensors is in grad_buffer.py. A group of None is this rank alone.
 """
 
-import enum
-
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renames it and warns about the old name; torch 2.11 and 2.12 have only that.
+_all_gather_flat = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+
 # Bounds what a rank-ordered sum holds besides its input: one slice of all ranks.
 _SLICE_ELEMENTS = 1 << 22
-
-
-class Reduction(enum.Enum):
-    """What becomes of the ranks' values."""
-
-    SUM = "sum"
-    MEAN = "mean"
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
@@ -29,16 +23,13 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None, *, reduction: Reduction) -> None:
-    """Reduces `flat`, any shape, contiguous, floating point, in place; the back end chooses the order of the sum."""
-    if group_size(group) == 1:
-        return
-    dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
-    if reduction is Reduction.MEAN:
-        flat.div_(group_size(group))
+def all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sums `flat`, any shape, contiguous, floating point, in place; the back end chooses the order."""
+    if group_size(group) > 1:
+        dist.all_reduce(flat, group=group)
 
 
-def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None, *, reduction: Reduction) -> None:
+def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """As all_reduce_, but each element is the sum in rank order in `flat`'s dtype, whatever the size of the tensor.
 
     All-to-all, local sum, all-gather, in slices of bounded size.
@@ -49,22 +40,19 @@ def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None
     assert group is not None
     for piece in flat.view(-1).split(_SLICE_ELEMENTS * ranks):
         if piece.numel() % ranks == 0:
-            _rank_ordered_slice_(piece, group, reduction=reduction)
+            _rank_ordered_slice_(piece, group)
         else:
             padded = piece.new_zeros(-(-piece.numel() // ranks) * ranks)
             padded[: piece.numel()] = piece
-            _rank_ordered_slice_(padded, group, reduction=reduction)
+            _rank_ordered_slice_(padded, group)
             piece.copy_(padded[: piece.numel()])
 
 
-def _rank_ordered_slice_(flat: torch.Tensor, group: dist.ProcessGroup, *, reduction: Reduction) -> None:
-    ranks = group_size(group)
+def _rank_ordered_slice_(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
-    total = _sum_in_order(received.view(ranks, -1))
-    if reduction is Reduction.MEAN:
-        total.div_(ranks)
-    dist.all_gather_into_tensor(flat, total, group=group)
+    total = _sum_in_order(received.view(group_size(group), -1))
+    _all_gather_flat(flat, total, group=group)
 
 
 def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:

@@ -7,23 +7,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.collectives import Reduction, group_size
+from megatron.core.distributed.collectives import group_size
 from megatron.core.distributed.plain_data_parallel import PlainDataParallel
 
 
 def finalize_model_grads(model: list[nn.Module], num_tokens: torch.Tensor | None = None) -> None:
     """Reduces the gradients of all chunks over their data-parallel groups. Collective.
 
-    Without `num_tokens`, the mean over ranks. num_tokens: [], integer or floating point, tokens in the losses that
-    this rank summed: then the sum over ranks divided by the tokens of all ranks (1 if there are none).
+    num_tokens: None for the mean over ranks. With calculate_per_token_loss, [], integer or floating point, the tokens
+    in the losses that this rank summed: the sum over ranks is divided by the tokens of all (1 if there are none).
     """
     for chunk in model:
         if not isinstance(chunk, PlainDataParallel):
             raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in PlainDataParallel")
-        if num_tokens is None:
-            chunk.finish_grad_sync()
-        else:
-            chunk.finish_grad_sync(reduction=Reduction.SUM)
+        if chunk.calculate_per_token_loss != (num_tokens is not None):
+            raise ValueError(
+                f"calculate_per_token_loss is {chunk.calculate_per_token_loss} and num_tokens is {num_tokens}: "
+                "the number of tokens must be given with per-token loss, and only then"
+            )
+        chunk.finish_grad_sync()
+        if num_tokens is not None:
             chunk.scale_gradients(1.0 / _total_tokens(num_tokens, chunk.group))
 
 

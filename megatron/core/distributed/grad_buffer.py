@@ -53,10 +53,11 @@ class GradBuffer:
     """Standing gradients in `dtype`; a hook moves each new gradient in and frees autograd's own tensor.
 
     The first gradient after `clear` overwrites and later ones add, so that nothing is zeroed in advance and
-    microbatches accumulate in `dtype` whatever the parameter's own. storage: [sum of padded sizes], `dtype`.
+    microbatches accumulate in `dtype` whatever the parameter's own. scale: factor of every gradient, applied in the
+    pass that moves it. storage: [sum of padded sizes], `dtype`.
     """
 
-    def __init__(self, named_params: list[tuple[str, nn.Parameter]], dtype: torch.dtype):
+    def __init__(self, named_params: list[tuple[str, nn.Parameter]], dtype: torch.dtype, *, scale: float = 1.0):
         spans = lay_out([param.numel() for _, param in named_params])
         total = spans[-1].padded_end if spans else 0
         device = named_params[0][1].device if named_params else None
@@ -66,6 +67,7 @@ class GradBuffer:
             for (name, param), span in zip(named_params, spans)
         ]
         self._grads = {entry.param: entry.grad for entry in self.entries}
+        self._scale = scale
         self._filled: set[nn.Parameter] = set()
         for entry in self.entries:
             # Hooks of the tensor, unlike those of its autograd node, survive module.to().
@@ -90,8 +92,11 @@ class GradBuffer:
         assert isinstance(param, nn.Parameter) and param.grad is not None
         grad = self._grads[param]
         if param in self._filled:
-            grad.add_(param.grad)
+            grad.add_(param.grad, alpha=self._scale)
+        elif param.grad.dtype == grad.dtype:
+            torch.mul(param.grad, self._scale, out=grad)
         else:
-            grad.copy_(param.grad)
-            self._filled.add(param)
+            # mul would round the product to the narrower type first.
+            grad.copy_(param.grad).mul_(self._scale)
+        self._filled.add(param)
         param.grad = None

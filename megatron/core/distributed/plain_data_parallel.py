@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.collectives import Reduction, all_reduce_, group_size, rank_ordered_all_reduce_
+from megatron.core.distributed.collectives import all_reduce_, group_size, rank_ordered_all_reduce_
 from megatron.core.distributed.grad_buffer import GradBuffer
 from megatron.core.distributed.replica_checks import check_grads
 
@@ -23,7 +23,8 @@ class PlainDataParallel(nn.Module):
     not reach has a gradient of zero, on one rank or on all; a parameter frozen before wrapping has none.
     `param.grad` is None between steps: read gradients through `named_main_grads`.
 
-    group: data-parallel ranks; None for this rank alone. deterministic: sum in rank order. check_for_nan_in_grad:
+    group: data-parallel ranks; None for this rank alone. deterministic: sum in rank order. calculate_per_token_loss:
+    ranks are summed instead of averaged, for finalize_model_grads to divide by their tokens. check_for_nan_in_grad:
     look at this rank's gradients before reduction; leave it off for fp16, whose loss scaler expects overflow.
     """
 
@@ -33,12 +34,14 @@ class PlainDataParallel(nn.Module):
         *,
         group: dist.ProcessGroup | None,
         deterministic: bool = False,
+        calculate_per_token_loss: bool = False,
         check_for_nan_in_grad: bool = False,
     ):
         super().__init__()
         self.module = module
         self.group = group
-        self.grad_buffers = _build_buffers(module)
+        self.calculate_per_token_loss = calculate_per_token_loss
+        self.grad_buffers = _build_buffers(module, scale=1.0 if calculate_per_token_loss else 1.0 / group_size(group))
         self._reduce = rank_ordered_all_reduce_ if deterministic else all_reduce_
         self._check_for_nan_in_grad = check_for_nan_in_grad
 
@@ -51,7 +54,7 @@ class PlainDataParallel(nn.Module):
         for buffer in self.grad_buffers:
             buffer.clear()
 
-    def finish_grad_sync(self, *, reduction: Reduction = Reduction.MEAN) -> None:
+    def finish_grad_sync(self) -> None:
         """Reduces the gradients over the group, in place; call after the last microbatch. Collective.
 
         Raises NonFiniteGradientError on all ranks if the check is on and any rank's gradient is NaN or infinite.
@@ -61,7 +64,7 @@ class PlainDataParallel(nn.Module):
         if self._check_for_nan_in_grad:
             check_grads(self.named_main_grads(), self.group)
         for buffer in self.grad_buffers:
-            self._reduce(buffer.storage, self.group, reduction=reduction)
+            self._reduce(buffer.storage, self.group)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies all gradients; factor: a number or a tensor [], fp32."""
@@ -85,10 +88,10 @@ def broadcast_params(module: nn.Module, group: dist.ProcessGroup | None) -> None
         dist.broadcast(param.data, group=group, group_src=0)
 
 
-def _build_buffers(module: nn.Module) -> list[GradBuffer]:
+def _build_buffers(module: nn.Module, *, scale: float) -> list[GradBuffer]:
     by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
     for name, param in module.named_parameters():
         if param.requires_grad:
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             by_dtype.setdefault(dtype, []).append((canonical_name(name), param))
-    return [GradBuffer(named_params, dtype) for dtype, named_params in by_dtype.items()]
+    return [GradBuffer(named_params, dtype, scale=scale) for dtype, named_params in by_dtype.items()]

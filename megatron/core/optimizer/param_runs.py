@@ -1,0 +1,94 @@
+"""Runs: neighbouring parameters joined into one flat tensor that an optimizer kernel steps at once.
+
+Which gradients they have is the data-parallel wrapper's layout; what a step does is optimizer.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.grad_buffer import GradBuffer, GradEntry, Span
+
+
+@dataclass(frozen=True)
+class RunParam:
+    """A parameter of a run. span: its elements in the run's flat tensors."""
+
+    name: str
+    param: nn.Parameter
+    span: Span
+
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its part of a flat tensor of the run, any dtype -> [*parameter shape], the same dtype, a view."""
+        return flat[self.span.start : self.span.end].view(self.param.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class ParamRun:
+    """Parameters that lie side by side and share dtype and weight decay.
+
+    model: [N], the parameters' dtype; they are views of it. main: [N], what the optimizer steps: `model` itself, or an
+    fp32 copy of 16-bit parameters; its `.grad` is `grad`. grad: [N], `main`'s dtype, a view of the gradient buffer.
+    Padding between parameters is zero in all three and stays zero: neither norm nor step sees it.
+    """
+
+    params: list[RunParam]
+    decays: bool
+    model: torch.Tensor
+    main: torch.Tensor
+    grad: torch.Tensor
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer steps a copy, to be written back into the model."""
+        return self.main is not self.model
+
+    def named_views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter's name and part of `flat`: [N], any dtype -> [*parameter shape], views."""
+        return ((member.name, member.view_of(flat)) for member in self.params)
+
+    def check_attached(self) -> None:
+        """Raises ValueError naming the first parameter whose memory is no longer the run's."""
+        base, size = self.model.data_ptr(), self.model.element_size()
+        for member in self.params:
+            if member.param.numel() and member.param.data_ptr() != base + member.span.start * size:
+                raise ValueError(
+                    f"parameter {member.name} was moved or replaced after the optimizer was built: "
+                    "build the optimizer after the model is on its device and in its dtype"
+                )
+
+
+def weight_decays(name: str, param: torch.Tensor) -> bool:
+    """Whether a parameter decays: biases and one-dimensional parameters (norms) do not. param: any shape and dtype."""
+    return not (name.endswith(".bias") or name == "bias" or param.dim() <= 1)
+
+
+def build_runs(buffers: Sequence[GradBuffer]) -> list[ParamRun]:
+    """Joins the parameters of each buffer into runs and moves their storage into the runs' flat tensors."""
+    runs = []
+    for buffer in buffers:
+        for (_, decays), entries in groupby(buffer.entries, key=_kind):
+            runs.append(_build_run(list(entries), buffer, decays=decays))
+    return runs
+
+
+def _kind(entry: GradEntry) -> tuple[torch.dtype, bool]:
+    return entry.param.dtype, weight_decays(entry.name, entry.param)
+
+
+def _build_run(entries: list[GradEntry], buffer: GradBuffer, *, decays: bool) -> ParamRun:
+    first, last = entries[0].span, entries[-1].span
+    grad = buffer.storage[first.start : last.padded_end]
+    params = [RunParam(e.name, e.param, Span(e.span.start - first.start, e.span.numel)) for e in entries]
+    # Zeros: padding must not hold what would spread in a sum.
+    model = torch.zeros(grad.numel(), dtype=entries[0].param.dtype, device=grad.device)
+    for member in params:
+        view = member.view_of(model)
+        view.copy_(member.param.detach())
+        member.param.data = view
+    main = model if model.dtype == grad.dtype else model.to(grad.dtype)
+    main.grad = grad
+    return ParamRun(params, decays, model, main, grad)
