@@ -89,7 +89,9 @@ class GPTModel(MegatronModule):
         logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
         if labels is None:
             return logits.transpose(0, 1).contiguous()
-        return consuming_cross_entropy(logits, labels.t(), num_classes=self.unpadded_vocab_size).t()
+        losses = consuming_cross_entropy(logits, labels.t(), num_classes=self.unpadded_vocab_size)  # [S, B]
+        # Contiguous: loss functions of existing scripts flatten it with view(-1).
+        return losses.t().contiguous()
 
     def shared_embedding_or_output_weight(self) -> Tensor:
         """The weight of the output layer: [V, H], parameter dtype; the word embeddings' where they are tied."""
