@@ -26,6 +26,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
         if vars(args).get(name) is None:
             vars(args)[name] = value
     # From here on, each check may rely on what the ones before it made sure of.
+    check_checkpoints(args)
     check_required(args)
     check_data(args)
     check_batches(args)
@@ -33,7 +34,6 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_query_groups(args)
     check_experts(args)
     check_schedule(args)
-    check_checkpoints(args)
     derive_shapes(args)
     derive_run_state(args)
     # Last, because it needs the derived values; a wrong field stops the run before any process group exists.

@@ -60,6 +60,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ),
         ("--finetune", "", ["--finetune needs --load"]),
         ("--ckpt-step 0", "", ["--ckpt-step needs --load"]),
+        ("--use-checkpoint-args", "--num-layers", ["--use-checkpoint-args needs --load"]),
         ("--save-interval 5", "", ["--save-interval needs --save"]),
         ("--tokenizer-type NullTokenizer", "", ["--vocab-size"]),
         ("--adam-beta1 1", "", ["--adam-beta1 is 1.0: must be less than 1"]),
