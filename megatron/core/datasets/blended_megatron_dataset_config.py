@@ -2,12 +2,25 @@
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.datasets.splits import DEFAULT_SPLIT, parse_split
-from megatron.core.datasets.vocabulary import Vocabulary
 
 Blend = tuple[list[str], list[float] | None]
+
+
+class Vocabulary(Protocol):
+    """What data has to know of a tokenizer: ids 0 to vocab_size - 1, eod ends a document, name is for errors."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int: ...
 
 
 @dataclass(kw_only=True)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, Datasets
+from megatron.core.datasets.blended_megatron_dataset_config import Vocabulary
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.samplers import MegatronPretrainingSampler
 from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.datasets.vocabulary import Vocabulary
 
 Batch = dict[str, torch.Tensor]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.vocabulary import Vocabulary
+from megatron.core.datasets.blended_megatron_dataset_config import Vocabulary
 
 NUM_DOCUMENTS = 20_000
 MEAN_LENGTH = 512
