@@ -26,8 +26,8 @@ class TrainingRun:
     training: TrainingConfig
     checkpoint: CheckpointConfig
     model: nn.Module
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
+    optimizer: MegatronOptimizer | None  # None: the run only evaluates
+    scheduler: OptimizerParamScheduler | None
     forward_step: Callable[..., Any]
     groups: ProcessGroupCollection
     device: torch.device

@@ -19,7 +19,11 @@ from megatron.core.device import default_device
 from megatron.core.distributed import PlainDataParallel, check_weights_agree, finalize_model_grads
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, OptimizerParamSchedulerConfig
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    OptimizerParamSchedulerConfig,
+    get_optimizer_param_scheduler,
+)
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_size_with_padding
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -54,12 +58,15 @@ def setup_run(
     publish_tokenizer(setup_tokenizer(args))
     init_num_microbatches_calculator(
         dist.get_rank(),
-        rampup_batch_size=None,
+        None,
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
         data_parallel_size=args.data_parallel_size,
     )
-    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, args)
+    if training.skip_train:
+        model, optimizer, scheduler = get_model(model_provider, args), None, None
+    else:
+        model, optimizer, scheduler = setup_model_and_optimizer(model_provider, args)
     run = TrainingRun(
         args=args,
         training=training,
@@ -85,8 +92,15 @@ def setup_model_and_optimizer(
     """Model, optimizer and schedule, joined through the callables of the model's configuration."""
     model = get_model(model_provider, args)
     optimizer = get_megatron_optimizer(config_from_args(OptimizerConfig, args), [model])
-    schedule = config_from_args(OptimizerParamSchedulerConfig, args)
-    scheduler = schedule.build(optimizer, train_iters=args.train_iters or 0, global_batch_size=args.global_batch_size)
+    scheduler = get_optimizer_param_scheduler(
+        optimizer,
+        config_from_args(OptimizerParamSchedulerConfig, args),
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        train_iters=args.train_iters,
+        global_batch_size=args.global_batch_size,
+    )
     config = get_model_config(model)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads

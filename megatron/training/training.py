@@ -92,6 +92,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     Raises NonFiniteLossError on every rank, before anything is updated, unless the check is off.
     """
     start = time.perf_counter()
+    assert run.optimizer is not None and run.scheduler is not None, "--skip-train never steps"
     learning_rate = run.optimizer.param_groups[0]["lr"]
     run.optimizer.zero_grad()
 
