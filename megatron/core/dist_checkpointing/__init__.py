@@ -7,7 +7,13 @@ from megatron.core.dist_checkpointing.logical import (
     identity_piece,
     model_logical_pieces,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState, ShardedTensor, sharded_tensors
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedState,
+    ShardedTensor,
+    model_sharded_tensors,
+    sharded_tensors,
+)
 from megatron.core.dist_checkpointing.serialization import CheckpointError, list_tensors, load, load_common, save
 
 __all__ = [
@@ -23,6 +29,7 @@ __all__ = [
     "load",
     "load_common",
     "model_logical_pieces",
+    "model_sharded_tensors",
     "save",
     "sharded_tensors",
 ]

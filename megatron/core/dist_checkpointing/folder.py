@@ -75,7 +75,7 @@ def discard(temporary: Path) -> None:
 
 
 def remove_incomplete(parent: Path, *, name: str) -> None:
-    """Deletes what killed saves left in `parent` for checkpoints whose name matches the regular expression `name`."""
+    """Deletes what killed saves left in `parent` for checkpoints and files whose name matches the pattern `name`."""
     pattern = re.compile(f"(?P<name>{name})(?P<kind>{re.escape(_INCOMPLETE)}|{re.escape(_REPLACED)}){_ID}")
     for entry in list(parent.iterdir()):
         match = pattern.fullmatch(entry.name)
@@ -83,7 +83,7 @@ def remove_incomplete(parent: Path, *, name: str) -> None:
             continue
         folder = parent / match["name"]
         if match["kind"] == _INCOMPLETE or (folder / MANIFEST_FILE).is_file():
-            shutil.rmtree(entry)
+            entry.unlink() if entry.is_file() else shutil.rmtree(entry)
 
 
 def find_checkpoint(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.boxes import Box, whole
-from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
 
 
 @dataclasses.dataclass
@@ -76,7 +76,7 @@ def flatten(state: ShardedState) -> Iterator[ShardedTensor | ShardedObject]:
 def sharded_tensors(
     pieces: list[LogicalPiece], tensor: torch.Tensor, *, prefix: str = "", allow_cast: bool = False
 ) -> list[ShardedTensor]:
-    """One ShardedTensor per piece of `tensor`: contiguous, of the parameter's shape, any dtype.
+    """One ShardedTensor per piece of `tensor`: [*parameter's shape], contiguous, any dtype.
 
     The boxes are views: loading them fills `tensor`. prefix goes before each key ("optimizer.exp_avg.").
     """
@@ -86,3 +86,17 @@ def sharded_tensors(
         )
         for piece in pieces
     ]
+
+
+def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -> list[ShardedTensor]:
+    """Boxes of every parameter and persistent buffer of `model`: views, any shape and dtype, in named order."""
+    pieces = model_logical_pieces(model)
+    tensors = []
+    for name, parameter in model.named_parameters():
+        tensors += sharded_tensors(pieces[canonical_name(name)], parameter.detach(), allow_cast=allow_cast)
+    # state_dict leaves out buffers that are not persistent; tied names of one parameter are in it twice.
+    seen = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, value in model.state_dict().items():
+        if name not in seen and isinstance(value, torch.Tensor):
+            tensors.append(ShardedTensor(canonical_name(name), value, allow_cast=allow_cast))
+    return tensors

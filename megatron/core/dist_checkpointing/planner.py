@@ -61,7 +61,7 @@ class BoxSavePlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         """One write item per box and object that this rank holds."""
         objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.objects]
-        boxes = [_write_item(t.key, t.box, _tensor_metadata(t)) for held in self.tensors.values() for t in held]
+        boxes = [_write_item(t.key, t.box, tensor=_tensor_metadata(t)) for held in self.tensors.values() for t in held]
         return SavePlan(objects + boxes)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -104,8 +104,8 @@ def assign_writes(offers: list[list[WriteItem]]) -> tuple[list[list[WriteItem]],
             written[rank].append(item)
             continue
         stored[key] = tensor
-        for rank, part in _spread(key, tensor, by_key[key], num_bytes=num_bytes):
-            item = _write_item(key, part, tensor, index=len(tensor.chunks))
+        for rank, part in _spread(key, tensor, offers=by_key[key], num_bytes=num_bytes):
+            item = _write_item(key, part, tensor=tensor, index=len(tensor.chunks))
             tensor.chunks.append(_chunk(part))
             written[rank].append(item)
     return written, Metadata(stored)
@@ -127,7 +127,7 @@ def _agreed_metadata(key: str, offers: list[tuple[int, WriteItem]]) -> TensorSto
 
 
 def _spread(
-    key: str, tensor: TensorStorageMetadata, offers: list[tuple[int, WriteItem]], *, num_bytes: list[int]
+    key: str, tensor: TensorStorageMetadata, *, offers: list[tuple[int, WriteItem]], num_bytes: list[int]
 ) -> list[tuple[int, Box]]:
     """(rank, part) for every disjoint part, each to the least loaded rank that holds it; num_bytes is advanced."""
     owners: dict[Box, list[int]] = defaultdict(list)
@@ -167,7 +167,7 @@ class BoxLoadPlanner(LoadPlanner):
         for index, tensor in enumerate(self.tensors):
             entry = stored[tensor.key]
             assert isinstance(entry, TensorStorageMetadata)
-            reads += _read_box(index, tensor, entry.chunks)
+            reads += _read_box(tensor, entry.chunks, index=index)
         return LoadPlan(reads)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -188,7 +188,7 @@ class BoxLoadPlanner(LoadPlanner):
         return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).relative_to(whole(target.shape))]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: resolve_tensor gave a view."""
+        """Nothing to do, `tensor`: [*lengths], the wanted dtype, is a view of the target."""
 
 
 def check_wanted(items: Items, metadata: Metadata) -> None:
@@ -213,7 +213,7 @@ def _problem(item: ShardedTensor | ShardedObject, metadata: Metadata) -> str | N
     return None if dtype == wanted or castable else f"{item.key} is {dtype} in it, {wanted} is wanted"
 
 
-def _read_box(index: int, tensor: ShardedTensor, chunks: list[ChunkStorageMetadata]) -> list[ReadItem]:
+def _read_box(tensor: ShardedTensor, chunks: list[ChunkStorageMetadata], *, index: int) -> list[ReadItem]:
     reads = []
     for chunk in chunks:
         stored = Box(tuple(chunk.offsets), tuple(chunk.sizes))
@@ -249,7 +249,7 @@ def _position(read_item: ReadItem) -> int:
     return read_item.dest_index.index
 
 
-def _write_item(key: str, box: Box, tensor: TensorStorageMetadata, *, index: int | None = None) -> WriteItem:
+def _write_item(key: str, box: Box, *, tensor: TensorStorageMetadata, index: int | None = None) -> WriteItem:
     data = TensorWriteData(chunk=_chunk(box), properties=tensor.properties, size=tensor.size)
     return WriteItem(MetadataIndex(key, box.offset, index), WriteItemType.SHARD, tensor_data=data)
 

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.planner import BoxLoadPlanner, BoxSavePlan
 from megatron.core.dist_checkpointing.storage import METADATA_FILE, CheckpointReader, CheckpointWriter, read_metadata
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(OSError):
     """Writing or reading a checkpoint failed; raised on every rank with the same text."""
 
 

@@ -1,0 +1,102 @@
+"""The command line of a run inside its checkpoints: stored as JSON, compared on load, taken over where asked.
+
+Finding the checkpoint is checkpoint_folder.py's work; tensors are not looked at here.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.dist_checkpointing import load_common
+from megatron.training.checkpoint_folder import find_checkpoint
+from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+
+# A model with another value of one of these has other weights, or weights of another meaning.
+_SAME_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "swiglu",
+    "normalization",
+    "add_bias_linear",
+    "untie_embeddings_and_output_weights",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "unpadded_vocab_size",
+)
+# The optimizer's state is that of these values.
+_SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
+
+
+def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
+    """All arguments; what JSON cannot hold becomes text."""
+    return json.loads(json.dumps(vars(args), default=str))
+
+
+def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
+    """Sets the model-shape arguments (MODEL_SHAPE_DESTS) of `args` to those of the checkpoint in args.load.
+
+    For --use-checkpoint-args: call between parse_args and validate_args, on every rank by itself. Raises ValueError
+    if there is no checkpoint.
+    """
+    found = find_checkpoint(args.load, step=args.ckpt_step)
+    if found is None:
+        raise ValueError(f"--use-checkpoint-args: there is no checkpoint in --load {args.load}")
+    stored = load_common(found.path)["args"]
+    for name in MODEL_SHAPE_DESTS:
+        if name in stored:
+            vars(args)[name] = stored[name]
+    return args
+
+
+def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the arguments that make the checkpoint's model another one than this run's."""
+    differences = _differences(_model_of(args_to_json(args)), _model_of(stored), names=_SAME_MODEL)
+    if differences:
+        raise ValueError(f"checkpoint of another model: {differences}; --use-checkpoint-args takes its values")
+
+
+def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the arguments that make the checkpoint's optimizer state useless here."""
+    differences = _differences(args_to_json(args), stored, names=_SAME_OPTIMIZER)
+    if differences:
+        raise ValueError(
+            f"checkpoint of another optimizer: {differences}; with --no-load-optim or --finetune only its weights are "
+            "loaded, and converted"
+        )
+
+
+def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with defaults that depend on others filled in, and without those that have no effect."""
+    model = dict(values)
+    if not model.get("group_query_attention"):
+        model["num_query_groups"] = model.get("num_attention_heads")
+    if model.get("num_experts") is None:
+        model["moe_layer_freq"] = model["moe_ffn_hidden_size"] = None
+    elif model.get("moe_ffn_hidden_size") is None:
+        model["moe_ffn_hidden_size"] = model.get("ffn_hidden_size")
+    learned = model.get("position_embedding_type") == "learned_absolute"
+    positions = model.get("max_position_embeddings") or model.get("seq_length")
+    model["max_position_embeddings"] = positions if learned else None
+    return model
+
+
+def _differences(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: tuple[str, ...]) -> str:
+    different = [n for n in names if n in here and n in stored and here[n] != stored[n]]
+    return ", ".join(_in_words(name, here=here[name], stored=stored[name]) for name in different)
+
+
+def _in_words(name: str, *, here: Any, stored: Any) -> str:
+    flag = flag_table().by_dest.get(name)
+    # What is derived, such as the tokenizer's vocabulary, has no flag of its own.
+    option = name if flag is None else flag.flags[0]
+    if flag is not None and flag.constant is not None:
+        here, stored = ("on" if value == flag.constant else "off" for value in (here, stored))
+    return f"{option} is {here} here, {stored} in the checkpoint"

@@ -1,0 +1,109 @@
+"""The --save and --load folders: one folder per iteration and a tracker file that names the latest.
+
+What is in a checkpoint is decided in checkpointing.py, how it gets to disk in core/dist_checkpointing.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.core.agreement import all_ranks_agree
+from megatron.core.dist_checkpointing import folder as folders
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+_ITERATION = r"iteration_(\d{7,})"
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint to load; iteration 0 for a release, which is weights to start from."""
+
+    path: Path
+    iteration: int
+    is_release: bool = False
+    notice: str | None = None
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+    """Path of the file that holds the latest iteration, in digits, or "release"."""
+    return os.path.join(checkpoints_path, TRACKER_FILE)
+
+
+def iteration_folder(checkpoints_path: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration is."""
+    return Path(checkpoints_path) / f"iteration_{iteration:07d}"
+
+
+def check_save_folder(path: str, group: dist.ProcessGroup | None = None) -> None:
+    """Makes the --save folder and writes to it for a try: a run learns before its first step that it cannot save.
+
+    Collective over `group` (None: all ranks); raises ValueError on every rank.
+    """
+    with all_ranks_agree(group):
+        probe = Path(path) / f"probe.incomplete-{folders.new_id()}"
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            folders.write_json(probe, "can be written")
+            probe.unlink()
+        except OSError as error:
+            raise ValueError(f"--save {path} cannot be written: {error}") from error
+
+
+def clean_save_folder(path: str) -> None:
+    """Removes what killed saves left in a --save folder."""
+    if Path(path).is_dir():
+        folders.remove_incomplete(Path(path), name=rf"{_ITERATION}|{RELEASE}|probe|{re.escape(TRACKER_FILE)}")
+
+
+def write_tracker(path: str, iteration: int) -> None:
+    """Names `iteration` as the latest; call when its checkpoint is complete."""
+    folders.replace_text(Path(get_checkpoint_tracker_filename(path)), str(iteration))
+
+
+def find_checkpoint(load: str, *, step: int | None = None) -> FoundCheckpoint | None:
+    """The checkpoint of --ckpt-step, else the tracker's, else the newest; None if the folder has none.
+
+    Raises ValueError if what the step or the tracker names is missing or incomplete.
+    """
+    root = Path(load)
+    if (root / folders.MANIFEST_FILE).is_file():
+        raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
+    if step is not None:
+        return _named(root, f"--ckpt-step is {step}", iteration=step)
+    tracker = root / TRACKER_FILE
+    if not tracker.is_file():
+        return _newest(root)
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text == RELEASE:
+        return FoundCheckpoint(folders.find_checkpoint(root / RELEASE), 0, is_release=True)
+    if not text.isdecimal() or not text.isascii():
+        raise ValueError(f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}")
+    return _named(root, f"{tracker} names iteration {text}", iteration=int(text))
+
+
+def complete_iterations(root: Path) -> list[int]:
+    """Iterations that have a complete checkpoint, ascending."""
+    if not root.is_dir():
+        return []
+    matches = [(entry, re.fullmatch(_ITERATION, entry.name)) for entry in root.iterdir()]
+    return sorted(int(m[1]) for entry, m in matches if m is not None and (entry / folders.MANIFEST_FILE).is_file())
+
+
+def _named(root: Path, who: str, *, iteration: int) -> FoundCheckpoint:
+    try:
+        return FoundCheckpoint(folders.find_checkpoint(iteration_folder(root, iteration)), iteration)
+    except ValueError as error:
+        others = ", ".join(map(str, complete_iterations(root))) or "none"
+        raise ValueError(f"{who}: {error}; complete iterations: {others}") from error
+
+
+def _newest(root: Path) -> FoundCheckpoint | None:
+    iterations = complete_iterations(root)
+    if not iterations:
+        return None
+    notice = f"{root} has no {TRACKER_FILE}: taking iteration {iterations[-1]}, its newest complete checkpoint"
+    return FoundCheckpoint(iteration_folder(root, iterations[-1]), iterations[-1], notice=notice)

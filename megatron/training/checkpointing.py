@@ -1,0 +1,255 @@
+"""Saving and loading a training run: what is in a checkpoint and what each --load flag takes from it.
+
+Tensors get to disk through core/dist_checkpointing; folders are checkpoint_folder.py's, arguments checkpoint_args.py's.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import dist_checkpointing
+from megatron.core.agreement import all_ranks_agree
+from megatron.core.device import seed_all
+from megatron.core.dist_checkpointing import (
+    LogicalPiece,
+    ShardedTensor,
+    canonical_name,
+    model_logical_pieces,
+    model_sharded_tensors,
+)
+from megatron.training.checkpoint_args import args_to_json, check_same_model, check_same_optimizer
+from megatron.training.checkpoint_folder import (
+    FoundCheckpoint,
+    check_save_folder,
+    clean_save_folder,
+    find_checkpoint,
+    get_checkpoint_tracker_filename,
+    iteration_folder,
+    write_tracker,
+)
+from megatron.training.config import CheckpointConfig
+from megatron.training.global_vars import print_rank_0
+from megatron.training.rng_state import restore_rng, rng_sharded_state
+from megatron.training.train_state import TrainState
+
+__all__ = ["check_save_folder", "get_checkpoint_tracker_filename", "load_checkpoint", "save_checkpoint"]
+
+
+class CheckpointedOptimizer(Protocol):
+    """What a checkpoint needs of an optimizer: tensors by logical piece, the rest as JSON."""
+
+    def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def reload_model_params(self) -> None: ...
+
+
+class CheckpointedScheduler(Protocol):
+    """What a checkpoint needs of a scheduler: its state as JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The objects whose state a checkpoint holds."""
+
+    model: Sequence[torch.nn.Module]
+    optimizer: CheckpointedOptimizer | None
+    scheduler: CheckpointedScheduler | None
+    data_parallel_group: dist.ProcessGroup | None
+
+    def pieces(self) -> dict[str, list[LogicalPiece]]:
+        """Logical pieces of all parameters."""
+        return {name: pieces for chunk in self.model for name, pieces in model_logical_pieces(chunk).items()}
+
+    def weights(self, *, allow_cast: bool = False) -> list[ShardedTensor]:
+        """Parameters and persistent buffers."""
+        return [tensor for chunk in self.model for tensor in model_sharded_tensors(chunk, allow_cast=allow_cast)]
+
+    def frozen_keys(self) -> list[str]:
+        """Keys of the parameters that the optimizer does not step."""
+        pieces = self.pieces()
+        named = (item for chunk in self.model for item in chunk.named_parameters())
+        frozen = (canonical_name(name) for name, parameter in named if not parameter.requires_grad)
+        return sorted(piece.key for name in frozen for piece in pieces[name])
+
+
+def save_checkpoint(
+    iteration: int,
+    model: Sequence[torch.nn.Module],
+    optimizer: CheckpointedOptimizer | None,
+    opt_param_scheduler: CheckpointedScheduler | None,
+    *,
+    train_state: TrainState,
+    args: argparse.Namespace,
+    config: CheckpointConfig,
+    data_parallel_group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Writes config.save/iteration_NNNNNNN and then the tracker; returns the folder, complete and on disk.
+
+    Collective over all ranks. data_parallel_group: None for a group of this rank alone. After a failure, which every
+    rank raises, earlier checkpoints and the tracker are as they were.
+    """
+    if config.save is None:
+        raise ValueError("a checkpoint needs --save: give the folder for the checkpoints")
+    parts = _Parts(model, optimizer, opt_param_scheduler, data_parallel_group)
+    common = {"iteration": iteration, "train_state": train_state.state_dict(), "args": args_to_json(args)}
+    state = _content(parts, config, common=common)
+    folder = iteration_folder(config.save, iteration)
+    with all_ranks_agree():
+        if _rank() == 0:
+            clean_save_folder(config.save)
+    dist_checkpointing.save(state, folder, common=common)
+    with all_ranks_agree():
+        if _rank() == 0:
+            write_tracker(config.save, iteration)
+    return folder
+
+
+def load_checkpoint(
+    model: Sequence[torch.nn.Module],
+    optimizer: CheckpointedOptimizer | None,
+    opt_param_scheduler: CheckpointedScheduler | None,
+    *,
+    train_state: TrainState,
+    args: argparse.Namespace,
+    config: CheckpointConfig,
+    data_parallel_group: dist.ProcessGroup | None = None,
+) -> tuple[int, float]:
+    """Continues from config.load: fills all objects in place; returns (iteration, floating-point operations so far).
+
+    Collective over all ranks, after the optimizer is built. A folder without checkpoints gives (0, 0.0), one line on
+    rank 0 and nothing changed, or ValueError under --exit-on-missing-checkpoint. Raises on every rank, with nothing
+    changed, if the checkpoint is damaged, of another model, or lacks what is asked for.
+    """
+    found = _find(config)
+    if found is None:
+        return 0, 0.0
+    with all_ranks_agree():
+        common = dist_checkpointing.load_common(found.path)
+        taken = _what_to_take(config, common, is_release=found.is_release)
+        check_same_model(args, common["args"])
+        if taken.optimizer:
+            check_same_optimizer(args, common["args"])
+    parts = _Parts(model, optimizer, opt_param_scheduler, data_parallel_group)
+    _load_tensors(parts, found, taken=taken, args=args)
+    if taken.optimizer and optimizer is not None:
+        optimizer.load_state_dict(common["optimizer"])
+        if opt_param_scheduler is not None and common["scheduler"] is not None:
+            opt_param_scheduler.load_state_dict(common["scheduler"])
+    if taken.position:
+        train_state.load_state_dict(common["train_state"])
+    return train_state.iteration, train_state.floating_point_operations_so_far
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a load takes besides the weights."""
+
+    position: bool
+    optimizer: bool
+    rng: bool
+
+
+def _content(parts: _Parts, config: CheckpointConfig, *, common: dict[str, Any]) -> list[ShardedTensor]:
+    """All tensors of the checkpoint; adds the JSON state of the same objects to `common`."""
+    state = parts.weights()
+    with_optimizer = parts.optimizer is not None and not config.no_save_optim
+    common["contents"] = {"optimizer": with_optimizer, "rng": not config.no_save_rng}
+    common["frozen"] = parts.frozen_keys()
+    if parts.optimizer is not None and with_optimizer:
+        state += parts.optimizer.sharded_state(parts.pieces())
+        common["optimizer"] = parts.optimizer.state_dict()
+        common["scheduler"] = None if parts.scheduler is None else parts.scheduler.state_dict()
+    if not config.no_save_rng:
+        state += rng_sharded_state(parts.data_parallel_group)
+    return state
+
+
+def _find(config: CheckpointConfig) -> FoundCheckpoint | None:
+    """What to load, as rank 0 sees it; None to start from scratch."""
+    if config.load is None:
+        return None
+    found: list[FoundCheckpoint | None] = [None]
+    with all_ranks_agree():
+        if _rank() == 0:
+            found[0] = find_checkpoint(config.load, step=config.ckpt_step)
+        if _rank() == 0 and found[0] is None and config.exit_on_missing_checkpoint:
+            raise ValueError(f"--exit-on-missing-checkpoint: there is no checkpoint in --load {config.load}")
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        print_rank_0(f"There is no checkpoint in {config.load}: starting from scratch.")
+    elif found[0].notice is not None:
+        print_rank_0(found[0].notice)
+    return found[0]
+
+
+def _what_to_take(config: CheckpointConfig, common: dict[str, Any], *, is_release: bool) -> _Taken:
+    if config.finetune or is_release:
+        return _Taken(position=False, optimizer=False, rng=False)
+    taken = _Taken(position=True, optimizer=not config.no_load_optim, rng=not config.no_load_rng)
+    for name, wanted, flag in (("optimizer", taken.optimizer, "optim"), ("rng", taken.rng, "rng")):
+        if wanted and not common["contents"][name]:
+            raise ValueError(f"the checkpoint holds no {name} state: add --no-load-{flag}, or --finetune")
+    return taken
+
+
+def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, args: argparse.Namespace) -> None:
+    """Fills weights, optimizer and generators from the checkpoint, in that order of importance."""
+    weights = parts.weights(allow_cast=not taken.optimizer)
+    rng = rng_sharded_state(parts.data_parallel_group) if taken.rng else []
+    with all_ranks_agree():
+        same_ranks = _holds(found, rng)
+    wanted = weights + (rng if same_ranks else [])
+    if parts.optimizer is None or not taken.optimizer:
+        dist_checkpointing.load(wanted, found.path)
+        if parts.optimizer is not None:
+            parts.optimizer.reload_model_params()
+    else:
+        _load_with_optimizer(parts, wanted, found=found)
+    if same_ranks and rng:
+        restore_rng(rng)
+    elif rng:
+        _reseed(parts, found, seed=args.seed)
+
+
+def _load_with_optimizer(parts: _Parts, wanted: list[ShardedTensor], *, found: FoundCheckpoint) -> None:
+    assert parts.optimizer is not None
+    with all_ranks_agree():
+        frozen = dist_checkpointing.load_common(found.path)["frozen"]
+    state = parts.optimizer.sharded_state(parts.pieces())
+    known = [tensor for tensor in state if not tensor.key.endswith(tuple(f".{key}" for key in frozen))]
+    if len(known) < len(state):
+        # Masters of parameters that were frozen in the saved run must come from the loaded weights.
+        dist_checkpointing.load(wanted, found.path)
+        parts.optimizer.reload_model_params()
+        print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
+    dist_checkpointing.load([*wanted, *known], found.path)
+
+
+def _holds(found: FoundCheckpoint, tensors: list[ShardedTensor]) -> bool:
+    """Whether the checkpoint has all of these with the same shape."""
+    stored = dist_checkpointing.list_tensors(found.path)
+    return all(stored.get(t.key) == (t.global_shape, t.data.dtype) for t in tensors)
+
+
+def _reseed(parts: _Parts, found: FoundCheckpoint, *, seed: int) -> None:
+    """Fresh seeds, other ones at each resume, where the saved generators belong to other ranks."""
+    print_rank_0(
+        "The checkpoint holds the random-number state of another number of data-parallel ranks or devices: "
+        "dropout continues with fresh seeds."
+    )
+    group = parts.data_parallel_group
+    seed_all(seed + 1_000_003 * (0 if group is None else dist.get_rank(group)) + 7_919 * found.iteration)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,55 @@
+"""Random-number state of each data-parallel rank, as rows of a few tensors in a checkpoint.
+
+Seeding a run and forking streams for model parallelism live elsewhere.
+"""
+
+import math
+import random
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from megatron.core.device import default_device, rng_state_bytes, set_rng_state_bytes
+from megatron.core.dist_checkpointing import ShardedTensor
+
+_PREFIX = "rng."
+_TORCH = ("torch", "cuda")
+
+
+def rng_sharded_state(data_parallel_group: dist.ProcessGroup | None) -> list[ShardedTensor]:
+    """This rank's generators as row `rank` of [data-parallel size, N] tensors: int64, float64 and uint8, on the CPU.
+
+    data_parallel_group: None for a group of this rank alone.
+    """
+    rank, size = (0, 1)
+    if data_parallel_group is not None:
+        rank, size = dist.get_rank(data_parallel_group), dist.get_world_size(data_parallel_group)
+    return [
+        ShardedTensor(_PREFIX + name, row.unsqueeze(0), (size, row.numel()), (rank, 0))
+        for name, row in _capture().items()
+    ]
+
+
+def restore_rng(loaded: list[ShardedTensor]) -> None:
+    """Sets this rank's generators from what rng_sharded_state made and `load` filled."""
+    rows = {tensor.key.removeprefix(_PREFIX): tensor.data[0] for tensor in loaded}
+    python, numpy_state, gauss = rows["python"].tolist(), rows["numpy"].numpy(), rows["gauss"].tolist()
+    random.setstate((3, tuple(python), None if math.isnan(gauss[0]) else gauss[0]))
+    keys, (position, has_gauss) = numpy_state[:-2].astype(numpy.uint32), numpy_state[-2:].tolist()
+    numpy.random.set_state(("MT19937", keys, position, has_gauss, gauss[1]))
+    set_rng_state_bytes([rows[name] for name in _TORCH if name in rows], default_device())
+
+
+def _capture() -> dict[str, torch.Tensor]:
+    _, python, python_gauss = random.getstate()
+    numpy_state = numpy.random.get_state(legacy=False)
+    keys, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    return {
+        "python": torch.tensor(python, dtype=torch.int64),
+        "numpy": torch.tensor([*keys.tolist(), position, numpy_state["has_gauss"]], dtype=torch.int64),
+        # Both generators keep the second of a pair of normal numbers; NaN stands for Python's "none kept".
+        "gauss": torch.tensor(
+            [math.nan if python_gauss is None else python_gauss, numpy_state["gauss"]], dtype=torch.float64
+        ),
+    } | dict(zip(_TORCH, rng_state_bytes(default_device()), strict=False))
