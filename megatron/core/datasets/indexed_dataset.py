@@ -160,11 +160,14 @@ class IndexedDatasetBuilder:
 
     def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
         """Appends one document of several sequences. tensor: [sum(lengths)], their elements one after the other."""
-        array = np.asarray(tensor)
-        if len(array) != sum(lengths):
-            raise ValueError(f"document of {len(array)} elements: its lengths {list(lengths)} add up to {sum(lengths)}")
-        self._append(array, lengths, modes=modes if modes is not None else [0] * len(lengths))
+        self._append(np.asarray(tensor), lengths, modes=modes if modes is not None else [0] * len(lengths))
         self.end_document()
+
+    def add_documents(self, tensor: Any, lengths: Sequence[int]) -> None:
+        """Appends documents of one sequence each. tensor: [sum(lengths)], as for add_document."""
+        first = len(self.sequence_lengths) + 1
+        self._append(np.asarray(tensor), lengths, modes=[0] * len(lengths))
+        self.document_indices.extend(range(first, first + len(lengths)))
 
     def end_document(self) -> None:
         """The sequences added since the last border make a document."""
@@ -214,6 +217,8 @@ class IndexedDatasetBuilder:
         self._partial_bin.unlink(missing_ok=True)
 
     def _append(self, array: np.ndarray, lengths: Sequence[int], *, modes: Sequence[int]) -> None:
+        if len(array) != sum(lengths):
+            raise ValueError(f"{len(array)} elements for sequences of {list(lengths)}, which are {sum(lengths)}")
         self._file.write(_exactly(array, self.dtype, path=self._bin_path).tobytes())
         self.sequence_lengths.extend(int(length) for length in lengths)
         if self.multimodal:

@@ -1,0 +1,106 @@
+"""Trains a byte-level BPE tokenizer: `python tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.json`.
+
+Writes a tokenizer.json for --tokenizer-type HuggingFaceTokenizer; equal input gives an equal file.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from megatron.core.datasets.text_files import (  # noqa: E402
+    BadLine,
+    decode_document,
+    find_text_files,
+    read_raw_documents,
+)
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCAB = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+NAMED_BAD_LINES = 10
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    options = parse_options(argv)
+    try:
+        bad_lines: list[BadLine] = []
+        texts = read_texts(find_text_files(options.input), json_key=options.json_key, bad_lines=bad_lines)
+        tokenizer = train(texts, vocab_size=options.vocab_size)
+        write(tokenizer, output_file(options.output))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for line in bad_lines[:NAMED_BAD_LINES]:
+        print(f"skipped {line}", file=sys.stderr)
+    if bad_lines:
+        print(f"skipped {len(bad_lines):,} bad lines in all", file=sys.stderr)
+    print(f"{tokenizer.get_vocab_size():,} tokens: --tokenizer-model {output_file(options.output)}")
+    return 0
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=".jsonl or .txt files, or folders")
+    parser.add_argument("--json-key", default="text", help="key of the text in JSON lines (default: text)")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="ids, the end of text included (default: 8192)")
+    parser.add_argument("--output", required=True, metavar="PATH", help="a .json file, or a folder for tokenizer.json")
+    options = parser.parse_args(argv)
+    if options.vocab_size < SMALLEST_VOCAB:
+        parser.error(f"--vocab-size is {options.vocab_size}: must be at least {SMALLEST_VOCAB}, the bytes and one more")
+    return options
+
+
+def read_texts(files: Iterable[Path], *, json_key: str, bad_lines: list[BadLine]) -> Iterator[str]:
+    """The texts of all files in order; appends to `bad_lines`. Raises ValueError where there is none at all."""
+    found = False
+    for raw in itertools.chain.from_iterable(map(read_raw_documents, files)):
+        text, bad = decode_document(raw, json_key=json_key)
+        bad_lines += bad
+        if text:
+            found = True
+            yield text
+    if not found:
+        raise ValueError("the input has no text" + "".join(f"\n  {line}" for line in bad_lines[:NAMED_BAD_LINES]))
+
+
+def train(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
+    """Byte-level BPE with all 256 bytes, so that any text has tokens; fewer ids than asked for where text is short."""
+    first = next(texts)  # here, not in the library, which hides what an iterator raises
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        # The library's set has no order; ids shall not depend on hash seeds.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(itertools.chain([first], texts), trainer)
+    return tokenizer
+
+
+def output_file(output: str) -> Path:
+    path = Path(output)
+    return path if path.suffix == ".json" else path / "tokenizer.json"
+
+
+def write(tokenizer: Tokenizer, path: Path) -> None:
+    """Under a temporary name first, so that an interrupted run leaves no half tokenizer."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
