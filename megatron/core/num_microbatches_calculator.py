@@ -59,6 +59,7 @@ def init_num_microbatches_calculator(
     # TODO(#3): ramp up of the batch size.
     if rampup_batch_size is not None:
         raise ValueError(f"rampup_batch_size is {rampup_batch_size}: not yet available")
+    # A second run in this process with other sizes would change the first one's.
     if _HOLDER.calculator is not None:
         raise RuntimeError(f"rank {rank}: the number of microbatches is already set; destroy the calculator first")
     _HOLDER.calculator = ConstantNumMicroBatches(global_batch_size, micro_batch_size, data_parallel_size)

@@ -117,22 +117,26 @@ class _Schedule:
         self.validate_weight_decay()
 
     def validate_learning_rate(self) -> None:
-        _require(self.max_lr >= self.min_lr >= 0, "min_lr", self.min_lr, wanted=f"in 0 .. max_lr ({self.max_lr})")
-        _require(self.lr_decay_style in _LR_STYLES, "lr_decay_style", self.lr_decay_style, wanted=f"in {_LR_STYLES}")
+        _require(self.max_lr >= self.min_lr >= 0, "min_lr", value=self.min_lr, wanted=f"in 0 .. max_lr ({self.max_lr})")
+        _require(
+            self.lr_decay_style in _LR_STYLES, "lr_decay_style", value=self.lr_decay_style, wanted=f"in {_LR_STYLES}"
+        )
 
     def validate_steps(self) -> None:
-        _require(self.lr_decay_steps > 0, "lr_decay_steps", self.lr_decay_steps, wanted="more than 0")
+        _require(self.lr_decay_steps > 0, "lr_decay_steps", value=self.lr_decay_steps, wanted="more than 0")
         in_range = 0 <= self.lr_warmup_steps < self.lr_decay_steps
         wanted = f"in 0 .. lr_decay_steps - 1 ({self.lr_decay_steps - 1})"
-        _require(in_range, "lr_warmup_steps", self.lr_warmup_steps, wanted=wanted)
+        _require(in_range, "lr_warmup_steps", value=self.lr_warmup_steps, wanted=wanted)
 
     def validate_weight_decay(self) -> None:
         styles = _WEIGHT_DECAY_STYLES
-        _require(self.wd_incr_style in styles, "wd_incr_style", self.wd_incr_style, wanted=f"in {styles}")
+        _require(self.wd_incr_style in styles, "wd_incr_style", value=self.wd_incr_style, wanted=f"in {styles}")
         in_range = self.end_wd >= self.start_wd >= 0
-        _require(in_range, "start_wd", self.start_wd, wanted=f"in 0 .. end_wd ({self.end_wd})")
+        _require(in_range, "start_wd", value=self.start_wd, wanted=f"in 0 .. end_wd ({self.end_wd})")
         constant = self.wd_incr_style == "constant"
-        _require(not constant or self.start_wd == self.end_wd, "end_wd", self.end_wd, wanted="start_wd when constant")
+        _require(
+            not constant or self.start_wd == self.end_wd, "end_wd", value=self.end_wd, wanted="start_wd when constant"
+        )
 
 
 class OptimizerParamScheduler:
@@ -162,7 +166,7 @@ class OptimizerParamScheduler:
         lr_wsd_decay_style: str | None = None,
     ):
         _check_load_policy(override=override_opt_param_scheduler, use_checkpoint=use_checkpoint_opt_param_scheduler)
-        _require(0 <= init_lr <= max_lr, "init_lr", init_lr, wanted=f"in 0 .. max_lr ({max_lr})")
+        _require(0 <= init_lr <= max_lr, "init_lr", value=init_lr, wanted=f"in 0 .. max_lr ({max_lr})")
         self.optimizer = optimizer
         self.num_steps = 0
         self.init_lr = init_lr
@@ -195,10 +199,13 @@ class OptimizerParamScheduler:
         schedule, step = self.schedule, self.num_steps
         max_lr = _or_default(param_group.get("max_lr"), schedule.max_lr)
         min_lr = _or_default(param_group.get("min_lr"), schedule.min_lr)
+        # Before the style: warm-up comes first in all of them, also in a constant one.
         if 0 < schedule.lr_warmup_steps and step <= schedule.lr_warmup_steps:
+            # Multiply before dividing, as Megatron does: the other order differs in the last bit.
             return self.init_lr + (max_lr - self.init_lr) * step / schedule.lr_warmup_steps
         if schedule.lr_decay_style == "constant":
             return max_lr
+        # Runs that go on past the schedule stay at the bottom of it.
         if step > schedule.lr_decay_steps:
             return min_lr
         if schedule.lr_decay_style == "inverse-square-root":
@@ -220,12 +227,14 @@ class OptimizerParamScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues at the checkpoint's step; raises ValueError where the schedule differs and no flag decides."""
         ours = asdict(self.schedule)
+        # A checkpoint of an older run may lack a name that came later: then there is nothing to compare.
         theirs = {name: state_dict.get(name, value) for name, value in ours.items()}
         if self._use_checkpoint:
             self.schedule = replace(self.schedule, **theirs)
         elif not self._override:
             _require_equal(ours, theirs)
         self.num_steps = int(state_dict["num_steps"])
+        # At once, or the first step after a resume would use the rates of step 0.
         self.step(0)
 
     def _decay_coefficient(self) -> float:
@@ -285,7 +294,7 @@ def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _require(holds: bool, name: str, value: Any, *, wanted: str) -> None:
+def _require(holds: bool, name: str, *, value: Any, wanted: str) -> None:
     if not holds:
         raise ValueError(f"{name} is {value}: must be {wanted}")
 

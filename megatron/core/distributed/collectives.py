@@ -30,7 +30,7 @@ def all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """As all_reduce_, but each element is the sum in rank order in `flat`'s dtype, whatever the size of the tensor.
+    """Sums `flat`, any shape, contiguous, any dtype, in place; each element in rank order, whatever the tensor's size.
 
     All-to-all, local sum, all-gather, in slices of bounded size.
     """
@@ -42,6 +42,7 @@ def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None
         if piece.numel() % ranks == 0:
             _rank_ordered_slice_(piece, group)
         else:
+            # Only the last slice of a tensor that does not divide by the ranks comes here.
             padded = piece.new_zeros(-(-piece.numel() // ranks) * ranks)
             padded[: piece.numel()] = piece
             _rank_ordered_slice_(padded, group)
@@ -49,14 +50,16 @@ def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None
 
 
 def _rank_ordered_slice_(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    # [ranks, N / ranks]: row r is what rank r holds of this rank's share.
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
-    total = _sum_in_order(received.view(group_size(group), -1))
+    total = _sum_in_order(received.view(group_size(group), -1))  # [N / ranks]
     _all_gather_flat(flat, total, group=group)
 
 
 def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
-    total = rows[0].clone()  # [N]
+    # One addition at a time: a reduction kernel over rows may pair them as it likes.
+    total = rows[0].clone()
     for row in rows[1:]:
         total.add_(row)
     return total

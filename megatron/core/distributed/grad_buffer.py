@@ -66,8 +66,10 @@ class GradBuffer:
             GradEntry(name, param, span, self.storage[span.start : span.end].view(param.shape))
             for (name, param), span in zip(named_params, spans)
         ]
+        # For the hook, which autograd hands the parameter alone.
         self._grads = {entry.param: entry.grad for entry in self.entries}
         self._scale = scale
+        # Since `clear`. A parameter used twice in re-entrant backward passes may come twice.
         self._filled: set[nn.Parameter] = set()
         for entry in self.entries:
             # Hooks of the tensor, unlike those of its autograd node, survive module.to().
@@ -99,4 +101,5 @@ class GradBuffer:
             # mul would round the product to the narrower type first.
             grad.copy_(param.grad).mul_(self._scale)
         self._filled.add(param)
+        # Frees autograd's tensor while it is still in the cache, for the next one to take its place.
         param.grad = None

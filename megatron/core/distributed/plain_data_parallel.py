@@ -41,6 +41,7 @@ class PlainDataParallel(nn.Module):
         self.module = module
         self.group = group
         self.calculate_per_token_loss = calculate_per_token_loss
+        # The mean is taken by scaling while gradients are moved anyway; the sum over ranks then needs no pass after it.
         self.grad_buffers = _build_buffers(module, scale=1.0 if calculate_per_token_loss else 1.0 / group_size(group))
         self._reduce = rank_ordered_all_reduce_ if deterministic else all_reduce_
         self._check_for_nan_in_grad = check_for_nan_in_grad
@@ -60,7 +61,9 @@ class PlainDataParallel(nn.Module):
         Raises NonFiniteGradientError on all ranks if the check is on and any rank's gradient is NaN or infinite.
         """
         for buffer in self.grad_buffers:
+            # Zeros, so that ranks which did and did not use a parameter reduce the same tensors.
             buffer.fill_missing()
+        # Before the sum, after which every rank has the same NaN and nobody can tell whose it was.
         if self._check_for_nan_in_grad:
             check_grads(self.named_main_grads(), self.group)
         for buffer in self.grad_buffers:
@@ -90,6 +93,7 @@ def broadcast_params(module: nn.Module, group: dist.ProcessGroup | None) -> None
 
 def _build_buffers(module: nn.Module, *, scale: float) -> list[GradBuffer]:
     by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    # named_parameters gives a parameter that two modules share once.
     for name, param in module.named_parameters():
         if param.requires_grad:
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32

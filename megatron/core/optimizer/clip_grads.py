@@ -48,6 +48,7 @@ def clip_grad_by_total_norm_fp32(
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
     coefficient = clip_coefficient(max_norm, total_norm)
+    # A pass over all gradients for a factor of one would be wasted.
     if grads and coefficient < 1.0:
         torch._foreach_mul_(grads, coefficient)
 
@@ -62,6 +63,7 @@ def count_zeros_fp32(
 
 def count_zeros(grads: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> float:
     """Number of exact zeros in `grads`: any shapes, floating point, other elements on each rank of the group."""
+    # [] each, added up on the device so that it is read once.
     counts = [grad.numel() - torch.count_nonzero(grad) for grad in grads]
     total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
     if group_size(group) > 1:
@@ -76,7 +78,9 @@ def _local_norm(grads: list[torch.Tensor], norm_type: float, *, accumulate_in: t
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for piece in pieces:
         by_dtype.setdefault(torch.promote_types(piece.dtype, accumulate_in), []).append(piece)
+    # fp64 gradients keep their own precision beside fp32 ones.
     norms = [norm for dtype, some in by_dtype.items() for norm in torch._foreach_norm(some, norm_type, dtype=dtype)]
+    # Few numbers by now: fp64 costs nothing and the order no longer matters.
     return torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]), norm_type)
 
 

@@ -74,12 +74,15 @@ class MegatronOptimizer:
         The norm is that of the unscaled gradients before clipping. Not updated means that a gradient was not finite.
         Collective over grad_stats_group.
         """
+        # Else the kernel would update memory that the model no longer reads, silently.
         for run in self._runs:
             run.check_attached()
+        # One pass for both: a norm is finite only if every gradient is.
         scaled_norm = self._grad_norm()
         found_inf = not math.isfinite(scaled_norm)
         grad_norm = scaled_norm / self._loss_scale
         divisor = self._loss_scale / self._clip_coefficient(grad_norm)
+        # After the divisor: these gradients carry the old scale.
         if self.grad_scaler is not None:
             self.grad_scaler.update(found_inf)
         if found_inf:
@@ -102,6 +105,7 @@ class MegatronOptimizer:
             if run.has_master:
                 flats["fp32_param"] = run.main
             for state_name, flat in flats.items():
+                # Boxes by parameter: a run is a matter of this layout and must not show in a checkpoint.
                 for param_name, view in run.named_views(flat):
                     tensors += sharded_tensors(model_pieces[param_name], view, prefix=f"optimizer.{state_name}.")
         return tensors
@@ -116,6 +120,7 @@ class MegatronOptimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from `state_dict`; the tensors of sharded_state are loaded apart."""
         for state in self.optimizer.state.values():
+            # SGD counts nothing.
             if "step" in state:
                 state["step"].fill_(state_dict["step"])
         if self.grad_scaler is not None and state_dict["grad_scaler"] is not None:

@@ -54,6 +54,7 @@ class ParamRun:
         """Raises ValueError naming the first parameter whose memory is no longer the run's."""
         base, size = self.model.data_ptr(), self.model.element_size()
         for member in self.params:
+            # An empty tensor's pointer means nothing.
             if member.param.numel() and member.param.data_ptr() != base + member.span.start * size:
                 raise ValueError(
                     f"parameter {member.name} was moved or replaced after the optimizer was built: "
@@ -68,6 +69,7 @@ def weight_decays(name: str, param: torch.Tensor) -> bool:
 
 def build_runs(buffers: Sequence[GradBuffer]) -> list[ParamRun]:
     """Joins the parameters of each buffer into runs and moves their storage into the runs' flat tensors."""
+    # Neighbours only: the order of the buffer is that of the reduction and must not depend on weight decay.
     runs = []
     for buffer in buffers:
         for (_, decays), entries in groupby(buffer.entries, key=_kind):
@@ -88,6 +90,7 @@ def _build_run(entries: list[GradEntry], buffer: GradBuffer, *, decays: bool) ->
     for member in params:
         view = member.view_of(model)
         view.copy_(member.param.detach())
+        # The parameter object stays, and with it hooks, ties and whoever holds it.
         member.param.data = view
     main = model if model.dtype == grad.dtype else model.to(grad.dtype)
     main.grad = grad

@@ -1,0 +1,75 @@
+"""A small model, its training with our optimizer, and the same training with torch's optimizer alone."""
+
+import torch
+from torch import nn
+
+from megatron.core.distributed import PlainDataParallel, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+ALIGNMENT = 64
+
+
+def tiny_model(dtype=torch.float32, seed=0):
+    """Parameters of 1, 5, 35 and 4 x 33 elements: none is a multiple of 64, and decayed ones alternate with others."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 33), nn.GELU(), nn.Linear(33, 4)).to(dtype)
+
+
+def microbatches(step, count=1, dtype=torch.float32, rows=6):
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [torch.randn(rows, 5, generator=generator).to(dtype) for _ in range(count)]
+
+
+def wrap_and_build(model, group=None, **settings):
+    """The wrapped model and its optimizer; settings are OptimizerConfig's, lr 0.01 by default."""
+    wrapped = PlainDataParallel(model, group=group, deterministic=settings.get("deterministic_mode", False))
+    return wrapped, get_megatron_optimizer(OptimizerConfig(**{"lr": 0.01, **settings}), [wrapped])
+
+
+def our_step(wrapped, optimizer, inputs):
+    """One step; the loss is the mean of squares, averaged over the microbatches `inputs`."""
+    optimizer.zero_grad()
+    for x in inputs:
+        optimizer.scale_loss(wrapped(x).square().mean() / len(inputs)).backward()
+    finalize_model_grads([wrapped])
+    return optimizer.step()
+
+
+class TorchReference:
+    """torch's fused optimizer, one padded fp32 tensor a parameter, gradients summed in fp32 by hand."""
+
+    def __init__(self, model, make_optimizer, clip_grad=0.0):
+        self.model, self.clip_grad = model, clip_grad
+        self.mains = [self._padded(p.detach().float()) for p in model.parameters()]
+        decays = [p.dim() > 1 for p in model.parameters()]
+        groups = [{"params": [m for m, d in zip(self.mains, decays) if d]}]
+        groups.append({"params": [m for m, d in zip(self.mains, decays) if not d], "weight_decay": 0.0})
+        self.optimizer = make_optimizer(groups)
+
+    def step(self, inputs):
+        totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.model.parameters()]
+        for x in inputs:
+            self.model.zero_grad()
+            (self.model(x).square().mean() / len(inputs)).backward()
+            for total, p in zip(totals, self.model.parameters()):
+                total += p.grad.float()
+        norm = torch.linalg.vector_norm(torch.cat([t.flatten() for t in totals]).double()).float().item()
+        # What a clip factor of clip / (norm + eps) means when gradients are divided instead.
+        divisor = torch.tensor(max(1.0, 1.0 / (self.clip_grad / (norm + 1e-6))) if self.clip_grad else 1.0)
+        for main, total in zip(self.mains, totals):
+            main.grad = self._padded(total / divisor)
+        self.optimizer.step()
+        for p, main in zip(self.model.parameters(), self.mains):
+            p.data.copy_(main[: p.numel()].view_as(p))
+        return norm
+
+    @staticmethod
+    def _padded(tensor):
+        out = torch.zeros(-(-tensor.numel() // ALIGNMENT) * ALIGNMENT)
+        out[: tensor.numel()] = tensor.flatten()
+        return out
+
+
+def assert_same_parameters(a, b):
+    for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert torch.equal(p, q), name

@@ -1,0 +1,146 @@
+"""Learning rate and weight decay against values worked out by hand."""
+
+import math
+
+import pytest
+
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    OptimizerParamSchedulerConfig,
+    get_optimizer_param_scheduler,
+)
+
+
+class Groups:
+    """An optimizer, as far as a schedule sees it."""
+
+    def __init__(self, *groups):
+        self.param_groups = list(groups) or [{}]
+
+
+def schedule(style, groups=None, **changes):
+    values = {"init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 100, "lr_decay_steps": 500}
+    values.update(start_wd=0.1, end_wd=0.1, wd_incr_steps=1000, wd_incr_style="constant")
+    return OptimizerParamScheduler(groups or Groups(), lr_decay_style=style, **{**values, **changes})
+
+
+def rate_at(style, step, **changes):
+    scheduler = schedule(style, **changes)
+    scheduler.step(step)
+    return scheduler.optimizer.param_groups[0]["lr"]
+
+
+def wsd(shape):
+    return {"wsd_decay_steps": 200, "lr_wsd_decay_style": shape}
+
+
+@pytest.mark.parametrize(
+    "style, step, expected, changes",
+    [
+        ("constant", 50, 0.5, {}),
+        ("constant", 10_000, 1.0, {}),
+        ("linear", 0, 0.0, {}),
+        ("linear", 0, 0.05, {"init_lr": 0.05}),
+        ("linear", 25, 0.05 + 0.95 * 0.25, {"init_lr": 0.05}),
+        ("linear", 100, 1.0, {}),
+        ("linear", 200, 0.775, {}),
+        ("linear", 500, 0.1, {}),
+        ("linear", 501, 0.1, {}),
+        ("linear", 0, 1.0, {"lr_warmup_steps": 0}),
+        ("cosine", 300, 0.55, {}),
+        ("cosine", 200, 0.1 + 0.9 * 0.5 * (math.sqrt(0.5) + 1), {}),
+        ("inverse-square-root", 400, 0.5, {}),
+        ("inverse-square-root", 400, 0.7, {"min_lr": 0.7}),
+        ("inverse-square-root", 501, 0.1, {}),
+        ("WSD", 300, 1.0, wsd("linear")),
+        ("WSD", 400, 0.55, wsd("linear")),
+        ("WSD", 400, 0.55, wsd("cosine")),
+        ("WSD", 400, 0.1 + 0.9 * (2 * math.sqrt(0.5) - 1), wsd("exponential")),
+        ("WSD", 350, 0.55, wsd("minus_sqrt")),
+        ("WSD", 500, 0.1, wsd("exponential")),
+    ],
+)
+def test_learning_rate_has_the_value_worked_out_by_hand(style, step, expected, changes):
+    assert rate_at(style, step, **changes) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("style, expected", [("linear", 0.2), ("cosine", 0.1 + 0.4 * 0.5 * (1 - math.sqrt(0.5)))])
+def test_weight_decay_grows_to_its_end(style, expected):
+    scheduler = schedule("constant", start_wd=0.1, end_wd=0.5, wd_incr_style=style)
+    scheduler.step(250)
+    assert scheduler.optimizer.param_groups[0]["weight_decay"] == pytest.approx(expected)
+    scheduler.step(10_000)
+    assert scheduler.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_groups_scale_and_override_the_schedule():
+    groups = Groups({"lr_mult": 0.5, "wd_mult": 0.0}, {"max_lr": 3.0, "min_lr": 0.0})
+    schedule("linear", groups).step(300)
+    assert [group["lr"] for group in groups.param_groups] == pytest.approx([0.275, 1.5])
+    assert [group["weight_decay"] for group in groups.param_groups] == [0.0, 0.1]
+
+
+def test_iterations_of_the_command_line_become_samples():
+    config = OptimizerParamSchedulerConfig(lr_decay_style="WSD", lr_warmup_fraction=0.25, lr_wsd_decay_iters=10)
+    rates = {"max_lr": 1.0, "min_lr": 0.0, "weight_decay": 0.1}
+    groups = Groups()
+    scheduler = get_optimizer_param_scheduler(groups, config, **rates, train_iters=40, global_batch_size=8)
+    seen = []
+    for _ in range(40):
+        scheduler.step(8)
+        seen.append(groups.param_groups[0]["lr"])
+    assert seen[4] == 0.5 and seen[9:30] == [1.0] * 21 and seen[30] < 1.0 and seen[39] == 0.0
+
+
+def resumed(saved, **changes):
+    scheduler = schedule("linear", **changes)
+    scheduler.load_state_dict(saved.state_dict())
+    return scheduler
+
+
+def test_a_resumed_schedule_has_its_rates_before_the_first_step():
+    saved = schedule("linear", start_wd=0.0, end_wd=0.1, wd_incr_style="linear")
+    saved.step(300)
+    groups = resumed(saved, start_wd=0.0, end_wd=0.1, wd_incr_style="linear").optimizer.param_groups
+    assert groups == saved.optimizer.param_groups
+
+
+def test_flags_say_whose_schedule_wins():
+    saved = schedule("linear")
+    saved.step(200)
+    neither = {"max_lr": 2.0, "use_checkpoint_opt_param_scheduler": False}
+    with pytest.raises(ValueError, match=r"max_lr \(2.0, checkpoint 1.0\).*--override-opt-param-scheduler"):
+        resumed(saved, **neither)
+    override = resumed(saved, **neither, override_opt_param_scheduler=True)
+    assert override.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 + 1.9 * 0.75)
+    checkpoint = resumed(saved, max_lr=2.0)
+    assert checkpoint.optimizer.param_groups[0]["lr"] == pytest.approx(0.775)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "give only one"),
+        ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, "lr_warmup_iters is 5: must be less than"),
+        ({"lr_decay_style": "WSD"}, "lr_wsd_decay_iters must be given"),
+        ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "both set"),
+        ({"lr_decay_style": "exponential"}, "must be one of"),
+    ],
+)
+def test_contradictory_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerParamSchedulerConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"lr_warmup_steps": 500}, "lr_warmup_steps is 500"),
+        ({"min_lr": 2.0}, "min_lr is 2.0"),
+        ({"end_wd": 0.5}, "end_wd is 0.5: must be start_wd"),
+        ({"lr_decay_steps": 0}, "lr_decay_steps is 0"),
+    ],
+)
+def test_schedules_that_cannot_be_followed_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        schedule("linear", **changes)
