@@ -8,8 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.dist_checkpointing import load_common
-from megatron.training.checkpoint_folder import find_checkpoint
+from megatron.training.checkpoint_folder import find_checkpoint, load_run_values
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
 
 # A model with another value of one of these has other weights, or weights of another meaning.
@@ -49,7 +48,7 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
     found = find_checkpoint(args.load, step=args.ckpt_step)
     if found is None:
         raise ValueError(f"--use-checkpoint-args: there is no checkpoint in --load {args.load}")
-    stored = load_common(found.path)["args"]
+    stored = load_run_values(found.path)["args"]
     for name in MODEL_SHAPE_DESTS:
         if name in stored:
             vars(args)[name] = stored[name]

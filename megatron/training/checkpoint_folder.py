@@ -7,11 +7,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing import folder as folders
+from megatron.core.dist_checkpointing import load_common
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -83,6 +85,14 @@ def find_checkpoint(load: str, *, step: int | None = None) -> FoundCheckpoint | 
     if not text.isdecimal() or not text.isascii():
         raise ValueError(f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}")
     return _named(root, f"{tracker} names iteration {text}", iteration=int(text))
+
+
+def load_run_values(folder: Path) -> dict[str, Any]:
+    """The JSON part of a training run's checkpoint; raises ValueError if something else wrote the checkpoint."""
+    values = load_common(folder)
+    if not values.keys() >= {"iteration", "args", "train_state", "contents", "frozen"}:
+        raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
+    return values
 
 
 def complete_iterations(root: Path) -> list[int]:

@@ -30,6 +30,7 @@ from megatron.training.checkpoint_folder import (
     find_checkpoint,
     get_checkpoint_tracker_filename,
     iteration_folder,
+    load_run_values,
     write_tracker,
 )
 from megatron.training.config import CheckpointConfig
@@ -133,13 +134,13 @@ def load_checkpoint(
     if found is None:
         return 0, 0.0
     with all_ranks_agree():
-        common = dist_checkpointing.load_common(found.path)
-        taken = _what_to_take(config, common, is_release=found.is_release)
+        common = load_run_values(found.path)
         check_same_model(args, common["args"])
+        taken = _what_to_take(found, common, config=config, has_optimizer=optimizer is not None)
         if taken.optimizer:
             check_same_optimizer(args, common["args"])
     parts = _Parts(model, optimizer, opt_param_scheduler, data_parallel_group)
-    _load_tensors(parts, found, taken=taken, args=args)
+    _load_tensors(parts, found, taken=taken, frozen=set(common["frozen"]), seed=args.seed)
     if taken.optimizer and optimizer is not None:
         optimizer.load_state_dict(common["optimizer"])
         if opt_param_scheduler is not None and common["scheduler"] is not None:
@@ -192,17 +193,21 @@ def _find(config: CheckpointConfig) -> FoundCheckpoint | None:
     return found[0]
 
 
-def _what_to_take(config: CheckpointConfig, common: dict[str, Any], *, is_release: bool) -> _Taken:
-    if config.finetune or is_release:
+def _what_to_take(
+    found: FoundCheckpoint, common: dict[str, Any], *, config: CheckpointConfig, has_optimizer: bool
+) -> _Taken:
+    if config.finetune or found.is_release:
         return _Taken(position=False, optimizer=False, rng=False)
-    taken = _Taken(position=True, optimizer=not config.no_load_optim, rng=not config.no_load_rng)
+    # A run that only evaluates has no optimizer to fill.
+    with_optimizer = has_optimizer and not config.no_load_optim
+    taken = _Taken(position=True, optimizer=with_optimizer, rng=not config.no_load_rng)
     for name, wanted, flag in (("optimizer", taken.optimizer, "optim"), ("rng", taken.rng, "rng")):
         if wanted and not common["contents"][name]:
             raise ValueError(f"the checkpoint holds no {name} state: add --no-load-{flag}, or --finetune")
     return taken
 
 
-def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, args: argparse.Namespace) -> None:
+def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, frozen: set[str], seed: int) -> None:
     """Fills weights, optimizer and generators from the checkpoint, in that order of importance."""
     weights = parts.weights(allow_cast=not taken.optimizer)
     rng = rng_sharded_state(parts.data_parallel_group) if taken.rng else []
@@ -214,19 +219,21 @@ def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, args:
         if parts.optimizer is not None:
             parts.optimizer.reload_model_params()
     else:
-        _load_with_optimizer(parts, wanted, found=found)
+        _load_with_optimizer(parts, wanted, found=found, frozen=frozen)
     if same_ranks and rng:
         restore_rng(rng)
     elif rng:
-        _reseed(parts, found, seed=args.seed)
+        _reseed(parts.data_parallel_group, seed=seed, iteration=found.iteration)
 
 
-def _load_with_optimizer(parts: _Parts, wanted: list[ShardedTensor], *, found: FoundCheckpoint) -> None:
+def _load_with_optimizer(
+    parts: _Parts, wanted: list[ShardedTensor], *, found: FoundCheckpoint, frozen: set[str]
+) -> None:
+    """Loads `wanted` and the optimizer's tensors, but for parameters that the saved run did not train."""
     assert parts.optimizer is not None
-    with all_ranks_agree():
-        frozen = dist_checkpointing.load_common(found.path)["frozen"]
     state = parts.optimizer.sharded_state(parts.pieces())
-    known = [tensor for tensor in state if not tensor.key.endswith(tuple(f".{key}" for key in frozen))]
+    # Keys are "optimizer.<state>.<piece key>".
+    known = [tensor for tensor in state if tensor.key.split(".", 2)[2] not in frozen]
     if len(known) < len(state):
         # Masters of parameters that were frozen in the saved run must come from the loaded weights.
         dist_checkpointing.load(wanted, found.path)
@@ -241,14 +248,15 @@ def _holds(found: FoundCheckpoint, tensors: list[ShardedTensor]) -> bool:
     return all(stored.get(t.key) == (t.global_shape, t.data.dtype) for t in tensors)
 
 
-def _reseed(parts: _Parts, found: FoundCheckpoint, *, seed: int) -> None:
+def _reseed(group: dist.ProcessGroup | None, *, seed: int, iteration: int) -> None:
     """Fresh seeds, other ones at each resume, where the saved generators belong to other ranks."""
     print_rank_0(
         "The checkpoint holds the random-number state of another number of data-parallel ranks or devices: "
         "dropout continues with fresh seeds."
     )
-    group = parts.data_parallel_group
-    seed_all(seed + 1_000_003 * (0 if group is None else dist.get_rank(group)) + 7_919 * found.iteration)
+    rank = 0 if group is None else dist.get_rank(group)
+    # As a run starts (initialize.py), moved on by the iteration: the masks of step 0 must not come again.
+    seed_all(seed + 1_000_003 * rank + 7_919 * iteration)
 
 
 def _rank() -> int:

@@ -1,0 +1,71 @@
+"""Save and resume of several data-parallel ranks: own generators each, other numbers of ranks, errors for all."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.device import seed_all
+from megatron.training.checkpointing import check_save_folder, load_checkpoint, save_checkpoint
+from megatron.training.config import CheckpointConfig
+from tests.harness import launch_on_ranks, run_on_ranks
+from tests.unit_tests.training.small_run import SmallRun
+
+
+def call(function, run, folder, *leading):
+    config = CheckpointConfig(save=str(folder), load=str(folder))
+    objects = [run.model], run.optimizer, run.scheduler
+    common = {"train_state": run.state, "args": run.args, "config": config, "data_parallel_group": dist.group.WORLD}
+    return function(*leading, *objects, **common)
+
+
+def draws():
+    return [random.random(), torch.rand(()).item()]
+
+
+def save_on_ranks(folder):
+    run = SmallRun(group=dist.group.WORLD)
+    seed_all(50 + dist.get_rank())
+    run.train(3)
+    call(save_checkpoint, run, folder, run.state.iteration)
+    return draws(), run.model.state_dict()
+
+
+def load_on_ranks(folder):
+    run = SmallRun(group=dist.group.WORLD)
+    assert call(load_checkpoint, run, folder)[0] == 3
+    return draws(), run.model.state_dict()
+
+
+@pytest.mark.parametrize("readers", [1, 3, 4])
+def test_each_rank_gets_its_generators_back_and_other_numbers_of_ranks_fresh_ones(tmp_path, readers):
+    saved = run_on_ranks(save_on_ranks, 3, tmp_path)
+    outcomes = launch_on_ranks(load_on_ranks, readers, tmp_path)
+    loaded = [outcome.value for outcome in outcomes]
+    drawn = [tuple(own) for own, _ in loaded]
+    assert len(set(drawn)) == readers
+    assert ([list(own) for own in drawn] == [own for own, _ in saved]) == (readers == 3)
+    notices = [outcome.stdout.count("continues with fresh seeds") for outcome in outcomes]
+    assert notices == [int(readers != 3)] + [0] * (readers - 1)
+    for _, weights in loaded:
+        assert all(torch.equal(value, saved[0][1][name]) for name, value in weights.items())
+
+
+def check_and_load_errors(folder, unwritable):
+    texts = []
+    run = SmallRun(hidden_size=64)
+    for attempt in (lambda: check_save_folder(unwritable), lambda: call(load_checkpoint, run, folder)):
+        try:
+            attempt()
+        except (ValueError, RuntimeError) as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_every_rank_learns_of_an_unwritable_folder_and_of_another_model(tmp_path):
+    run_on_ranks(save_on_ranks, 2, tmp_path / "saved")
+    (tmp_path / "file").write_text("")
+    for texts in run_on_ranks(check_and_load_errors, 3, tmp_path / "saved", str(tmp_path / "file")):
+        assert len(texts) == 2
+        assert "cannot be written" in texts[0] and "--hidden-size is 64 here, 8 in the checkpoint" in texts[1]

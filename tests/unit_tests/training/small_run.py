@@ -1,0 +1,85 @@
+"""A small model with our optimizer and schedule, trained, saved and loaded; no test here."""
+
+import argparse
+import dataclasses
+import random
+
+import numpy
+import torch
+
+from megatron.core.device import seed_all
+from megatron.core.dist_checkpointing import model_logical_pieces
+from megatron.core.distributed import PlainDataParallel, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.config import CheckpointConfig
+from megatron.training.train_state import TrainState
+
+ARGS = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "swiglu": False,
+    "add_bias_linear": True,
+    "bf16": False,
+    "fp16": False,
+    "optimizer": "adam",
+    "seed": 7,
+}
+
+
+class SmallRun:
+    """A small model with a buffer, our optimizer and schedule, trained on noise with dropout."""
+
+    def __init__(self, *, dtype=torch.float32, frozen=(), group=None, **args):
+        seed_all(1)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Dropout(0.5), torch.nn.Linear(7, 3)).to(dtype)
+        model.register_buffer("expert_bias", torch.zeros(3))
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        bf16 = dtype == torch.bfloat16
+        self.dtype, self.args = dtype, argparse.Namespace(**{**ARGS, "bf16": bf16, **args})
+        self.model = PlainDataParallel(model, group=group)
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=bf16), [self.model])
+        schedule = {"init_lr": 0.0, "max_lr": 0.1, "min_lr": 0.0, "lr_warmup_steps": 2, "lr_decay_steps": 20}
+        decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 20, "wd_incr_style": "constant"}
+        self.scheduler = OptimizerParamScheduler(self.optimizer, **schedule, **decay, lr_decay_style="cosine")
+        self.state = TrainState()
+
+    def train(self, steps):
+        for _ in range(steps):
+            noise = torch.randn(4, 5) + random.random() + float(numpy.random.normal())
+            self.optimizer.zero_grad()
+            self.model(noise.to(self.dtype)).square().mean().backward()
+            finalize_model_grads([self.model])
+            self.optimizer.step()
+            self.model.module.expert_bias += 1
+            self.scheduler.step(4)
+            self.state.iteration += 1
+            self.state.consumed_train_samples += 4
+        return self
+
+    def optimizer_tensors(self):
+        """Moments and masters by their keys in a checkpoint."""
+        pieces = model_logical_pieces(self.model)
+        return {tensor.key: tensor.data for tensor in self.optimizer.sharded_state(pieces)}
+
+    def snapshot(self):
+        """Copies of everything that a resumed run must have, and the next draws of each generator."""
+        state = {key: tensor.clone() for key, tensor in self.optimizer_tensors().items()}
+        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        draws = torch.tensor([random.gauss(0, 1), random.random(), *numpy.random.normal(size=3), torch.randn(())])
+        numbers = torch.tensor([self.optimizer.param_groups[0]["lr"], self.optimizer.state_dict()["step"]])
+        counters = torch.tensor(list(dataclasses.asdict(self.state).values()), dtype=torch.float64)
+        return {**state, **weights, "draws": draws, "numbers": numbers, "counters": counters}
+
+    def save(self, folder, **settings):
+        config = CheckpointConfig(save=str(folder), **settings)
+        objects = [self.model], self.optimizer, self.scheduler
+        return save_checkpoint(self.state.iteration, *objects, train_state=self.state, args=self.args, config=config)
+
+    def load(self, folder, **settings):
+        config = CheckpointConfig(load=str(folder), **settings)
+        objects = [self.model], self.optimizer, self.scheduler
+        return load_checkpoint(*objects, train_state=self.state, args=self.args, config=config)

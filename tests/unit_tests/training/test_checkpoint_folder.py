@@ -1,0 +1,116 @@
+"""Which checkpoint --load means, and whether --save can be written."""
+
+import os
+
+import pytest
+
+from megatron.core.dist_checkpointing import save
+from megatron.training.checkpoint_args import load_args_from_checkpoint
+from megatron.training.checkpoint_folder import (
+    check_save_folder,
+    clean_save_folder,
+    find_checkpoint,
+    iteration_folder,
+    load_run_values,
+    write_tracker,
+)
+
+
+def make(folder, *iterations):
+    for iteration in iterations:
+        save([], iteration_folder(folder, iteration), common={"iteration": iteration})
+
+
+def found_iteration(folder, **step):
+    found = find_checkpoint(str(folder), **step)
+    return None if found is None else found.iteration
+
+
+def test_the_tracker_decides_and_a_step_overrules_it(tmp_path):
+    make(tmp_path, 5, 10, 15, 12345678)
+    write_tracker(str(tmp_path), 10)
+    assert found_iteration(tmp_path) == 10
+    assert found_iteration(tmp_path, step=5) == 5
+    assert found_iteration(tmp_path, step=12345678) == 12345678
+
+
+def test_without_tracker_the_newest_complete_one_is_taken_and_named(tmp_path):
+    assert found_iteration(tmp_path) is None
+    make(tmp_path, 5, 10)
+    (tmp_path / "iteration_0000020").mkdir()
+    found = find_checkpoint(str(tmp_path))
+    assert found is not None and found.iteration == 10 and "taking iteration 10" in (found.notice or "")
+
+
+def test_release_is_iteration_zero(tmp_path):
+    save([], tmp_path / "release", common={})
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    found = find_checkpoint(str(tmp_path))
+    assert found is not None and found.is_release and found.iteration == 0
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("15", r"txt names iteration 15: checkpoint .*0000015 does not exist; complete iterations: 5"),
+        ("20", r"0000020 is no complete checkpoint.*complete iterations: 5"),
+        ("-5", "holds '-5': must be an iteration number or 'release'"),
+        ("", "holds '': must be"),
+        ("\u0665", "must be an iteration number"),
+        ("release", "release does not exist"),
+    ],
+)
+def test_a_tracker_that_names_no_complete_checkpoint_is_an_error(tmp_path, text, message):
+    make(tmp_path, 5)
+    (tmp_path / "iteration_0000020").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        find_checkpoint(str(tmp_path))
+
+
+def test_a_wrong_step_or_folder_says_what_would_be_right(tmp_path):
+    make(tmp_path, 5)
+    with pytest.raises(ValueError, match="--ckpt-step is 6: .* complete iterations: 5"):
+        find_checkpoint(str(tmp_path), step=6)
+    with pytest.raises(ValueError, match="is one checkpoint: give the folder that holds it"):
+        find_checkpoint(str(tmp_path / "iteration_0000005"))
+    with pytest.raises(ValueError, match="not one of a training run"):
+        load_run_values(tmp_path / "iteration_0000005")
+
+
+def test_check_save_folder_makes_it_and_leaves_nothing(tmp_path):
+    check_save_folder(str(tmp_path / "a" / "b"))
+    assert os.listdir(tmp_path / "a" / "b") == []
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nothing"):
+        with pytest.raises(ValueError, match=f"--save {path} cannot be written"):
+            check_save_folder(str(path))
+
+
+def test_clean_up_keeps_checkpoints_and_foreign_names(tmp_path):
+    make(tmp_path, 5)
+    kept = ["iteration_0000005", "other.incomplete-0123456789ab"]
+    (tmp_path / kept[1]).mkdir()
+    for name in ("latest_checkpointed_iteration.txt", "probe"):
+        (tmp_path / f"{name}.incomplete-0123456789ab").write_text("")
+    clean_save_folder(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == kept
+
+
+class Args:
+    """Parsed arguments."""
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
+    stored = {"num_layers": 3, "hidden_size": 96, "moe_layer_freq": [0, 1, 1], "micro_batch_size": 64, "lr": 1.0}
+    run = {"iteration": 5, "args": stored, "train_state": {}, "contents": {}, "frozen": []}
+    save([], iteration_folder(tmp_path, 5), common=run)
+    args = Args(load=str(tmp_path), ckpt_step=None, num_layers=None, hidden_size=8, micro_batch_size=2, lr=0.1)
+    load_args_from_checkpoint(args)
+    assert (args.num_layers, args.hidden_size, args.moe_layer_freq) == (3, 96, [0, 1, 1])
+    assert (args.micro_batch_size, args.lr) == (2, 0.1)
+    with pytest.raises(ValueError, match="--use-checkpoint-args: there is no checkpoint in --load"):
+        load_args_from_checkpoint(Args(load=str(tmp_path / "empty"), ckpt_step=None))
