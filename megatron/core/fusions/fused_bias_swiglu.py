@@ -1,13 +1,14 @@
 """SwiGLU, optionally weighted per row, that keeps only its input for backward; other activations are plain torch."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
-# Rows worked on together: on the CPU the temporaries of a chunk stay in the shared cache, on a GPU they stay few.
-_CHUNK_ELEMENTS_CPU = 1 << 20
+# Rows worked on together: on the CPU the temporaries of a chunk stay in a core's cache, on a GPU they stay few.
+_CHUNK_ELEMENTS_CPU = 1 << 17
 _CHUNK_ELEMENTS_GPU = 1 << 26
 
 
@@ -34,7 +35,7 @@ class _SwiGLU(torch.autograd.Function):
     """Saves gate_up and the weights; the sigmoid is computed again in backward."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
         rows, ffn = gate_up.reshape(-1, gate_up.shape[-1]), gate_up.shape[-1] // 2  # [R, 2F]
         act = torch.empty(rows.shape[0], ffn, dtype=gate_up.dtype, device=gate_up.device)
@@ -49,7 +50,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_act: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_act: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate_up, weights = ctx.saved_tensors
         rows, ffn = gate_up.reshape(-1, gate_up.shape[-1]), gate_up.shape[-1] // 2  # [R, 2F]
         grads = grad_act.reshape(-1, ffn)
@@ -61,7 +62,7 @@ class _SwiGLU(torch.autograd.Function):
             out_gate = _destination(grad_rows[chunk, :ffn], gate.dtype)
             out_up = _destination(grad_rows[chunk, ffn:], gate.dtype)
             _swiglu_backward(grad, gate=gate, up=up, out_gate=out_gate, out_up=out_up)
-            if weights is not None:
+            if grad_weights is not None:
                 grad_weights[chunk] = (out_up * up).sum(-1, keepdim=True)
                 out_gate.mul_(weights[chunk])
                 out_up.mul_(weights[chunk])

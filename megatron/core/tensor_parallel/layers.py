@@ -24,6 +24,9 @@ class LayerConfig(Protocol):
 class ColumnParallelLinear(nn.Module):
     """y = x W^T (+ b), W's rows split over the tensor-parallel group. Returns (y, bias to add or None)."""
 
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         input_size: int,
@@ -49,7 +52,7 @@ class ColumnParallelLinear(nn.Module):
             self.register_parameter("weight", None)
         else:
             self.weight = empty_parameter(output_size, input_size, config=config)
-            initialize_weight(self.weight, init_method, config)
+            initialize_weight(self.weight, init_method, config=config)
         self.register_parameter("bias", zero_parameter(output_size, config=config) if bias else None)
 
     def init_methods(self) -> dict[str, InitMethod]:
@@ -58,13 +61,15 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """input_: [*, input_size], parameter dtype. Returns [*, output_size], same dtype, and the skipped bias."""
-        return linear(
-            input_, self.weight if weight is None else weight, bias=self.bias, skip_bias_add=self.skip_bias_add
-        )
+        weight = self.weight if weight is None else weight
+        assert weight is not None, "the layer has no weight of its own: pass one"
+        return linear(input_, weight, bias=self.bias, skip_bias_add=self.skip_bias_add)
 
 
 class RowParallelLinear(nn.Module):
     """y = x W^T (+ b), W's columns split over the tensor-parallel group. Returns (y, bias to add or None)."""
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class RowParallelLinear(nn.Module):
         self.input_size, self.output_size = input_size, output_size
         self.skip_bias_add, self.init_method = skip_bias_add, init_method
         self.weight = empty_parameter(output_size, input_size, config=config)
-        initialize_weight(self.weight, init_method, config)
+        initialize_weight(self.weight, init_method, config=config)
         self.register_parameter("bias", zero_parameter(output_size, config=config) if bias else None)
 
     def init_methods(self) -> dict[str, InitMethod]:
@@ -113,7 +118,7 @@ class VocabParallelEmbedding(nn.Module):
         require_one_rank(tp_group, "VocabParallelEmbedding")
         self.num_embeddings, self.embedding_dim, self.init_method = num_embeddings, embedding_dim, init_method
         self.weight = empty_parameter(num_embeddings, embedding_dim, config=config)
-        initialize_weight(self.weight, init_method, config)
+        initialize_weight(self.weight, init_method, config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the random parameters start, by name."""
@@ -142,7 +147,7 @@ def zero_parameter(*shape: int, config: LayerConfig) -> nn.Parameter:
     return nn.Parameter(empty_parameter(*shape, config=config).detach().zero_())
 
 
-def initialize_weight(weight: nn.Parameter, init_method: InitMethod, config: LayerConfig) -> None:
+def initialize_weight(weight: nn.Parameter, init_method: InitMethod, *, config: LayerConfig) -> None:
     """Draws a new weight from torch's generator, unless the model that holds it does so later by name.
 
     weight: any shape, any float dtype; filled in place.

@@ -101,11 +101,11 @@ class SelfAttention(MegatronModule):
         inner = (row, 1) if columns else (1,)
         q_shape, kv_shape = (groups, queries, width, *columns), (groups, width, *columns)
 
-        def piece(name: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> LogicalPiece:
+        def piece(name: str, shape: tuple[int, ...], *, stride: tuple[int, ...], offset: int) -> LogicalPiece:
             return LogicalPiece(f"{key}.{name}", shape, stride, offset, shape, (0,) * len(shape))
 
         return [
-            piece("q", q_shape, (group, head, *inner), 0),
-            piece("k", kv_shape, (group, *inner), queries * head),
-            piece("v", kv_shape, (group, *inner), (queries + 1) * head),
+            piece("q", q_shape, stride=(group, head, *inner), offset=0),
+            piece("k", kv_shape, stride=(group, *inner), offset=queries * head),
+            piece("v", kv_shape, stride=(group, *inner), offset=(queries + 1) * head),
         ]

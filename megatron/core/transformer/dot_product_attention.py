@@ -50,8 +50,8 @@ class DotProductAttention(nn.Module):
         mask_type = attn_mask_type or self.attn_mask_type
         context = self.attend(
             q,
-            k,
-            v,
+            key=k,
+            value=v,
             allowed=None if attention_mask is None else ~attention_mask,
             is_causal=attention_mask is None and mask_type is AttnMaskType.causal,
             dropout=self.dropout if self.training else 0.0,
@@ -62,9 +62,9 @@ class DotProductAttention(nn.Module):
     def _torch_attention(
         self,
         query: Tensor,
+        *,
         key: Tensor,
         value: Tensor,
-        *,
         allowed: Tensor | None,
         is_causal: bool,
         dropout: float,
@@ -99,9 +99,9 @@ def sdp_backends(backend: AttnBackend) -> list[SDPBackend]:
 
 def reference_attention(
     query: Tensor,
+    *,
     key: Tensor,
     value: Tensor,
-    *,
     allowed: Tensor | None,
     is_causal: bool,
     dropout: float,

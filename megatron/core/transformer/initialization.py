@@ -54,7 +54,7 @@ def initialize_parameters(model: nn.Module, *, seed: int) -> None:
         method = methods.get(canonical_name(name))
         if isinstance(method, NormalInit):
             for piece in pieces[canonical_name(name)]:
-                blocks += list(_blocks(piece.view_of(parameter.data), piece, _Draw(seed, method.std)))
+                blocks += list(_blocks(piece.view_of(parameter.data), piece, draw=_Draw(seed, method.std)))
         elif method is not None:
             _call_seeded(method, parameter, seed=_hash_words(seed, canonical_name(name))[0])
     # numpy draws outside the interpreter lock, so threads help; the result does not depend on their number.
@@ -106,7 +106,7 @@ class _Block:
         self.view[low - start : high - start].copy_(torch.from_numpy(numbers[window]))
 
 
-def _blocks(view: Tensor, piece: LogicalPiece, draw: _Draw) -> Iterator[_Block]:
+def _blocks(view: Tensor, piece: LogicalPiece, *, draw: _Draw) -> Iterator[_Block]:
     """The blocks that hold a piece; their borders depend on the stored tensor's shape alone."""
     step = max(1, _BLOCK_ELEMENTS // math.prod(piece.global_shape[1:]))
     start, stop = piece.global_offset[0], piece.global_offset[0] + piece.shape[0]

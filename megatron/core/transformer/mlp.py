@@ -14,8 +14,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# (x [*, F_in], bias [F_in] or None, weight per row [*, 1] or None) -> [*, F], x's dtype
-Activation = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+# (x [*, F_in], bias=[F_in] or None, scale=weight per row [*, 1] or None) -> [*, F], x's dtype
+Activation = Callable[..., Tensor]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class MLP(MegatronModule):
         """
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         intermediate, bias = self.linear_fc1(hidden_states)
-        output, output_bias = self.linear_fc2(self.activation(intermediate, bias, scale))
+        output, output_bias = self.linear_fc2(self.activation(intermediate, bias=bias, scale=scale))
         if output_bias is not None and scale is not None:
             output_bias = (output_bias * scale).to(output.dtype)
         return output, output_bias
@@ -102,10 +102,10 @@ def build_activation(config: TransformerConfig) -> Activation:
     """The activation that the configuration describes, chosen once."""
     function = config.activation_func
 
-    def plain(x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    def plain(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         return _scaled(function(x if bias is None else x + bias), scale)
 
-    def gated(x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    def gated(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
         return _scaled(function(gate) * up, scale)
 
@@ -114,7 +114,7 @@ def build_activation(config: TransformerConfig) -> Activation:
     return _swiglu if function is F.silu else gated
 
 
-def _swiglu(x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+def _swiglu(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
     return bias_swiglu_impl(x, bias) if scale is None else weighted_bias_swiglu_impl(x, bias, scale)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from megatron.core.tensor_parallel.layers import empty_parameter, zero_parameter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -14,15 +14,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Norm:
     """Builds the norm that `config.normalization` names: Norm(config, hidden_size) is a LayerNorm or an RMSNorm."""
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
+    def __new__(cls, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> Any:
         kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-        return kind(config, hidden_size, eps)
+        return kind(config, hidden_size, eps=eps)
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
         self.weight = one_parameter(hidden_size, config)
@@ -36,7 +36,7 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
         self.weight = one_parameter(hidden_size, config)
@@ -62,7 +62,7 @@ class _RMSNormCPU(torch.autograd.Function):
     """Torch's RMSNorm is one kernel on a GPU but ten passes on the CPU (torch 2.13); this one makes five."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = _rows(x)  # [N, H], fp32 or fp64
         norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
         inverse_rms = norm.square_().div_(rows.shape[-1]).add_(eps).rsqrt_()  # [N, 1]
@@ -71,7 +71,7 @@ class _RMSNormCPU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         rows, grads = _rows(x), _rows(grad)
         scale = weight.to(rows.dtype)

@@ -1,10 +1,10 @@
 """Rotary position embedding: tables of cosines and sines, and their application to queries and keys."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from megatron.core.device import default_device
 
@@ -67,47 +67,45 @@ def apply_rotary_pos_emb(t: Tensor, table: RotaryTable) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(t, cos, sin, out=torch.empty_like(t))
+        return _rotate(t, cos=cos, sin=sin, out=torch.empty_like(t))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin, out=torch.empty_like(grad)), None, None
+        return _rotate(grad, cos=cos, sin=-sin, out=torch.empty_like(grad)), None, None
 
 
 class _SplitAndRotate(torch.autograd.Function):
     """One function for both steps: backward fills one buffer instead of summing three that are mostly zeros."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, mixed_qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, mixed_qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         seq, batch, groups, parts, width = mixed_qkv.shape
         ctx.save_for_backward(cos, sin)
         query = mixed_qkv.new_empty(seq, batch, groups, parts - 2, width)
         key = mixed_qkv.new_empty(seq, batch, groups, 1, width)
-        _rotate(mixed_qkv[..., : parts - 2, :], cos, sin, out=query)
-        _rotate(mixed_qkv[..., parts - 2 : parts - 1, :], cos, sin, out=key)
+        _rotate(mixed_qkv[..., : parts - 2, :], cos=cos, sin=sin, out=query)
+        _rotate(mixed_qkv[..., parts - 2 : parts - 1, :], cos=cos, sin=sin, out=key)
         return query.view(seq, batch, -1, width), key.squeeze(3), mixed_qkv[..., parts - 1, :]
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: FunctionCtx, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
-    ) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         seq, batch, groups, width = grad_key.shape
         query = grad_query.unflatten(2, (groups, -1))  # [S, B, G, q, D]
         parts = query.shape[3] + 2
         grad = query.new_empty(seq, batch, groups, parts, width)
-        _rotate(query, cos, -sin, out=grad[..., : parts - 2, :])
-        _rotate(grad_key.unsqueeze(3), cos, -sin, out=grad[..., parts - 2 : parts - 1, :])
+        _rotate(query, cos=cos, sin=-sin, out=grad[..., : parts - 2, :])
+        _rotate(grad_key.unsqueeze(3), cos=cos, sin=-sin, out=grad[..., parts - 2 : parts - 1, :])
         grad[..., parts - 1, :] = grad_value
         return grad, None, None
 
 
-def _rotate(t: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
+def _rotate(t: Tensor, *, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin) for the halves a, b of the rotated channels; t, out: [S, B, ..., D]."""
     half = cos.shape[-1]
     shape = (cos.shape[0],) + (1,) * (t.dim() - 2) + (half,)

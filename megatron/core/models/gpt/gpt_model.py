@@ -49,7 +49,8 @@ class GPTModel(MegatronModule):
         Raises ValueError where pre_process or post_process is False, or fp16_lm_cross_entropy is True.
         """
         super().__init__(config)
-        _require_whole_model(pre_process, post_process, fp16_lm_cross_entropy)
+        _require_whole_model(pre_process=pre_process, post_process=post_process)
+        _require_fp32_loss(fp16_lm_cross_entropy)
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.unpadded_vocab_size = _checked_vocab_size(unpadded_vocab_size, vocab_size)
         self.position_embedding_type = _checked_position_embedding(position_embedding_type)
@@ -114,8 +115,8 @@ class GPTModel(MegatronModule):
         self.embedding = LanguageModelEmbedding(
             config,
             self.vocab_size,
-            self.max_sequence_length,
-            self.position_embedding_type,
+            max_sequence_length=self.max_sequence_length,
+            position_embedding_type=self.position_embedding_type,
             pg_collection=pg_collection,
         )
         self.decoder = TransformerBlock(config, spec, pg_collection=pg_collection)
@@ -132,9 +133,9 @@ class GPTModel(MegatronModule):
     def _share_recorder(self) -> None:
         """Hands one recorder to every router."""
         self.aux_losses = AuxLossRecorder(self.config.num_layers, self.embedding.word_embeddings.weight.device)
-        for layer in self.decoder.layers:
+        for number, layer in enumerate(self.decoder.layers, start=1):
             if isinstance(layer.mlp, MoELayer):
-                layer.mlp.router.report_to(self.aux_losses, layer_number=layer.layer_number)
+                layer.mlp.router.report_to(self.aux_losses, layer_number=number)
 
     def _initialize(self) -> None:
         with torch.no_grad():
@@ -165,11 +166,14 @@ def _checked_position_embedding(kind: str) -> str:
     return kind
 
 
-def _require_whole_model(pre_process: bool, post_process: bool, fp16_lm_cross_entropy: bool) -> None:
+def _require_whole_model(*, pre_process: bool, post_process: bool) -> None:
     if not (pre_process and post_process):
         raise ValueError(
             f"pre_process is {pre_process} and post_process is {post_process}: models are not cut into stages yet, "
             "both must be True"
         )
+
+
+def _require_fp32_loss(fp16_lm_cross_entropy: bool) -> None:
     if fp16_lm_cross_entropy:
         raise ValueError("fp16_lm_cross_entropy is True: the loss is computed in fp32, must be False")

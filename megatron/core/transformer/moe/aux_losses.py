@@ -3,9 +3,10 @@
 Which router adds which loss is in router.py; the step's loss scale comes from the training schedule.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from megatron.core.device import default_device
 
@@ -87,11 +88,11 @@ class AuxLossRecorder(nn.Module):
 
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, activation: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, activation: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         # Not save_for_backward: the schedule writes the scale between forward and backward.
         ctx.scale, ctx.loss_dtype = scale, loss.dtype
         return activation.view_as(activation)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         return grad, ctx.scale.to(ctx.loss_dtype, copy=True), None

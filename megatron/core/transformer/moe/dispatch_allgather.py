@@ -33,7 +33,7 @@ class MoEAllGatherTokenDispatcher:
         self.num_experts = config.num_moe_experts
 
     def dispatch(
-        self, tokens: Tensor, probs: Tensor, expert_indices: Tensor
+        self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor
     ) -> tuple[DispatchedTokens, Tensor, PermutationMap]:
         """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
         Returns the rows in expert order, tokens_per_expert [E], int64, on the device, and what combine needs.

@@ -1,14 +1,15 @@
 """The experts of one rank: in one grouped matrix product, or one after the other; rows arrive sorted by expert."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.dist_checkpointing.logical import LogicalPiece, identity_piece
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import InitMethod, empty_parameter, initialize_weight
-from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
+from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation, gate_up_pieces
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,7 +38,7 @@ class GroupedMLP(MegatronModule):
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
         self.weight2 = empty_parameter(num_local_experts * self.ffn_hidden_size, hidden, config=config)
         for name, init_method in self.init_methods().items():
-            initialize_weight(self.get_parameter(name), init_method, config)
+            initialize_weight(self.get_parameter(name), init_method, config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the random parameters start, by name."""
@@ -54,9 +55,9 @@ class GroupedMLP(MegatronModule):
         offsets = row_offsets(tokens_per_expert)
         fc1 = self.weight1.view(self.num_local_experts, hidden, self.fc1_width)
         fc2 = self.weight2.view(self.num_local_experts, self.ffn_hidden_size, hidden)
-        gate_up = grouped_gemm(permuted_local_hidden_states, fc1, offsets)
-        act = self.activation(gate_up, None, permuted_probs.unsqueeze(-1))
-        return grouped_gemm(act, fc2, offsets), None
+        gate_up = grouped_gemm(permuted_local_hidden_states, fc1, offsets=offsets)
+        act = self.activation(gate_up, bias=None, scale=permuted_probs.unsqueeze(-1))
+        return grouped_gemm(act, fc2, offsets=offsets), None
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """The stacked tensors of all experts: fc1 [E, F, H] (gate and up apart where gated), fc2 [E, H, F]."""
@@ -65,10 +66,10 @@ class GroupedMLP(MegatronModule):
         fc1_stride = (hidden * self.fc1_width, 1, self.fc1_width)
         return {
             "weight1": [
-                _stacked_piece(prefix + name, (experts, ffn, hidden), fc1_stride, index * ffn)
+                _stacked_piece(prefix + name, (experts, ffn, hidden), stride=fc1_stride, offset=index * ffn)
                 for index, name in enumerate(names)
             ],
-            "weight2": [_stacked_piece(prefix + _FC2, (experts, hidden, ffn), (ffn * hidden, 1, hidden), 0)],
+            "weight2": [_stacked_piece(prefix + _FC2, (experts, hidden, ffn), stride=(ffn * hidden, 1, hidden))],
         }
 
 
@@ -115,34 +116,28 @@ class SequentialMLP(MegatronModule):
         pieces: dict[str, list[LogicalPiece]] = {}
         for index in range(self.num_local_experts):
             for name, parameter in self.local_experts[index].named_parameters():
-                pieces[f"local_experts.{index}.{name}"] = self._pieces_of_expert(
-                    prefix + name, tuple(parameter.shape), index
-                )
+                key, shape = prefix + name, tuple(parameter.shape)
+                gated = self.config.gated_linear_unit and name.startswith("linear_fc1")
+                parts = gate_up_pieces(key, shape) if gated else [identity_piece(key, shape)]
+                pieces[f"local_experts.{index}.{name}"] = [self._of_expert(part, index) for part in parts]
         return pieces
 
-    def _pieces_of_expert(self, key: str, shape: tuple[int, ...], index: int) -> list[LogicalPiece]:
-        gated = self.config.gated_linear_unit and "linear_fc1" in key
-        rows = shape[0] // 2 if gated else shape[0]
-        row = shape[1] if len(shape) == 2 else 1
-        inner, inner_stride = (rows, *shape[1:]), (row, 1)[: len(shape)] if len(shape) == 2 else (1,)
-
-        def piece(name: str, offset: int) -> LogicalPiece:
-            return LogicalPiece(
-                key=name,
-                shape=(1, *inner),
-                stride=(rows * row, *inner_stride),
-                storage_offset=offset,
-                global_shape=(self.num_local_experts, *inner),
-                global_offset=(index,) + (0,) * len(inner),
-            )
-
-        return [piece(f"{key}.gate", 0), piece(f"{key}.up", rows * row)] if gated else [piece(key, 0)]
+    def _of_expert(self, part: LogicalPiece, index: int) -> LogicalPiece:
+        """One expert's tensor as a row of all experts'."""
+        return LogicalPiece(
+            key=part.key,
+            shape=(1, *part.shape),
+            stride=(math.prod(part.shape), *part.stride),
+            storage_offset=part.storage_offset,
+            global_shape=(self.num_local_experts, *part.global_shape),
+            global_offset=(index, *part.global_offset),
+        )
 
 
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 
 
-def _stacked_piece(key: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> LogicalPiece:
+def _stacked_piece(key: str, shape: tuple[int, ...], *, stride: tuple[int, ...], offset: int = 0) -> LogicalPiece:
     return LogicalPiece(key, shape, stride, offset, shape, (0,) * len(shape))
 
 

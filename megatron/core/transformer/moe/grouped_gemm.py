@@ -10,7 +10,7 @@ def row_offsets(tokens_per_expert: Tensor) -> Tensor:
     return tokens_per_expert.cumsum(0, dtype=torch.int32)
 
 
-def grouped_gemm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+def grouped_gemm(rows: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
     """rows of expert i times weights[i].
 
     rows: [R, I], sorted by expert; weights: [e, I, O], same float dtype; offsets: [e], int32, on the device: the end
@@ -18,11 +18,11 @@ def grouped_gemm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """
     if rows.dtype == torch.float64:
         # torch's grouped product has no fp64 (2.13); fp64 serves as a reference only.
-        return _gemm_per_expert_sync(rows, weights, offsets)
+        return _gemm_per_expert_sync(rows, weights, offsets=offsets)
     return F.grouped_mm(rows, weights, offs=offsets)
 
 
-def _gemm_per_expert_sync(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+def _gemm_per_expert_sync(rows: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
     """grouped_gemm as a loop. NOTE: reads the offsets on the host."""
     ends = offsets.tolist()
     pieces = [rows[start:end] @ weights[i] for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]

@@ -50,6 +50,8 @@ class MoELayer(MegatronModule):
         """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and no bias."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         probs, expert_indices = self.router(tokens)
-        rows, tokens_per_expert, metadata = self.token_dispatcher.dispatch(tokens, probs, expert_indices)
+        rows, tokens_per_expert, metadata = self.token_dispatcher.dispatch(
+            tokens, probs=probs, expert_indices=expert_indices
+        )
         output, _ = self.experts(rows.hidden_states, tokens_per_expert, rows.probs)
         return self.token_dispatcher.combine(output, metadata).view(hidden_states.shape), None

@@ -4,12 +4,12 @@ No communication and no matrix products; every shape depends on T and K alone, e
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class _GatherRows(torch.autograd.Function):
     """out[r] = x[token_of_row[r]]; backward sums K gathered rows a token instead of scattering into zeros."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
         ctx.save_for_backward(row_of_slot)
         return x.index_select(0, token_of_row)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (row_of_slot,) = ctx.saved_tensors
         return _sum_rows(grad, row_of_slot), None, None
 
@@ -85,13 +85,13 @@ class _SumRows(torch.autograd.Function):
     """out[t] = sum over k of x[row_of_slot[t, k]]; backward is the gather."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
         ctx.save_for_backward(token_of_row)
         return _sum_rows(x, row_of_slot)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (token_of_row,) = ctx.saved_tensors
         return grad.index_select(0, token_of_row), None, None
 

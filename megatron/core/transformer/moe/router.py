@@ -27,7 +27,7 @@ class Router(ABC, MegatronModule):
         assert config.num_moe_experts is not None and config.init_method is not None
         self.num_experts, self.init_method = config.num_moe_experts, config.init_method
         self.weight = empty_parameter(self.num_experts, config.hidden_size, config=config)
-        initialize_weight(self.weight, self.init_method, config)
+        initialize_weight(self.weight, self.init_method, config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the random parameters start, by name."""
@@ -68,14 +68,14 @@ class TopKRouter(Router):
             logits = self._add_z_loss(logits)
         weights, indices = topk_routing(logits, self.topk)
         if with_losses and self.aux_loss_coeff > 0:
-            weights = self._add_load_balancing_loss(weights, logits, indices)
+            weights = self._add_load_balancing_loss(weights, logits=logits, indices=indices)
         return weights, indices
 
     def _add_z_loss(self, logits: Tensor) -> Tensor:
         loss = z_loss_func(logits, self.z_loss_coeff)
         return self._add_loss(logits, loss, name=Z_LOSS, coeff=self.z_loss_coeff, num_tokens=logits.shape[0])
 
-    def _add_load_balancing_loss(self, weights: Tensor, logits: Tensor, indices: Tensor) -> Tensor:
+    def _add_load_balancing_loss(self, weights: Tensor, *, logits: Tensor, indices: Tensor) -> Tensor:
         loss = switch_load_balancing_loss_func(
             logits.softmax(dim=-1),
             count_tokens(indices, self.num_experts),

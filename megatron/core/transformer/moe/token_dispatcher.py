@@ -13,7 +13,9 @@ __all__ = ["DispatchedTokens", "MoEAllGatherTokenDispatcher", "MoETokenDispatche
 class MoETokenDispatcher(Protocol):
     """Moves tokens to experts and back. It keeps no state: what combine needs travels in the metadata."""
 
-    def dispatch(self, tokens: Tensor, probs: Tensor, expert_indices: Tensor) -> tuple[DispatchedTokens, Tensor, Any]:
+    def dispatch(
+        self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor
+    ) -> tuple[DispatchedTokens, Tensor, Any]:
         """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
         Returns the rows, tokens_per_expert [e], int64, on the device, and frozen metadata for combine.
         """

@@ -15,9 +15,9 @@ class LanguageModelEmbedding(MegatronModule):
         self,
         config: TransformerConfig,
         vocab_size: int,
+        *,
         max_sequence_length: int,
         position_embedding_type: str = "learned_absolute",
-        *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)

@@ -1,0 +1,152 @@
+"""The reference model of the CPU figures, in plain PyTorch with a loop over experts; it imports nothing of ours."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainConfig:
+    """Sizes of the model; the defaults are those of the CPU figures."""
+
+    num_layers: int = 4
+    hidden_size: int = 256
+    num_heads: int = 4
+    num_experts: int = 8
+    topk: int = 2
+    ffn_hidden_size: int = 512
+    vocab_size: int = 8192
+    rotary_base: float = 10000.0
+    norm_epsilon: float = 1e-5
+
+
+class PlainAttention(nn.Module):
+    """Causal self-attention with rotary positions; rows of `qkv` are per head a query, a key and a value."""
+
+    def __init__(self, config: PlainConfig) -> None:
+        super().__init__()
+        self.num_heads, self.width = config.num_heads, config.hidden_size // config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [B, S, H]; cos, sin: [S, D], float -> [B, S, H]."""
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(x).view(batch, seq, self.num_heads, 3, self.width)
+        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(dim=3))  # [B, N, S, D]
+        q, k = rotate(q, cos=cos, sin=sin), rotate(k, cos=cos, sin=sin)
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(context.transpose(1, 2).reshape(batch, seq, hidden))
+
+
+class PlainExpert(nn.Module):
+    """SwiGLU feed-forward layer; rows of fc1 are gate over up."""
+
+    def __init__(self, config: PlainConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, 2 * config.ffn_hidden_size, bias=False)
+        self.fc2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [R, H], float -> [R, H]."""
+        gate, up = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(F.silu(gate) * up)
+
+
+class PlainMoE(nn.Module):
+    """Each token sees its top-k experts, weighted by a softmax over their scores."""
+
+    def __init__(self, config: PlainConfig) -> None:
+        super().__init__()
+        self.topk = config.topk
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(PlainExpert(config) for _ in range(config.num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, S, H], float -> [B, S, H]."""
+        tokens = x.reshape(-1, x.shape[-1])
+        scores, chosen = self.router(tokens).topk(self.topk, dim=-1)
+        weights = scores.softmax(dim=-1)
+        output = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == index)
+            rows = expert(tokens[token]) * weights[token, choice, None]
+            output = output.index_add(0, token, rows)
+        return output.view(x.shape)
+
+
+class PlainLayer(nn.Module):
+    """x + attention(norm(x)), then x + moe(norm(x))."""
+
+    def __init__(self, config: PlainConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.attention = PlainAttention(config)
+        self.moe_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.moe = PlainMoE(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [B, S, H]; cos, sin: [S, D], float -> [B, S, H]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.moe(self.moe_norm(x))
+
+
+class PlainModel(nn.Module):
+    """Untied embedding and output, called with labels it returns the mean loss."""
+
+    def __init__(self, config: PlainConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(PlainLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """input_ids, labels: [B, S], int64 -> mean loss, scalar."""
+        cos, sin = rotary_tables(self.config, input_ids.shape[1], like=self.output.weight)
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits = self.output(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def rotary_tables(config: PlainConfig, seq_length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [S, D], of dtype and device of `like`."""
+    width = config.hidden_size // config.num_heads
+    frequencies = config.rotary_base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.outer(torch.arange(seq_length, dtype=torch.float64), frequencies).repeat(1, 2)
+    return angles.cos().to(like), angles.sin().to(like)
+
+
+def rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the halves of each head against each other; x: [B, N, S, D]; cos, sin: [S, D], float -> [B, N, S, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+@torch.no_grad()
+def copy_weights(plain: PlainModel, parameters: dict[str, Tensor]) -> None:
+    """Sets the plain model's weights from GPTModel's parameters by Megatron's names, with sequential experts."""
+    plain.embedding.weight.copy_(parameters["embedding.word_embeddings.weight"])
+    plain.norm.weight.copy_(parameters["decoder.final_layernorm.weight"])
+    plain.output.weight.copy_(parameters["output_layer.weight"])
+    for number, layer in enumerate(plain.layers):
+        assert isinstance(layer, PlainLayer)
+        source = {
+            name.removeprefix(f"decoder.layers.{number}."): value
+            for name, value in parameters.items()
+            if name.startswith(f"decoder.layers.{number}.")
+        }
+        layer.attention_norm.weight.copy_(source["input_layernorm.weight"])
+        layer.attention.qkv.weight.copy_(source["self_attention.linear_qkv.weight"])
+        layer.attention.proj.weight.copy_(source["self_attention.linear_proj.weight"])
+        layer.moe_norm.weight.copy_(source["pre_mlp_layernorm.weight"])
+        layer.moe.router.weight.copy_(source["mlp.router.weight"])
+        for index, expert in enumerate(layer.moe.experts):
+            assert isinstance(expert, PlainExpert)
+            expert.fc1.weight.copy_(source[f"mlp.experts.local_experts.{index}.linear_fc1.weight"])
+            expert.fc2.weight.copy_(source[f"mlp.experts.local_experts.{index}.linear_fc2.weight"])
