@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_scale(settings, b
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert optimizer.state_dict()["step"] == 1
     assert float(optimizer.get_loss_scale()) == (4.0 if "fp16" in settings else 1.0)
-    # Twice what fits: the first gradient that is finite again is applied as if nothing had been.
+    # The next gradient that is finite is applied as if nothing had been.
     assert our_step(wrapped, optimizer, microbatches(2, dtype=dtype))[0]
 
 

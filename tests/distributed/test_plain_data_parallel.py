@@ -1,0 +1,188 @@
+"""Replicas that train together: equal to one process, equal to each other, equal in their errors."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed import (
+    NonFiniteGradientError,
+    PlainDataParallel,
+    broadcast_params,
+    check_weights_agree,
+    finalize_model_grads,
+)
+from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
+
+
+def train(ranks, steps, settings):
+    """Every rank takes its rows of each step's batch. Returns parameters and gradient norms."""
+    torch.set_num_threads(1)
+    dtype = torch.bfloat16 if settings.get("bf16") else torch.float32
+    model = tiny_model(dtype)
+    wrapped, optimizer = wrap_and_build(model, group=dist.group.WORLD if ranks > 1 else None, **settings)
+    rank = dist.get_rank() if ranks > 1 else 0
+    norms = []
+    for step in range(steps):
+        (batch,) = microbatches(step, dtype=dtype)
+        norms.append(our_step(wrapped, optimizer, [batch.chunk(ranks)[rank]])[1])
+    return [p.detach().clone() for p in model.parameters()], norms
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "settings", [{"optimizer": "sgd"}, {"optimizer": "sgd", "deterministic_mode": True}, {"bf16": True}]
+)
+def test_ranks_together_train_as_one_process_does(ranks, settings):
+    alone, norms = train(1, 20, settings)
+    per_rank = run_on_ranks(train, ranks, ranks, 20, settings)
+    tolerance = {"rtol": 0.05, "atol": 0.02} if settings.get("bf16") else {"rtol": 5e-5, "atol": 1e-6}
+    for params, rank_norms in per_rank:
+        assert all(torch.equal(p, q) for p, q in zip(params, per_rank[0][0])) and rank_norms == per_rank[0][1]
+        for p, q in zip(params, alone):
+            torch.testing.assert_close(p, q, **tolerance)
+        assert rank_norms == pytest.approx(norms, rel=0.05 if settings.get("bf16") else 5e-5)
+
+
+def ordered_sums(sizes):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    results = []
+    for size in sizes:
+        values = [torch.randn(size, generator=torch.Generator().manual_seed(r)) * 10.0**r for r in range(ranks)]
+        flat = values[rank].clone()
+        rank_ordered_all_reduce_(flat, dist.group.WORLD)
+        expected = values[0].clone()
+        for value in values[1:]:
+            expected += value
+        cut = values[rank].clone()
+        for piece in cut.split(max(1, size // 5)):
+            rank_ordered_all_reduce_(piece, dist.group.WORLD)
+        results.append(torch.equal(flat, expected) and torch.equal(cut, expected))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_rank_ordered_sum_equals_a_local_one_however_it_is_cut(ranks):
+    sizes = [1, 2, 64, 1003, 40_000]
+    assert run_on_ranks(ordered_sums, ranks, sizes) == [[True] * len(sizes)] * ranks
+
+
+def test_a_group_of_none_is_this_rank_alone():
+    flat = torch.ones(3)
+    all_reduce_(flat, None)
+    rank_ordered_all_reduce_(flat, None)
+    assert flat.tolist() == [1.0] * 3
+
+
+class Branches(nn.Module):
+    """Two layers, of which a step uses those that it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])
+
+    def forward(self, x, used):
+        return sum((self.layers[i](x) for i in used), x * 0.0)
+
+
+def gradients_of_branches(plan):
+    """plan: for each step and rank, the layers used. Returns the gradient sums of both layers after each step."""
+    model = PlainDataParallel(Branches(), group=dist.group.WORLD)
+    seen = []
+    for step in plan:
+        model.zero_grad_buffer()
+        used = step[dist.get_rank()]
+        loss = model(torch.ones(1, 2, requires_grad=True), used).sum()
+        loss.backward()
+        finalize_model_grads([model])
+        seen.append([float(grad.sum()) for _, grad in model.named_main_grads()])
+    return seen
+
+
+def test_unused_parameters_count_as_zero_on_whichever_rank():
+    everywhere, one_rank, alternating = [(0,), (0,), (0,)], [(0, 1), (0,), (0,)], [(1,), (0,), (1,)]
+    results = run_on_ranks(gradients_of_branches, 3, [everywhere, one_rank, alternating, everywhere])
+    expected = [[4.0, 0.0], [4.0, 4 / 3], [4 / 3, 8 / 3], [4.0, 0.0]]
+    for rank in results:
+        assert rank == [pytest.approx(sums) for sums in expected]
+
+
+def overflow_on_one_rank(settings):
+    wrapped, optimizer = wrap_and_build(tiny_model(torch.float16), group=dist.group.WORLD, fp16=True, **settings)
+    outcomes = []
+    for step in range(4):
+        (x,) = microbatches(step, dtype=torch.float16)
+        bad = step == 1 and dist.get_rank() == 2
+        updated, _, _ = our_step(wrapped, optimizer, [x * math.inf if bad else x])
+        outcomes.append((updated, float(optimizer.get_loss_scale()), optimizer.state_dict()["step"]))
+    check_weights_agree(wrapped, dist.group.WORLD)
+    return outcomes
+
+
+def test_overflow_on_one_rank_skips_the_step_on_all():
+    results = run_on_ranks(overflow_on_one_rank, 3, {"initial_loss_scale": 64.0, "hysteresis": 1})
+    assert results == [[(True, 64.0, 1), (False, 32.0, 1), (True, 32.0, 2), (True, 32.0, 3)]] * 3
+
+
+def nan_on_one_rank():
+    model = PlainDataParallel(tiny_model(), group=dist.group.WORLD, check_for_nan_in_grad=True)
+    model(torch.ones(2, 5)).sum().backward()
+    model.finish_grad_sync()
+    model.zero_grad_buffer()
+    model(torch.ones(2, 5)).sum().backward()
+    if dist.get_rank() == 1:
+        dict(model.named_main_grads())["2.weight"][3, 1] = math.nan
+    try:
+        model.finish_grad_sync()
+    except NonFiniteGradientError as error:
+        return str(error)
+
+
+def test_a_nan_is_reported_on_all_ranks_with_its_rank_and_parameter():
+    messages = run_on_ranks(nan_on_one_rank, 3)
+    assert messages[0] is not None and len(set(messages)) == 1
+    assert "rank 1: 2.weight (1 NaN, 0 infinite of 231 elements)" in messages[0] and "rank 0" not in messages[0]
+
+
+def different_weights():
+    model = tiny_model(torch.bfloat16)
+    check_weights_agree(model, dist.group.WORLD)
+    if dist.get_rank() == 2:
+        model[2].bias.data[0] += 1.0
+    try:
+        check_weights_agree(model, dist.group.WORLD)
+    except ValueError as error:
+        broadcast_params(model, dist.group.WORLD)
+        check_weights_agree(model, dist.group.WORLD)
+        return str(error)
+
+
+def test_different_weights_are_found_before_the_first_step_and_a_broadcast_mends_them():
+    for message in run_on_ranks(different_weights, 3):
+        assert "parameter 2.bias differs between data-parallel rank 0 and ranks [2]" in message
+
+
+def per_token_gradient():
+    model = PlainDataParallel(nn.Linear(2, 1, bias=False), group=dist.group.WORLD, calculate_per_token_loss=True)
+    tokens = [1, 0, 7][dist.get_rank()]
+    (model(torch.ones(tokens, 2)).sum() * (1.0 + dist.get_rank())).backward()
+    num_tokens = torch.tensor(tokens)
+    finalize_model_grads([model], num_tokens)
+    assert num_tokens == tokens
+    with pytest.raises(ValueError, match="calculate_per_token_loss is True"):
+        finalize_model_grads([model])
+    return dict(model.named_main_grads())["weight"].tolist()
+
+
+def test_uneven_tokens_give_the_mean_over_all_tokens():
+    # Rank 0 adds 1 x 1, rank 2 adds 7 x 3; 8 tokens in all.
+    assert run_on_ranks(per_token_gradient, 3) == [[[22 / 8, 22 / 8]]] * 3
+
+
+def test_finalize_asks_for_the_wrapper():
+    with pytest.raises(ValueError, match="Linear: must be wrapped"):
+        finalize_model_grads([nn.Linear(1, 1)])
