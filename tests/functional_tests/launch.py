@@ -38,15 +38,19 @@ class Run:
         return {line["iteration"]: {name: line[name] for name in line.keys() - TIMINGS} for line in lines}
 
     @property
-    def validation_losses(self) -> dict[int, float]:
-        """Iteration to validation loss."""
-        return {line["iteration"]: line["validation_loss"] for line in self.log if "validation_loss" in line}
+    def validation_losses(self) -> dict[int, list[float]]:
+        """Iteration to validation losses: the last step, or one that a run stops at, may have two."""
+        losses: dict[int, list[float]] = {}
+        for line in self.log:
+            if "validation_loss" in line:
+                losses.setdefault(line["iteration"], []).append(line["validation_loss"])
+        return losses
 
     def written(self) -> str:
-        """All that the ranks printed, for messages."""
+        """All that the ranks printed, and the first traceback, for messages."""
         parts = [f"--- rank {one.rank}: exit {one.exit_code}\n{one.stdout}{one.stderr}" for one in self.outcomes]
         notes = [note for one in self.outcomes if one.error for note in vars(one.error).get("__notes__", ())]
-        return "\n".join([*parts, *notes])
+        return "\n".join([*parts, *notes[:1]])
 
 
 def run_program(
@@ -77,7 +81,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 def torchrun(
     argv: Sequence[str], nproc: int, *, cwd: Path, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Starts pretrain_gpt.py under torchrun in `cwd`, leading a process group of its own, for the caller to end.
+    """Starts pretrain_gpt.py under torchrun in `cwd`, for the caller to end with signal_ranks.
 
     stdout and stderr go to `cwd`/output.txt: a pipe that nobody reads would stop the run when it is full.
     """
@@ -90,8 +94,14 @@ def torchrun(
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
+
+
+def signal_ranks(launcher: "subprocess.Popen[bytes]", number: int) -> None:
+    """Signals torchrun's ranks and torchrun: the ranks lead sessions of their own and outlive a launcher killed alone."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    for process in [*map(int, children), launcher.pid]:
+        os.kill(process, number)
 
 
 def _call(program: str, argv: list[str], folder: str) -> None:

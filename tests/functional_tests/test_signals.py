@@ -1,6 +1,5 @@
 """A run under torchrun that gets a signal, and goes on later as if nothing had happened."""
 
-import os
 import signal
 import subprocess
 import time
@@ -10,9 +9,9 @@ import pytest
 
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.expectations import assert_same_checkpoint, assert_same_steps
-from tests.functional_tests.launch import read_log, run_program, torchrun
+from tests.functional_tests.launch import read_log, run_program, signal_ranks, torchrun
 
-STEPS = 150  # some seconds: the signal comes long before the end
+STEPS = 60  # some seconds: the signal comes long before the end
 FLAGS: Flags = {"train-iters": STEPS, "eval-interval": STEPS, "hidden-dropout": 0.1}
 
 
@@ -30,11 +29,11 @@ def _interrupt(argv: list[str], folder: Path, signal_number: int, *, after_steps
     process = torchrun([*argv, "--tensorboard-dir", str(folder)], 2, cwd=folder)
     try:
         _wait_for_steps(folder, after_steps, process)
-        os.killpg(process.pid, signal_number)
+        signal_ranks(process, signal_number)
         process.wait(60)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            signal_ranks(process, signal.SIGKILL)
             process.wait()
     assert len(read_log(folder)) < STEPS, "the run was over before the signal"
 
