@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCAB_SIZE = 4096
+VOCAB_SIZE = 2048
 PROMPT = "def read_lines(path):\n"
 
 MODEL = """
---num-layers 4 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2
---num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 384 --moe-grouped-gemm
+--num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm
 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
 --seq-length 256 --max-position-embeddings 256
 """
 SCHEDULE = """
---micro-batch-size 4 --global-batch-size 8 --train-iters 2000
---lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 30 --weight-decay 0.1 --adam-beta2 0.95
+--micro-batch-size 8 --global-batch-size 16 --train-iters 2000
+--lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 --weight-decay 0.1 --adam-beta2 0.95
 --eval-interval 100 --eval-iters 10 --split 96,3,1 --num-workers 1
 --log-interval 20 --save-interval 100 --exit-signal-handler
 """

@@ -58,7 +58,7 @@ def pretrain(
                 evaluate_validation(run, final=True)
                 evaluate_test(run)
         finally:
-            run.callbacks.on_train_end()
+            run.callbacks.on_run_end()
     finally:
         leave_process_group()
 
@@ -81,6 +81,7 @@ def train(run: TrainingRun) -> ExitReason | None:
                 saved_iteration = state.iteration
         if state.iteration != saved_iteration:
             run.save_checkpoint()
+    run.callbacks.on_train_end()
     if reason is not None:
         print_rank_0(f"  exiting at iteration {state.iteration}: {reason.value}")
     return reason

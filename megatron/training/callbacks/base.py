@@ -67,7 +67,10 @@ class Callback:
         """After a checkpoint is complete on disk."""
 
     def on_train_end(self) -> None:
-        """After the last step, also when an error ends the run."""
+        """After the last step and its checkpoint, before the final evaluation."""
+
+    def on_run_end(self) -> None:
+        """At the very end, also when an error ends the run: files are closed here."""
 
 
 @dataclass
@@ -105,3 +108,8 @@ class CallbackList(Callback):
         """See Callback."""
         for callback in self.callbacks:
             callback.on_train_end()
+
+    def on_run_end(self) -> None:
+        """See Callback."""
+        for callback in self.callbacks:
+            callback.on_run_end()

@@ -41,6 +41,10 @@ class ConsoleLog(Callback):
         """Prints the steps of an interval that the end of the run cut short."""
         self._flush()
 
+    def on_run_end(self) -> None:
+        """The same where an error ended the run before on_train_end."""
+        self._flush()
+
     def _flush(self) -> None:
         if self._reports:
             self.write(format_training_line(self._reports, self.train_iters))

@@ -42,7 +42,7 @@ class JsonlLog(Callback):
         """Writes the split's loss under `validation_loss` or `test_loss`."""
         self._write({"iteration": report.iteration, f"{report.split}_loss": report.losses["lm loss"]})
 
-    def on_train_end(self) -> None:
+    def on_run_end(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()

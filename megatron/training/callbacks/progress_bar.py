@@ -39,7 +39,7 @@ class ProgressBar(Callback):
         self._validation = f"  {report.split} {report.losses['lm loss']:.3f}"
         self._draw("training", completed=report.iteration)
 
-    def on_train_end(self) -> None:
+    def on_run_end(self) -> None:
         """Leaves the terminal as it was."""
         self._progress.stop()
 

@@ -43,7 +43,7 @@ class TensorBoardLog(Callback):
             self._add(f"{name} {report.split}", value, step=report.iteration)
             self._add(f"{name} {report.split} ppl", perplexity(value), step=report.iteration)
 
-    def on_train_end(self) -> None:
+    def on_run_end(self) -> None:
         """Writes what is buffered and closes the file."""
         if self._writer is not None:
             self._writer.close()
