@@ -98,7 +98,7 @@ def torchrun(
 
 
 def signal_ranks(launcher: "subprocess.Popen[bytes]", number: int) -> None:
-    """Signals torchrun's ranks and torchrun: the ranks lead sessions of their own and outlive a launcher killed alone."""
+    """Signals torchrun's ranks and torchrun: ranks lead sessions of their own and outlive a launcher killed alone."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     for process in [*map(int, children), launcher.pid]:
         os.kill(process, number)
