@@ -1,6 +1,6 @@
 """Pretrains a GPT: builds the model, reads batches, computes the loss; everything else is megatron.training's.
 
-    torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 256 ... (--help lists the flags)
+torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 256 ... (--help lists the flags)
 """
 
 import sys

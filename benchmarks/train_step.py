@@ -119,14 +119,14 @@ def start_side(name: str, build: Callable[[], Callable[[], None]]) -> Side:
     connections, processes = [], []
     for rank in range(RANKS):
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(build, rank, port, theirs))
+        process = context.Process(target=serve, args=(build, theirs), kwargs={"rank": rank, "port": port})
         process.start()
         connections.append(ours)
         processes.append(process)
     return Side(name, connections, processes)
 
 
-def serve(build: Callable[[], Callable[[], None]], rank: int, port: int, connection: Connection) -> None:
+def serve(build: Callable[[], Callable[[], None]], connection: Connection, *, rank: int, port: int) -> None:
     """One rank: builds, then runs as many steps as it is told to, until told 0."""
     torch.set_num_threads(1)
     os.environ.update(

@@ -92,12 +92,17 @@ def prepare(workspace: Workspace) -> None:
         run("tools/python_corpus.py", "--output", workspace.text)
     if not workspace.tokenizer.exists():
         step(f"Training a tokenizer of up to {VOCAB_SIZE} tokens")
-        files = ("--input", workspace.text, "--output", workspace.tokenizer)
-        run("tools/train_tokenizer.py", *files, "--vocab-size", VOCAB_SIZE)
+        run(
+            *("tools/train_tokenizer.py", "--vocab-size", VOCAB_SIZE),
+            *("--input", workspace.text, "--output", workspace.tokenizer),
+        )
     if not workspace.tokens.with_suffix(".idx").exists():
         step("Turning the text into tokens")
-        files = ("--input", workspace.text, "--output-prefix", workspace.folder / "tokens", "--append-eod")
-        run("tools/preprocess_data.py", *files, *tokenizer_flags(workspace), "--workers", os.cpu_count() or 1)
+        run(
+            *("tools/preprocess_data.py", "--input", workspace.text, "--append-eod"),
+            *("--output-prefix", workspace.folder / "tokens", "--workers", os.cpu_count() or 1),
+            *tokenizer_flags(workspace),
+        )
 
 
 def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
@@ -115,9 +120,9 @@ def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
     )
 
 
-def tokenizer_flags(workspace: Workspace) -> tuple[object, ...]:
+def tokenizer_flags(workspace: Workspace) -> list[object]:
     """The flags by which every tool finds the tokenizer."""
-    return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", workspace.tokenizer)
+    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", workspace.tokenizer]
 
 
 def step(title: str) -> None:

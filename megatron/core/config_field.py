@@ -59,10 +59,11 @@ def validate_fields(config: Any) -> None:
     for field in dataclasses.fields(config):
         spec = field_spec(field)
         if spec is not None:
-            _check_value(f"{type(config).__name__}.{field.name}", vars(config)[field.name], spec, hint=hints[field.name])
+            where = f"{type(config).__name__}.{field.name}"
+            _check_value(where, vars(config)[field.name], spec=spec, hint=hints[field.name])
 
 
-def _check_value(where: str, value: Any, spec: FieldSpec, *, hint: Any) -> None:
+def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
     if value is None and _allows_none(hint):
         return
     if not _matches(value, hint):
@@ -71,10 +72,10 @@ def _check_value(where: str, value: Any, spec: FieldSpec, *, hint: Any) -> None:
         if spec.choices is not None and item not in spec.choices:
             raise ValueError(f"{where} is {item!r}: must be one of {', '.join(map(str, spec.choices))}")
         if isinstance(item, (int, float)) and not isinstance(item, bool):
-            _check_bounds(where, item, spec)
+            _check_bounds(where, item, spec=spec)
 
 
-def _check_bounds(where: str, value: float, spec: FieldSpec) -> None:
+def _check_bounds(where: str, value: float, *, spec: FieldSpec) -> None:
     if isinstance(value, float) and math.isnan(value):
         raise ValueError(f"{where} is nan: must be a number")
     bounds: Sequence[tuple[float | None, Callable[[float, float], bool], str]] = (

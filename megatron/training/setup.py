@@ -63,10 +63,13 @@ def setup_run(
         micro_batch_size=args.micro_batch_size,
         data_parallel_size=args.data_parallel_size,
     )
+    optimizer = scheduler = None
     if training.skip_train:
-        model, optimizer, scheduler = get_model(model_provider, args), None, None
+        model = get_model(model_provider, args)
     else:
         model, optimizer, scheduler = setup_model_and_optimizer(model_provider, args)
+    with all_ranks_agree():
+        every_callback = setup_callbacks(args, callbacks)
     run = TrainingRun(
         args=args,
         training=training,
@@ -78,7 +81,7 @@ def setup_run(
         groups=get_process_groups(),
         device=default_device(),
         state=TrainState(),
-        callbacks=setup_callbacks(args, callbacks),
+        callbacks=every_callback,
         exit_conditions=ExitConditions(training),
     )
     seed_data_parallel_rank(args.seed, dist.get_rank(run.groups.dp))
@@ -88,7 +91,7 @@ def setup_run(
 
 def setup_model_and_optimizer(
     model_provider: Callable[..., nn.Module], args: argparse.Namespace
-) -> tuple[nn.Module, MegatronOptimizer, OptimizerParamScheduler]:
+) -> tuple[PlainDataParallel, MegatronOptimizer, OptimizerParamScheduler]:
     """Model, optimizer and schedule, joined through the callables of the model's configuration."""
     model = get_model(model_provider, args)
     optimizer = get_megatron_optimizer(config_from_args(OptimizerConfig, args), [model])
@@ -113,7 +116,7 @@ def get_model(model_provider: Callable[..., nn.Module], args: argparse.Namespace
 
     Raises ValueError on every rank if the copies start from different weights.
     """
-    model = model_provider(pre_process=True, post_process=True).to(default_device())
+    model: nn.Module = model_provider(pre_process=True, post_process=True).to(default_device())
     group = get_process_groups().dp
     check_weights_agree(model, group)
     if args.fp16 or args.bf16:
@@ -140,9 +143,7 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
     return tokenizer
 
 
-def setup_data(
-    run: TrainingRun, datasets_provider: Callable[[list[int]], Sequence[Any]], *, num_workers: int
-) -> None:
+def setup_data(run: TrainingRun, datasets_provider: Callable[[list[int]], Sequence[Any]], *, num_workers: int) -> None:
     """Builds the datasets and puts iterators that start at the consumed samples into `run`."""
     train, valid, test = datasets_provider(split_sizes(run.training, run.global_batch_size))
     state = run.state

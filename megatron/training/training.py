@@ -120,7 +120,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         iteration=run.state.iteration,
         losses=statistics.losses,
         grad_norm=grad_norm,
-        num_zeros=num_zeros,
+        num_zeros=None if num_zeros is None else int(num_zeros),
         learning_rate=learning_rate,
         loss_scale=float(loss_scale),
         global_batch_size=run.global_batch_size,

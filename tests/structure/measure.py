@@ -96,6 +96,13 @@ class Source:
         return {line: text for line, text in found.items() if not text.startswith(("#!", "# noqa", "# type:"))}
 
     @cached_property
+    def num_explaining_lines(self) -> int:
+        """Docstring lines with text, beyond the first line of each docstring."""
+        docstrings = [node for node in ast.walk(self.tree) if isinstance(node, _WITH_DOCSTRING)]
+        texts = [ast.get_docstring(node) or "" for node in docstrings]
+        return sum(bool(line.strip()) for text in texts for line in text.splitlines()[1:])
+
+    @cached_property
     def num_code_lines(self) -> int:
         """Lines that hold code: not blank, not comment alone, not docstring."""
         skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -184,6 +191,9 @@ def _decisions(node: ast.AST) -> int:
     if isinstance(node, ast.comprehension):
         return 1 + len(node.ifs)
     return int(isinstance(node, _DECISIONS))
+
+
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:

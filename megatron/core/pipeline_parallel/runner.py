@@ -68,7 +68,8 @@ class ScheduleRunner:
     def _set_aux_loss_scale(self) -> None:
         if self.config.aux_loss_scale_func is None or not torch.is_grad_enabled():
             return
-        scale = torch.ones(())
+        # fp64, or models in fp64 would get a third of a loss with the digits of fp32.
+        scale = torch.ones((), dtype=torch.float64)
         if self.config.grad_scale_func is not None:
             scale = self.config.grad_scale_func(scale)
         self.config.aux_loss_scale_func(scale / self.num_microbatches)

@@ -16,7 +16,10 @@ from megatron.core.utils import get_model_config
 
 
 def get_forward_backward_func() -> Callable[..., list[dict[str, torch.Tensor]]]:
-    """The function that runs forward and backward of all microbatches of a step in the current layout."""
+    """The function that runs forward and backward of all microbatches of a step in the current layout.
+
+    It returns a report a microbatch: name to a tensor [] or [2] (sum, count), fp32.
+    """
     return forward_backward_no_pipelining
 
 

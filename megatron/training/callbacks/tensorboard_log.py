@@ -8,8 +8,13 @@ class TensorBoardLog(Callback):
     """Writes every `interval` iterations to `folder`."""
 
     def __init__(self, folder: str, *, interval: int) -> None:
-        # TensorBoard takes a second to import: only runs that ask for it pay.
-        from torch.utils.tensorboard import SummaryWriter
+        try:
+            # Optional, and a second to import: only runs that ask for it pay.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                f"--tensorboard-dir is {folder}: the package tensorboard is missing, install megatron-stash[report]"
+            ) from error
 
         self.interval = interval
         self._folder = folder
