@@ -36,6 +36,7 @@ _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
 
 def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
     """All arguments; what JSON cannot hold becomes text."""
+    # There and back, so that values compare equal to those of a checkpoint (tuples become lists).
     return json.loads(json.dumps(vars(args), default=str))
 
 
@@ -49,6 +50,7 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
     if found is None:
         raise ValueError(f"--use-checkpoint-args: there is no checkpoint in --load {args.load}")
     stored = load_run_values(found.path)["args"]
+    # The checkpoint wins over the command line, also where both speak: that is what the flag says.
     for name in MODEL_SHAPE_DESTS:
         if name in stored:
             vars(args)[name] = stored[name]
@@ -81,6 +83,7 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
         model["moe_layer_freq"] = model["moe_ffn_hidden_size"] = None
     elif model.get("moe_ffn_hidden_size") is None:
         model["moe_ffn_hidden_size"] = model.get("ffn_hidden_size")
+    # The longest sequence is a shape only where positions are weights.
     learned = model.get("position_embedding_type") == "learned_absolute"
     positions = model.get("max_position_embeddings") or model.get("seq_length")
     model["max_position_embeddings"] = positions if learned else None
@@ -88,6 +91,7 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: tuple[str, ...]) -> str:
+    # A name that one side lacks came with another version: then the tensors' shapes have the last word.
     different = [n for n in names if n in here and n in stored and here[n] != stored[n]]
     return ", ".join(_in_words(name, here=here[name], stored=stored[name]) for name in different)
 

@@ -16,7 +16,9 @@ from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing import load_common
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+# What the tracker holds instead of a number for weights to start from.
 RELEASE = "release"
+# Seven digits and, after ten million steps, more.
 _ITERATION = r"iteration_(\d{7,})"
 
 
@@ -46,6 +48,7 @@ def check_save_folder(path: str, group: dist.ProcessGroup | None = None) -> None
     Collective over `group` (None: all ranks); raises ValueError on every rank.
     """
     with all_ranks_agree(group):
+        # Every rank tries, because every rank will write. The name is one that the next save cleans up after a kill.
         probe = Path(path) / f"probe.incomplete-{folders.new_id()}"
         try:
             probe.parent.mkdir(parents=True, exist_ok=True)
@@ -72,16 +75,19 @@ def find_checkpoint(load: str, *, step: int | None = None) -> FoundCheckpoint | 
     Raises ValueError if what the step or the tracker names is missing or incomplete.
     """
     root = Path(load)
+    # Starting from scratch because the user went one folder too deep would be a costly surprise.
     if (root / folders.MANIFEST_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
     if step is not None:
         return _named(root, f"--ckpt-step is {step}", iteration=step)
     tracker = root / TRACKER_FILE
+    # A copy of one iteration folder has no tracker, nor has a run that was killed within its first save.
     if not tracker.is_file():
         return _newest(root)
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text == RELEASE:
         return FoundCheckpoint(folders.find_checkpoint(root / RELEASE), 0, is_release=True)
+    # isdecimal alone accepts digits of other scripts.
     if not text.isdecimal() or not text.isascii():
         raise ValueError(f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}")
     return _named(root, f"{tracker} names iteration {text}", iteration=int(text))

@@ -108,6 +108,7 @@ def save_checkpoint(
         if _rank() == 0:
             clean_save_folder(config.save)
     dist_checkpointing.save(state, folder, common=common)
+    # Only now: a tracker must never name what is not complete.
     with all_ranks_agree():
         if _rank() == 0:
             write_tracker(config.save, iteration)
@@ -127,24 +128,25 @@ def load_checkpoint(
     """Continues from config.load: fills all objects in place; returns (iteration, floating-point operations so far).
 
     Collective over all ranks, after the optimizer is built. A folder without checkpoints gives (0, 0.0), one line on
-    rank 0 and nothing changed, or ValueError under --exit-on-missing-checkpoint. Raises on every rank, with nothing
+    rank 0 and nothing changed, or ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor
     changed, if the checkpoint is damaged, of another model, or lacks what is asked for.
     """
     found = _find(config)
     if found is None:
         return 0, 0.0
+    # Arguments before tensors: "--hidden-size is 128 here" says more than two shapes.
     with all_ranks_agree():
         common = load_run_values(found.path)
         check_same_model(args, common["args"])
         taken = _what_to_take(found, common, config=config, has_optimizer=optimizer is not None)
         if taken.optimizer:
             check_same_optimizer(args, common["args"])
+            # Before the tensors: a schedule that differs is a frequent mistake, and this is quick.
+            _load_schedule(opt_param_scheduler, common["scheduler"])
     parts = _Parts(model, optimizer, opt_param_scheduler, data_parallel_group)
     _load_tensors(parts, found, taken=taken, frozen=set(common["frozen"]), seed=args.seed)
     if taken.optimizer and optimizer is not None:
         optimizer.load_state_dict(common["optimizer"])
-        if opt_param_scheduler is not None and common["scheduler"] is not None:
-            opt_param_scheduler.load_state_dict(common["scheduler"])
     if taken.position:
         train_state.load_state_dict(common["train_state"])
     return train_state.iteration, train_state.floating_point_operations_so_far
@@ -163,6 +165,7 @@ def _content(parts: _Parts, config: CheckpointConfig, *, common: dict[str, Any])
     """All tensors of the checkpoint; adds the JSON state of the same objects to `common`."""
     state = parts.weights()
     with_optimizer = parts.optimizer is not None and not config.no_save_optim
+    # What is left out is written down, so that a load can say which flag it needs instead of naming tensors.
     common["contents"] = {"optimizer": with_optimizer, "rng": not config.no_save_rng}
     common["frozen"] = parts.frozen_keys()
     if parts.optimizer is not None and with_optimizer:
@@ -184,6 +187,7 @@ def _find(config: CheckpointConfig) -> FoundCheckpoint | None:
             found[0] = find_checkpoint(config.load, step=config.ckpt_step)
         if _rank() == 0 and found[0] is None and config.exit_on_missing_checkpoint:
             raise ValueError(f"--exit-on-missing-checkpoint: there is no checkpoint in --load {config.load}")
+    # Rank 0's answer for all: a tracker that changes meanwhile must not split the ranks.
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     if found[0] is None:
@@ -209,6 +213,7 @@ def _what_to_take(
 
 def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, frozen: set[str], seed: int) -> None:
     """Fills weights, optimizer and generators from the checkpoint, in that order of importance."""
+    # With its optimizer a run continues exactly or not at all; weights alone may change precision.
     weights = parts.weights(allow_cast=not taken.optimizer)
     rng = rng_sharded_state(parts.data_parallel_group) if taken.rng else []
     with all_ranks_agree():
@@ -216,6 +221,7 @@ def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, froze
     wanted = weights + (rng if same_ranks else [])
     if parts.optimizer is None or not taken.optimizer:
         dist_checkpointing.load(wanted, found.path)
+        # Masters still hold the weights that the model was initialised with.
         if parts.optimizer is not None:
             parts.optimizer.reload_model_params()
     else:
@@ -226,6 +232,11 @@ def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, froze
         _reseed(parts.data_parallel_group, seed=seed, iteration=found.iteration)
 
 
+def _load_schedule(scheduler: CheckpointedScheduler | None, state: dict[str, Any] | None) -> None:
+    if scheduler is not None and state is not None:
+        scheduler.load_state_dict(state)
+
+
 def _load_with_optimizer(
     parts: _Parts, wanted: list[ShardedTensor], *, found: FoundCheckpoint, frozen: set[str]
 ) -> None:
@@ -234,10 +245,12 @@ def _load_with_optimizer(
     state = parts.optimizer.sharded_state(parts.pieces())
     # Keys are "optimizer.<state>.<piece key>".
     known = [tensor for tensor in state if tensor.key.split(".", 2)[2] not in frozen]
-    if len(known) < len(state):
+    # The checkpoint decides, not this rank's share of the state: loading is collective.
+    if frozen:
         # Masters of parameters that were frozen in the saved run must come from the loaded weights.
         dist_checkpointing.load(wanted, found.path)
         parts.optimizer.reload_model_params()
+    if len(known) < len(state):
         print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
     dist_checkpointing.load([*wanted, *known], found.path)
 

@@ -14,6 +14,7 @@ from megatron.core.device import default_device, rng_state_bytes, set_rng_state_
 from megatron.core.dist_checkpointing import ShardedTensor
 
 _PREFIX = "rng."
+# In the order of rng_state_bytes; the second only where there is a GPU.
 _TORCH = ("torch", "cuda")
 
 
@@ -25,6 +26,7 @@ def rng_sharded_state(data_parallel_group: dist.ProcessGroup | None) -> list[Sha
     rank, size = (0, 1)
     if data_parallel_group is not None:
         rank, size = dist.get_rank(data_parallel_group), dist.get_world_size(data_parallel_group)
+    # Rows of one tensor, not keys with a rank in them: whoever loads sees by the shape whether they are his.
     return [
         ShardedTensor(_PREFIX + name, row.unsqueeze(0), (size, row.numel()), (rank, 0))
         for name, row in _capture().items()
@@ -35,6 +37,7 @@ def restore_rng(loaded: list[ShardedTensor]) -> None:
     """Sets this rank's generators from what rng_sharded_state made and `load` filled."""
     rows = {tensor.key.removeprefix(_PREFIX): tensor.data[0] for tensor in loaded}
     python, numpy_state, gauss = rows["python"].tolist(), rows["numpy"].numpy(), rows["gauss"].tolist()
+    # 3 is the format of the Mersenne twister's state since Python 3.2.
     random.setstate((3, tuple(python), None if math.isnan(gauss[0]) else gauss[0]))
     keys, (position, has_gauss) = numpy_state[:-2].astype(numpy.uint32), numpy_state[-2:].tolist()
     numpy.random.set_state(("MT19937", keys, position, has_gauss, gauss[1]))

@@ -47,6 +47,7 @@ def intersection(a: Box, b: Box) -> Box | None:
     """The common window, None if the boxes share no element."""
     offset = tuple(map(max, a.offset, b.offset))
     shape = tuple(end - o for end, o in zip(map(min, a.end, b.end), offset, strict=True))
+    # A side of zero length shares no element; boxes without dimensions always share their one.
     return None if any(n <= 0 for n in shape) else Box(offset, shape)
 
 
@@ -71,10 +72,12 @@ def disjoint_parts(boxes: list[Box]) -> list[tuple[int, Box]]:
     Larger boxes keep their form and smaller ones are cut, so few parts come out.
     """
     parts: list[tuple[int, Box]] = []
+    # Quadratic in the boxes of one key: those are a few per rank that shares the tensor, not one per rank of the run.
     for index in sorted(range(len(boxes)), key=lambda i: -boxes[i].volume):
         rest = [boxes[index]] if boxes[index].volume else []
         for _, taken in parts:
             rest = [part for piece in rest for part in subtract(piece, taken)]
+            # Replicas, by far the most frequent case, end here at once.
             if not rest:
                 break
         parts.extend((index, part) for part in rest)

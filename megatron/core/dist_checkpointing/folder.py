@@ -23,6 +23,7 @@ FORMAT_VERSION = 1
 _INCOMPLETE = ".incomplete-"
 _REPLACED = ".replaced-"
 _ID = r"[0-9a-f]{12}"
+# Large enough for full disk speed, small enough not to matter beside a tensor.
 _CHUNK_BYTES = 1 << 22
 
 
@@ -38,8 +39,10 @@ def incomplete_folder(folder: Path, save_id: str) -> Path:
 
 def refuse_foreign(folder: Path) -> None:
     """Raises ValueError if something that is no checkpoint has the place of `folder`: a save must not replace it."""
+    # The manifest is what tells a checkpoint from a user's folder that happens to have its name.
     if folder.is_dir() and not (folder / MANIFEST_FILE).is_file() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds something that is not a checkpoint of this format: not overwritten")
+    # Also above: making folders below a file fails with words that name neither.
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file: not overwritten")
@@ -49,6 +52,7 @@ def begin(temporary: Path, folder: Path) -> None:
     """Cleans up after killed saves of `folder` and makes the temporary folder for a new one."""
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # First back, then away: what lies aside may be the only whole checkpoint.
     _put_back(folder)
     remove_incomplete(folder.parent, name=re.escape(folder.name))
     temporary.mkdir()
@@ -58,9 +62,11 @@ def commit(temporary: Path, folder: Path) -> None:
     """Gives the finished temporary folder its final name, replacing a checkpoint of that name."""
     save_id = temporary.name.rpartition("-")[2]
     aside = folder.with_name(f"{folder.name}{_REPLACED}{save_id}")
+    # Names before the rename, or a power cut could leave a folder without its files.
     _sync_folder(temporary)
     if (folder / MANIFEST_FILE).is_file():
         folder.rename(aside)
+    # From here on the new checkpoint counts; an empty folder of that name is replaced as well.
     temporary.rename(folder)
     _sync_folder(folder.parent)
     if aside.exists():
@@ -81,6 +87,7 @@ def remove_incomplete(parent: Path, *, name: str) -> None:
         match = pattern.fullmatch(entry.name)
         if match is None:
             continue
+        # A replaced checkpoint goes only when its successor is in place.
         folder = parent / match["name"]
         if match["kind"] == _INCOMPLETE or (folder / MANIFEST_FILE).is_file():
             entry.unlink() if entry.is_file() else shutil.rmtree(entry)
@@ -95,6 +102,7 @@ def find_checkpoint(folder: Path) -> Path:
         aside = _aside(folder)
         if aside is not None:
             return aside
+        # Tells a user who looks for the last save of a killed run what became of it.
         left = folder.parent.is_dir() and any(folder.parent.glob(f"{folder.name}{_INCOMPLETE}*"))
         raise ValueError(f"checkpoint {folder} {'was never completed' if left else 'does not exist'}")
     if not (folder / MANIFEST_FILE).is_file():
@@ -121,6 +129,7 @@ def replace_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    # Atomic on POSIX, unlike writing into the file that readers may have open.
     os.replace(temporary, path)
     _sync_folder(path.parent)
 
@@ -132,6 +141,7 @@ def describe_files(folder: Path, names: list[str]) -> dict[str, dict[str, int]]:
 
 def write_manifest(folder: Path, files: dict[str, dict[str, int]]) -> None:
     """Writes the manifest: the last file of a checkpoint, its presence says that the others are whole."""
+    # The manifest vouches for the others, so its own checksum is inside.
     body = {"version": FORMAT_VERSION, "files": files}
     write_json(folder / MANIFEST_FILE, body | {"crc32": _crc32_of_json(body)})
 
@@ -152,6 +162,7 @@ def verify_file(folder: Path, name: str, *, expected: dict[str, int]) -> None:
     path = folder / name
     if not path.is_file():
         raise ValueError(f"{path} is missing")
+    # Size first: it is free, and "truncated" says more than a wrong checksum.
     num_bytes = path.stat().st_size
     if num_bytes != expected["bytes"]:
         raise ValueError(f"{path} is truncated or changed: {num_bytes} bytes, {expected['bytes']} were saved")
@@ -169,6 +180,7 @@ def read_json(path: Path) -> Any:
 
 def _aside(folder: Path) -> Path | None:
     found = sorted(folder.parent.glob(f"{folder.name}{_REPLACED}*")) if folder.parent.is_dir() else []
+    # More than one only if several saves were killed; the ids have no order, and each is whole.
     whole = [entry for entry in found if (entry / MANIFEST_FILE).is_file()]
     return whole[0] if whole else None
 
@@ -180,6 +192,7 @@ def _put_back(folder: Path) -> None:
 
 
 def _crc32_of_json(body: dict[str, Any]) -> int:
+    # Sorted, because what is read back need not keep the order in which it was written.
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 

@@ -37,6 +37,7 @@ class LogicalPiece:
             raise ValueError(
                 f"logical piece {self.key}: shape, stride and global box differ in their dimensions: {self}"
             )
+        # Checked here and not at save: the mistake is the module's, and its name is in the key.
         if not Box(self.global_offset, self.shape).is_inside(whole(self.global_shape)):
             raise ValueError(f"logical piece {self.key}: the box leaves its stored tensor: {self}")
 
@@ -44,9 +45,11 @@ class LogicalPiece:
         """The window as a view of `tensor`: contiguous, of the parameter's shape, any dtype -> [*shape], same dtype."""
         if not tensor.is_contiguous():
             raise ValueError(f"logical piece {self.key}: needs a contiguous tensor, not strides {tensor.stride()}")
+        # as_strided would check against the whole storage only, in which neighbours of a flat buffer live too.
         reach = self.storage_offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         if math.prod(self.shape) > 0 and reach >= tensor.numel():
             raise ValueError(f"logical piece {self.key}: reaches element {reach} of a tensor of {tensor.numel()}")
+        # torch counts from the storage's start, a piece from the tensor's: parameters are windows of flat buffers.
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.storage_offset)
 
 
@@ -66,6 +69,7 @@ class HasLogicalPieces(Protocol):
 
 def canonical_name(name: str) -> str:
     """A parameter's name without the prefixes of DDP-like wrappers: "module.module.x.weight" -> "x.weight"."""
+    # Wrappers nest: precision inside data parallelism.
     while name.startswith(WRAPPER_PREFIX):
         name = name.removeprefix(WRAPPER_PREFIX)
     return name
@@ -73,6 +77,7 @@ def canonical_name(name: str) -> str:
 
 def identity_piece(key: str, shape: tuple[int, ...]) -> LogicalPiece:
     """The piece of a tensor that is stored whole and as it is."""
+    # The contiguous strides of torch, sizes of one included: nothing may depend on how the tensor was made.
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return LogicalPiece(key, tuple(shape), stride, 0, tuple(shape), (0,) * len(shape))
 
@@ -91,6 +96,7 @@ def model_logical_pieces(model: torch.nn.Module) -> dict[str, list[LogicalPiece]
     # A module may describe a tied parameter under its second name, or a buffer; anything else is a mistake.
     others = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     others.update(canonical_name(name) for name, _ in model.named_buffers(remove_duplicate=False))
+    # A misspelt name would store the parameter as it is, silently, in a layout that no other model can read.
     unknown = sorted(described.keys() - others)
     if unknown:
         raise ValueError(f"logical_pieces names parameters that the model does not have: {', '.join(unknown)}")

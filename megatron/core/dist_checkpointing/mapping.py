@@ -32,6 +32,7 @@ class ShardedTensor:
         shape = tuple(self.data.shape)
         self.global_shape = shape if self.global_shape is None else tuple(self.global_shape)
         self.global_offset = (0,) * len(shape) if self.global_offset is None else tuple(self.global_offset)
+        # A box that leaves its tensor would be written and only be noticed as missing elements elsewhere.
         if not len(shape) == len(self.global_shape) == len(self.global_offset):
             raise ValueError(f"{self._describe()}: as many offsets and global sizes as dimensions are needed")
         if not self.box.is_inside(whole(self.global_shape)):
@@ -92,11 +93,13 @@ def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -
     """Boxes of every parameter and persistent buffer of `model`: views, any shape and dtype, in named order."""
     pieces = model_logical_pieces(model)
     tensors = []
+    # Detached: `load` writes through these views, which autograd must not see.
     for name, parameter in model.named_parameters():
         tensors += sharded_tensors(pieces[canonical_name(name)], parameter.detach(), allow_cast=allow_cast)
     # state_dict leaves out buffers that are not persistent; tied names of one parameter are in it twice.
     seen = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, value in model.state_dict().items():
+        # Extra state that modules add to state_dict may be anything; what is no tensor is not ours to store.
         if name not in seen and isinstance(value, torch.Tensor):
             tensors.append(ShardedTensor(canonical_name(name), value, allow_cast=allow_cast))
     return tensors

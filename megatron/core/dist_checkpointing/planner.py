@@ -44,6 +44,7 @@ class BoxSavePlanner(SavePlanner):
     """Offers every box of this rank; the coordinator cuts overlaps away and spreads replicas over the ranks."""
 
     def __init__(self, items: Items):
+        # By key, as resolve_data looks them up; one key may have several boxes here.
         self.objects = {item.key: item.data for item in items if isinstance(item, ShardedObject)}
         self.tensors: dict[str, list[ShardedTensor]] = defaultdict(list)
         for item in items:
@@ -79,6 +80,7 @@ class BoxSavePlanner(SavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(json.dumps(self.objects[key]).encode())
         part = _item_box(write_item)
+        # The coordinator may have cut the box: any box of ours that holds the part has the same bytes.
         held = next(tensor for tensor in self.tensors[key] if part.is_inside(tensor.box))
         return held.data.detach()[part.relative_to(held.box)]
 
@@ -90,6 +92,7 @@ def assign_writes(offers: list[list[WriteItem]]) -> tuple[list[list[WriteItem]],
     """
     written: list[list[WriteItem]] = [[] for _ in offers]
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    # Bytes each rank writes so far: the slowest rank decides how long the save takes.
     num_bytes = [0] * len(offers)
     by_key: dict[str, list[tuple[int, WriteItem]]] = defaultdict(list)
     for rank, items in enumerate(offers):
@@ -99,12 +102,14 @@ def assign_writes(offers: list[list[WriteItem]]) -> tuple[list[list[WriteItem]],
     for key in sorted(by_key, key=lambda k: -(by_key[k][0][1].tensor_storage_size() or 0)):
         tensor = _agreed_metadata(key, by_key[key])
         if tensor is None:
+            # Objects are small and the same everywhere: the first rank that has one writes it.
             rank, item = by_key[key][0]
             stored[key] = BytesStorageMetadata()
             written[rank].append(item)
             continue
         stored[key] = tensor
         for rank, part in _spread(key, tensor, offers=by_key[key], num_bytes=num_bytes):
+            # The index is torch's hint where in `chunks` to look for the box.
             item = _write_item(key, part, tensor=tensor, index=len(tensor.chunks))
             tensor.chunks.append(_chunk(part))
             written[rank].append(item)
@@ -113,6 +118,7 @@ def assign_writes(offers: list[list[WriteItem]]) -> tuple[list[list[WriteItem]],
 
 def _agreed_metadata(key: str, offers: list[tuple[int, WriteItem]]) -> TensorStorageMetadata | None:
     """What all ranks say about a tensor, without its boxes; None for an object."""
+    # The first rank of each opinion, for the message.
     views: dict[tuple[tuple[int, ...], torch.dtype] | None, int] = {}
     for rank, item in offers:
         data = item.tensor_data
@@ -133,8 +139,10 @@ def _spread(
     owners: dict[Box, list[int]] = defaultdict(list)
     for rank, item in offers:
         owners[_item_box(item)].append(rank)
+    # Equal boxes are one key of the dict, so replicas cost no arithmetic.
     boxes = list(owners)
     parts = disjoint_parts(boxes)
+    # The parts are disjoint and inside the tensor, so counting elements proves that they fill it.
     if sum(part.volume for _, part in parts) != tensor.size.numel():
         raise ValueError(f"{key}: no rank saves some elements of {list(tensor.size)}; saved are {boxes[:8]}")
     spread = []
@@ -184,7 +192,8 @@ class BoxLoadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The view to fill: [*lengths], the wanted tensor's dtype and device."""
-        target = self.tensors[_position(read_item)].data.detach()
+        # Indexing gives a view whatever the strides, so copying into it loads in place.
+        target = self.tensors[_position(read_item)].data.detach()  # [*box shape]
         return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).relative_to(whole(target.shape))]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
@@ -204,11 +213,13 @@ def _problem(item: ShardedTensor | ShardedObject, metadata: Metadata) -> str | N
     if stored is None:
         return f"{item.key} is not in it"
     if isinstance(item, ShardedObject) or isinstance(stored, BytesStorageMetadata):
+        # "Not in it" would be wrong here and send the user looking for a key that is there.
         same_kind = isinstance(item, ShardedObject) == isinstance(stored, BytesStorageMetadata)
         return None if same_kind else f"{item.key} is an object on one side and a tensor on the other"
     if tuple(stored.size) != item.global_shape:
         return f"{item.key} has shape {list(stored.size)} in it, {list(item.global_shape or ())} is wanted"
     dtype, wanted = stored.properties.dtype, item.data.dtype
+    # Integers are positions, counts and generator states: converting those is always a mistake.
     castable = item.allow_cast and dtype.is_floating_point and wanted.is_floating_point
     return None if dtype == wanted or castable else f"{item.key} is {dtype} in it, {wanted} is wanted"
 
@@ -217,6 +228,7 @@ def _read_box(tensor: ShardedTensor, chunks: list[ChunkStorageMetadata], *, inde
     reads = []
     for chunk in chunks:
         stored = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        # In most layouts a rank needs few of the stored boxes; the others are not even opened.
         common = intersection(tensor.box, stored)
         if common is not None:
             read = ReadItem(
@@ -232,6 +244,7 @@ def _read_box(tensor: ShardedTensor, chunks: list[ChunkStorageMetadata], *, inde
 
 
 def _read_object(index: int, key: str) -> ReadItem:
+    # Sizes are those of tensors: an object is read whole.
     nothing = torch.Size(())
     return ReadItem(
         type=LoadItemType.BYTE_IO,
@@ -255,6 +268,7 @@ def _write_item(key: str, box: Box, *, tensor: TensorStorageMetadata, index: int
 
 
 def _tensor_metadata(tensor: ShardedTensor) -> TensorStorageMetadata:
+    # Nothing but the dtype: strides, device and requires_grad are the reader's business.
     properties = TensorProperties(dtype=tensor.data.dtype)
     return TensorStorageMetadata(properties, torch.Size(tensor.global_shape or ()), [])
 

@@ -41,6 +41,7 @@ def save(
     """
     target = Path(checkpoint_dir)
     items = list(flatten(state))
+    # The name must be the same on all ranks, so it is rank 0's.
     temporary = folders.incomplete_folder(target, _from_rank_0(folders.new_id(), process_group))
     try:
         _begin(temporary, target, common=common, group=process_group)
@@ -49,6 +50,7 @@ def save(
             dcp_save({}, storage_writer=writer, planner=BoxSavePlanner(items), process_group=process_group)
         _finish(temporary, target, group=process_group)
     except (ValueError, OSError, RuntimeError):
+        # All ranks are here, whoever failed. Other exceptions leave a folder that the next save removes.
         if _rank(process_group) == 0:
             folders.discard(temporary)
         raise
@@ -64,6 +66,7 @@ def load(
     missing or has another shape or dtype (ValueError naming key, stored and wanted).
     """
     items = list(flatten(state))
+    # Everything that can be wrong is looked for before the first tensor is touched.
     folder = _verified_folder(Path(checkpoint_dir), process_group)
     with all_ranks_agree(process_group):
         check_wanted(items, read_metadata(folder))
@@ -98,6 +101,7 @@ def _begin(temporary: Path, target: Path, *, common: dict[str, Any], group: dist
         if _rank(group) == 0:
             folders.begin(temporary, target)
             folders.write_json(temporary / folders.COMMON_FILE, common)
+    # A second agreement: nobody looks before rank 0 is done.
     with all_ranks_agree(group):
         if not temporary.is_dir():
             raise ValueError(f"rank 0 made {temporary}, this rank does not see it: save to a shared file system")
@@ -108,6 +112,7 @@ def _finish(temporary: Path, target: Path, *, group: dist.ProcessGroup | None) -
     part: dict[str, dict[str, int]] = {}
     with all_ranks_agree(group):
         part = folders.describe_files(temporary, _share(sorted(p.name for p in temporary.iterdir()), group))
+    # Read back right after writing, the files are still in the page cache.
     parts = _from_all(part, group)
     with all_ranks_agree(group):
         if _rank(group) == 0:
@@ -120,6 +125,7 @@ def _verified_folder(checkpoint_dir: Path, group: dist.ProcessGroup | None) -> P
     with all_ranks_agree(group):
         folder = folders.find_checkpoint(checkpoint_dir)
         manifest = folders.read_manifest(folder)
+        # Each file is read once by somebody, not once by everybody.
         for name in _share(sorted(manifest), group):
             folders.verify_file(folder, name, expected=manifest[name])
     return folder
@@ -141,6 +147,7 @@ def _one_error_everywhere(what: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as report:
+        # The tracebacks of all ranks, which torch prints, hide the one line that a user needs.
         rank = min(report.failures)
         error = report.failures[rank][0]
         raise CheckpointError(f"{what}: rank {rank}: {error}") from error

@@ -46,6 +46,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; raises OSError when the disk refuses."""
+        # torch would write an empty file for a rank whose boxes others write.
         if plan.items:
             try:
                 return super().write_data(plan, planner)
@@ -66,6 +67,7 @@ class CheckpointReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills the planner's targets, file by file."""
+        # By file and stored box: one expert each from a stacked tensor must not read the stack E times.
         by_file: dict[str, dict[MetadataIndex, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
             by_file[self.storage_data[item.storage_index].relative_path][item.storage_index].append(item)
@@ -82,15 +84,17 @@ class CheckpointReader(FileSystemReader):
     ) -> None:
         info = self.storage_data[stored]
         file.seek(info.offset)
+        # One stored box at a time is all that reading adds to the process's memory.
         content = io.BytesIO(file.read(info.length))
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
                 planner.load_bytes(item, content)
             return
-        tensor = torch.load(content, map_location="cpu", weights_only=True)
+        tensor = torch.load(content, map_location="cpu", weights_only=True)  # [*stored box]
         for item in items:
             window = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
             target = planner.resolve_tensor(item)
+            # Converts dtype and device on the way; check_wanted has said where that is allowed.
             target.copy_(tensor[window])
             planner.commit_tensor(item, target)
 
@@ -106,7 +110,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with open(folder / METADATA_FILE, "rb") as file:
             metadata = _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError) as error:
+    except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / METADATA_FILE} is corrupt: {error}") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{folder / METADATA_FILE} is corrupt: holds a {type(metadata).__name__}")
@@ -118,6 +122,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA_GLOBALS:
             return super().find_class(module, name)
+        # torch pickles a dtype as a bare name in its own namespace.
         if module == "torch" and isinstance(found := vars(torch).get(name), (torch.dtype, torch.layout)):
             return found
         raise pickle.UnpicklingError(f"refers to {module}.{name}")
