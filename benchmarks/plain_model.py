@@ -130,7 +130,10 @@ def rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(plain: PlainModel, parameters: dict[str, Tensor]) -> None:
-    """Sets the plain model's weights from GPTModel's parameters by Megatron's names, with sequential experts."""
+    """Sets the plain model's weights from GPTModel's, with sequential experts.
+
+    parameters: by Megatron's names, [O, I] and [H], any float dtype.
+    """
     plain.embedding.weight.copy_(parameters["embedding.word_embeddings.weight"])
     plain.norm.weight.copy_(parameters["decoder.final_layernorm.weight"])
     plain.output.weight.copy_(parameters["output_layer.weight"])

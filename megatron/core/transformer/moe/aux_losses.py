@@ -48,12 +48,12 @@ class AuxLossRecorder(nn.Module):
         device = device or default_device()
         self.names = (LOAD_BALANCING_LOSS, Z_LOSS)
         zeros = torch.zeros(len(self.names), num_layers, dtype=torch.float32, device=device)
-        self.register_buffer("backward_scale", torch.ones((), dtype=torch.float32, device=device), persistent=False)
+        self.register_buffer("backward_scale", torch.ones((), dtype=torch.float64, device=device), persistent=False)
         self.register_buffer("sums", zeros, persistent=False)
         self.register_buffer("counts", zeros.clone(), persistent=False)
 
     def set_backward_scale(self, scale: Tensor) -> None:
-        """Sets what auxiliary gradients are multiplied with from now on; scale: one element, any float dtype."""
+        """Sets what auxiliary gradients are multiplied with from now on; scale: scalar or [1], any float dtype."""
         self.backward_scale.copy_(scale.detach().reshape(()))
 
     def attach(self, activation: Tensor, loss: Tensor) -> Tensor:

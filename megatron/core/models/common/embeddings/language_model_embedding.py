@@ -38,9 +38,16 @@ class LanguageModelEmbedding(MegatronModule):
         self.embedding_dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """input_ids, position_ids: [B, S], int64. Returns [S, B, H], parameter dtype, contiguous."""
+        """input_ids, position_ids: [B, S], int64. Returns [S, B, H], parameter dtype, contiguous.
+
+        Raises ValueError where a sequence is longer than the table of learned positions.
+        """
         # Small integers are transposed instead of wide rows.
         embeddings = self.word_embeddings(input_ids.t())
         if self.position_embeddings is not None:
+            if input_ids.shape[1] > self.max_sequence_length:
+                raise ValueError(
+                    f"the sequence has {input_ids.shape[1]} positions: the model was built for {self.max_sequence_length}"
+                )
             embeddings = embeddings + self.position_embeddings(position_ids.t())
         return self.embedding_dropout(embeddings)

@@ -1,0 +1,86 @@
+"""The lean cross entropy against torch's: values, gradients, padding, dtypes, and refusals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.tensor_parallel import cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy, vocab_parallel_cross_entropy
+
+CLASSES, PADDED = 13, 16
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks, the last one incomplete."""
+    monkeypatch.setattr(cross_entropy, "_CHUNK_ELEMENTS_CPU", 3 * PADDED)
+
+
+def logits_and_targets(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """logits: [4, 2, 16]; targets: [4, 2] below 13."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(4, 2, PADDED, generator=generator, dtype=torch.float64).mul_(3).to(dtype).requires_grad_()
+    return logits, torch.randint(0, CLASSES, (4, 2), generator=generator)
+
+
+def test_gradient_of_the_public_function_is_right() -> None:
+    logits, target = logits_and_targets()
+    assert torch.autograd.gradcheck(lambda x: vocab_parallel_cross_entropy(x, target), (logits,))
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_public_function_leaves_its_input_and_graph_alone(strided: bool) -> None:
+    leaf, target = logits_and_targets()
+    logits = leaf.transpose(0, 1) if strided else leaf
+    target = target.t() if strided else target
+    before = leaf.detach().clone()
+    loss = vocab_parallel_cross_entropy(logits, target)
+    (first,) = torch.autograd.grad(loss.sum(), leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(loss.sum(), leaf)
+    assert torch.equal(leaf, before) and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_consuming_loss_ignores_padding_and_agrees_with_torch(dtype: torch.dtype) -> None:
+    leaf, target = logits_and_targets(dtype)
+    weights = torch.linspace(-1, 2, 8, dtype=torch.float64).view(4, 2)
+    loss = consuming_cross_entropy(leaf * 1, target, num_classes=CLASSES)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    (loss * weights).sum().backward()
+    exact = leaf.detach().double().requires_grad_()
+    expected = F.cross_entropy(exact[..., :CLASSES].flatten(0, 1), target.flatten(), reduction="none").view(4, 2)
+    (expected * weights).sum().backward()
+    tolerance = {"atol": 2e-2, "rtol": 0.0} if dtype.itemsize == 2 else {"atol": 2e-6, "rtol": 1e-5}
+    torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, **tolerance)
+    assert (leaf.grad[..., CLASSES:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_improbable_targets_have_finite_losses(dtype: torch.dtype) -> None:
+    logits = torch.zeros(1, PADDED, dtype=dtype, requires_grad=True)
+    shift = torch.zeros(PADDED, dtype=dtype)
+    shift[0] = 512
+    loss = consuming_cross_entropy(logits + shift, torch.tensor([1]), num_classes=CLASSES)
+    loss.sum().backward()
+    assert loss.item() == 512 and torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_second_backward_of_the_consuming_loss_is_refused(dtype: torch.dtype) -> None:
+    leaf, target = logits_and_targets(dtype)
+    loss = consuming_cross_entropy(leaf * 1, target, num_classes=CLASSES).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_loss_without_gradients_and_without_tokens() -> None:
+    leaf, target = logits_and_targets(torch.float32)
+    with torch.no_grad():
+        loss = consuming_cross_entropy(leaf * 1, target, num_classes=CLASSES)
+    torch.testing.assert_close(loss, vocab_parallel_cross_entropy(leaf[..., :CLASSES], target))
+    empty = vocab_parallel_cross_entropy(torch.zeros(0, PADDED, requires_grad=True), target.new_zeros(0))
+    assert empty.shape == (0,)
+    empty.sum().backward()

@@ -1,0 +1,56 @@
+"""Linear and embedding layers of a group of one rank: values, biases, initial values and refusals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.models.small_models import small_config
+
+LINEAR = [ColumnParallelLinear, RowParallelLinear]
+
+
+@pytest.mark.parametrize("layer_class", LINEAR)
+@pytest.mark.parametrize("skip_bias_add", [False, True])
+def test_linear_layers_agree_with_torch(layer_class: type, skip_bias_add: bool) -> None:
+    layer = layer_class(6, 4, config=small_config(), init_method=nn.init.normal_, skip_bias_add=skip_bias_add)
+    assert not layer.bias.any()
+    layer.bias.data.normal_()
+    x = torch.randn(3, 2, 6)
+    output, bias = layer(x)
+    assert (bias is layer.bias) == skip_bias_add
+    torch.testing.assert_close(output, F.linear(x, layer.weight, None if skip_bias_add else layer.bias))
+
+
+def test_a_layer_without_a_weight_takes_the_callers() -> None:
+    layer = ColumnParallelLinear(
+        6, 4, config=small_config(), init_method=nn.init.normal_, bias=False, skip_weight_param_allocation=True
+    )
+    weight, x = torch.randn(4, 6), torch.randn(2, 6)
+    assert list(layer.parameters()) == []
+    torch.testing.assert_close(layer(x, weight=weight)[0], x @ weight.t())
+
+
+def test_layers_built_alone_are_initialized() -> None:
+    config = small_config()
+    for layer in (
+        ColumnParallelLinear(64, 64, config=config, init_method=config.init_method),
+        VocabParallelEmbedding(64, 64, config=config, init_method=config.init_method),
+    ):
+        assert layer.weight.std().item() == pytest.approx(0.2, rel=0.1)
+
+
+def refuse_a_larger_group() -> str:
+    """Body of a rank: the message with which a group of two is refused."""
+    with pytest.raises(ValueError) as error:
+        ColumnParallelLinear(
+            4, 4, config=small_config(), init_method=nn.init.normal_, tp_group=torch.distributed.group.WORLD
+        )
+    return str(error.value)
+
+
+def test_a_larger_group_is_refused() -> None:
+    messages = run_on_ranks(refuse_a_larger_group, 2)
+    assert messages == ["ColumnParallelLinear: the tensor-parallel group has 2 ranks: must have 1"] * 2

@@ -1,0 +1,170 @@
+"""The expert layer against a naive loop over tokens in fp64, for every implementation and for lopsided routing."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import build_module
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
+
+TOKENS, EXPERTS = 12, 4
+
+
+def moe_layer(*, grouped: bool, **fields: Any) -> MoELayer:
+    """A layer of four experts with random weights from torch's generator."""
+    config = small_config(num_moe_experts=EXPERTS, moe_grouped_gemm=grouped, **{**LLAMA_LIKE, **fields})
+    return build_module(get_mlp_module_spec(EXPERTS, grouped), config=config)
+
+
+def expert_matrices(layer: MoELayer) -> dict[str, Tensor]:
+    """The stacked matrices as a checkpoint names them, fp64: [E, F, H] and [E, H, F]."""
+    parameters, stacked = dict(layer.named_parameters()), {}
+    for name, pieces in model_logical_pieces(layer).items():
+        for piece in pieces:
+            whole = stacked.setdefault(piece.key, torch.zeros(piece.global_shape, dtype=torch.float64))
+            whole[_box(piece)] = piece.view_of(parameters[name].detach()).double()
+    return {key.removeprefix("experts."): value for key, value in stacked.items()}
+
+
+def _box(piece: LogicalPiece) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
+
+
+def naive_moe(layer: MoELayer, x: Tensor, matrices: dict[str, Tensor]) -> Tensor:
+    """One token and one expert at a time; x: [T, H], fp64 -> [T, H]."""
+    logits = x @ matrices["router.weight"].t()
+    rows = []
+    for token, scores in zip(x, logits, strict=True):
+        best = scores.argsort(descending=True)[: layer.router.topk]
+        weights = scores[best].exp() / scores[best].exp().sum()
+        parts = [
+            weight
+            * matrices["linear_fc2.weight"][expert]
+            @ (
+                F.silu(matrices["linear_fc1.weight.gate"][expert] @ token)
+                * (matrices["linear_fc1.weight.up"][expert] @ token)
+            )
+            for weight, expert in zip(weights, best, strict=True)
+        ]
+        rows.append(torch.stack(parts).sum(dim=0))
+    return torch.stack(rows)
+
+
+def lopsided(layer: MoELayer, routing: str) -> None:
+    """Bends the router's weights: `one` makes expert 2 every token's first choice, `starved` leaves expert 0 none."""
+    with torch.no_grad():
+        if routing == "one":
+            layer.router.weight[2] = 50 * layer.router.weight[2].abs()
+        elif routing == "starved":
+            layer.router.weight[0] = -50 * layer.router.weight[0].abs()
+
+
+@pytest.mark.parametrize("routing", ["balanced", "one", "starved"])
+@pytest.mark.parametrize("topk", [1, 2, 4])
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layer_agrees_with_a_loop_over_tokens(dtype: torch.dtype, grouped: bool, topk: int, routing: str) -> None:
+    torch.manual_seed(topk)
+    layer = moe_layer(grouped=grouped, moe_router_topk=topk, params_dtype=dtype)
+    lopsided(layer, routing)
+    # Positive inputs, so that the bent rows decide for every token.
+    x = torch.rand(TOKENS // 2, 2, 32, dtype=torch.float64).to(dtype).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    matrices = {name: value.requires_grad_() for name, value in expert_matrices(layer).items()}
+    output, bias = layer(x)
+    expected = naive_moe(layer, exact.view(TOKENS, 32), matrices).view_as(exact)
+    assert bias is None and output.dtype == dtype
+    tolerance = {"atol": 1e-10, "rtol": 1e-10} if dtype == torch.float64 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(output.double(), expected, **tolerance)
+    upstream = torch.randn(expected.shape, dtype=torch.float64)
+    output.backward(upstream.to(dtype))
+    expected.backward(upstream.to(dtype).double())
+    torch.testing.assert_close(x.grad.double(), exact.grad, **tolerance)
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        parameter.data.copy_(parameter.grad)  # so that the pieces below are those of the gradients
+    for name, grads in expert_matrices(layer).items():
+        torch.testing.assert_close(grads, matrices[name].grad, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_grouped_and_sequential_experts_agree(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    grouped, sequential = (
+        moe_layer(grouped=flag, params_dtype=dtype, gated_linear_unit=True) for flag in (True, False)
+    )
+    copy_logical(grouped, sequential)
+    outputs = []
+    for layer in (grouped, sequential):
+        x = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        output, _ = layer(x)
+        output.float().square().sum().backward()
+        outputs.append((output, x.grad))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    for ours, theirs in zip(*outputs, strict=True):
+        assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm()
+
+
+def copy_logical(source: MoELayer, target: MoELayer) -> None:
+    """Copies weights between layers whose parameters are laid out differently."""
+    matrices, parameters = {}, dict(source.named_parameters())
+    for name, pieces in model_logical_pieces(source).items():
+        for piece in pieces:
+            matrices[piece.key] = piece.view_of(parameters[name].detach())
+    parameters = dict(target.named_parameters())
+    for name, pieces in model_logical_pieces(target).items():
+        for piece in pieces:
+            piece.view_of(parameters[name].data).copy_(matrices[piece.key][_box(piece)])
+
+
+@pytest.mark.parametrize("activation", [F.gelu, F.silu], ids=["gelu", "silu"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_other_activations_work_in_both_implementations(activation: Any, gated: bool) -> None:
+    torch.manual_seed(0)
+    fields = {"activation_func": activation, "gated_linear_unit": gated}
+    grouped, sequential = (moe_layer(grouped=flag, **fields) for flag in (True, False))
+    copy_logical(grouped, sequential)
+    x = torch.randn(6, 2, 32)
+    torch.testing.assert_close(grouped(x)[0], sequential(x)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_sequential_experts_weigh_their_biases() -> None:
+    torch.manual_seed(0)
+    layer = moe_layer(grouped=False, add_bias_linear=True, moe_router_topk=1)
+    for expert in layer.experts.local_experts:
+        expert.linear_fc2.weight.data.zero_()
+        expert.linear_fc2.bias.data.fill_(2.0)
+    torch.testing.assert_close(layer(torch.randn(3, 2, 32))[0], torch.full((3, 2, 32), 2.0))
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_frozen_experts_and_inputs_without_gradient_work(grouped: bool) -> None:
+    layer = moe_layer(grouped=grouped)
+    layer.experts.requires_grad_(False)
+    x = torch.randn(3, 2, 32, requires_grad=True)
+    layer(x)[0].sum().backward()
+    assert x.grad is not None and layer.router.weight.grad is not None
+    layer.experts.requires_grad_(True)
+    layer.router.requires_grad_(False)
+    layer(x.detach())[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.experts.parameters())
+    with torch.no_grad():
+        assert not layer(x)[0].requires_grad
+
+
+def test_grouped_layer_reads_nothing_on_the_host() -> None:
+    """Tensors without values cannot be read: a host read or a shape that depends on values raises."""
+    losses = {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
+    with FakeTensorMode():
+        # bf16: torch's fake grouped product knows no other dtype (2.13).
+        x = torch.randn(3, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+        moe_layer(grouped=True, params_dtype=torch.bfloat16, **losses)(x)[0].sum().backward()
+        with pytest.raises(DataDependentOutputException):
+            moe_layer(grouped=False, params_dtype=torch.bfloat16)(x)

@@ -1,0 +1,125 @@
+"""TransformerConfig's checks and derived fields, layer patterns, and building modules from specs."""
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.moe.moe_config import moe_layer_pattern, parse_moe_layer_freq
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
+
+
+def test_unset_fields_follow_from_others() -> None:
+    config = TransformerConfig(num_layers=8, hidden_size=64, num_attention_heads=4, num_moe_experts=2)
+    assert (config.kv_channels, config.num_query_groups) == (16, 4)
+    assert (config.ffn_hidden_size, config.moe_ffn_hidden_size) == (256, 256)
+    assert config.init_method == NormalInit(0.02) and config.output_layer_init_method == NormalInit(0.005)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": 33}, r"hidden_size is 33: must be divisible by num_attention_heads \(4\)"),
+        ({"num_query_groups": 3}, r"num_attention_heads is 4: must be divisible by num_query_groups \(3\)"),
+        ({"num_layers": None}, "num_layers is None: must be an integer"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout is 1.0: must be less than 1"),
+        ({"normalization": "BatchNorm"}, "normalization is 'BatchNorm': must be one of LayerNorm, RMSNorm"),
+        ({"num_moe_experts": 2, "moe_router_topk": 3}, r"moe_router_topk is 3: must be at most num_moe_experts \(2\)"),
+        ({"moe_grouped_gemm": True}, "moe_grouped_gemm is set but num_moe_experts is not"),
+        ({"num_moe_experts": 2, "moe_grouped_gemm": True}, "add_bias_linear=False"),
+        ({"num_moe_experts": 2, "moe_layer_freq": [1]}, "moe_layer_freq has 1 entries.*num_layers is 2"),
+        ({"num_moe_experts": 2, "moe_layer_freq": [1, 2]}, r"moe_layer_freq is \[1, 2\]: entries must be 0"),
+        ({"num_moe_experts": 2, "moe_layer_freq": 0}, "moe_layer_freq is 0: must be at least 1"),
+        ({"num_moe_experts": 2, "moe_aux_loss_coeff": [0.1, 0.2]}, "moe_aux_loss_coeff has 2 values"),
+        ({"num_moe_experts": 2, "moe_aux_loss_coeff": float("inf")}, "moe_aux_loss_coeff is inf"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "must be one of aux_loss, none"),
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size is 2: .* must be 1"),
+        ({"bf16": True, "fp16": True}, "choose one precision"),
+    ],
+)
+def test_impossible_fields_are_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        small_config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("2", 2),
+        ("[0,1]", [0, 1]),
+        ("([0]+[1]*3)*2", [0, 1, 1, 1, 0, 1, 1, 1]),
+        (" [1] * 2 + 2*[0, 1,] ", [1, 1, 0, 1, 0, 1]),
+    ],
+)
+def test_layer_patterns_are_read(word: str, value: object) -> None:
+    assert parse_moe_layer_freq(word) == value
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "",
+        "-1",
+        "[0]+[1",
+        "([0]",
+        "[0])",
+        "[0]+1",
+        "[0]*[1]",
+        "2*3",
+        "[a]",
+        "[1]*999999999",
+        "__import__('os').getcwd()",
+    ],
+)
+def test_what_is_not_a_layer_pattern_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match="moe_layer_freq is"):
+        parse_moe_layer_freq(word)
+
+
+def test_every_nth_layer_has_experts_from_the_first() -> None:
+    assert moe_layer_pattern(1, 3) == [1, 1, 1]
+    assert moe_layer_pattern(3, 5) == [1, 0, 0, 1, 0]
+    config = small_config(num_layers=4, num_moe_experts=2, moe_layer_freq="([0]+[1])*2")
+    assert config.moe_layer_freq == [0, 1, 0, 1]
+
+
+def test_attention_backends_are_known_by_name() -> None:
+    assert parse_attn_backend("fused") is AttnBackend.fused and str(AttnBackend.auto) == "auto"
+    with pytest.raises(ValueError, match="'quick' is not an attention backend: choose from flash"):
+        parse_attn_backend("quick")
+
+
+def test_specs_build_classes_paths_and_functions() -> None:
+    spec = ModuleSpec(("torch.nn", "Linear"), params={"in_features": 3, "bias": False})
+    linear = build_module(spec, out_features=2)
+    assert isinstance(linear, nn.Linear) and linear.weight.shape == (2, 3) and linear.bias is None
+    assert build_module(nn.Linear, 3, 2).weight.shape == (2, 3)
+    assert import_module(("torch.nn", "Linear")) is nn.Linear
+
+    def function() -> None: ...
+
+    assert isinstance(function, types.FunctionType) and build_module(ModuleSpec(function), 1) is function
+
+
+def test_a_failing_spec_says_which_module_it_was() -> None:
+    with pytest.raises(TypeError) as error:
+        build_module(ModuleSpec(nn.Linear), width=3)
+    assert error.value.__notes__ == ["while building torch.nn.modules.linear.Linear"]
+
+
+def test_identity_operations_give_back_what_they_get() -> None:
+    x = torch.randn(2)
+    assert IdentityOp(1, a=2)(x, None) is x
+    assert IdentityFuncOp()(True)(x) is x
+
+
+def test_a_block_wants_one_spec_a_layer() -> None:
+    with pytest.raises(ValueError, match="has 0 layers: must have 2"):
+        TransformerBlock(small_config(**LLAMA_LIKE), TransformerBlockSubmodules())

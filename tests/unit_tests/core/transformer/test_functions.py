@@ -1,0 +1,126 @@
+"""The autograd functions of norms, rotary positions and SwiGLU: gradients, dtypes, strided inputs, frozen inputs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.transformer.norms import LayerNorm, Norm, RMSNorm, rms_norm
+from megatron.core.transformer.rope import RotaryEmbedding, apply_rotary_pos_emb, split_and_rotate
+from tests.unit_tests.core.models.small_models import small_config
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_bias_swiglu, "_CHUNK_ELEMENTS_CPU", 32)
+
+
+def table(width: int, percent: float = 1.0, dtype: torch.dtype = torch.float64) -> RotaryEmbedding:
+    return RotaryEmbedding(width, 8, rotary_percent=percent, dtype=dtype)
+
+
+def swiglu(x: Tensor, weights: Tensor) -> Tensor:
+    return weighted_bias_swiglu_impl(x, None, weights)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, eps=1e-5)
+
+
+def rotated(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return split_and_rotate(x, table(6, dtype=torch.promote_types(x.dtype, torch.float32))(4))
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]]]] = {
+    "rms_norm": (norm, [(3, 5, 8), (8,)]),
+    "swiglu": (lambda x: bias_swiglu_impl(x, None), [(5, 2, 8)]),
+    "biased swiglu": (bias_swiglu_impl, [(5, 8), (8,)]),
+    "weighted swiglu": (swiglu, [(9, 8), (9, 1)]),
+    "split and rotate": (rotated, [(4, 2, 2, 4, 6)]),
+    "split and rotate a third": (lambda x: split_and_rotate(x, table(6, 0.34)(4)), [(4, 2, 2, 4, 6)]),
+    "rotate": (lambda x: apply_rotary_pos_emb(x, table(6)(4)), [(4, 2, 3, 6)]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_are_right_for_all_and_for_single_inputs(name: str) -> None:
+    function, shapes = FUNCTIONS[name]
+    torch.manual_seed(3)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(function, inputs)
+    for wanted in range(len(inputs)):
+        frozen = [value.detach().requires_grad_(index == wanted) for index, value in enumerate(inputs)]
+        assert torch.autograd.gradcheck(function, frozen)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_strided_inputs_and_second_backwards_give_the_same(name: str) -> None:
+    function, shapes = FUNCTIONS[name]
+    torch.manual_seed(3)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    # The same values in memory with gaps and another order of dimensions.
+    strided = [value.detach().unsqueeze(-1).repeat_interleave(2, -1)[..., 0].requires_grad_() for value in inputs]
+    flat = [torch.cat([part.flatten() for part in _parts(function(*values))]) for values in (inputs, strided)]
+    torch.testing.assert_close(flat[0], flat[1])
+    upstream = torch.linspace(-1, 1, flat[0].numel(), dtype=torch.float64)
+    once = torch.autograd.grad(flat[0], inputs, upstream, retain_graph=True)
+    twice = torch.autograd.grad(flat[0], inputs, upstream)
+    other = torch.autograd.grad(flat[1], strided, upstream)
+    for first, second, third in zip(once, twice, other, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+        torch.testing.assert_close(first, third)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "biased swiglu", "weighted swiglu", "split and rotate"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    function, shapes = FUNCTIONS[name]
+    torch.manual_seed(3)
+    inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    exact = [value.detach().double().requires_grad_() for value in inputs]
+    outputs, expected = _parts(function(*inputs)), _parts(function(*exact))
+    rounding = {"atol": 2 * torch.finfo(dtype).eps, "rtol": 2 * torch.finfo(dtype).eps}
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.double(), wanted, **rounding)
+    found = torch.autograd.grad([part.float().square().sum() for part in outputs], inputs)
+    wanted_grads = torch.autograd.grad([part.square().sum() for part in expected], exact)
+    for grad, wanted in zip(found, wanted_grads, strict=True):
+        assert grad.dtype == dtype
+        assert (grad.double() - wanted).norm() < 8 * torch.finfo(dtype).eps * wanted.norm()
+
+
+def _parts(outputs: object) -> list[Tensor]:
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]  # type: ignore[list-item]
+
+
+def test_norms_agree_with_torch_and_follow_the_configuration() -> None:
+    x = torch.randn(3, 2, 32)
+    rms = Norm(small_config(normalization="RMSNorm"), 32, eps=1e-3)
+    layer = Norm(small_config(normalization="LayerNorm"), 32, eps=1e-3)
+    assert isinstance(rms, RMSNorm) and isinstance(layer, LayerNorm)
+    for module in (rms, layer):
+        module.weight.data.normal_()
+    torch.testing.assert_close(rms(x), F.rms_norm(x, (32,), rms.weight, 1e-3))
+    torch.testing.assert_close(layer(x), F.layer_norm(x, (32,), layer.weight, layer.bias, 1e-3))
+
+
+def test_rotation_turns_each_pair_by_its_angle() -> None:
+    x = torch.randn(8, 1, 1, 6, dtype=torch.float64)
+    pairs = torch.complex(x[..., :3], x[..., 3:])
+    frequencies = 10000.0 ** -(torch.arange(3, dtype=torch.float64) / 3)
+    angles = torch.arange(8, dtype=torch.float64)[:, None] * frequencies
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None, None, :]
+    found = apply_rotary_pos_emb(x, table(6)(8))
+    torch.testing.assert_close(found, torch.cat((turned.real, turned.imag), dim=-1))
+
+
+def test_odd_rotary_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="kv_channels 5 x rotary_percent 1.0 is 5"):
+        RotaryEmbedding(5, 8)
