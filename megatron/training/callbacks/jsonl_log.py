@@ -1,6 +1,7 @@
 """One JSON line a step in `steps.jsonl`, with full-precision numbers, for tools that compare runs."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -50,8 +51,15 @@ class JsonlLog(Callback):
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None, "the log is opened by on_train_start"
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps({name: _json_value(value) for name, value in record.items()}) + "\n")
         self._file.flush()
+
+
+def _json_value(value: Any) -> Any:
+    """Numbers that JSON does not know become text: strict readers stay able to read the line."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def keep_lines_until(path: Path, iteration: int) -> None:

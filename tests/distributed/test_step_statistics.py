@@ -1,0 +1,53 @@
+"""What ranks tell each other once a step: mean losses, the wish to stop, and where a loss was not finite."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.training.exit_conditions import ExitReason
+from megatron.training.step_statistics import (
+    NonFiniteLossError,
+    StepStatistics,
+    raise_non_finite_loss,
+    reduce_statistics_sync,
+    total_reports,
+)
+from tests.harness import run_on_ranks
+
+
+def statistics_of_uneven_ranks() -> StepStatistics:
+    """Rank r has r tokens of loss r in each of two microbatches; rank 1 is out of time, rank 2 got a signal."""
+    rank = dist.get_rank()
+    report = {
+        "lm loss": torch.tensor([float(rank * rank), float(rank)]),
+        "mean": torch.tensor(float(rank)),
+        "nobody's": torch.zeros(2),
+    }
+    reasons = [rank == 2, rank == 1]
+    return reduce_statistics_sync(total_reports([report, report]), dist.group.WORLD, exit_reasons=reasons)
+
+
+def report_nan_on_one_rank() -> None:
+    """Microbatch 1 of rank 2 has no number for a loss."""
+    values = [1.0, float("nan") if dist.get_rank() == 2 else 1.0]
+    raise_non_finite_loss([{"lm loss": torch.tensor([v, 1.0])} for v in values], dist.group.WORLD, iteration=7)
+
+
+def test_losses_are_weighted_by_tokens_and_a_signal_outranks_the_clock() -> None:
+    results = run_on_ranks(statistics_of_uneven_ranks, 3)
+    assert results[0] == results[1] == results[2]
+    assert results[0].losses == {"lm loss": pytest.approx(5 / 3), "mean": 1.0}
+    assert results[0].exit_reason is ExitReason.SIGNAL
+    assert not results[0].nan
+
+
+def test_error_names_rank_and_microbatch_on_every_rank() -> None:
+    with pytest.raises(NonFiniteLossError) as caught:
+        run_on_ranks(report_nan_on_one_rank, 3)
+    assert "iteration 7: rank 2: microbatch 1 (lm loss is nan)" in str(caught.value)
+
+
+def test_one_process_alone_needs_no_group() -> None:
+    statistics = reduce_statistics_sync(total_reports([{"a": torch.tensor(2.0)}, {"a": torch.tensor(4.0)}]), None)
+    assert statistics == StepStatistics({"a": 3.0}, None)
+    assert StepStatistics({"a": float("inf")}, None).nan

@@ -1,0 +1,133 @@
+"""Logs of a run: the training line, the validation line, steps.jsonl and the bar."""
+
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.training.callbacks import CallbackList, EvaluationReport, RunStart, StepReport
+from megatron.training.callbacks.console_log import ConsoleLog, format_evaluation_line, format_training_line
+from megatron.training.callbacks.jsonl_log import JsonlLog
+from megatron.training.callbacks.progress_bar import ProgressBar
+from megatron.training.callbacks.tensorboard_log import TensorBoardLog
+
+STEP = StepReport(
+    iteration=3,
+    losses={"lm loss": 2.0, "z_loss": 0.25},
+    grad_norm=1.23456,
+    num_zeros=None,
+    learning_rate=3e-4,
+    loss_scale=1.0,
+    global_batch_size=8,
+    consumed_samples=24,
+    tokens=512,
+    seconds=0.5,
+    skipped=False,
+    nan=False,
+)
+EVALUATION = EvaluationReport(iteration=4, split="validation", losses={"lm loss": 1.5})
+
+
+def test_training_line_has_the_fields_that_parsers_of_megatron_logs_expect() -> None:
+    line = format_training_line([STEP, replace(STEP, iteration=4, losses={"lm loss": 3.0, "z_loss": 0.75})], 100)
+    expected = (
+        r" \[[-\d]+ [:\d]+\] iteration +4/ +100 \| consumed samples: +24 \| "
+        r"elapsed time per iteration \(ms\): 500\.0 \| learning rate: 3\.000000E-04 \| global batch size: +8 \| "
+        r"lm loss: 2\.500000E\+00 \| z_loss: 5\.000000E-01 \| loss scale: 1\.0 \| grad norm: 1\.235 \| "
+        r"number of skipped iterations: +0 \| number of nan iterations: +0 \|"
+    )
+    assert re.fullmatch(expected, line)
+
+
+def test_skipped_steps_are_counted_but_not_averaged() -> None:
+    skipped = replace(STEP, losses={"lm loss": math.inf, "z_loss": 1.0}, skipped=True, nan=True)
+    line = format_training_line([skipped, STEP, skipped], 100)
+    assert "lm loss: 2.000000E+00" in line
+    assert re.search(r"skipped iterations: +2 \| number of nan iterations: +2", line)
+    assert "lm loss" not in format_training_line([skipped], 100)
+
+
+def test_validation_line_has_loss_and_perplexity() -> None:
+    line = format_evaluation_line(EVALUATION)
+    assert line == " validation loss at iteration 4 | lm loss value: 1.500000E+00 | lm loss PPL: 4.481689E+00 | "
+    final = format_evaluation_line(replace(EVALUATION, split="test", final=True))
+    assert "validation loss at iteration 4 on test set |" in final
+
+
+def test_console_prints_one_line_an_interval_and_the_rest_at_the_end() -> None:
+    lines: list[str] = []
+    log = ConsoleLog(2, train_iters=5, write=lines.append)
+    log.on_train_start(RunStart(iteration=0, train_iters=5))
+    for iteration in range(1, 6):
+        log.on_step_end(replace(STEP, iteration=iteration))
+    log.on_train_end()
+    log.on_run_end()
+    assert [int(found[1]) for line in lines if (found := re.search(r"iteration +(\d+)/", line))] == [2, 4, 5]
+
+
+def test_resume_drops_lines_past_its_start_and_a_line_cut_short(tmp_path: Path) -> None:
+    for start, end in ((0, 4), (2, 3)):
+        log = CallbackList((JsonlLog(tmp_path),))
+        log.on_train_start(RunStart(iteration=start, train_iters=9))
+        for iteration in range(start + 1, end + 1):
+            log.on_step_end(replace(STEP, iteration=iteration, learning_rate=0.1 + start))
+        log.on_evaluation_end(replace(EVALUATION, iteration=end))
+        log.on_run_end()
+        with log.callbacks[0].path.open("a") as stream:
+            stream.write('{"iteration": 1, "lm_lo')
+    records = []
+    for line in (tmp_path / "steps.jsonl").read_text().splitlines()[:-1]:
+        records.append(json.loads(line))
+    assert [record["iteration"] for record in records] == [1, 2, 3, 3]
+    assert [record["learning_rate"] for record in records[:3]] == [0.1, 0.1, 2.1]
+    assert records[3] == {"iteration": 3, "validation_loss": 1.5}
+    assert records[0]["lm_loss"] == 2.0 and records[0]["tokens_per_second"] == 1024.0
+
+
+def test_not_a_number_is_valid_json_for_strict_readers(tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path)
+    log.on_train_start(RunStart(iteration=0, train_iters=9))
+    log.on_step_end(replace(STEP, losses={"lm loss": math.nan}, grad_norm=math.inf, nan=True))
+    log.on_run_end()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads((tmp_path / "steps.jsonl").read_text(), parse_constant=refuse)
+    assert record["lm_loss"] == "NaN" and record["grad_norm"] == "Infinity"
+
+
+def test_tensorboard_holds_every_scalar_under_its_tag(tmp_path: Path) -> None:
+    log = TensorBoardLog(str(tmp_path), interval=2)
+    log.on_train_start(RunStart(iteration=0, train_iters=9))
+    for iteration in (1, 2, 3, 4):
+        log.on_step_end(replace(STEP, iteration=iteration))
+    log.on_evaluation_end(EVALUATION)
+    log.on_run_end()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {"lm loss", "z_loss", "learning-rate", "grad-norm", "lm loss validation ppl"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert [event.step for event in events.Scalars("lm loss")] == [2, 4]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_bar_shows_progress_and_lines_scroll_above_it(width: int) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=width)
+    bar = ProgressBar(console)
+    bar.on_train_start(RunStart(iteration=2, train_iters=4))
+    bar.on_step_end(STEP)
+    bar.on_evaluation_start(3)
+    bar.on_evaluation_end(EVALUATION)
+    console.print("a log line", markup=False)
+    bar.on_run_end()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert "a log line" in text and "3/4" in text
+    assert "loss 2.000  1,024 tokens/s  validation 1.500" in text
