@@ -45,9 +45,8 @@ class LanguageModelEmbedding(MegatronModule):
         # Small integers are transposed instead of wide rows.
         embeddings = self.word_embeddings(input_ids.t())
         if self.position_embeddings is not None:
-            if input_ids.shape[1] > self.max_sequence_length:
-                raise ValueError(
-                    f"the sequence has {input_ids.shape[1]} positions: the model was built for {self.max_sequence_length}"
-                )
+            num_positions, limit = input_ids.shape[1], self.max_sequence_length
+            if num_positions > limit:
+                raise ValueError(f"the sequence has {num_positions} positions: the model was built for {limit}")
             embeddings = embeddings + self.position_embeddings(position_ids.t())
         return self.embedding_dropout(embeddings)
