@@ -129,5 +129,5 @@ def test_bar_shows_progress_and_lines_scroll_above_it(width: int) -> None:
     console.print("a log line", markup=False)
     bar.on_run_end()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    assert "a log line" in text and "3/4" in text
+    assert "a log line" in text and "4/4" in text
     assert "loss 2.000  1,024 tokens/s  validation 1.500" in text
