@@ -1,0 +1,110 @@
+"""Runs of the training program inside a rank's process, step by step, with what they read and computed written down.
+
+Several runs may follow each other in one process. What they are compared with is the tests' matter.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+import pretrain_gpt
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.utils import get_model_config
+from megatron.training.callbacks import StepReport
+from megatron.training.global_vars import publish_run
+from megatron.training.initialize import initialize_megatron
+from megatron.training.run import TrainingRun
+from megatron.training.setup import setup_data, setup_run
+from megatron.training.training import train_step
+
+Batch = dict[str, Tensor]
+
+
+@contextmanager
+def started_run(
+    argv: Sequence[str],
+    *,
+    forward_step: Callable[..., Any] = pretrain_gpt.forward_step,
+    model_provider: Callable[..., nn.Module] = pretrain_gpt.model_provider,
+) -> Iterator[TrainingRun]:
+    """A run set up as `pretrain` does, in the process group that the harness made, which it leaves as it was."""
+    try:
+        args = initialize_megatron(argv=argv)
+        run = setup_run(args, model_provider, forward_step_func=forward_step)
+        setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
+        yield run
+    finally:
+        publish_run(None, None)
+        parallel_state.destroy_model_parallel()
+        destroy_num_microbatches_calculator()
+
+
+def comparable(report: StepReport) -> dict[str, Any]:
+    """Every number of a step that two equal runs share: all but its time."""
+    return {name: value for name, value in vars(report).items() if name != "seconds"}
+
+
+@dataclass
+class Recorder:
+    """What a rank read and what gradients it had. batches: by step, then microbatch. grads: by step, then name."""
+
+    batches: list[list[Batch]] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def attach(self, run: TrainingRun) -> None:
+        """Writes down the batches and the reduced gradients of all steps from now on."""
+        assert run.train_iterator is not None
+        run.train_iterator = self._watch(run.train_iterator)
+        get_model_config(run.model).finalize_model_grads_func = self._finalize
+
+    def _watch(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in iterator:
+            if len(self.batches) == len(self.grads):
+                self.batches.append([])
+            self.batches[-1].append(batch)
+            yield batch
+
+    def _finalize(self, model: list[nn.Module], num_tokens: Tensor | None = None) -> None:
+        finalize_model_grads(model, num_tokens)
+        # Here, not after the step: the optimizer's kernel divides by the clip factor in place.
+        self.grads.append({name: grad.clone() for chunk in model for name, grad in _named_grads(chunk)})
+
+
+@dataclass
+class Recording:
+    """A rank's part of a run. initial, final: parameters by Megatron's names, before and after it."""
+
+    batches: list[list[Batch]]
+    grads: list[dict[str, Tensor]]
+    reports: list[StepReport]
+    initial: dict[str, Tensor]
+    final: dict[str, Tensor]
+
+
+def record_run(argv: Sequence[str], steps: int, **parts: Callable[..., Any]) -> Recording:
+    """Makes `steps` steps; parts: as for started_run."""
+    recorder = Recorder()
+    with started_run(argv, **parts) as run:
+        recorder.attach(run)
+        initial = parameters(run.model)
+        reports = [train_step(run)[0] for _ in range(steps)]
+        return Recording(recorder.batches, recorder.grads, reports, initial, parameters(run.model))
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters, any shape and float dtype, by name without the wrappers' prefixes."""
+    return {_plain_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _named_grads(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    named: Iterator[tuple[str, Tensor]] = chunk.named_main_grads()  # type: ignore[operator]
+    return ((_plain_name(name), grad) for name, grad in named)
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("module.").removeprefix("module.")
