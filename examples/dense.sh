@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Trains a small dense GPT (RoPE, RMSNorm, SwiGLU, grouped queries) in one process, saves it and continues a prompt.
+#
+#   examples/dense.sh                  made-up data
+#   examples/dense.sh text.txt         your text (.txt or .jsonl), one token a byte
+#   examples/dense.sh text.txt --bf16  further flags go to pretrain_gpt.py and win over those below
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
+OUT=${OUT:-$(mktemp -d)}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads cost more than they give at this size
+
+if [ -f "${1:-}" ]; then
+    "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$1" --output-prefix "$OUT/tokens" \
+        --tokenizer-type ByteLevelTokenizer --append-eod
+    DATA=(--data-path "$OUT/tokens_text_document" --tokenizer-type ByteLevelTokenizer --split 90,5,5)
+    PROMPT="The "
+    shift
+else
+    DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size 256)
+    PROMPT="10 12 14 "
+fi
+
+"$PYTHON" "$ROOT/pretrain_gpt.py" \
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2 \
+    --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope \
+    --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights \
+    --seq-length 128 --max-position-embeddings 128 --micro-batch-size 8 --global-batch-size 8 \
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 --adam-beta2 0.95 \
+    --train-iters 100 --log-interval 20 --eval-iters 4 --num-workers 0 \
+    "${DATA[@]}" --save "$OUT/checkpoints" "$@"
+
+echo "A continuation of '$PROMPT':"
+"$PYTHON" "$ROOT/tools/generate.py" --load "$OUT/checkpoints" --prompt "$PROMPT" --max-new-tokens 24 --temperature 0.5
+echo "Checkpoint and steps.jsonl: $OUT/checkpoints"

@@ -1,0 +1,128 @@
+"""A training script of one's own: another model, another loss, a flag and a callback around pretrain().
+
+    python examples/own_script.py --mock-data                  (everything else has a default below)
+    torchrun --nproc-per-node 2 examples/own_script.py --mock-data --label-smoothing 0.2
+
+pretrain_gpt.py is the script that most runs need; this one shows what can be put in its place.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from megatron.core.activations import squared_relu  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0  # noqa: E402
+from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
+from megatron.training.callbacks import Callback, StepReport  # noqa: E402
+from megatron.training.errors import exit_on_user_error  # noqa: E402
+from pretrain_gpt import get_batch, train_valid_test_datasets_provider  # noqa: E402
+
+# Taken where the command line and --config leave a flag at None; flags with a default of their own keep it.
+DEFAULTS = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    "micro_batch_size": 4,
+    "train_iters": 60,
+    "lr": 3e-3,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 256,
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Flags of this script; they stand beside Megatron's in --help, --config and get_args()."""
+    group = parser.add_argument_group("own script")
+    group.add_argument("--label-smoothing", type=float, default=0.1, help="Share of the target spread over all tokens.")
+    return parser
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    """A GPT whose feed-forward layers use the squared ReLU and have no norm of their own before them."""
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    config.activation_func = squared_relu
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.pre_mlp_layernorm = IdentityOp
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer,
+        vocab_size=args.padded_vocab_size,
+        unpadded_vocab_size=args.unpadded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type="rope",
+    )
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+    """Runs one micro-batch; returns logits [B, S, V] in the parameters' dtype and the function that makes a loss."""
+    batch = get_batch(data_iterator, next(model.parameters()).device)
+    logits = model(batch["tokens"], batch["position_ids"], None)
+    return logits, partial(smoothed_loss, batch["labels"])
+
+
+def smoothed_loss(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss and what to log. labels: [B, S], int64; logits: [B, S, V], any float dtype. Returns a scalar, fp32."""
+    vocabulary = get_tokenizer().vocab_size  # without the padding columns
+    flat = logits[..., :vocabulary].flatten(0, 1).float()
+    loss = F.cross_entropy(flat, labels.flatten(), label_smoothing=get_args().label_smoothing)
+    with torch.no_grad():
+        plain = F.cross_entropy(flat, labels.flatten())
+        accuracy = (flat.argmax(dim=-1) == labels.flatten()).float().mean()
+    return loss, {"lm loss": plain, "accuracy": accuracy}
+
+
+class BestAccuracy(Callback):
+    """Remembers the step that predicted most tokens; an example of behaviour that hangs on moments of the run."""
+
+    def __init__(self) -> None:
+        self.best: StepReport | None = None
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Compares."""
+        if self.best is None or report.losses["accuracy"] > self.best.losses["accuracy"]:
+            self.best = report
+
+    def on_train_end(self) -> None:
+        """Tells."""
+        if self.best is not None:
+            share = self.best.losses["accuracy"]
+            print_rank_0(f"best step: {self.best.iteration}, which predicted {share:.1%} of the tokens")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Trains as `argv`, or the command line, says."""
+    with exit_on_user_error():
+        pretrain(
+            train_valid_test_datasets_provider,
+            model_provider,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            extra_args_provider=add_flags,
+            args_defaults=DEFAULTS,
+            callbacks=[BestAccuracy()],
+            argv=argv,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
