@@ -115,7 +115,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--null-tokenizer-eod-id", type=int, help="end-of-document id of NullTokenizer (default: the last)")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add("--output-prefix", required=True, help="writes PREFIX_text_document.bin and .idx")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one per core)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     options = parser.parse_args(argv)
     if len(options.json_keys) > 1:
         parser.error("several --json-keys are not available yet: give one")

@@ -95,7 +95,7 @@ class BlendedMegatronDatasetBuilder:
             return self._build_one(split, sources[0], num_samples=size)
         weights = weights or [source.num_tokens() for source in sources]
         if size is None:
-            whole = [self._build_one(split, source, num_samples=None) for source in sources]
+            whole = [self._build_one(split, source, num_samples=None) for source, w in zip(sources, weights) if w > 0]
             return BlendedDataset(whole, [len(dataset) for dataset in whole], None, self.config)
         counts = np.bincount(blend_indices(weights, size)[0], minlength=len(sources)).tolist()
         used = [(source, weight, count) for source, weight, count in zip(sources, weights, counts) if count]

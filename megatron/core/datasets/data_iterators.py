@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def _iterator(dataset: Any, plan: BatchPlan, *, consumed_samples: int) -> DataIt
 
 
 def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if os.name == "posix" and "sched_getaffinity" in dir(os) else 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 class _PrepareWorker:

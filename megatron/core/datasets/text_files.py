@@ -123,7 +123,7 @@ def _decode_text(raw: RawDocument) -> tuple[str, list[BadLine]]:
 
 def _json_text(data: bytes, key: str) -> str:
     try:
-        value = json.loads(data.decode())
+        value = json.loads(data.decode().strip())
     except UnicodeDecodeError as error:
         raise ValueError(_not_utf8(error)) from error
     except json.JSONDecodeError as error:

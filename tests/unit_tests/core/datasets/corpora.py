@@ -1,0 +1,28 @@
+"""Small corpora for the tests of this folder. No test here."""
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+
+VOCABULARY = NullTokenizer(1000)
+
+
+def write_corpus(prefix: Path, num_documents: int = 40, longest: int = 30, seed: int = 0) -> list[np.ndarray]:
+    """A .bin/.idx pair of random documents; returns them."""
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(0, 999, rng.integers(0, longest + 1)) for _ in range(num_documents)]
+    with IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
+        builder.add_documents(np.concatenate(documents), [len(document) for document in documents])
+        builder.finalize(f"{prefix}.idx")
+    return documents
+
+
+def dataset_config(prefix: Path | None, **changes) -> GPTDatasetConfig:
+    """A configuration over one pair, or of made-up data."""
+    blend = None if prefix is None else ([str(prefix)], None)
+    values = {"sequence_length": 8, "blend": blend, "split": "8,1,1", "tokenizer": VOCABULARY}
+    return GPTDatasetConfig(**{**values, **changes})

@@ -1,0 +1,164 @@
+"""Blends keep their shares at every point, splits cover the corpus, and the builder acts alike on all ranks."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.agreement import RemoteRankError
+from megatron.core.datasets.blended_dataset import BlendedDataset, blend_indices
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.splits import parse_split, split_documents
+from megatron.core.datasets.utils import Split, get_blend_from_list
+from tests.harness import launch_on_ranks, run_on_ranks
+from tests.unit_tests.core.datasets.corpora import dataset_config, write_corpus
+
+
+def build(config, sizes=(50, 10, 0), is_built=lambda: True):
+    return BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), is_built, config).build()
+
+
+@given(weights=st.lists(st.floats(0.05, 5), min_size=1, max_size=5), size=st.integers(1, 200))
+def test_a_blend_is_megatrons_greedy_choice_and_stays_near_its_shares(weights, size) -> None:
+    dataset_index, sample_index = blend_indices(weights, size)
+    shares = np.array(weights) / sum(weights)
+    counts = [0] * len(weights)
+    for i in range(size):
+        behind = [share * max(i, 1) - count for share, count in zip(shares, counts)]
+        chosen = behind.index(max(behind))
+        assert (dataset_index[i], sample_index[i]) == (chosen, counts[chosen])
+        counts[chosen] += 1
+        assert all(abs(count - share * (i + 1)) < len(weights) for share, count in zip(shares, counts))
+
+
+def test_a_blend_that_runs_out_of_samples_is_refused() -> None:
+    config = BlendedMegatronDatasetConfig(sequence_length=1)
+    with pytest.raises(ValueError, match="dataset 1 of the blend has 3 samples: must have 5"):
+        BlendedDataset([range(5), range(3)], [1.0, 1.0], 10, config)  # type: ignore[list-item]
+    assert [BlendedDataset([range(4), range(10, 14)], [3, 1], 5, config)[i] for i in range(5)] == [0, 10, 1, 2, 3]
+
+
+def test_weights_and_token_counts_decide_what_is_read(tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    write_corpus(Path(prefixes[0]), num_documents=300)
+    write_corpus(Path(prefixes[1]), num_documents=100, seed=1)
+    for weights, share in (([0.9, 0.1], 0.9), ([0.0, 1.0], 0.0), (None, 0.75)):
+        train, valid, test = build(dataset_config(None, blend=(prefixes, weights)), sizes=(2000, None, 0))
+        assert len(train) == 2000 and test is None
+        index = np.bincount(train._dataset_index, minlength=2) if share else np.array([0, 2000])
+        assert index[0] / 2000 == pytest.approx(share, abs=0.05)
+        assert train[1999]["tokens"].shape == (8,) and len(valid) >= (20 if share == 0.0 else 70)
+
+
+def test_blend_words() -> None:
+    assert get_blend_from_list(None) is None
+    assert get_blend_from_list(["a"]) == (["a"], None)
+    assert get_blend_from_list(["a", "b"]) == (["a", "b"], None)
+    assert get_blend_from_list(["0.3", "a", "7", " b"]) == (["a", "b"], [0.3, 7.0])
+    with pytest.raises(ValueError, match="must be WEIGHT PREFIX pairs"):
+        get_blend_from_list(["0.3", "a", "b", "c"])
+
+
+@given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=3), num_documents=st.integers(0, 500))
+def test_a_split_gives_every_document_to_one_part(weights: list[int], num_documents: int) -> None:
+    text = ",".join(map(str, weights))
+    if not sum(weights):
+        with pytest.raises(ValueError, match="must be up to three numbers"):
+            parse_split(text)
+        return
+    ranges = split_documents(text, num_documents)
+    assert [number for part in ranges for number in part or []] == list(range(num_documents))
+    for part, weight in zip(ranges, weights):
+        assert (part is None) == (weight == 0)
+        if part is not None:
+            assert abs(len(part) - num_documents * weight / sum(weights)) <= 1
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "nan,1", "inf,1", "0,0,0"])
+def test_a_split_that_says_nothing_is_refused(split: str) -> None:
+    with pytest.raises(ValueError, match="split is .*949,50,1"):
+        DataConfig(split=split)
+
+
+def test_a_part_without_documents_is_named(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a", num_documents=40)
+    message = r"--split 969,30,1 leaves no document for test: .*a has 40 documents; give test a larger share, or 0"
+    with pytest.raises(ValueError, match=message):
+        build(dataset_config(tmp_path / "a", split=None), sizes=(10, 10, 10))
+    assert build(dataset_config(tmp_path / "a", split=None), sizes=(10, 10, 0))[2] is None
+
+
+def test_contradictory_and_missing_sources_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--mock-data contradicts --data-path a"):
+        DataConfig(mock_data=True, data_path=["a"])
+    with pytest.raises(ValueError, match="--data-path has no value"):
+        DataConfig(data_path=[])
+    with pytest.raises(FileNotFoundError, match="no_such.idx does not exist"):
+        build(dataset_config(tmp_path / "no_such"))
+
+
+def test_an_empty_corpus_is_named(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(str(tmp_path / "a.bin")) as builder:
+        builder.finalize(str(tmp_path / "a.idx"))
+    with pytest.raises(ValueError, match="a.idx has no documents: must have one or more"):
+        build(dataset_config(tmp_path / "a"))
+
+
+def build_on_rank(folder: str, shared: bool) -> tuple[list[list[int]], list[str]]:
+    rank = dist.get_rank()
+    cache = Path(folder) / ("cache" if shared else f"cache-{rank}")
+    config = dataset_config(Path(folder) / "a", path_to_cache=str(cache))
+    train = build(config, is_built=lambda: rank != 1)[0]
+    return [] if train is None else [train[i]["tokens"].tolist() for i in range(50)], sorted(os.listdir(cache.parent))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_agree_on_samples_with_one_cache_and_with_one_each(tmp_path: Path, shared: bool) -> None:
+    write_corpus(tmp_path / "a")
+    (first, _), (not_built, _), (last, _) = run_on_ranks(build_on_rank, 3, str(tmp_path), shared)
+    assert first == last and len(first) == 50 and not_built == []
+    caches = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(caches) == (1 if shared else 2)
+    assert all(len(os.listdir(cache)) == 8 for cache in caches)
+
+
+def build_without_waiting(folder: str) -> list[int]:
+    config = dataset_config(Path(folder) / "a", path_to_cache=str(Path(folder) / "cache"))
+    dist.barrier()
+    for _ in range(5):  # everybody builds, damages and reads the same files at once
+        corpus = GPTDataset.build_low_level_dataset(str(Path(folder) / "a"), config)
+        dataset = GPTDataset(corpus, str(Path(folder) / "a"), np.arange(30), 40, Split.train, config)
+        tokens = dataset[7]["tokens"].tolist()
+        for path in (Path(folder) / "cache").glob("*-manifest.json"):
+            path.unlink(missing_ok=True)
+    return tokens
+
+
+def test_a_race_for_the_cache_harms_nobody(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a")
+    results = run_on_ranks(build_without_waiting, 3, str(tmp_path))
+    assert results[0] == results[1] == results[2]
+    assert not list((tmp_path / "cache").glob("*partial*"))
+
+
+def build_with_a_broken_rank(folder: str, broken_rank: int) -> None:
+    rank = dist.get_rank()
+    prefix = Path(folder) / ("missing" if rank == broken_rank else "a")
+    build(dataset_config(prefix, path_to_cache=str(Path(folder) / f"cache-{rank}")))
+
+
+@pytest.mark.parametrize("broken_rank", [0, 2])
+def test_a_file_that_one_rank_lacks_fails_every_rank(tmp_path: Path, broken_rank: int) -> None:
+    write_corpus(tmp_path / "a")
+    outcomes = launch_on_ranks(build_with_a_broken_rank, 3, str(tmp_path), broken_rank)
+    for outcome in outcomes:
+        kind = FileNotFoundError if outcome.rank == broken_rank else RemoteRankError
+        assert type(outcome.error) is kind and "missing.idx does not exist" in str(outcome.error)

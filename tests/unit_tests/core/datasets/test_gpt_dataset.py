@@ -1,0 +1,162 @@
+"""Samples against the token stream they are cut from, the index cache, and made-up data."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.mock_corpus import STRIDES
+from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from tests.unit_tests.core.datasets.corpora import dataset_config, write_corpus
+
+
+def build(config: GPTDatasetConfig, sizes=(50, 10, 0), cls: type[GPTDataset] = GPTDataset):
+    return BlendedMegatronDatasetBuilder(cls, list(sizes), lambda: True, config).build()
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_every_sample_is_its_piece_of_the_stream_of_its_own_documents(tmp_path: Path, mmap: bool) -> None:
+    documents = write_corpus(tmp_path / "a")
+    train, valid, test = build(dataset_config(tmp_path / "a", mmap_bin_files=mmap), sizes=(200, None, 0))
+    assert test is None
+    for dataset, part in ((train, range(32)), (valid, range(32, 36))):
+        indices = dataset._gpt_indices
+        assert set(indices.document.tolist()) == set(part)
+        stream = np.concatenate([documents[document] for document in indices.document])
+        assert sorted(indices.shuffle.tolist()) == list(range(len(dataset)))
+        for request, sample in enumerate(indices.shuffle):
+            expected = stream[int(sample) * 8 : int(sample) * 8 + 9].tolist()
+            item = dataset[request]
+            assert (item["tokens"].tolist(), item["labels"].tolist()) == (expected[:-1], expected[1:])
+    assert len(train) >= 200
+
+
+def test_items_have_the_documented_types_and_no_mask(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a")
+    item = build(dataset_config(tmp_path / "a"))[0][0]
+    assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in item.items()} == {
+        "tokens": (torch.int64, (8,)),
+        "labels": (torch.int64, (8,)),
+        "loss_mask": (torch.float32, (8,)),
+        "position_ids": (torch.int64, (8,)),
+    }
+    assert item["position_ids"].tolist() == list(range(8)) and item["loss_mask"].tolist() == [1.0] * 8
+
+
+def test_writing_to_an_item_changes_no_other(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a")
+    dataset = build(dataset_config(tmp_path / "a"))[0]
+    before = {key: tensor.clone() for key, tensor in dataset[3].items()}
+    for tensor in dataset[3].values():
+        tensor.zero_()
+    assert all(torch.equal(before[key], tensor) for key, tensor in dataset[3].items())
+    dataset[3]["tokens"].zero_()
+
+
+@pytest.mark.parametrize("token, sequence", [(1000, 0), (65535, 39)])
+def test_data_of_another_tokenizer_is_found_at_start_up(tmp_path: Path, token: int, sequence: int) -> None:
+    documents = write_corpus(tmp_path / "a", num_documents=40, longest=30)
+    raw = np.concatenate(documents).astype(np.uint16)
+    raw[sum(map(len, documents[:sequence]))] = token
+    (tmp_path / "a.bin").write_bytes(raw.tobytes())
+    with pytest.raises(ValueError, match=rf"holds token {token}: NullTokenizer of 1000 ids has ids 0 to 999"):
+        build(dataset_config(tmp_path / "a"), sizes=(10, 10, 10))
+
+
+def test_a_wrong_token_that_start_up_missed_is_found_when_read(tmp_path: Path) -> None:
+    documents = write_corpus(tmp_path / "a", num_documents=400)
+    dataset = build(dataset_config(tmp_path / "a"), sizes=(None, 0, 0))[0]
+    raw = np.full(sum(map(len, documents)), 5000, dtype=np.uint16)
+    with open(tmp_path / "a.bin", "r+b") as file:
+        file.write(raw.tobytes())
+    with pytest.raises(ValueError, match=r"a \(train\) holds token 5000"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("split, part", [("1,1,0", "train"), ("99,1,0", "valid")])
+def test_too_little_text_names_the_part(tmp_path: Path, split: str, part: str) -> None:
+    write_corpus(tmp_path / "a", num_documents=100, longest=10)
+    length = 4000 if part == "train" else 100
+    with pytest.raises(ValueError, match=rf"a \({part}\) has \d+ documents with \d+ tokens: .* = {length + 1};"):
+        build(dataset_config(tmp_path / "a", split=split, sequence_length=length))
+
+
+def cache_files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {name: (os.stat(folder / name).st_ino, (folder / name).read_bytes()) for name in sorted(os.listdir(folder))}
+
+
+def test_indices_are_built_once_and_then_read(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a")
+    first = build(dataset_config(tmp_path / "a"))
+    folder = tmp_path / "cache" / "GPTDataset_indices"
+    files = cache_files(folder)
+    assert len(files) == 8 and not [name for name in files if "partial" in name]
+    again = build(dataset_config(tmp_path / "a"))
+    assert cache_files(folder) == files
+    assert [first[0][i]["tokens"].tolist() for i in range(50)] == [again[0][i]["tokens"].tolist() for i in range(50)]
+
+
+@pytest.mark.parametrize(
+    "change", [{"random_seed": 5}, {"sequence_length": 9}, {"split": "6,2,2"}, {"sizes": (200, 10, 0)}, {"seed": 3}]
+)
+def test_other_settings_or_other_data_do_not_meet_old_indices(tmp_path: Path, change: dict) -> None:
+    write_corpus(tmp_path / "a")
+    build(dataset_config(tmp_path / "a"))
+    if "seed" in change:
+        write_corpus(tmp_path / "a", seed=change.pop("seed"))
+    sizes = change.pop("sizes", (50, 10, 0))
+    changed = build(dataset_config(tmp_path / "a", **change), sizes)[0]
+    fresh = build(dataset_config(tmp_path / "a", path_to_cache=str(tmp_path / "other"), **change), sizes)[0]
+    for name, array in vars(fresh._gpt_indices).items():
+        assert np.array_equal(array, vars(changed._gpt_indices)[name])
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])
+@pytest.mark.parametrize("name", ["document", "sample", "shuffle", "manifest"])
+def test_a_damaged_cache_is_built_again(tmp_path: Path, name: str, damage: str) -> None:
+    write_corpus(tmp_path / "a")
+    config = dataset_config(tmp_path / "a", path_to_cache=str(tmp_path / "cache"))
+    expected = build(config, sizes=(50, 0, 0))[0]
+    good = {file: data for file, (_, data) in cache_files(tmp_path / "cache").items()}
+    (file,) = (path for path in (tmp_path / "cache").iterdir() if f"-{name}." in path.name)
+    data = file.read_bytes()
+    file.unlink()
+    if damage != "remove":
+        middle = len(data) // 2
+        flipped = data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
+        file.write_bytes({"flip": flipped, "cut": data[:-1], "empty": b""}[damage])
+    dataset = build(config, sizes=(50, 0, 0))[0]
+    assert [dataset[i]["tokens"].tolist() for i in range(50)] == [expected[i]["tokens"].tolist() for i in range(50)]
+    assert {file: data for file, (_, data) in cache_files(tmp_path / "cache").items()} == good
+
+
+def test_an_unwritable_cache_names_folder_and_flag(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/cache cannot be written \(Not a directory\): .* --data-cache-path"):
+        build(dataset_config(tmp_path / "a", path_to_cache=str(tmp_path / "file" / "cache")))
+
+
+@pytest.mark.parametrize("vocab_size, eod", [(2, None), (7, 3), (50000, 0)])
+def test_made_up_data_is_the_same_everywhere_and_follows_from_two_tokens(vocab_size: int, eod: int | None) -> None:
+    tokenizer = NullTokenizer(vocab_size, eod)
+    config = dataset_config(None, tokenizer=tokenizer, sequence_length=64)
+    first, again = (build(config, (300, 5, 5), MockGPTDataset)[0] for _ in range(2))
+    predictable = 0
+    for i in range(0, 300, 10):
+        text = first.sample_tokens(i)
+        assert np.array_equal(text, again.sample_tokens(i)) and 0 <= text.min() and text.max() < vocab_size
+        words = text - (text > tokenizer.eod)
+        steps = np.diff(words) % (vocab_size - 1)
+        predictable += int(np.isin(steps, np.array(STRIDES) % (vocab_size - 1)).sum())
+    assert predictable > 0.95 * 30 * 64
+
+
+@pytest.mark.parametrize("name", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+def test_what_is_not_there_yet_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is not available yet"):
+        dataset_config(None, **{name: True})

@@ -1,0 +1,146 @@
+"""Round trips and special ids of the tokenizers, and what a wrong configuration says."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer, vocab_size_with_padding
+from megatron.core.tokenizers.byte_level_tokenizer import END_OF_TEXT, ByteLevelTokenizer
+from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+
+
+def write_tokenizer(folder: Path, special: list[str], config: object = None) -> Path:
+    """A byte-level BPE with the given special tokens, and its tokenizer_config.json if asked for."""
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(["hello world, hello hello"], trainer)
+    folder.mkdir(exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def hugging_face(path: Path) -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("bpe") / "t", ["<|endoftext|>"])
+
+
+@given(text=st.text())
+def test_any_text_comes_back(folder: Path, text: str) -> None:
+    assume(END_OF_TEXT not in text)  # the library reads special tokens in text, as transformers does
+    for tokenizer in (ByteLevelTokenizer(), hugging_face(folder)):
+        tokens = tokenizer.tokenize(text)
+        assert tokenizer.detokenize(tokens) == text
+        assert all(0 <= token < tokenizer.vocab_size and token != tokenizer.eod for token in tokens)
+
+
+def test_the_byte_level_tokenizer_has_257_ids_and_shows_its_eod() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer"))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.pad) == (257, 256, None, None)
+    assert tokenizer.detokenize([72, 105, 256]) == "Hi<|endoftext|>"
+    assert tokenizer.detokenize([0xC3]) == "\ufffd"
+    with pytest.raises(ValueError, match="token 257 is outside the 257 ids"):
+        tokenizer.detokenize([257])
+
+
+@pytest.mark.parametrize("eod_id, eod", [(None, 99), (5, 5)])
+def test_the_null_tokenizer_reads_ids(eod_id: int | None, eod: int) -> None:
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100, null_tokenizer_eod_id=eod_id)
+    tokenizer = build_tokenizer(config)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (100, eod)
+    assert tokenizer.tokenize(" 1 99\n0") == [1, 99, 0] and tokenizer.detokenize([1, 99]) == "1 99"
+    for wrong in ("100", "-1", "a", "\u00b2"):
+        with pytest.raises(ValueError, match="is no token of the NullTokenizer of 100 ids: must be 0 to 99"):
+            tokenizer.tokenize(f"1 {wrong}")
+
+
+def test_a_tokenizer_is_found_by_file_and_by_folder_and_pickles(folder: Path) -> None:
+    for path in (folder, folder / "tokenizer.json"):
+        tokenizer = pickle.loads(pickle.dumps(hugging_face(path)))
+        assert tokenizer.tokenize("hello") == hugging_face(folder).tokenize("hello")
+        assert tokenizer.detokenize([tokenizer.eod]) == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    "special, config, expected",
+    [
+        (["<|endoftext|>"], None, ("<|endoftext|>", None, None)),
+        (["<s>", "</s>", "<pad>"], None, ("</s>", "<s>", "<pad>")),
+        (["<bos>", "<eos>"], None, ("<eos>", "<bos>", None)),
+        (["</s>", "<|stop|>"], {"eos_token": "<|stop|>", "pad_token": None}, ("<|stop|>", None, None)),
+        (["<a>", "<b>"], {"eos_token": {"content": "<a>"}, "bos_token": "<b>"}, ("<a>", "<b>", None)),
+    ],
+)
+def test_special_ids_are_those_of_the_config_file_or_the_usual_names(tmp_path, special, config, expected) -> None:
+    tokenizer = hugging_face(write_tokenizer(tmp_path, special, config))
+    found = [None if token is None else special[token] for token in (tokenizer.eod, tokenizer.bos, tokenizer.pad)]
+    assert tuple(found) == expected
+
+
+def test_vocab_size_covers_the_highest_id(folder: Path) -> None:
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    facts["added_tokens"].append({**facts["added_tokens"][0], "id": 5000, "content": "<far>"})
+    file = folder.parent / "far.json"
+    file.write_text(json.dumps(facts))
+    tokenizer = HuggingFaceTokenizer(str(file))
+    assert max(tokenizer.tokenize("<far>")) == tokenizer.vocab_size - 1
+
+
+@pytest.mark.parametrize(
+    "content, error, message",
+    [
+        (None, FileNotFoundError, "tokenizer.json does not exist: --tokenizer-model must name"),
+        ("{", ValueError, "tokenizer.json is no tokenizer.json"),
+        ("no eod", ValueError, "tokenizer.json has no end-of-document token: must have one of"),
+        ("bad config", ValueError, "tokenizer_config.json is not a JSON object"),
+    ],
+)
+def test_unusable_files_are_named(tmp_path: Path, content: str | None, error: type, message: str) -> None:
+    if content in ("no eod", "bad config"):
+        write_tokenizer(tmp_path, ["<other>"], config=[1] if content == "bad config" else None)
+    elif content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(error, match=message):
+        hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"tokenizer_type": "SentencePieceTokenizer"}, "SentencePieceTokenizer is not available yet: use one of Byte"),
+        ({"tokenizer_type": "Unheard"}, "tokenizer_type is 'Unheard': must be one of ByteLevelTokenizer"),
+        ({"tokenizer_type": "NullTokenizer"}, "NullTokenizer needs --vocab-size"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
+        ({"tokenizer_type": "ByteLevelTokenizer", "tokenizer_model": "a"}, "--tokenizer-model a contradicts"),
+        ({"tokenizer_type": "ByteLevelTokenizer", "null_tokenizer_eod_id": 1}, "--null-tokenizer-eod-id contradicts"),
+        ({"tokenizer_type": "ByteLevelTokenizer", "vocab_size": 300}, "--vocab-size is 300: ByteLevel.* has 257 ids"),
+        (
+            {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 9},
+            "null_tokenizer_eod_id is 9: must be 0 to",
+        ),
+        ({}, "--tokenizer-type is None: must be one of"),
+    ],
+)
+def test_wrong_fields_say_what_would_be_right(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(TokenizerConfig(**fields))
+
+
+@given(vocab_size=st.integers(1, 10**6), divisor=st.integers(1, 512), ranks=st.integers(1, 16))
+def test_a_padded_vocabulary_is_the_next_multiple_for_every_rank(vocab_size: int, divisor: int, ranks: int) -> None:
+    padded = vocab_size_with_padding(vocab_size, divisible_by=divisor, tensor_parallel_size=ranks)
+    assert padded % (divisor * ranks) == 0 and 0 <= padded - vocab_size < divisor * ranks
