@@ -26,7 +26,7 @@ MODEL = """
 SCHEDULE = """
 --micro-batch-size 8 --global-batch-size 16 --train-iters 2000
 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 --weight-decay 0.1 --adam-beta2 0.95
---eval-interval 100 --eval-iters 10 --split 96,3,1 --num-workers 1
+--eval-interval 100 --eval-iters 10 --split 96,3,1 --num-workers 0
 --log-interval 20 --save-interval 100 --exit-signal-handler
 """
 
