@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Rows worked on together: on the CPU the temporaries of a chunk stay in a core's cache, on a GPU they stay few.
-_CHUNK_ELEMENTS_CPU = 1 << 17
+# Rows worked on together: on the CPU the temporaries of a chunk stay in the shared cache, on a GPU they stay few.
+_CHUNK_ELEMENTS_CPU = 1 << 19
 _CHUNK_ELEMENTS_GPU = 1 << 26
 
 

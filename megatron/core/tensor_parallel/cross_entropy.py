@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# A chunk of logits and its exponentials stay in a CPU core's cache; a GPU needs a chunk that fills the device.
-_CHUNK_ELEMENTS_CPU = 1 << 17
+# A chunk of logits and its exponentials stay in a CPU's cache; a GPU needs a chunk that fills the device.
+_CHUNK_ELEMENTS_CPU = 1 << 18
 _CHUNK_ELEMENTS_GPU = 1 << 25
 
 
