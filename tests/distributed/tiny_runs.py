@@ -45,8 +45,8 @@ def started_run(
 
 
 def comparable(report: StepReport) -> dict[str, Any]:
-    """Every number of a step that two equal runs share: all but its time."""
-    return {name: value for name, value in vars(report).items() if name != "seconds"}
+    """Every number of a step that two equal runs share: all but its time. The norm as text: NaN equals no NaN."""
+    return {**vars(report), "seconds": None, "grad_norm": repr(report.grad_norm)}
 
 
 @dataclass
@@ -86,13 +86,15 @@ class Recording:
     final: dict[str, Tensor]
 
 
-def record_run(argv: Sequence[str], steps: int, **parts: Callable[..., Any]) -> Recording:
-    """Makes `steps` steps; parts: as for started_run."""
+def record_run(argv: Sequence[str], steps: int, *, save: bool = False, **parts: Callable[..., Any]) -> Recording:
+    """Makes `steps` steps, and at the end a checkpoint if `save`; parts: as for started_run."""
     recorder = Recorder()
     with started_run(argv, **parts) as run:
         recorder.attach(run)
         initial = parameters(run.model)
         reports = [train_step(run)[0] for _ in range(steps)]
+        if save:
+            run.save_checkpoint()
         return Recording(recorder.batches, recorder.grads, reports, initial, parameters(run.model))
 
 

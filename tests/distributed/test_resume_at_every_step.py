@@ -1,0 +1,159 @@
+"""Deterministic runs repeat bit for bit, also when they stop and resume after any step; another number of ranks goes on
+with the same samples. Three ranks, whose sums depend on their order; text of several epochs; dropout.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
+from megatron.core.dist_checkpointing import model_logical_pieces
+from megatron.training.rng_state import rng_sharded_state
+from megatron.training.run import TrainingRun
+from megatron.training.training import train_step
+from tests.distributed.tiny_runs import comparable, record_run, started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+STEPS = 8
+SAMPLES_PER_EPOCH = 21
+FLAGS: Flags = {
+    "mock-data": None,
+    "seq-length": 16,
+    "split": "1,0,0",
+    "eval-iters": 0,
+    "micro-batch-size": 1,
+    "global-batch-size": 6,
+    "train-iters": STEPS,
+    "init-method-std": 0.1,
+}
+DROPOUT: Flags = {"hidden-dropout": 0.1, "attention-dropout": 0.1}
+# fp16: the first steps overflow, some follow, and the scale grows into the next overflow. fp16_unscaled: from the
+# default scale of 2**32 all steps overflow, so that what is saved is an optimizer that never stepped.
+PRECISIONS: dict[str, Flags] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True, "initial-loss-scale": 2.0**20, "hysteresis": 1, "loss-scale-window": 2},
+    "fp16_unscaled": {"fp16": True},
+}
+Steps = list[dict[str, Any]]
+State = dict[str, str]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("base", ["dense", "moe"])
+@pytest.mark.slow
+def test_resume_after_every_step_continues_bit_for_bit(base: str, precision: str, tmp_path: Path) -> None:
+    argv = _argv(base, tmp_path, {**DROPOUT, **PRECISIONS[precision]})
+    for rank, (whole, again, resumed) in enumerate(run_on_ranks(_stop_everywhere, 3, argv, str(tmp_path / "saved"))):
+        steps, state = whole
+        assert again == whole, f"rank {rank}: a second run, which saved after each step, differs from the first"
+        for start, (rest, final) in enumerate(resumed):
+            assert rest == steps[start:], f"rank {rank}, resumed after step {start}"
+            assert final == state, f"rank {rank}, resumed after step {start}: {_differences(final, state)}"
+        _assert_meaningful(steps, precision)
+
+
+def test_two_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
+    argv = _argv("moe", tmp_path, DROPOUT)
+    first, second = (run_on_ranks(_train, 3, argv) for _ in range(2))
+    assert first == second
+    steps = [steps for steps, _ in first]
+    assert steps[0] == steps[1] == steps[2]
+    # What differs between ranks is dropout alone.
+    different = set(_differences(first[0][1], first[1][1]))
+    assert different and all(name.startswith("rng.") for name in different)
+
+
+@pytest.mark.parametrize("base", ["dense", "moe"])
+@pytest.mark.slow
+def test_another_number_of_ranks_goes_on_with_the_same_samples(base: str, tmp_path: Path) -> None:
+    # A microbatch of one sample: the router's losses have the same token groups on any number of ranks.
+    argv = _argv(base, tmp_path, {"train-iters": 9})
+    saved = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    whole = run_on_ranks(_record, 1, argv, 9)[0]
+    parts = [run_on_ranks(_record, ranks, [*argv, *saved], 3) for ranks in (1, 2, 3)]
+    for number, (loss, norm, samples) in enumerate(zip(*whole)):
+        per_rank = parts[number // 3]
+        assert sorted(sum((rank[2][number % 3] for rank in per_rank), [])) == sorted(samples), f"step {number}"
+        assert per_rank[0][0][number % 3] == pytest.approx(loss, rel=1e-6), f"loss of step {number}"
+        assert per_rank[0][1][number % 3] == pytest.approx(norm, rel=1e-6), f"norm of step {number}"
+
+
+def _argv(base: str, folder: Path, flags: Flags) -> list[str]:
+    data = str(folder / "text")
+    generator = np.random.default_rng(7)
+    with IndexedDatasetBuilder(get_bin_path(data), dtype=DType.optimal_dtype(127)) as builder:
+        lengths = [3, 40, 1, 97, 60, 16 * SAMPLES_PER_EPOCH + 1 - 201]
+        builder.add_documents(generator.integers(0, 127, sum(lengths)), lengths)
+        builder.finalize(get_idx_path(data))
+    return command_line({**read_bases()[base], **FLAGS, "data-path": data, **flags})
+
+
+# On the ranks.
+
+
+def _train(argv: list[str], steps: int = STEPS) -> tuple[Steps, State]:
+    with started_run(argv) as run:
+        return [comparable(train_step(run)[0]) for _ in range(steps)], _state(run)
+
+
+def _stop_everywhere(argv: list[str], folder: str) -> tuple[Any, Any, list[Any]]:
+    """A run; one that saves before and after each step; and from each of these checkpoints the rest of the run."""
+    whole = _train(argv)
+    with started_run([*argv, "--save", folder]) as run:
+        run.save_checkpoint()
+        steps = []
+        for _ in range(STEPS):
+            steps.append(comparable(train_step(run)[0]))
+            run.save_checkpoint()
+        again = steps, _state(run)
+    resumed = [_train([*argv, "--load", folder, "--ckpt-step", str(k)], STEPS - k) for k in range(STEPS + 1)]
+    return whole, again, resumed
+
+
+def _state(run: TrainingRun) -> State:
+    """All that the rest of a run depends on, by name: digests of tensors, the rest as text."""
+    assert run.optimizer is not None and run.scheduler is not None
+    tensors: dict[str, torch.Tensor] = dict(run.model.named_parameters())
+    pieces = [*run.optimizer.sharded_state(model_logical_pieces(run.model)), *rng_sharded_state(run.groups.dp)]
+    tensors |= {f"{piece.key} {piece.global_offset}": piece.data for piece in pieces}
+    groups = [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
+    others = [run.optimizer.state_dict(), run.scheduler.state_dict(), groups, run.state.state_dict()]
+    return {**{name: _digest(tensor) for name, tensor in tensors.items()}, "others": repr(others)}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+
+
+def _record(argv: list[str], steps: int) -> tuple[list[float], list[float | None], list[list[tuple[int, ...]]]]:
+    """Losses, gradient norms and the samples that this rank read, by step; saves at the end under --save."""
+    recording = record_run(argv, steps, save=True)
+    samples = [[tuple(row.tolist()) for b in step for row in b["tokens"]] for step in recording.batches]
+    return [r.losses["lm loss"] for r in recording.reports], [r.grad_norm for r in recording.reports], samples
+
+
+# In the parent.
+
+
+def _differences(state: State, other: State) -> list[str]:
+    return [name for name in sorted(state.keys() | other.keys()) if state.get(name) != other.get(name)]
+
+
+def _assert_meaningful(steps: Steps, precision: str) -> None:
+    """The run saw the data more than once; fp16 skipped the first steps, and either all or some later ones again."""
+    assert steps[-1]["consumed_samples"] > 2 * SAMPLES_PER_EPOCH
+    skipped = [step["skipped"] for step in steps]
+    if precision == "fp16_unscaled":
+        assert all(skipped)
+    elif precision == "fp16":
+        assert skipped[:2] == [True, True] and any(skipped[skipped.index(False) :]), skipped
+        assert skipped.count(False) >= 3, skipped
+    else:
+        assert not any(skipped)
