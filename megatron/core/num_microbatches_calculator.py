@@ -82,5 +82,6 @@ def get_current_global_batch_size() -> int:
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True) -> None:
     """Recomputes the batch size for `consumed_samples`; a constant batch stays as it is."""
+    # Called after each step by loops that know of batch ramp-up.
     del consumed_samples, consistency_check
     _HOLDER.current()

@@ -73,6 +73,7 @@ class OptimizerParamSchedulerConfig:
             )
 
     def validate_wsd(self) -> None:
+        # Its other phases follow from the decay's length, which has no good default.
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
             raise ValueError("lr_decay_style is WSD: lr_wsd_decay_iters must be given")
 
@@ -124,6 +125,7 @@ class _Schedule:
 
     def validate_steps(self) -> None:
         _require(self.lr_decay_steps > 0, "lr_decay_steps", value=self.lr_decay_steps, wanted="more than 0")
+        # Not equal: the decay would have no steps, and its progress no value.
         in_range = 0 <= self.lr_warmup_steps < self.lr_decay_steps
         wanted = f"in 0 .. lr_decay_steps - 1 ({self.lr_decay_steps - 1})"
         _require(in_range, "lr_warmup_steps", value=self.lr_warmup_steps, wanted=wanted)
@@ -189,8 +191,10 @@ class OptimizerParamScheduler:
     def step(self, increment: int) -> None:
         """Moves on by `increment` samples and writes the new values into the parameter groups."""
         self.num_steps += increment
+        # One value for all groups; rates may have other limits in each.
         weight_decay = self.get_wd()
         for group in self.optimizer.param_groups:
+            # Plain numbers: a tensor would be read from the device at every step.
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
             group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
@@ -229,6 +233,7 @@ class OptimizerParamScheduler:
         ours = asdict(self.schedule)
         # A checkpoint of an older run may lack a name that came later: then there is nothing to compare.
         theirs = {name: state_dict.get(name, value) for name, value in ours.items()}
+        # Checked as if it came from the command line: a checkpoint can be wrong too.
         if self._use_checkpoint:
             self.schedule = replace(self.schedule, **theirs)
         elif not self._override:
@@ -239,6 +244,7 @@ class OptimizerParamScheduler:
 
     def _decay_coefficient(self) -> float:
         schedule = self.schedule
+        # WSD counts from the end of the schedule, the others from the end of warm-up.
         if self._wsd is not None:
             return self._wsd(self.num_steps - schedule.lr_decay_steps)
         steps = schedule.lr_decay_steps - schedule.lr_warmup_steps
@@ -259,6 +265,7 @@ def get_optimizer_param_scheduler(
     decay_steps = (config.lr_decay_iters or train_iters) * global_batch_size
     warmup_steps: float = config.lr_warmup_iters * global_batch_size
     if config.lr_warmup_fraction is not None:
+        # May be no whole number of samples; the formulas do not mind.
         warmup_steps = config.lr_warmup_fraction * decay_steps
     wsd_iters = config.lr_wsd_decay_iters
     return OptimizerParamScheduler(
@@ -300,6 +307,7 @@ def _require(holds: bool, name: str, *, value: Any, wanted: str) -> None:
 
 
 def _require_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    # All of them at once: a user who changed three things should not learn of them one by one.
     different = [f"{name} ({ours[name]}, checkpoint {theirs[name]})" for name in ours if ours[name] != theirs[name]]
     if different:
         raise ValueError(

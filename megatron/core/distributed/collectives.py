@@ -38,6 +38,7 @@ def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None
     if ranks == 1:
         return
     assert group is not None
+    # A multiple of the ranks, so that all slices but the last divide without padding.
     for piece in flat.view(-1).split(_SLICE_ELEMENTS * ranks):
         if piece.numel() % ranks == 0:
             _rank_ordered_slice_(piece, group)
@@ -52,6 +53,7 @@ def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None
 def _rank_ordered_slice_(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
     # [ranks, N / ranks]: row r is what rank r holds of this rank's share.
     received = torch.empty_like(flat)
+    # Each rank sums one share of the elements, then all gather the shares.
     dist.all_to_all_single(received, flat, group=group)
     total = _sum_in_order(received.view(group_size(group), -1))  # [N / ranks]
     _all_gather_flat(flat, total, group=group)

@@ -20,11 +20,13 @@ def finalize_model_grads(model: list[nn.Module], num_tokens: torch.Tensor | None
     for chunk in model:
         if not isinstance(chunk, PlainDataParallel):
             raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in PlainDataParallel")
+        # Either mistake would train with gradients that are wrong by a factor, without an error.
         if chunk.calculate_per_token_loss != (num_tokens is not None):
             raise ValueError(
                 f"calculate_per_token_loss is {chunk.calculate_per_token_loss} and num_tokens is {num_tokens}: "
                 "the number of tokens must be given with per-token loss, and only then"
             )
+        # Also for one rank: parameters that were not used get their zeros here.
         chunk.finish_grad_sync()
         if num_tokens is not None:
             chunk.scale_gradients(1.0 / _total_tokens(num_tokens, chunk.group))

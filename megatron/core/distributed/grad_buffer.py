@@ -33,6 +33,7 @@ class Span:
 
 def lay_out(sizes: list[int]) -> list[Span]:
     """Places tensors of `sizes` elements one after the other, each start a multiple of ALIGNMENT."""
+    # Padding behind each parameter, the last one too: shards and runs may then end at any parameter.
     spans: list[Span] = []
     for size in sizes:
         spans.append(Span(spans[-1].padded_end if spans else 0, size))
@@ -60,7 +61,9 @@ class GradBuffer:
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], dtype: torch.dtype, *, scale: float = 1.0):
         spans = lay_out([param.numel() for _, param in named_params])
         total = spans[-1].padded_end if spans else 0
+        # A model whose parameters are all frozen has an empty buffer.
         device = named_params[0][1].device if named_params else None
+        # Zeros once: padding is never written again, so that sums over the storage are right.
         self.storage = torch.zeros(total, dtype=dtype, device=device)
         self.entries = [
             GradEntry(name, param, span, self.storage[span.start : span.end].view(param.shape))
@@ -82,6 +85,7 @@ class GradBuffer:
     def fill_missing(self) -> None:
         """Makes the gradients of parameters that backward did not reach zero."""
         for param, grad in self._grads.items():
+            # Only these are zeroed; the others have been overwritten.
             if param not in self._filled:
                 grad.zero_()
                 self._filled.add(param)

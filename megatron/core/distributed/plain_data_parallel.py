@@ -43,6 +43,7 @@ class PlainDataParallel(nn.Module):
         self.calculate_per_token_loss = calculate_per_token_loss
         # The mean is taken by scaling while gradients are moved anyway; the sum over ranks then needs no pass after it.
         self.grad_buffers = _build_buffers(module, scale=1.0 if calculate_per_token_loss else 1.0 / group_size(group))
+        # Chosen once: what a step does depends on no flag.
         self._reduce = rank_ordered_all_reduce_ if deterministic else all_reduce_
         self._check_for_nan_in_grad = check_for_nan_in_grad
 
@@ -88,14 +89,17 @@ def broadcast_params(module: nn.Module, group: dist.ProcessGroup | None) -> None
     if group_size(group) == 1:
         return
     for param in module.parameters():
+        # One by one: this happens once, and flat copies would need the memory twice.
         dist.broadcast(param.data, group=group, group_src=0)
 
 
 def _build_buffers(module: nn.Module, *, scale: float) -> list[GradBuffer]:
+    # One reduction a dtype; nearly always there is one dtype.
     by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
     # named_parameters gives a parameter that two modules share once.
     for name, param in module.named_parameters():
         if param.requires_grad:
+            # fp64 for comparisons with exact references; 16-bit sums lose microbatches.
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             by_dtype.setdefault(dtype, []).append((canonical_name(name), param))
     return [GradBuffer(named_params, dtype, scale=scale) for dtype, named_params in by_dtype.items()]

@@ -28,6 +28,7 @@ def check_grads(named_grads: Iterable[tuple[str, torch.Tensor]], group: dist.Pro
     one all-reduce of a number; names are exchanged only when something is wrong.
     """
     grads = list(named_grads)
+    # A list of what this rank suspects; others may have found something else.
     suspects = [named for named, finite in zip(grads, _finite_sums_sync(grads)) if not finite]
     if _any_rank(bool(suspects), group, device=grads[0][1].device if grads else torch.device("cpu")):
         # The sum alone may have overflowed: look at the elements.
@@ -39,6 +40,7 @@ def check_weights_agree(model: nn.Module, group: dist.ProcessGroup | None) -> No
 
     Costs a checksum of all parameters and an exchange of a number each: for the start of a run.
     """
+    # Of bytes: bit-identical is what replicas are, and NaN equals itself.
     checksums = {canonical_name(name): _crc32(param) for name, param in model.named_parameters()}
     per_rank = _gather(checksums, group)
     if all(other == per_rank[0] for other in per_rank):
@@ -61,6 +63,7 @@ def _finite_sums_sync(grads: list[tuple[str, torch.Tensor]]) -> list[bool]:
 def _any_rank(value: bool, group: dist.ProcessGroup | None, *, device: torch.device) -> bool:
     if group_size(group) == 1:
         return value
+    # One number: what is wrong is only exchanged if something is.
     flag = torch.tensor([float(value)], device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
@@ -68,6 +71,7 @@ def _any_rank(value: bool, group: dist.ProcessGroup | None, *, device: torch.dev
 
 def _raise_named(found: list[str], group: dist.ProcessGroup | None) -> None:
     per_rank = [(rank, names) for rank, names in enumerate(_gather(found, group)) if names]
+    # Every rank comes to the same conclusion here, since all have the same list.
     if not per_rank:
         return
     lines = [f"rank {rank}: {', '.join(names[:_NAMES_SHOWN])}{_and_more(names)}" for rank, names in per_rank]
@@ -85,6 +89,7 @@ def _describe(name: str, grad: torch.Tensor) -> str:
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     if group_size(group) == 1:
         return [value]
+    # Objects are pickled and slow; this is for the start of a run and for errors.
     values: list[Any] = [None] * group_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

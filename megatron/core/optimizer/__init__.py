@@ -43,6 +43,7 @@ def get_megatron_optimizer(
         raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
     buffers = [buffer for chunk in model_chunks for buffer in _wrapped(chunk).grad_buffers]
     runs = build_runs(buffers)
+    # By the settings, not by looking at dtypes: an fp32 router in a bf16 model changes nothing.
     low_precision = config.fp16 or config.bf16
     return (Float16OptimizerWithFloat16Params if low_precision else FP32Optimizer)(
         _torch_optimizer(config, runs),
@@ -65,6 +66,7 @@ def _torch_optimizer(config: OptimizerConfig, runs: list[ParamRun]) -> torch.opt
     # Both groups always, so that a schedule and a log line find them also in a model without, say, biases.
     groups = [_param_group(config, runs, decays=True), _param_group(config, runs, decays=False)]
     if config.optimizer == "sgd":
+        # Its decay is added to the gradient, as in Megatron; only Adam decays apart from it.
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
     betas = (config.adam_beta1, config.adam_beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
@@ -83,13 +85,16 @@ def _param_group(config: OptimizerConfig, runs: list[ParamRun], *, decays: bool)
 def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
     if not config.fp16:
         return None
+    # Only fp16 has too few exponents for gradients; bf16 has those of fp32.
     if config.loss_scale is not None:
         return ConstantGradScaler(config.loss_scale)
     return DynamicGradScaler(
         initial_scale=config.initial_loss_scale,
         min_scale=config.min_loss_scale,
+        # Powers of two, which scale without rounding.
         growth_factor=2.0,
         backoff_factor=0.5,
+        # A float on the command line, for Megatron's sake.
         growth_interval=int(config.loss_scale_window),
         hysteresis=config.hysteresis,
     )

@@ -31,6 +31,7 @@ def get_grad_norm_fp32(
     torch.float64 makes the result independent of how the gradients are cut.
     """
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
+    # On the device until the last line: a step reads it once.
     total = _local_norm(grads, norm_type, accumulate_in=accumulate_in)
     total = _norm_over_ranks(total, norm_type, group=grad_stats_parallel_group)
     return _read_fp32_sync(total)
@@ -72,9 +73,12 @@ def count_zeros(grads: Iterable[torch.Tensor], group: dist.ProcessGroup | None) 
 
 
 def _local_norm(grads: list[torch.Tensor], norm_type: float, *, accumulate_in: torch.dtype) -> torch.Tensor:
+    # Views, so that cutting costs no memory.
     pieces = [piece for grad in grads for piece in grad.view(-1).split(_PIECE) if piece.numel() > 0]
+    # A rank may own nothing and still take part in the exchange over ranks.
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+    # One launch for all gradients of a dtype.
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for piece in pieces:
         by_dtype.setdefault(torch.promote_types(piece.dtype, accumulate_in), []).append(piece)
@@ -85,6 +89,7 @@ def _local_norm(grads: list[torch.Tensor], norm_type: float, *, accumulate_in: t
 
 
 def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.ProcessGroup | None) -> torch.Tensor:
+    # The norm of one norm is itself, but only up to rounding.
     if group_size(group) == 1:
         return local
     # Gathered and combined here rather than reduced there: the same bits on every rank and for every p.

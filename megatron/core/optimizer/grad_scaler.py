@@ -69,6 +69,7 @@ class DynamicGradScaler:
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._hysteresis = hysteresis
+        # Both go into checkpoints: a resumed run must double its scale at the same step.
         self._clean_steps = 0
         self._overflows_left = hysteresis
 
@@ -80,6 +81,7 @@ class DynamicGradScaler:
     def update(self, found_inf: bool) -> None:
         """Takes note of one step; found_inf: whether its gradients overflowed on any rank."""
         if found_inf:
+            # The window counts clean steps in a row.
             self._clean_steps = 0
             self._overflows_left -= 1
             if self._overflows_left <= 0:
@@ -89,6 +91,7 @@ class DynamicGradScaler:
         if self._clean_steps == self._growth_interval:
             self._clean_steps = 0
             self._overflows_left = self._hysteresis
+            # Without a ceiling: the next overflow is the ceiling.
             self._scale *= self._growth_factor
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class DynamicGradScaler:
         """Continues from `state_dict`; the limits stay those of the configuration."""
         if not state_dict:
             return  # saved by a run with a constant scale
+        # JSON may have made an integer of it.
         self._scale = float(state_dict["scale"])
         self._clean_steps = int(state_dict["growth_tracker"])
         self._overflows_left = int(state_dict["hysteresis_tracker"])

@@ -44,9 +44,11 @@ class MegatronOptimizer:
         self.optimizer = optimizer
         self.config = config
         self.grad_scaler = grad_scaler
+        # Copies of the lists: a caller that goes on building must not change what is stepped.
         self._runs = list(runs)
         self._grad_buffers = list(grad_buffers)
         self._grad_stats_group = grad_stats_group
+        # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
         self._state_names = _create_state(optimizer)
 
@@ -58,14 +60,17 @@ class MegatronOptimizer:
     def zero_grad(self) -> None:
         """Forgets all gradients; call before the first microbatch."""
         for buffer in self._grad_buffers:
+            # Not by `param.grad = None`: gradients stand in the buffers and their memory is kept.
             buffer.clear()
 
     def get_loss_scale(self) -> torch.Tensor:
         """Factor of the loss: [], fp32, on the CPU."""
+        # A tensor because scripts written for Megatron call .item() on it.
         return torch.tensor(self._loss_scale, dtype=torch.float32)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, any shape, floating point, times the loss scale: same shape, fp32 or wider."""
+        # In fp32, or a scaled fp16 loss would overflow before its gradients do.
         return loss if self.grad_scaler is None else loss.float() * self._loss_scale
 
     def step(self) -> tuple[bool, float, float | None]:
@@ -87,6 +92,7 @@ class MegatronOptimizer:
             self.grad_scaler.update(found_inf)
         if found_inf:
             return False, grad_norm, None
+        # Before the update, which may overwrite gradients with unscaled ones.
         num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
         self._update(divisor)
         return True, grad_norm, num_zeros
@@ -102,6 +108,7 @@ class MegatronOptimizer:
         tensors = []
         for run in self._runs:
             flats = {name: self.optimizer.state[run.main][name] for name in self._state_names}
+            # Without a master, the model's own weights in the checkpoint are what was stepped.
             if run.has_master:
                 flats["fp32_param"] = run.main
             for state_name, flat in flats.items():
@@ -123,6 +130,7 @@ class MegatronOptimizer:
             # SGD counts nothing.
             if "step" in state:
                 state["step"].fill_(state_dict["step"])
+        # A run may change its precision between save and load.
         if self.grad_scaler is not None and state_dict["grad_scaler"] is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
@@ -134,10 +142,12 @@ class MegatronOptimizer:
         return get_grad_norm_fp32(
             [run.grad for run in self._runs],
             grad_stats_parallel_group=self._grad_stats_group,
+            # Whole runs: their padding is zero and adds nothing.
             accumulate_in=self._norm_dtype,
         )
 
     def _clip_coefficient(self, grad_norm: float) -> float:
+        # No factor would repair such a gradient, and a step that is skipped needs none.
         if self.config.clip_grad == 0 or not math.isfinite(grad_norm):
             return 1.0
         return clip_coefficient(self.config.clip_grad, grad_norm)
@@ -151,12 +161,15 @@ class MegatronOptimizer:
         # The fused kernels divide by this tensor while they read the gradient, as for torch.amp.GradScaler.
         device = self._runs[0].grad.device if self._runs else None
         self.optimizer.grad_scale = None if divisor == 1.0 else torch.tensor(divisor, device=device)  # type: ignore[attr-defined]
+        # Rates are plain numbers in param_groups, read at this moment.
         self.optimizer.step()
         for run in self._runs:
             if run.has_master:
+                # Rounds to nearest, as .to() does; one copy for all parameters of the run.
                 run.model.copy_(run.main)
 
     def _step_count(self) -> int:
+        # One count a run in torch's state, all moved together.
         counts = {int(state["step"].item()) for state in self.optimizer.state.values() if "step" in state}
         assert len(counts) <= 1, f"parameters disagree on the number of steps: {counts}"
         return counts.pop() if counts else 0

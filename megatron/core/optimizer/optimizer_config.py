@@ -38,6 +38,7 @@ class OptimizerConfig:
     loss_scale: float | None = config_field(
         None, more_than=0, help="Constant loss scale for --fp16; none means a dynamic scale."
     )
+    # High on purpose: the first steps of a run overflow and find the scale that fits.
     initial_loss_scale: float = config_field(2**32, more_than=0, help="Dynamic loss scale at the start.")
     min_loss_scale: float = config_field(1.0, more_than=0, help="Lowest dynamic loss scale.")
     loss_scale_window: float = config_field(
@@ -64,6 +65,7 @@ class OptimizerConfig:
             raise ValueError(f"OptimizerConfig.optimizer is {self.optimizer!r}: not offered here, use adam or sgd")
 
     def validate_learning_rate(self) -> None:
+        # A configuration without a rate is fine until an optimizer is built from it.
         if self.lr is not None and self.min_lr > self.lr:
             raise ValueError(f"OptimizerConfig.min_lr is {self.min_lr}: must be at most lr, which is {self.lr}")
 

@@ -52,6 +52,7 @@ class ParamRun:
 
     def check_attached(self) -> None:
         """Raises ValueError naming the first parameter whose memory is no longer the run's."""
+        # By address: a comparison of a hundred numbers, no read of the device.
         base, size = self.model.data_ptr(), self.model.element_size()
         for member in self.params:
             # An empty tensor's pointer means nothing.
@@ -64,6 +65,7 @@ class ParamRun:
 
 def weight_decays(name: str, param: torch.Tensor) -> bool:
     """Whether a parameter decays: biases and one-dimensional parameters (norms) do not. param: any shape and dtype."""
+    # By name too, since a bias may be stored with several dimensions.
     return not (name.endswith(".bias") or name == "bias" or param.dim() <= 1)
 
 
@@ -84,6 +86,7 @@ def _kind(entry: GradEntry) -> tuple[torch.dtype, bool]:
 def _build_run(entries: list[GradEntry], buffer: GradBuffer, *, decays: bool) -> ParamRun:
     first, last = entries[0].span, entries[-1].span
     grad = buffer.storage[first.start : last.padded_end]
+    # Spans count from the run's own start.
     params = [RunParam(e.name, e.param, Span(e.span.start - first.start, e.span.numel)) for e in entries]
     # Zeros: padding must not hold what would spread in a sum.
     model = torch.zeros(grad.numel(), dtype=entries[0].param.dtype, device=grad.device)
@@ -92,6 +95,8 @@ def _build_run(entries: list[GradEntry], buffer: GradBuffer, *, decays: bool) ->
         view.copy_(member.param.detach())
         # The parameter object stays, and with it hooks, ties and whoever holds it.
         member.param.data = view
+    # 16-bit weights lose updates below their last digit; the copy keeps them.
     main = model if model.dtype == grad.dtype else model.to(grad.dtype)
+    # Once: the kernel finds the standing gradient here at every step.
     main.grad = grad
     return ParamRun(params, decays, model, main, grad)
