@@ -62,6 +62,7 @@ class SelfAttention(MegatronModule):
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
+            # The bias joins the sum into the residual stream: one pass over [S, B, H] less.
             skip_bias_add=True,
             tp_group=tp_group,
         )
@@ -73,17 +74,18 @@ class SelfAttention(MegatronModule):
         Returns [S, B, H], same dtype, and the bias [H] that is still to be added, or None.
         """
         query, key, value = self.get_query_key_value_tensors(hidden_states, rotary_pos_emb)
-        context = self.core_attention(query, key, value, attention_mask)
+        context = self.core_attention(query, key, value, attention_mask)  # [S, B, N * D]
         return self.linear_proj(context)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states: [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], same dtype."""
-        mixed, _ = self.linear_qkv(hidden_states)
+        mixed, _ = self.linear_qkv(hidden_states)  # [S, B, G * (q + 2) * D]
         mixed = mixed.unflatten(-1, (self.num_groups, self.queries_per_group + 2, self.head_width))
         if rotary_pos_emb is not None:
             return split_and_rotate(mixed, rotary_pos_emb)
+        # Splitting instead of slicing: backward then joins three gradients once, without zeros to add.
         query, key, value = torch.split(mixed, [self.queries_per_group, 1, 1], dim=3)
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
 
@@ -96,6 +98,7 @@ class SelfAttention(MegatronModule):
 
     def _qkv_pieces(self, key: str, columns: tuple[int, ...]) -> list[LogicalPiece]:
         groups, queries, width = self.num_groups, self.queries_per_group, self.head_width
+        # Strides in elements: of a row, of one head, and from one group to the next.
         row = math.prod(columns)
         head, group = width * row, (queries + 2) * width * row
         inner = (row, 1) if columns else (1,)

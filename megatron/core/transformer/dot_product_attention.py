@@ -31,6 +31,7 @@ class DotProductAttention(nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.kernels = sdp_backends(config.attention_backend)
+        # Chosen here, once: forward has no switches.
         plain = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
         self.attend = reference_attention if plain else self._torch_attention
 
@@ -57,6 +58,7 @@ class DotProductAttention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
         )
+        # No copy where the kernel keeps the query's memory order, [S, B, N, D], as torch's on the CPU does.
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def _torch_attention(
@@ -79,6 +81,7 @@ class DotProductAttention(nn.Module):
                 dropout_p=dropout,
                 is_causal=is_causal,
                 scale=scale,
+                # Groups are shared inside the kernel: keys and values are not copied per query head.
                 enable_gqa=query.shape[1] != key.shape[1],
             )
 
@@ -114,10 +117,12 @@ def reference_attention(
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    # [B, N, S, S]
     scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if allowed is not None:
+        # The lowest finite value: a row with nothing allowed stays free of NaN.
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     probs = F.dropout(scores.softmax(dim=-1), p=dropout, training=dropout > 0)
     return probs.to(query.dtype) @ value

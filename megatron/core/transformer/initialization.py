@@ -49,6 +49,7 @@ def initialize_parameters(model: nn.Module, *, seed: int) -> None:
     """
     methods = _methods_by_name(model)
     pieces = model_logical_pieces(model)
+    # Listed first, drawn after: a model of many small tensors keeps all threads busy too.
     blocks = []
     for name, parameter in model.named_parameters():
         method = methods.get(canonical_name(name))
@@ -94,9 +95,11 @@ class _Block:
         generator = numpy.random.Generator(
             numpy.random.Philox(key=_hash_words(self.draw.seed, f"{self.piece.key}[{self.index}]"))
         )
+        # fp32 for every parameter dtype, so that a bf16 model starts as the rounded fp32 one.
         numbers = numpy.empty((self.num_rows, *row_shape), dtype=numpy.float32)
         generator.standard_normal(dtype=numpy.float32, out=numbers)
         numbers *= numpy.float32(self.draw.std)
+        # Of the drawn rows those that this piece holds, and of those the columns that it holds.
         start, own = self.piece.global_offset[0], self.view.shape[0]
         low, high = max(start, self.first), min(start + own, self.first + self.num_rows)
         window = (slice(low - self.first, high - self.first),) + tuple(
@@ -116,6 +119,7 @@ def _blocks(view: Tensor, piece: LogicalPiece, *, draw: _Draw) -> Iterator[_Bloc
 
 
 def _call_seeded(method: InitMethod, parameter: nn.Parameter, *, seed: int) -> None:
+    # On the CPU, so that the values do not depend on the device.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         values = torch.empty(parameter.shape, dtype=parameter.dtype)
         torch.random.default_generator.manual_seed(seed % 2**63)
@@ -124,5 +128,6 @@ def _call_seeded(method: InitMethod, parameter: nn.Parameter, *, seed: int) -> N
 
 
 def _hash_words(seed: int, name: str) -> list[int]:
+    # Not hash(): that differs from process to process.
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     return [int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")]

@@ -71,8 +71,9 @@ class MLP(MegatronModule):
         Returns [*, H], same dtype, and the bias that is still to be added: [H] (scaled per token: [*, H]), or None.
         """
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
-        intermediate, bias = self.linear_fc1(hidden_states)
+        intermediate, bias = self.linear_fc1(hidden_states)  # [*, F] or, gated, [*, 2F]
         output, output_bias = self.linear_fc2(self.activation(intermediate, bias=bias, scale=scale))
+        # act * scale went through fc2; the bias that comes after it is scaled here.
         if output_bias is not None and scale is not None:
             output_bias = (output_bias * scale).to(output.dtype)
         return output, output_bias
@@ -109,6 +110,7 @@ def build_activation(config: TransformerConfig) -> Activation:
         gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
         return _scaled(function(gate) * up, scale)
 
+    # SwiGLU, the usual choice, has a function of its own; others keep what torch saves for them.
     if not config.gated_linear_unit:
         return plain
     return _swiglu if function is F.silu else gated
@@ -119,4 +121,5 @@ def _swiglu(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    # Routing weights are fp32: the product is rounded back to the activations' dtype.
     return x if scale is None else (x * scale).to(x.dtype)

@@ -32,6 +32,7 @@ class Float16Module(MegatronModule):
         args = tuple(cast_floating(value, self.dtype) for value in args)
         kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
         outputs = self.module(*args, **kwargs)
+        # fp32 outputs: what follows (losses, sums over ranks) is not to lose digits.
         if isinstance(outputs, tuple):
             return tuple(cast_floating(value, torch.float32) for value in outputs)
         return cast_floating(outputs, torch.float32)

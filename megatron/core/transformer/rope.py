@@ -39,6 +39,7 @@ class RotaryEmbedding(nn.Module):
                 f"kv_channels {kv_channels} x rotary_percent {rotary_percent} is {rotated}: must be even and positive"
             )
         frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+        # In fp64: position times frequency loses digits in fp32 at long sequences.
         angles = torch.outer(torch.arange(max_sequence_length, dtype=torch.float64), frequencies)
         device = default_device()
         self.register_buffer("cos", angles.cos().to(dtype).to(device), persistent=False)
@@ -85,6 +86,7 @@ class _SplitAndRotate(torch.autograd.Function):
     def forward(ctx: Any, mixed_qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         seq, batch, groups, parts, width = mixed_qkv.shape
         ctx.save_for_backward(cos, sin)
+        # Queries get memory of their own, so that groups and heads join into one dimension without a copy.
         query = mixed_qkv.new_empty(seq, batch, groups, parts - 2, width)
         key = mixed_qkv.new_empty(seq, batch, groups, 1, width)
         _rotate(mixed_qkv[..., : parts - 2, :], cos=cos, sin=sin, out=query)
@@ -97,8 +99,9 @@ class _SplitAndRotate(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         seq, batch, groups, width = grad_key.shape
         query = grad_query.unflatten(2, (groups, -1))  # [S, B, G, q, D]
-        parts = query.shape[3] + 2
+        parts = query.shape[3] + 2  # q queries, a key, a value
         grad = query.new_empty(seq, batch, groups, parts, width)
+        # The inverse of a rotation is the one by the negative angle.
         _rotate(query, cos=cos, sin=-sin, out=grad[..., : parts - 2, :])
         _rotate(grad_key.unsqueeze(3), cos=cos, sin=-sin, out=grad[..., parts - 2 : parts - 1, :])
         grad[..., parts - 1, :] = grad_value
@@ -108,6 +111,7 @@ class _SplitAndRotate(torch.autograd.Function):
 def _rotate(t: Tensor, *, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin) for the halves a, b of the rotated channels; t, out: [S, B, ..., D]."""
     half = cos.shape[-1]
+    # [S, 1, ..., D_rot / 2]
     shape = (cos.shape[0],) + (1,) * (t.dim() - 2) + (half,)
     cos, sin = cos.view(shape), sin.view(shape)
     # Half precision is rounded once, from fp32.

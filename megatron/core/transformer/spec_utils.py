@@ -37,11 +37,13 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(module, types.FunctionType):
         return module
     if isinstance(spec_or_module, ModuleSpec):
+        # What the builder knows (sizes, groups) wins over what the spec wishes.
         kwargs = {**spec_or_module.params, **kwargs}
         if spec_or_module.submodules is not None:
             kwargs["submodules"] = spec_or_module.submodules
     try:
         return module(*args, **kwargs)
     except (TypeError, ValueError) as error:
+        # The message names an argument; which of a hundred modules it was is lost without this.
         error.add_note(f"while building {module.__module__}.{module.__qualname__}")
         raise

@@ -38,6 +38,7 @@ class TransformerBlock(MegatronModule):
                 f"the block's spec has {len(spec.layer_specs)} layers: must have {get_num_layers_to_build(config)} "
                 "(num_layers)"
             )
+        # Layers are numbered over the whole model, whichever part of it this block is.
         offset = get_transformer_layer_offset(config)
         self.layers = nn.ModuleList(
             build_module(layer, config=config, layer_number=offset + index + 1, pg_collection=pg_collection)

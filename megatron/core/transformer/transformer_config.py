@@ -86,6 +86,7 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig):
         if isinstance(self.moe_layer_freq, str):
             self.moe_layer_freq = parse_moe_layer_freq(self.moe_layer_freq)
         validate_attention(self)
+        # Derived fields come after the checks that name what the user gave.
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // self.num_attention_heads
         if self.num_query_groups is None:
@@ -98,6 +99,7 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig):
         if self.init_method is None:
             self.init_method = NormalInit(self.init_method_std)
         if self.output_layer_init_method is None:
+            # Two layers write into the residual stream per transformer layer: its variance stays that of one.
             self.output_layer_init_method = NormalInit(self.init_method_std / math.sqrt(2 * self.num_layers))
 
 

@@ -58,6 +58,7 @@ class TransformerLayer(MegatronModule):
         Returns [S, B, H], same dtype.
         """
         attention_output = self.self_attention(self.input_layernorm(hidden_states), attention_mask, rotary_pos_emb)
+        # Asked each time: whether there is dropout depends on the mode of the moment.
         hidden_states = self.self_attn_bda(self.training)(attention_output, hidden_states, self.hidden_dropout)
         mlp_output = self.mlp(self.pre_mlp_layernorm(hidden_states))
         return self.mlp_bda(self.training)(mlp_output, hidden_states, self.hidden_dropout)

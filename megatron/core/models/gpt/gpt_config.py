@@ -47,12 +47,14 @@ class GPTModelConfig:
             "activation_func": activation,
             "gated_linear_unit": self.swiglu,
             "ffn_hidden_size": ffn_hidden_size or default_ffn_hidden_size(hidden_size, swiglu=self.swiglu),
+            # --num-query-groups alone does nothing, as users of the flag know it.
             "num_query_groups": (num_query_groups or 1) if self.group_query_attention else None,
         }
 
 
 def default_ffn_hidden_size(hidden_size: int, *, swiglu: bool) -> int:
     """4 x hidden size; gated layers have a third matrix, so 2/3 of that, rounded down to a multiple of 64."""
+    # Two thirds of 4 x hidden, in whole multiples of 64, keep the number of weights of an ungated layer.
     if not swiglu:
         return 4 * hidden_size
     return max(64, 8 * hidden_size // 3 // 64 * 64)

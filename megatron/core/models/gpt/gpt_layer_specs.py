@@ -22,6 +22,7 @@ def get_gpt_decoder_block_spec(
     """One layer spec per layer, dense or with experts as moe_layer_freq says, and the final norm."""
     if use_transformer_engine:
         raise ValueError("use_transformer_engine is True: layers are torch's only, must be False")
+    # Two specs serve all layers: a spec is a description, building copies nothing from it.
     dense = get_gpt_layer_local_spec()
     experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm)
     pattern = moe_layer_pattern(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else []
@@ -64,5 +65,6 @@ def get_mlp_module_spec(num_experts: int | None = None, moe_grouped_gemm: bool =
     )
     if num_experts is None:
         return dense
+    # The sequential experts are dense layers; the grouped ones have no parts to choose.
     experts = ModuleSpec(GroupedMLP) if moe_grouped_gemm else ModuleSpec(SequentialMLP, submodules=dense.submodules)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))

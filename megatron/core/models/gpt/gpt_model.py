@@ -56,6 +56,7 @@ class GPTModel(MegatronModule):
         self.position_embedding_type = _checked_position_embedding(position_embedding_type)
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.pre_process, self.post_process = pre_process, post_process
+        # Weights are drawn at the end, by name: inside a layer the name is not known.
         with deferred_initialization(config):
             self._build_layers(_block_spec(transformer_layer_spec, config), pg_collection)
         self.rotary_pos_emb = None
@@ -87,6 +88,7 @@ class GPTModel(MegatronModule):
         hidden_states = self.embedding(input_ids, position_ids)
         rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(hidden_states.shape[0])
         hidden_states = self.decoder(hidden_states, attention_mask, rotary)
+        # [S, B, V]
         logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
         if labels is None:
             return logits.transpose(0, 1).contiguous()
@@ -103,6 +105,7 @@ class GPTModel(MegatronModule):
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """The vocabulary's tables are stored without padding rows: [unpadded_vocab_size, H]."""
+        # A tied weight has one name, its first.
         names = ["embedding.word_embeddings.weight"]
         if not self.share_embeddings_and_output_weights:
             names.append("output_layer.weight")
@@ -139,6 +142,7 @@ class GPTModel(MegatronModule):
 
     def _initialize(self) -> None:
         with torch.no_grad():
+            # Zero rows get zero gradients from the loss, so they stay zero and no checkpoint needs them.
             self.shared_embedding_or_output_weight()[self.unpadded_vocab_size :] = 0
             self.embedding.word_embeddings.weight[self.unpadded_vocab_size :] = 0
         if self.config.perform_initialization:

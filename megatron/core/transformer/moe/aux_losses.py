@@ -54,6 +54,7 @@ class AuxLossRecorder(nn.Module):
 
     def set_backward_scale(self, scale: Tensor) -> None:
         """Sets what auxiliary gradients are multiplied with from now on; scale: scalar or [1], any float dtype."""
+        # In place: graphs that were recorded before still read this tensor.
         self.backward_scale.copy_(scale.detach().reshape(()))
 
     def attach(self, activation: Tensor, loss: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class AuxLossRecorder(nn.Module):
 
     def record(self, name: str, value: Tensor, *, layer_number: int) -> None:
         """Adds one microbatch's value; value: scalar, float, on the device; layer_number: from 1."""
-        row = self.names.index(name)
+        row = self.names.index(name)  # sums and counts are [names, layers]
         self.sums[row, layer_number - 1] += value.detach()
         self.counts[row, layer_number - 1] += 1
 
@@ -91,8 +92,10 @@ class _AttachLoss(torch.autograd.Function):
     def forward(ctx: Any, activation: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         # Not save_for_backward: the schedule writes the scale between forward and backward.
         ctx.scale, ctx.loss_dtype = scale, loss.dtype
+        # A view: the loss adds nothing to the activation, only an edge to the graph.
         return activation.view_as(activation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        # A copy: gradients are accumulated in place, and the scale is shared by all layers.
         return grad, ctx.scale.to(ctx.loss_dtype, copy=True), None

@@ -38,6 +38,7 @@ class MoEAllGatherTokenDispatcher:
         """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
         Returns the rows in expert order, tokens_per_expert [E], int64, on the device, and what combine needs.
         """
+        # Indices and counts stay on the device; R = T * K is known without them.
         permutation, tokens_per_expert = sort_by_expert(expert_indices, self.num_experts)
         rows = DispatchedTokens(permute_tokens(tokens, permutation), permute_probs(probs, permutation))
         return rows, tokens_per_expert, permutation

@@ -55,6 +55,7 @@ class GroupedMLP(MegatronModule):
         offsets = row_offsets(tokens_per_expert)
         fc1 = self.weight1.view(self.num_local_experts, hidden, self.fc1_width)
         fc2 = self.weight2.view(self.num_local_experts, self.ffn_hidden_size, hidden)
+        # [R, H] -> [R, 2F] -> [R, F] -> [R, H]; the weight is applied where rows are narrowest to keep.
         gate_up = grouped_gemm(permuted_local_hidden_states, fc1, offsets=offsets)
         act = self.activation(gate_up, bias=None, scale=permuted_probs.unsqueeze(-1))
         return grouped_gemm(act, fc2, offsets=offsets), None
@@ -63,6 +64,7 @@ class GroupedMLP(MegatronModule):
         """The stacked tensors of all experts: fc1 [E, F, H] (gate and up apart where gated), fc2 [E, H, F]."""
         experts, hidden, ffn = self.num_local_experts, self.config.hidden_size, self.ffn_hidden_size
         names = ("linear_fc1.weight.gate", "linear_fc1.weight.up") if self.config.gated_linear_unit else (_FC1,)
+        # Stored as Hugging Face and the dense layers have it, output before input: a transposed view of ours.
         fc1_stride = (hidden * self.fc1_width, 1, self.fc1_width)
         return {
             "weight1": [
@@ -104,6 +106,7 @@ class SequentialMLP(MegatronModule):
         permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype, rows weighted, and no bias.
         """
         sizes = _counts_sync(tokens_per_expert)
+        # An expert without tokens runs on no rows: its parameters still get gradients, of zeros.
         inputs, weights = permuted_local_hidden_states.split(sizes), permuted_probs.split(sizes)
         outputs = []
         for expert, rows, scale in zip(self.local_experts, inputs, weights, strict=True):

@@ -86,6 +86,7 @@ def moe_layer_pattern(moe_layer_freq: int | list[int] | str, num_layers: int) ->
 
 def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -> None:
     """Raises ValueError where fields of the expert layers contradict each other or the rest of the model."""
+    # Without experts the other fields are defaults that nobody reads.
     if config.num_moe_experts is None:
         if config.moe_grouped_gemm:
             raise ValueError("moe_grouped_gemm is set but num_moe_experts is not: give --num-experts or drop the flag")
@@ -105,6 +106,7 @@ def validate_moe_layer_freq(config: MoEConfig, num_layers: int) -> None:
     freq = config.moe_layer_freq
     if isinstance(freq, int) and freq < 1:
         raise ValueError(f"moe_layer_freq is {freq}: must be at least 1")
+    # One entry a layer, also where the user gave one number.
     pattern = moe_layer_pattern(freq, num_layers)
     if len(pattern) != num_layers:
         raise ValueError(
@@ -130,6 +132,7 @@ def _as_list(value: object) -> list:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+# A reader instead of eval: the pattern comes from command lines and files.
 class _PatternReader:
     """Recursive descent over a layer pattern: sum := product ("+" product)*, product := atom ("*" atom)*."""
 

@@ -39,6 +39,7 @@ class MoELayer(MegatronModule):
         super().__init__(config)
         if config.num_moe_experts is None:
             raise ValueError("num_moe_experts is None: a mixture-of-experts layer needs a number of experts")
+        # Experts are not split over ranks yet: every rank has them all.
         self.num_local_experts = config.num_moe_experts
         self.router = TopKRouter(config, pg_collection)
         self.token_dispatcher: MoETokenDispatcher = MoEAllGatherTokenDispatcher(
@@ -53,5 +54,5 @@ class MoELayer(MegatronModule):
         rows, tokens_per_expert, metadata = self.token_dispatcher.dispatch(
             tokens, probs=probs, expert_indices=expert_indices
         )
-        output, _ = self.experts(rows.hidden_states, tokens_per_expert, rows.probs)
+        output, _ = self.experts(rows.hidden_states, tokens_per_expert, rows.probs)  # [R, H]
         return self.token_dispatcher.combine(output, metadata).view(hidden_states.shape), None

@@ -41,9 +41,11 @@ def sort_by_expert(expert_indices: Tensor, num_experts: int) -> tuple[Permutatio
     expert_indices: [T, K], int64. Returns the map and tokens_per_expert: [E], int64, on the same device.
     """
     sorted_experts, slot_of_row = torch.sort(expert_indices.reshape(-1), stable=True)
+    # The inverse permutation by one scatter.
     row_of_slot = torch.empty_like(slot_of_row)
     row_of_slot[slot_of_row] = torch.arange(slot_of_row.numel(), device=slot_of_row.device)
     experts = torch.arange(num_experts, device=slot_of_row.device)
+    # Where each expert's rows end, found on the device: an expert without tokens ends where the one before does.
     row_ends = torch.searchsorted(sorted_experts, experts, right=True)
     tokens_per_expert = row_ends.diff(prepend=row_ends.new_zeros(1))
     token_of_row = slot_of_row // expert_indices.shape[1]
@@ -57,7 +59,7 @@ def permute_tokens(tokens: Tensor, permutation: PermutationMap) -> Tensor:
 
 def permute_probs(probs: Tensor, permutation: PermutationMap) -> Tensor:
     """The weight of each row; probs: [T, K], any float dtype -> [R]."""
-    slots = probs.reshape(-1, 1)
+    slots = probs.reshape(-1, 1)  # [R, 1], one weight a slot
     return _GatherRows.apply(slots, permutation.slot_of_row, permutation.row_of_slot.view(-1, 1)).view(-1)
 
 
@@ -98,4 +100,5 @@ class _SumRows(torch.autograd.Function):
 
 def _sum_rows(x: Tensor, row_of_slot: Tensor) -> Tensor:
     """[R, H] and [T, K] -> [T, H]: gathers and sums in one pass, accumulating half precision in fp32."""
+    # The kernel sums rows of a table per bag: rows are the table here, and a token's K rows a bag.
     return F.embedding_bag(row_of_slot, x, mode="sum")

@@ -55,6 +55,7 @@ class TopKRouter(Router):
         self.topk = config.moe_router_topk
         self.aux_loss_coeff = config.aux_loss_coefficient("aux_loss")
         self.z_loss_coeff = config.moe_z_loss_coeff or 0.0
+        # A recorder of its own, so that a layer works outside a model; the model replaces it.
         self.report_to(AuxLossRecorder(num_layers=1, device=self.weight.device), layer_number=1)
 
     def report_to(self, recorder: AuxLossRecorder, *, layer_number: int) -> None:
@@ -63,9 +64,10 @@ class TopKRouter(Router):
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits: [T, E], fp32 or fp64 -> weights [T, K], same dtype, and expert indices [T, K], int64."""
+        # Losses are for the router's gradient: evaluation neither adds nor records them.
         with_losses = self.training and torch.is_grad_enabled()
         if with_losses and self.z_loss_coeff > 0:
-            logits = self._add_z_loss(logits)
+            logits = self._add_z_loss(logits)  # the same values, one more edge to backward
         weights, indices = topk_routing(logits, self.topk)
         if with_losses and self.aux_loss_coeff > 0:
             weights = self._add_load_balancing_loss(weights, logits=logits, indices=indices)
@@ -77,6 +79,7 @@ class TopKRouter(Router):
 
     def _add_load_balancing_loss(self, weights: Tensor, *, logits: Tensor, indices: Tensor) -> Tensor:
         loss = switch_load_balancing_loss_func(
+            # Over all experts, unlike the weights: an expert that is not chosen must feel the loss too.
             logits.softmax(dim=-1),
             count_tokens(indices, self.num_experts),
             total_num_tokens=logits.shape[0],
@@ -98,6 +101,7 @@ class TopKRouter(Router):
 
 def topk_routing(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """logits: [T, E], fp32 or fp64 -> softmax over the chosen K [T, K], same dtype, and indices [T, K], int64."""
+    # Softmax after the choice: the K weights of a token sum to one.
     scores, indices = torch.topk(logits, k=topk, dim=-1)
     return scores.softmax(dim=-1), indices
 
@@ -111,5 +115,6 @@ def topk_routing_with_score_function(logits: Tensor, topk: int) -> tuple[Tensor,
 
 def count_tokens(expert_indices: Tensor, num_experts: int) -> Tensor:
     """Assignments of each expert; expert_indices: [T, K], int64 -> [E], int64, on the same device, without a sync."""
+    # Not bincount, which reads the largest index on the host.
     experts = torch.arange(num_experts, device=expert_indices.device)
     return (expert_indices.reshape(-1, 1) == experts).sum(dim=0)
