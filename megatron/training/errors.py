@@ -1,16 +1,28 @@
-"""How a run ends on a mistake of its user: one line on each rank and a non-zero exit, no traceback."""
+"""How a run ends on a mistake of its user: one line on each rank and a non-zero exit, no traceback.
 
+Which mistakes there are is for the code that raises; bugs, and what libraries raise, keep their traceback.
+"""
+
+import dis
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from megatron.core.agreement import RemoteRankError
+from megatron.core.distributed import NonFiniteGradientError
 from megatron.training.arguments import CommandLineError
 from megatron.training.step_statistics import NonFiniteLossError
 
 USAGE_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1
+INTERRUPT_EXIT_CODE = 130  # as shells have it: 128 + SIGINT
+
+_EVERY_RANK_KNOWS = (RemoteRankError, NonFiniteLossError, NonFiniteGradientError)
+_INSTALLED = ("site-packages", "dist-packages")
+# How gloo words the end of a connection; torch has no class for it.
+_LOST_CONNECTION = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
 
 @contextmanager
@@ -18,9 +30,49 @@ def exit_on_user_error() -> Iterator[None]:
     """Turns errors that the user can mend into a line on stderr and SystemExit; others keep their traceback."""
     try:
         yield
-    except (ValueError, OSError, RemoteRankError, NonFiniteLossError) as error:
-        rank = os.environ.get("RANK")
-        where = f"[rank {rank}] " if rank is not None else ""
-        print(f"{where}error: {error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as error:
+        _say("interrupted: a run that has --save goes on from its last checkpoint with --load")
+        raise SystemExit(INTERRUPT_EXIT_CODE) from error
+    except BrokenPipeError as error:
+        _say("error: nobody reads the output any more (a pipe was closed): write it to a file to keep the run going")
+        # Or the interpreter fails once more, in words of its own, when it flushes what was not read.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(FAILURE_EXIT_CODE) from error
+    except (ValueError, OSError, RuntimeError) as error:
+        message = _message_for_user(error)
+        if message is None:
+            raise
+        _say(f"error: {message}")
         usage = isinstance(error, CommandLineError)
         raise SystemExit(USAGE_EXIT_CODE if usage else FAILURE_EXIT_CODE) from error
+
+
+def _message_for_user(error: Exception) -> str | None:
+    """What tells the user what to do; None for a bug."""
+    if isinstance(error, (OSError, *_EVERY_RANK_KNOWS)) or (isinstance(error, ValueError) and raised_on_purpose(error)):
+        return str(error)
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_CONNECTION):
+        return "the connection to another rank was lost: that rank has ended, its own messages say why"
+    return None
+
+
+def raised_on_purpose(error: BaseException) -> bool:
+    """Whether a `raise` outside installed libraries made the error.
+
+    A ValueError from within numpy or torch, or from int("x"), says that our code called them wrongly.
+    """
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code = last.tb_frame.f_code
+    installed = any(part in _INSTALLED for part in Path(code.co_filename).parts)
+    # The instruction, not the source line: calls into C have no frame of their own.
+    return not installed and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _say(text: str) -> None:
+    rank = os.environ.get("RANK")
+    where = f"[rank {rank}] " if rank is not None else ""
+    print(f"{where}{text}", file=sys.stderr, flush=True)
