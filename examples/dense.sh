@@ -13,7 +13,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads cost more than they 
 if [ -f "${1:-}" ]; then
     "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$1" --output-prefix "$OUT/tokens" \
         --tokenizer-type ByteLevelTokenizer --append-eod
-    DATA=(--data-path "$OUT/tokens_text_document" --tokenizer-type ByteLevelTokenizer --split 90,5,5)
+    DATA=(--data-path "$OUT/tokens_text_document" --tokenizer-type ByteLevelTokenizer --split 90,10,0)
     PROMPT="The "
     shift
 else

@@ -1,0 +1,59 @@
+"""Every script of examples/ runs in a small size and shows what it says it shows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional_tests.launch import ROOT, read_log, run_program
+
+EXAMPLES = ROOT / "examples"
+SMALL = "--num-layers 2 --hidden-size 32 --seq-length 32 --train-iters 6 --lr-warmup-iters 2 --log-interval 3".split()
+TEXT = "The quick brown fox jumps over the lazy dog.\n\n" * 400
+
+
+def run_example(name: str, folder: Path, *words: str) -> str:
+    """What the script printed; its files are in `folder`."""
+    environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [str(EXAMPLES / name), *words]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.slow
+def test_dense_trains_on_a_text_and_continues_it(tmp_path: Path) -> None:
+    text = tmp_path / "fox.txt"
+    text.write_text(TEXT)
+    printed = run_example("dense.sh", tmp_path, str(text), *SMALL, "--bf16")
+    assert "A continuation of 'The ':\nThe " in printed
+    assert [line["iteration"] for line in read_log(tmp_path / "checkpoints") if "lm_loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_moe_logs_the_losses_of_its_router_on_two_processes(tmp_path: Path) -> None:
+    printed = run_example("moe.sh", tmp_path, *SMALL, "--num-layers", "4", "--micro-batch-size", "2")
+    assert "load_balancing_loss: " in printed and "z_loss: " in printed
+    # A file of tensors from each process.
+    assert len(list((tmp_path / "checkpoints" / "iteration_0000006").glob("__[01]_*.distcp"))) == 2
+
+
+@pytest.mark.slow
+def test_resume_finds_every_step_equal(tmp_path: Path) -> None:
+    printed = run_example("resume.sh", tmp_path, "--hidden-size", "32", "--seq-length", "16")
+    assert "All 20 steps are equal, bit for bit" in printed
+
+
+def test_own_script_has_its_own_model_loss_flag_and_callback(tmp_path: Path) -> None:
+    words = ["--mock-data", *SMALL, "--eval-iters", "1", "--num-workers", "0", "--label-smoothing", "0.2"]
+    run = run_program(words, 2, folder=tmp_path, program="examples.own_script:main")
+    assert run.exit_codes == [0, 0], run.written()
+    assert all(0 <= step["accuracy"] <= 1 for step in run.steps.values()) and len(run.steps) == 6
+    assert run.outcomes[0].stdout.count("best step: ") == 1
+
+
+def test_every_example_is_executable_or_a_module() -> None:
+    scripts = [path for path in EXAMPLES.iterdir() if path.is_file()]
+    assert [path.name for path in scripts if path.suffix != ".py" and not os.access(path, os.X_OK)] == []
