@@ -71,13 +71,16 @@ def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
     for item in value if isinstance(value, (list, tuple)) else [value]:
         if spec.choices is not None and item not in spec.choices:
             raise ValueError(f"{where} is {item!r}: must be one of {', '.join(map(str, spec.choices))}")
+        # What "$UNSET" in a script gives; an empty path would mean the current folder.
+        if item == "":
+            raise ValueError(f"{where} is empty: must have a value, or be left out")
         if isinstance(item, (int, float)) and not isinstance(item, bool):
             _check_bounds(where, item, spec=spec)
 
 
 def _check_bounds(where: str, value: float, *, spec: FieldSpec) -> None:
-    if isinstance(value, float) and math.isnan(value):
-        raise ValueError(f"{where} is nan: must be a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value}: must be {'a number' if math.isnan(value) else 'finite'}")
     bounds: Sequence[tuple[float | None, Callable[[float, float], bool], str]] = (
         (spec.at_least, lambda v, b: v >= b, "at least"),
         (spec.more_than, lambda v, b: v > b, "more than"),

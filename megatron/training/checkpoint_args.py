@@ -30,6 +30,7 @@ _SAME_MODEL = (
     "max_position_embeddings",
     "unpadded_vocab_size",
 )
+_WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"}
 # The optimizer's state is that of these values.
 _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
 
@@ -61,7 +62,9 @@ def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> Non
     """Raises ValueError naming the arguments that make the checkpoint's model another one than this run's."""
     differences = _differences(_model_of(args_to_json(args)), _model_of(stored), names=_SAME_MODEL)
     if differences:
-        raise ValueError(f"checkpoint of another model: {differences}; --use-checkpoint-args takes its values")
+        raise ValueError(
+            f"checkpoint of another model: {differences}; --use-checkpoint-args takes its values, but for the tokenizer's"
+        )
 
 
 def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
@@ -98,8 +101,8 @@ def _differences(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: t
 
 def _in_words(name: str, *, here: Any, stored: Any) -> str:
     flag = flag_table().by_dest.get(name)
-    # What is derived, such as the tokenizer's vocabulary, has no flag of its own.
-    option = name if flag is None else flag.flags[0]
+    # What is derived has no flag of its own.
+    option = _WITHOUT_FLAG.get(name, name) if flag is None else flag.flags[0]
     if flag is not None and flag.constant is not None:
         here, stored = ("on" if value == flag.constant else "off" for value in (here, stored))
     return f"{option} is {here} here, {stored} in the checkpoint"

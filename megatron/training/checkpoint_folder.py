@@ -42,20 +42,40 @@ def iteration_folder(checkpoints_path: str | Path, iteration: int) -> Path:
     return Path(checkpoints_path) / f"iteration_{iteration:07d}"
 
 
-def check_save_folder(path: str, group: dist.ProcessGroup | None = None) -> None:
-    """Makes the --save folder and writes to it for a try: a run learns before its first step that it cannot save.
+def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag: str = "--save") -> None:
+    """Makes the folder of `flag` and writes to it for a try: a run learns before its first step that it cannot save.
 
     Collective over `group` (None: all ranks); raises ValueError on every rank.
     """
     with all_ranks_agree(group):
         # Every rank tries, because every rank will write. The name is one that the next save cleans up after a kill.
         probe = Path(path) / f"probe.incomplete-{folders.new_id()}"
+        if probe.parent.exists() and not probe.parent.is_dir():
+            raise ValueError(f"{flag} {path} cannot be written: it is a file, must be a folder")
         try:
             probe.parent.mkdir(parents=True, exist_ok=True)
             folders.write_json(probe, "can be written")
             probe.unlink()
         except OSError as error:
-            raise ValueError(f"--save {path} cannot be written: {error}") from error
+            raise ValueError(f"{flag} {path} cannot be written: {error}") from error
+
+
+def refuse_checkpoints_of_another_run(
+    save: str, *, continued_from: str | None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raises ValueError on every rank if a run that starts anew would overwrite what is in its --save folder.
+
+    continued_from: the --load folder of a run that goes on with its steps, which may replace its own checkpoints.
+    """
+    if continued_from is not None and os.path.realpath(continued_from) == os.path.realpath(save):
+        return
+    with all_ranks_agree(group):
+        iterations = complete_iterations(Path(save))
+        if iterations:
+            raise ValueError(
+                f"--save {save} holds checkpoints of another run, up to iteration {iterations[-1]}: "
+                f"continue it with --load {save}, or choose another folder"
+            )
 
 
 def clean_save_folder(path: str) -> None:
@@ -75,6 +95,8 @@ def find_checkpoint(load: str, *, step: int | None = None) -> FoundCheckpoint | 
     Raises ValueError if what the step or the tracker names is missing or incomplete.
     """
     root = Path(load)
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"--load {load} is a file: give the folder that --save wrote")
     # Starting from scratch because the user went one folder too deep would be a costly surprise.
     if (root / folders.MANIFEST_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")

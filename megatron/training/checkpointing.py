@@ -31,6 +31,7 @@ from megatron.training.checkpoint_folder import (
     get_checkpoint_tracker_filename,
     iteration_folder,
     load_run_values,
+    refuse_checkpoints_of_another_run,
     write_tracker,
 )
 from megatron.training.config import CheckpointConfig
@@ -38,7 +39,13 @@ from megatron.training.global_vars import print_rank_0
 from megatron.training.rng_state import restore_rng, rng_sharded_state
 from megatron.training.train_state import TrainState
 
-__all__ = ["check_save_folder", "get_checkpoint_tracker_filename", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "check_save_folder",
+    "get_checkpoint_tracker_filename",
+    "load_checkpoint",
+    "refuse_checkpoints_of_another_run",
+    "save_checkpoint",
+]
 
 
 class CheckpointedOptimizer(Protocol):
@@ -185,8 +192,10 @@ def _find(config: CheckpointConfig) -> FoundCheckpoint | None:
     with all_ranks_agree():
         if _rank() == 0:
             found[0] = find_checkpoint(config.load, step=config.ckpt_step)
-        if _rank() == 0 and found[0] is None and config.exit_on_missing_checkpoint:
-            raise ValueError(f"--exit-on-missing-checkpoint: there is no checkpoint in --load {config.load}")
+        # To finetune what is not there would be to train from scratch.
+        needed_by = next((name for name in ("exit_on_missing_checkpoint", "finetune") if vars(config)[name]), None)
+        if _rank() == 0 and found[0] is None and needed_by is not None:
+            raise ValueError(f"--{needed_by.replace('_', '-')}: there is no checkpoint in --load {config.load}")
     # Rank 0's answer for all: a tracker that changes meanwhile must not split the ranks.
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)

@@ -60,7 +60,7 @@ class TrainingConfig:
         flags=("--no-check-for-nan-in-loss-and-grad",),
         help="Do not stop at a loss or gradient that is not finite.",
     )
-    seed: int = config_field(1234, help="Seed of weights, dropout and data order.", at_least=0)
+    seed: int = config_field(1234, help="Seed of weights, dropout and data order.", at_least=0, at_most=2**32 - 1)
     skip_train: bool = config_field(False, help="Do not train: only evaluate the loaded model.")
     eval_iters: int = config_field(100, help="Batches per evaluation; 0: never evaluate.", at_least=0)
     eval_interval: int | None = config_field(

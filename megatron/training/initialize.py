@@ -21,6 +21,7 @@ from megatron.core.device import (
     seed_all,
     use_deterministic_kernels,
 )
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.training.arguments import config_from_args, parse_args, validate_args
 from megatron.training.checkpoint_args import load_args_from_checkpoint
 from megatron.training.config import DistributedConfig
@@ -78,6 +79,7 @@ def join_process_group(config: DistributedConfig, device: torch.device) -> None:
 def leave_process_group() -> None:
     """Ends what initialize_megatron began; safe where it never got that far."""
     publish_run(None, None)
+    destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

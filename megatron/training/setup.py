@@ -16,7 +16,7 @@ from torch import nn
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.device import default_device
-from megatron.core.distributed import PlainDataParallel, check_weights_agree, finalize_model_grads
+from megatron.core.distributed import PlainDataParallel, check_weights_agree
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import (
@@ -35,12 +35,13 @@ from megatron.training.callbacks.console_log import ConsoleLog
 from megatron.training.callbacks.jsonl_log import JsonlLog
 from megatron.training.callbacks.progress_bar import ProgressBar
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
-from megatron.training.checkpointing import check_save_folder
+from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
 from megatron.training.config import CheckpointConfig, LoggingConfig, TrainingConfig
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.global_vars import print_rank_0, publish_tokenizer
 from megatron.training.initialize import seed_data_parallel_rank
 from megatron.training.run import TrainingRun
+from megatron.training.step_statistics import RecordsAuxLosses
 from megatron.training.train_state import TrainState
 
 
@@ -53,8 +54,11 @@ def setup_run(
 ) -> TrainingRun:
     """Builds everything but the data and loads the checkpoint, which sets the data position in `run.state`."""
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
-    for folder in filter(None, (args.save, args.tensorboard_dir)):
-        check_save_folder(folder)
+    for name in ("save", "tensorboard_dir"):
+        if vars(args)[name] is not None:
+            check_save_folder(vars(args)[name], flag=f"--{name.replace('_', '-')}")
+    if args.save is not None and not args.skip_train:
+        refuse_checkpoints_of_another_run(args.save, continued_from=None if args.finetune else args.load)
     publish_tokenizer(setup_tokenizer(args))
     init_num_microbatches_calculator(
         dist.get_rank(),
@@ -106,8 +110,9 @@ def setup_model_and_optimizer(
     )
     config = get_model_config(model)
     config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
-    config.aux_loss_scale_func = unwrap_model(model).aux_losses.set_backward_scale
+    chunk = unwrap_model(model)
+    if isinstance(chunk, RecordsAuxLosses):
+        config.aux_loss_scale_func = chunk.aux_losses.set_backward_scale
     return model, optimizer, scheduler
 
 
@@ -175,7 +180,8 @@ def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = ()) ->
     console = Console(highlight=False, soft_wrap=True)
     write: Callable[[str], None] = print_rank_0
     callbacks: list[Callback] = []
-    if sys.stdout.isatty():
+    # None where the launcher closed it.
+    if sys.stdout is not None and sys.stdout.isatty():
         callbacks.append(ProgressBar(console))
         # Through the same console, so that lines scroll above the bar instead of through it.
         write = lambda line: console.print(line, markup=False)  # noqa: E731

@@ -6,18 +6,26 @@ Gradients are the data-parallel wrapper's work.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.utils import unwrap_model
 from megatron.training.exit_conditions import LOCAL_REASONS, ExitReason
 
 Reports = list[dict[str, torch.Tensor]]
 # Name to (sum, count): [2], fp64.
 Totals = dict[str, torch.Tensor]
+
+
+@runtime_checkable
+class RecordsAuxLosses(Protocol):
+    """A model whose layers add losses of their own; a script's model need not be one."""
+
+    aux_losses: AuxLossRecorder
 
 
 class NonFiniteLossError(RuntimeError):
@@ -49,7 +57,10 @@ def _total(values: list[torch.Tensor]) -> torch.Tensor:
 
 def total_auxiliary_losses(model: nn.Module) -> Totals:
     """Takes what the model's layers recorded since the last call, summed over layers and microbatches: [2], fp64."""
-    recorder = unwrap_model(model).aux_losses
+    chunk = unwrap_model(model)
+    if not isinstance(chunk, RecordsAuxLosses):
+        return {}
+    recorder = chunk.aux_losses
     sums, counts = recorder.sums.double().sum(dim=1), recorder.counts.double().sum(dim=1)
     totals = {name: torch.stack([sums[row], counts[row]]) for row, name in enumerate(recorder.names)}
     recorder.reset()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -104,11 +105,13 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         num_microbatches=get_num_microbatches(),
     )
 
+    # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
     totals = {**total_reports(reports), **total_auxiliary_losses(run.model)}
     reasons = run.exit_conditions.local_reasons()
     statistics = reduce_statistics_sync(totals, run.groups.dp, exit_reasons=reasons)
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, run.groups.dp, iteration=run.state.iteration + 1)
+    finalize_model_grads([run.model])
 
     loss_scale = run.optimizer.get_loss_scale()
     updated, grad_norm, num_zeros = run.optimizer.step()

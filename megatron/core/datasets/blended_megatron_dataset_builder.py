@@ -78,6 +78,9 @@ class BlendedMegatronDatasetBuilder:
         split = self.config.split
         assert split is not None
         ranges = split_documents(split, num_documents)
+        # A run may do without validation, not without what it trains on.
+        if ranges[Split.train.value] is None and self.sizes[Split.train.value] != 0:
+            raise ValueError(f"--split {split} has no training data: the first number must be more than 0")
         for part, documents, size in zip(Split, ranges, self.sizes):
             if size != 0 and documents is not None and len(documents) == 0:
                 raise ValueError(

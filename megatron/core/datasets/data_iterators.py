@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, Datasets
 from megatron.core.datasets.blended_megatron_dataset_config import Vocabulary
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import DataError, GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.samplers import MegatronPretrainingSampler
 from megatron.core.datasets.utils import get_blend_from_list
 
@@ -54,7 +54,7 @@ class DataIterator(Iterator[Batch]):
         num_workers = min(plan.num_workers, _num_cores())
         prepare_worker = _PrepareWorker()
         self._loader = DataLoader(
-            dataset,
+            _Samples(dataset),
             batch_sampler=MegatronPretrainingSampler(
                 total_samples=len(dataset),  # type: ignore[arg-type]
                 consumed_samples=consumed_samples,
@@ -63,7 +63,7 @@ class DataIterator(Iterator[Batch]):
                 data_parallel_size=plan.dp_size,
             ),
             num_workers=num_workers,
-            collate_fn=stack_samples,
+            collate_fn=_stack_or_pass_on,
             worker_init_fn=prepare_worker,
             # Said explicitly: the default of Python 3.14 would import torch anew for each worker.
             multiprocessing_context="fork" if num_workers else None,
@@ -72,14 +72,17 @@ class DataIterator(Iterator[Batch]):
             generator=torch.Generator(),
         )
         self._pin_memory = plan.pin_memory
-        self._batches: Iterator[dict[str, np.ndarray]] | None = None
+        self._batches: Iterator[dict[str, np.ndarray] | Exception] | None = None
         # Also at interpreter exit, before multiprocessing terminates and joins whatever workers are left.
         weakref.finalize(self, prepare_worker.let_go)
 
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = iter(self._loader)
-        batch = {key: torch.from_numpy(array) for key, array in next(self._batches).items()}
+        arrays = next(self._batches)
+        if isinstance(arrays, Exception):
+            raise arrays
+        batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self._pin_memory else batch
 
     def close(self) -> None:
@@ -94,6 +97,10 @@ def stack_samples(samples: Sequence[Batch]) -> dict[str, np.ndarray]:
     """Samples of equal keys to one batch. Each tensor [S] becomes an array [B, S] of the same dtype."""
     # Arrays, not tensors: a tensor leaves a worker as a shared-memory file, which costs milliseconds per batch.
     return {key: np.stack([np.asarray(sample[key]) for sample in samples]) for key in samples[0]}
+
+
+def _stack_or_pass_on(samples: Sequence[Batch] | Exception) -> dict[str, np.ndarray] | Exception:
+    return samples if isinstance(samples, Exception) else stack_samples(samples)
 
 
 def build_train_valid_test_datasets(
@@ -149,6 +156,22 @@ def build_data_iterators(datasets: Sequence[Any], plan: BatchPlan) -> DataIterat
 
 def _iterator(dataset: Any, plan: BatchPlan, *, consumed_samples: int) -> DataIterator | None:
     return None if dataset is None else DataIterator(dataset, plan, consumed_samples=consumed_samples)
+
+
+class _Samples(Dataset[Batch]):
+    """A dataset whose errors about its data leave a worker as values.
+
+    DataLoader turns what a worker raises into the text of a traceback, from which no user reads what to do.
+    """
+
+    def __init__(self, dataset: Dataset[Batch]) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Batch] | Exception:
+        try:
+            return [self.dataset[index] for index in indices]
+        except (DataError, OSError) as error:
+            return error
 
 
 def _num_cores() -> int:

@@ -26,6 +26,10 @@ _PROBED_TOKENS = 65536
 _INDICES_VERSION = 1
 
 
+class DataError(ValueError):
+    """The data does not fit the run; the text says how."""
+
+
 class TokenSequences(Protocol):
     """What a GPTDataset reads from: an IndexedDataset, or anything with its lengths and `get`."""
 
@@ -151,7 +155,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             return
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
         assert self.config.tokenizer is not None
-        raise ValueError(
+        raise DataError(
             f"{self._where} holds token {wrong}: {self.config.tokenizer.name} has ids 0 to {self._vocab_size - 1}; "
             "the data was made with another tokenizer"
         )

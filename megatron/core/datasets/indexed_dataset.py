@@ -46,7 +46,7 @@ class IndexedDataset:
         self._bin_path, self._idx_path = Path(get_bin_path(path_prefix)), Path(get_idx_path(path_prefix))
         for path in (self._idx_path, self._bin_path):
             if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist: {path_prefix} must name a .bin and an .idx file")
+                raise FileNotFoundError(f"{path} does not exist: {_what_to_give(path_prefix)}")
         self.index = read_index(self._idx_path, multimodal=multimodal)
         check_index(self.index, self._idx_path, bin_path=self._bin_path)
         self._itemsize = DType.size(self.index.dtype)
@@ -239,6 +239,15 @@ def _exactly(array: np.ndarray, dtype: type[np.number], *, path: Path) -> np.nda
             f"{path}: values {array.min()} to {array.max()} do not fit {limits.dtype} ({limits.min} to {limits.max})"
         )
     return array.astype(dtype)
+
+
+def _what_to_give(path_prefix: str) -> str:
+    prefix = path_prefix.removesuffix(".bin").removesuffix(".idx")
+    if prefix != path_prefix and IndexedDataset.exists(prefix):
+        return f"give {prefix}, without the ending"
+    if os.path.isdir(path_prefix):
+        return f"{path_prefix} is a folder; give the path of a .bin and .idx file, without these endings"
+    return f"{path_prefix} must name a .bin and an .idx file"
 
 
 def _partial(path: Path) -> Path:

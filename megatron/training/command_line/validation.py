@@ -51,6 +51,11 @@ def check_required(args: argparse.Namespace) -> None:
     if missing:
         hint = " (or --use-checkpoint-args with --load)" if "--num-layers" in missing else ""
         raise CommandLineError(f"missing {', '.join(missing)}: give a value for each{hint}")
+    # Here, before other values are divided by these or derived from them.
+    for name in needed:
+        if name != "lr" and vars(args)[name] < 1:
+            hint = "; --skip-train only evaluates" if name == "train_iters" else ""
+            raise CommandLineError(f"--{name.replace('_', '-')} is {vars(args)[name]}: must be at least 1{hint}")
 
 
 def check_data(args: argparse.Namespace) -> None:
@@ -70,9 +75,6 @@ def check_batches(args: argparse.Namespace) -> None:
             "and --context-parallel-size"
         )
     args.data_parallel_size = args.world_size // model_ranks
-    # The batch size divides below, before its configuration could refuse it.
-    if args.micro_batch_size < 1:
-        raise CommandLineError(f"--micro-batch-size is {args.micro_batch_size}: must be at least 1")
     samples = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = samples
@@ -143,8 +145,7 @@ def check_checkpoints(args: argparse.Namespace) -> None:
 
 def derive_shapes(args: argparse.Namespace) -> None:
     """Sets what scripts expect to find filled in: head width and feed-forward width."""
-    # Zero heads are refused by the configuration, with its bounds.
-    if args.kv_channels is None and args.num_attention_heads > 0:
+    if args.kv_channels is None:
         if args.hidden_size % args.num_attention_heads:
             raise CommandLineError(
                 f"--hidden-size is {args.hidden_size}: must be divisible by --num-attention-heads "

@@ -15,6 +15,7 @@ class Sample:
     count: int | None = config_field(None, help="h", at_least=1, at_most=9)
     rate: float = config_field(0.5, help="h", more_than=0, less_than=1)
     style: str = config_field("a", help="h", choices=("a", "b"))
+    label: str | None = config_field(None, help="h")
     names: list[str] = config_field(help="h", choices=("x", "y"), default_factory=list)
 
     def __post_init__(self) -> None:
@@ -35,6 +36,9 @@ def test_right_values_pass(values: dict[str, Any]) -> None:
         ({"rate": 0}, "Sample.rate is 0: must be more than 0"),
         ({"rate": 1.0}, "Sample.rate is 1.0: must be less than 1"),
         ({"rate": float("nan")}, "Sample.rate is nan"),
+        ({"rate": float("inf")}, "Sample.rate is inf: must be finite"),
+        ({"names": [""]}, "Sample.names is '': must be one of x, y"),
+        ({"label": ""}, "Sample.label is empty: must have a value, or be left out"),
         ({"rate": None}, "Sample.rate is None: must be a number"),
         ({"style": "c"}, "Sample.style is 'c': must be one of a, b"),
         ({"names": ["x", "z"]}, "Sample.names is 'z': must be one of x, y"),

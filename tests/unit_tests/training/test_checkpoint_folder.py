@@ -12,6 +12,7 @@ from megatron.training.checkpoint_folder import (
     find_checkpoint,
     iteration_folder,
     load_run_values,
+    refuse_checkpoints_of_another_run,
     write_tracker,
 )
 
@@ -95,6 +96,17 @@ def test_clean_up_keeps_checkpoints_and_foreign_names(tmp_path):
         (tmp_path / f"{name}.incomplete-0123456789ab").write_text("")
     clean_save_folder(str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == kept
+
+
+def test_a_new_run_does_not_overwrite_another_ones_checkpoints(tmp_path):
+    save, link = str(tmp_path), tmp_path.with_name("link")
+    refuse_checkpoints_of_another_run(save, continued_from=None)
+    make(tmp_path, 5)
+    for other in (None, str(tmp_path / "elsewhere")):
+        with pytest.raises(ValueError, match=f"--save {save} holds .* iteration 5: continue it with --load {save}"):
+            refuse_checkpoints_of_another_run(save, continued_from=other)
+    link.symlink_to(tmp_path)
+    refuse_checkpoints_of_another_run(save, continued_from=str(link))
 
 
 class Args:

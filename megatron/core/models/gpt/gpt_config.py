@@ -43,10 +43,13 @@ class GPTModelConfig:
     ) -> dict[str, Any]:
         """Fields of TransformerConfig that follow from these settings and the given command-line values."""
         activation: Callable[..., Any] = F.silu if self.swiglu else F.gelu
+        # Not `or`: a width of 0 is refused, not replaced.
+        if ffn_hidden_size is None:
+            ffn_hidden_size = default_ffn_hidden_size(hidden_size, swiglu=self.swiglu)
         return {
             "activation_func": activation,
             "gated_linear_unit": self.swiglu,
-            "ffn_hidden_size": ffn_hidden_size or default_ffn_hidden_size(hidden_size, swiglu=self.swiglu),
+            "ffn_hidden_size": ffn_hidden_size,
             # --num-query-groups alone does nothing, as users of the flag know it.
             "num_query_groups": (num_query_groups or 1) if self.group_query_attention else None,
         }

@@ -20,6 +20,7 @@ from megatron.core.datasets.data_iterators import (
     build_data_iterators,
     build_train_valid_test_datasets,
 )
+from megatron.core.datasets.gpt_dataset import DataError
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.datasets.corpora import VOCABULARY, write_corpus
 
@@ -114,12 +115,23 @@ def test_an_error_in_a_worker_reaches_the_trainer_with_its_text() -> None:
     iterator.close()
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_about_the_data_is_the_same_from_a_worker(num_workers: int) -> None:
+    iterator = DataIterator(_Failing(DataError), BatchPlan(micro_batch_size=2, num_workers=num_workers))
+    with pytest.raises(DataError, match="^sample 0 is broken$"):
+        next(iterator)
+    iterator.close()
+
+
 class _Failing(torch.utils.data.Dataset):
+    def __init__(self, error: type[Exception] = ValueError) -> None:
+        self.error = error
+
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, idx: int):
-        raise ValueError(f"sample {idx} is broken")
+        raise self.error(f"sample {idx} is broken")
 
 
 def read_between_collectives(folder: str) -> list[float]:

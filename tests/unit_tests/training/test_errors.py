@@ -1,0 +1,96 @@
+"""Mistakes of the user end in one line, bugs in a traceback."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from megatron.core.agreement import RemoteRankError
+from megatron.training.arguments import CommandLineError
+from megatron.training.errors import exit_on_user_error
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def fail_with(error: Exception) -> None:
+    raise error
+
+
+def fail_again(error: Exception) -> None:
+    """As agreement.py raises on this rank what went wrong in its part."""
+    try:
+        fail_with(error)
+    except ValueError as caught:
+        kept = caught
+    raise kept
+
+
+@pytest.mark.parametrize(
+    ("fail", "code", "said"),
+    [
+        (lambda: fail_with(ValueError("--lr is 0:\nmust be more")), 1, "error: --lr is 0:\nmust be more\n"),
+        (lambda: fail_again(ValueError("lost")), 1, "error: lost\n"),
+        (lambda: fail_with(CommandLineError("--lrr is unknown")), 2, "error: --lrr is unknown\n"),
+        (lambda: fail_with(RemoteRankError("rank 1: no")), 1, "error: rank 1: no\n"),
+        (lambda: open("/nothing/here"), 1, "error: [Errno 2] No such file or directory: '/nothing/here'\n"),
+        (
+            lambda: fail_with(RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]")),
+            1,
+            "error: the connection to another rank was lost: that rank has ended, its own messages say why\n",
+        ),
+    ],
+    ids=["value", "raised again", "flag", "other rank", "file", "lost rank"],
+)
+def test_a_mistake_becomes_one_message(
+    fail: Callable[[], None], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, prefix in ((None, ""), ("3", "[rank 3] ")):
+        monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught, exit_on_user_error():
+            fail()
+        assert caught.value.code == code
+        assert capsys.readouterr().err == prefix + said
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda: int("x"),
+        lambda: numpy.concatenate([numpy.zeros((1, 2)), numpy.zeros((1, 3))]),
+        lambda: torch.utils.data.DataLoader([1], num_workers=-1),
+        lambda: torch.zeros(2) @ torch.zeros(3),
+        lambda: fail_with(RuntimeError("a kernel failed")),
+        lambda: fail_with(TypeError("no")),
+        lambda: fail_with(AssertionError("broken")),
+    ],
+    ids=["int", "numpy", "library in Python", "torch", "runtime", "type", "assert"],
+)
+def test_a_bug_keeps_its_traceback(bug: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((ValueError, RuntimeError, TypeError, AssertionError)), exit_on_user_error():
+        bug()
+    assert capsys.readouterr().err == ""
+
+
+def run_script(body: str, **streams: int) -> "subprocess.Popen[str]":
+    script = f"from megatron.training.errors import exit_on_user_error\nwith exit_on_user_error():\n{body}"
+    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stderr=subprocess.PIPE, **streams)
+
+
+def test_ctrl_c_is_one_line() -> None:
+    process = run_script("    raise KeyboardInterrupt")
+    _, written = process.communicate(timeout=60)
+    assert (process.returncode, written.count("\n")) == (130, 1)
+    assert written.startswith("interrupted")
+
+
+def test_a_reader_that_leaves_is_one_line() -> None:
+    process = run_script("    while True: print('line', flush=True)", stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(60) == 1
+    written = process.stderr.read()
+    assert written.startswith("error: nobody reads the output") and written.count("\n") == 1
