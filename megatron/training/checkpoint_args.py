@@ -63,7 +63,7 @@ def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> Non
     differences = _differences(_model_of(args_to_json(args)), _model_of(stored), names=_SAME_MODEL)
     if differences:
         raise ValueError(
-            f"checkpoint of another model: {differences}; --use-checkpoint-args takes its values, but for the tokenizer's"
+            f"checkpoint of another model: {differences}; --use-checkpoint-args takes its values, but no tokenizer"
         )
 
 

@@ -75,9 +75,10 @@ def test_a_bug_keeps_its_traceback(bug: Callable[[], None], capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
-def run_script(body: str, **streams: int) -> "subprocess.Popen[str]":
+def run_script(body: str) -> "subprocess.Popen[str]":
     script = f"from megatron.training.errors import exit_on_user_error\nwith exit_on_user_error():\n{body}"
-    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stderr=subprocess.PIPE, **streams)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdout=pipe, stderr=pipe)
 
 
 def test_ctrl_c_is_one_line() -> None:
@@ -88,7 +89,7 @@ def test_ctrl_c_is_one_line() -> None:
 
 
 def test_a_reader_that_leaves_is_one_line() -> None:
-    process = run_script("    while True: print('line', flush=True)", stdout=subprocess.PIPE)
+    process = run_script("    while True: print('line', flush=True)")
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.wait(60) == 1
