@@ -36,7 +36,9 @@ def main(argv: list[str] | None = None) -> None:
         prompt = tokenizer.tokenize(options.prompt) or [tokenizer.eod]
         generator = torch.Generator().manual_seed(options.seed)
         tokens = list(continue_tokens(model, prompt, options=options, eod=tokenizer.eod, generator=generator))
-        print(options.prompt + tokenizer.detokenize(tokens))
+        # Decoded together: what a token becomes may depend on the one before it, a space for example.
+        continuation = tokenizer.detokenize(prompt + tokens)[len(tokenizer.detokenize(prompt)) :]
+        print(options.prompt + continuation)
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

@@ -1,0 +1,93 @@
+"""pretrain() as scripts call it: a model of one's own, more than one run in a process, evaluation without training."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pretrain_gpt
+from megatron.core.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.training import get_args, pretrain
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.callbacks import Callback, EvaluationReport, StepReport
+from tests.harness import run_on_ranks
+
+FLAGS = """
+--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 32 --micro-batch-size 2 --global-batch-size 8 --num-workers 0
+--lr 1e-2 --train-iters 3 --eval-iters 1
+"""
+
+
+class Bigram(MegatronModule):
+    """The next token from the one before; no layers, no auxiliary losses."""
+
+    def __init__(self) -> None:
+        super().__init__(core_transformer_config_from_args(get_args()))
+        self.table = nn.Embedding(get_args().padded_vocab_size, get_args().padded_vocab_size)
+        nn.init.zeros_(self.table.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: [B, S], int64 -> logits [B, S, V], fp32."""
+        return self.table(tokens)
+
+
+def bigram_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: nn.Module) -> Any:
+    """A loss function that returns (mean, report), the older of the two forms."""
+    batch = next(data_iterator)
+    loss = partial(nn.functional.cross_entropy, target=batch["labels"].flatten())
+    return model(batch["tokens"]), lambda logits: (
+        (value := loss(logits.flatten(0, 1))),
+        {"lm loss": value.detach(), "accuracy": (logits.argmax(-1) == batch["labels"]).float().mean()},
+    )
+
+
+class Record(Callback):
+    """Keeps the losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.evaluated: list[tuple[str, float]] = []
+
+    def on_step_end(self, report: StepReport) -> None:
+        self.losses.append(report.losses["lm loss"])
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        self.evaluated.append((report.split, report.losses["lm loss"]))
+
+
+def run(extra: str, *, own_model: bool) -> Record:
+    record = Record()
+    pretrain(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        (lambda pre_process, post_process: Bigram()) if own_model else pretrain_gpt.model_provider,
+        ModelType.encoder_or_decoder,
+        bigram_step if own_model else pretrain_gpt.forward_step,
+        callbacks=[record],
+        argv=(FLAGS + extra).split(),
+    )
+    return record
+
+
+def several_runs(folder: str) -> list[Record]:
+    """In one process: a model of one's own, GPT twice, then the saved GPT evaluated without training."""
+    save = f"--save {folder} --load {folder}"
+    return [
+        run("", own_model=True),
+        run("", own_model=False),
+        run(save, own_model=False),
+        run(f"{save} --skip-train", own_model=False),
+    ]
+
+
+def test_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
+    for own, first, second, evaluated in run_on_ranks(several_runs, 2, str(tmp_path), backend=None):
+        assert own.losses[0] > own.losses[-1] and len(own.evaluated) == 2
+        assert first.losses == second.losses and first.evaluated == second.evaluated
+        assert evaluated.losses == []
+        # The test split starts anew at each evaluation, so the saved weights must give the very same loss.
+        assert evaluated.evaluated[-1] == second.evaluated[-1]
