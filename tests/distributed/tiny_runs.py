@@ -6,15 +6,15 @@ Several runs may follow each other in one process. What they are compared with i
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import PlainDataParallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-from megatron.core.utils import get_model_config
 from megatron.training.callbacks import StepReport
 from megatron.training.global_vars import publish_run
 from megatron.training.initialize import initialize_megatron
@@ -60,7 +60,9 @@ class Recorder:
         """Writes down the batches and the reduced gradients of all steps from now on."""
         assert run.train_iterator is not None
         run.train_iterator = self._watch(run.train_iterator)
-        get_model_config(run.model).finalize_model_grads_func = self._finalize
+        # Directly behind the reduction: the optimizer's kernel divides by the clip factor in place.
+        assert isinstance(run.model, PlainDataParallel)
+        vars(run.model)["finish_grad_sync"] = partial(self._finish_grad_sync, run.model, run.model.finish_grad_sync)
 
     def _watch(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
         for batch in iterator:
@@ -69,10 +71,9 @@ class Recorder:
             self.batches[-1].append(batch)
             yield batch
 
-    def _finalize(self, model: list[nn.Module], num_tokens: Tensor | None = None) -> None:
-        finalize_model_grads(model, num_tokens)
-        # Here, not after the step: the optimizer's kernel divides by the clip factor in place.
-        self.grads.append({name: grad.clone() for chunk in model for name, grad in _named_grads(chunk)})
+    def _finish_grad_sync(self, model: PlainDataParallel, finish_grad_sync: Callable[[], None]) -> None:
+        finish_grad_sync()
+        self.grads.append({_plain_name(name): grad.clone() for name, grad in model.named_main_grads()})
 
 
 @dataclass
@@ -101,11 +102,6 @@ def record_run(argv: Sequence[str], steps: int, *, save: bool = False, **parts: 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters, any shape and float dtype, by name without the wrappers' prefixes."""
     return {_plain_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def _named_grads(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    named: Iterator[tuple[str, Tensor]] = chunk.named_main_grads()  # type: ignore[operator]
-    return ((_plain_name(name), grad) for name, grad in named)
 
 
 def _plain_name(name: str) -> str:
