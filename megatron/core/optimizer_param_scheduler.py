@@ -237,7 +237,7 @@ class OptimizerParamScheduler:
         if self._use_checkpoint:
             self.schedule = replace(self.schedule, **theirs)
         elif not self._override:
-            _require_equal(ours, theirs)
+            _require_equal(_with_effect(ours), theirs)
         self.num_steps = int(state_dict["num_steps"])
         # At once, or the first step after a resume would use the rates of step 0.
         self.step(0)
@@ -304,6 +304,13 @@ def _or_default(value: float | None, default: float) -> float:
 def _require(holds: bool, name: str, *, value: Any, wanted: str) -> None:
     if not holds:
         raise ValueError(f"{name} is {value}: must be {wanted}")
+
+
+def _with_effect(schedule: dict[str, Any]) -> dict[str, Any]:
+    """The values that change a rate or a decay: a constant one has no end, so that --train-iters may grow."""
+    without = {"wd_incr_steps"} if schedule["wd_incr_style"] == "constant" else set()
+    without |= {"lr_decay_steps"} if schedule["lr_decay_style"] == "constant" else set()
+    return {name: value for name, value in schedule.items() if name not in without}
 
 
 def _require_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

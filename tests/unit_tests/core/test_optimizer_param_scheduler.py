@@ -117,6 +117,17 @@ def test_flags_say_whose_schedule_wins():
     assert checkpoint.optimizer.param_groups[0]["lr"] == pytest.approx(0.775)
 
 
+def test_a_run_may_grow_longer_where_its_end_changes_no_rate():
+    neither = {"use_checkpoint_opt_param_scheduler": False}
+    saved = schedule("constant")
+    saved.step(200)
+    longer = schedule("constant", lr_decay_steps=900, wd_incr_steps=2000, **neither)
+    longer.load_state_dict(saved.state_dict())
+    assert longer.num_steps == 200
+    with pytest.raises(ValueError, match=r"lr_decay_steps \(900, checkpoint 500\)"):
+        resumed(schedule("linear"), lr_decay_steps=900, **neither)
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
