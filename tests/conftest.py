@@ -9,6 +9,8 @@ from tests.counts import long_count
 pytest.register_assert_rewrite("tests.functional_tests.expectations")
 settings.register_profile("project", deadline=None, derandomize=True, max_examples=long_count(50, soak=2000))
 settings.load_profile("project")
+# One thread, as in the ranks: sums keep their order on any machine, and small tensors gain nothing from more.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
