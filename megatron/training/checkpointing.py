@@ -211,9 +211,9 @@ def _what_to_take(
 ) -> _Taken:
     if config.finetune or found.is_release:
         return _Taken(position=False, optimizer=False, rng=False)
-    # A run that only evaluates has no optimizer to fill.
+    # A run that only evaluates has no optimizer to fill and draws no random numbers.
     with_optimizer = has_optimizer and not config.no_load_optim
-    taken = _Taken(position=True, optimizer=with_optimizer, rng=not config.no_load_rng)
+    taken = _Taken(position=True, optimizer=with_optimizer, rng=has_optimizer and not config.no_load_rng)
     for name, wanted, flag in (("optimizer", taken.optimizer, "optim"), ("rng", taken.rng, "rng")):
         if wanted and not common["contents"][name]:
             raise ValueError(f"the checkpoint holds no {name} state: add --no-load-{flag}, or --finetune")

@@ -29,6 +29,7 @@ class TrainingRun:
     optimizer: MegatronOptimizer | None  # None: the run only evaluates
     scheduler: OptimizerParamScheduler | None
     forward_step: Callable[..., Any]
+    finalize_model_grads: Callable[..., None]
     groups: ProcessGroupCollection
     device: torch.device
     state: TrainState

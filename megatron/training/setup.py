@@ -16,7 +16,7 @@ from torch import nn
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.device import default_device
-from megatron.core.distributed import PlainDataParallel, check_weights_agree
+from megatron.core.distributed import PlainDataParallel, check_weights_agree, finalize_model_grads
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import (
@@ -74,6 +74,9 @@ def setup_run(
         model, optimizer, scheduler = setup_model_and_optimizer(model_provider, args)
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks)
+    config = get_model_config(model)
+    # Called by the training step once the losses are known to be finite; the schedule would call it before.
+    finalize, config.finalize_model_grads_func = config.finalize_model_grads_func or finalize_model_grads, None
     run = TrainingRun(
         args=args,
         training=training,
@@ -82,6 +85,7 @@ def setup_run(
         optimizer=optimizer,
         scheduler=scheduler,
         forward_step=forward_step_func,
+        finalize_model_grads=finalize,
         groups=get_process_groups(),
         device=default_device(),
         state=TrainState(),

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -111,7 +110,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     statistics = reduce_statistics_sync(totals, run.groups.dp, exit_reasons=reasons)
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, run.groups.dp, iteration=run.state.iteration + 1)
-    finalize_model_grads([run.model])
+    run.finalize_model_grads([run.model])
 
     loss_scale = run.optimizer.get_loss_scale()
     updated, grad_norm, num_zeros = run.optimizer.step()
