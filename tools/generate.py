@@ -60,6 +60,11 @@ def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError naming the option, its value and what would be right."""
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}: must be at least 1")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed is {options.seed}: must be 0 to {2**63 - 1}")
+    # What is no UTF-8 on the command line arrives as halves of surrogate pairs.
+    if any("\ud800" <= character <= "\udfff" for character in options.prompt):
+        raise ValueError("--prompt is not UTF-8 text")
     if not 0 <= options.temperature < float("inf"):
         raise ValueError(f"--temperature is {options.temperature}: must be 0 or more")
     if options.top_k is not None and options.top_k < 1:

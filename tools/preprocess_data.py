@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -90,7 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     prefix = f"{options.output_prefix}_{options.json_keys[0]}_document"
     try:
-        summary = preprocess(options, prefix)
+        with terminate_as_interrupt():
+            summary = preprocess(options, prefix)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -119,6 +121,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if len(options.json_keys) > 1:
         parser.error("several --json-keys are not available yet: give one")
+    if not options.output_prefix:
+        parser.error("--output-prefix is empty: give the path that the names of the files begin with")
     if options.workers < 1:
         parser.error(f"--workers is {options.workers}: must be at least 1")
     return options
@@ -170,7 +174,7 @@ def map_in_order(
         return
     fork = multiprocessing.get_context("fork")
     waiting: deque[Future[EncodedChunk]] = deque()
-    with ProcessPoolExecutor(workers, mp_context=fork, initializer=ignore_interrupt) as pool:
+    with ProcessPoolExecutor(workers, mp_context=fork, initializer=follow_parent) as pool:
         for item in items:
             waiting.append(pool.submit(encode, item))
             if len(waiting) >= CHUNKS_IN_FLIGHT * workers:
@@ -179,9 +183,30 @@ def map_in_order(
             yield waiting.popleft().result()
 
 
-def ignore_interrupt() -> None:
+def follow_parent() -> None:
+    """A worker outlives signals to the whole job, and ends when its parent has ended, however that was."""
     # Ctrl-C reaches every process of the terminal; the parent alone reacts, and ends the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a worker"
+    parent.join()
+    # The pool's queue never ends: its writing end is open in every worker.
+    os._exit(1)
+
+
+@contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Lets SIGTERM, with which batch systems end a job, clean up as Ctrl-C does."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> EncodedChunk:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 2048
+INTERRUPTED = 130  # exit code, as shells have it
 PROMPT = "def read_lines(path):\n"
 
 MODEL = """
@@ -27,7 +28,7 @@ SCHEDULE = """
 --micro-batch-size 8 --global-batch-size 16 --train-iters 2000
 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 --weight-decay 0.1 --adam-beta2 0.95
 --eval-interval 100 --eval-iters 10 --split 96,3,1 --num-workers 0
---log-interval 20 --save-interval 100 --exit-signal-handler
+--log-interval 20 --save-interval 100 --exit-signal-handler --exit-signal SIGINT
 """
 
 
@@ -71,7 +72,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="a .txt or .jsonl file; default: the text that Python ships")
     parser.add_argument("--minutes", type=int, default=4, help="training time of this call")
     parser.add_argument("--processes", type=int, default=2, help="processes that torchrun starts")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in ("minutes", "processes"):
+        if vars(options)[name] < 1:
+            parser.error(f"--{name} is {vars(options)[name]}: must be at least 1")
+    return options
 
 
 def make_workspace(data: Path | None) -> Workspace:
@@ -87,6 +92,7 @@ def make_workspace(data: Path | None) -> Workspace:
 def prepare(workspace: Workspace) -> None:
     """Text, tokenizer and tokens."""
     workspace.folder.mkdir(parents=True, exist_ok=True)
+    check_source(workspace)
     if not workspace.text.exists():
         step("Writing the documentation and source that Python ships as text")
         run("tools/python_corpus.py", "--output", workspace.text)
@@ -102,6 +108,22 @@ def prepare(workspace: Workspace) -> None:
             *("tools/preprocess_data.py", "--input", workspace.text, "--append-eod"),
             *("--output-prefix", workspace.folder / "tokens", "--workers", os.cpu_count() or 1),
             *tokenizer_flags(workspace),
+        )
+
+
+def check_source(workspace: Workspace) -> None:
+    """Tokens and checkpoints in the folder must be of this very text, not of one with the same name."""
+    text = workspace.text
+    if text.parent == workspace.folder:
+        return
+    record = workspace.folder / "source.txt"
+    source = f"{text}, {text.stat().st_size} bytes\n"
+    if not record.exists():
+        record.write_text(source)
+    elif record.read_text() != source:
+        raise SystemExit(
+            f"error: {workspace.folder} was made from {record.read_text().strip()}, DATA is {source.strip()}: "
+            "move that folder away, or give the text another name"
         )
 
 
@@ -133,9 +155,15 @@ def step(title: str) -> None:
 def run(*command: object) -> None:
     """Runs a Python program of this repository; its failure ends this one with the same exit code."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    result = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=environment, check=False)
-    if result.returncode:
-        raise SystemExit(result.returncode)
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=environment)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        # The terminal has told the program too: it cleans up, and training saves.
+        process.wait()
+        raise SystemExit(INTERRUPTED) from None
+    if status:
+        raise SystemExit(status)
 
 
 if __name__ == "__main__":

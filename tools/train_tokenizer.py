@@ -54,6 +54,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=8192, help="ids, the end of text included (default: 8192)")
     parser.add_argument("--output", required=True, metavar="PATH", help="a .json file, or a folder for tokenizer.json")
     options = parser.parse_args(argv)
+    if not options.output:
+        parser.error("--output is empty: give a .json file, or a folder")
     if options.vocab_size < SMALLEST_VOCAB:
         parser.error(f"--vocab-size is {options.vocab_size}: must be at least {SMALLEST_VOCAB}, the bytes and one more")
     return options

@@ -28,6 +28,9 @@ from megatron.training.config import DistributedConfig
 from megatron.training.global_vars import publish_run
 from megatron.training.timers import Timers
 
+# What torch needs, besides the number of processes, for them to find each other.
+_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+
 
 def initialize_megatron(
     extra_args_provider: Callable[[Any], Any] | None = None,
@@ -71,6 +74,9 @@ def join_process_group(config: DistributedConfig, device: torch.device) -> None:
         raise ValueError("--distributed-backend is nccl: this process has no GPU, use gloo or leave the flag out")
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if "WORLD_SIZE" in os.environ:
+        missing = [name for name in _RENDEZVOUS if name not in os.environ]
+        if missing:
+            raise ValueError(f"WORLD_SIZE is set in the environment, but not {', '.join(missing)}: start with torchrun")
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -44,6 +44,9 @@ def find_text_files(inputs: Iterable[str]) -> list[Path]:
     """The files named, and those inside the folders named (sorted by path). Raises OSError or ValueError."""
     files: list[Path] = []
     for name in inputs:
+        # Path("") is the current folder, with whatever text it holds.
+        if not name:
+            raise ValueError("an input is empty: must be a file or a folder")
         path = Path(name)
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.suffix in JSON_SUFFIXES + TEXT_SUFFIXES)

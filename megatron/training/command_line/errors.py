@@ -12,4 +12,4 @@ class CommandLineError(ValueError):
 
 def is_first_rank() -> bool:
     """Whether this process speaks for the run; read from the launcher's RANK."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return os.environ.get("RANK", "0") == "0"

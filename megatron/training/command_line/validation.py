@@ -169,6 +169,13 @@ def derive_run_state(args: argparse.Namespace) -> None:
 
 def read_launcher(args: argparse.Namespace) -> None:
     """Sets what torchrun tells through the environment; one process alone is rank 0 of 1."""
-    args.rank = int(os.environ.get("RANK", "0"))
-    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    args.rank = _launcher_number("RANK", default=0)
+    args.world_size = _launcher_number("WORLD_SIZE", default=1)
+    args.local_rank = _launcher_number("LOCAL_RANK", default=0)
+
+
+def _launcher_number(name: str, *, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise CommandLineError(f"{name} is {text!r} in the environment: must be a number; torchrun sets it")
+    return int(text)

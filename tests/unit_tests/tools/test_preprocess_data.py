@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +92,7 @@ def test_ids_of_a_null_tokenizer_that_do_not_exist_are_bad_lines(tmp_path: Path,
     "words, message",
     [
         (("--input", "none.jsonl", *BYTE_LEVEL), "none.jsonl does not exist"),
+        (("--input", "", *BYTE_LEVEL), "an input is empty"),
         (("--input", "a.jsonl", "--tokenizer-type", "NullTokenizer"), "needs --vocab-size"),
         (
             ("--input", "a.jsonl", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"),
@@ -107,11 +110,16 @@ def test_wrong_flags_are_one_line_and_status_1(tmp_path: Path, capsys, monkeypat
 
 
 @pytest.mark.parametrize(
-    "words, message", [(("--json-keys", "a", "b"), "not available yet"), (("--workers", "0"), "--workers is 0")]
+    "words, message",
+    [
+        (("--json-keys", "a", "b"), "not available yet"),
+        (("--workers", "0"), "--workers is 0"),
+        (("--output-prefix", ""), "--output-prefix is empty"),
+    ],
 )
 def test_flags_that_cannot_be_honoured_are_refused(tmp_path: Path, capsys, words, message) -> None:
     with pytest.raises(SystemExit):
-        run(tmp_path, "--input", "a.jsonl", *BYTE_LEVEL, *words)
+        preprocess_data.main(["--input", "a.jsonl", "--output-prefix", str(tmp_path / "out"), *BYTE_LEVEL, *words])
     assert message in capsys.readouterr().err
 
 
@@ -121,6 +129,30 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(tmp_path: Path, capsys, 
     assert run(tmp_path, "--input", file, *BYTE_LEVEL, "--workers", 2)[0] == 1
     assert "a worker process was killed" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_stopped_leaves_the_old_files_and_no_process(tmp_path: Path, number: int) -> None:
+    old = write_jsonl(tmp_path / "old.jsonl", ["old"])
+    prefix = run(tmp_path, "--input", old, *BYTE_LEVEL)[1]
+    before = [Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")]
+    with write_jsonl(tmp_path / "big.jsonl", TEXTS).open("a") as big:
+        big.write((tmp_path / "big.jsonl").read_text() * 40)
+    words = ["--input", str(tmp_path / "big.jsonl"), *BYTE_LEVEL, "--workers", "2", "--output-prefix", prefix[:-14]]
+    command = [sys.executable, preprocess_data.__file__, *words]
+    # The workers hold the other end of this pipe: it ends when they have.
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size for path in tmp_path.glob("*.partial-*")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    written = process.communicate(timeout=30)[1]
+    killed = number == signal.SIGKILL
+    assert (process.returncode, written) == ((-9, "") if killed else (130, "interrupted: nothing was written\n"))
+    assert [Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")] == before
+    assert killed or not list(tmp_path.glob("*.partial-*"))
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_a_mistake_becomes_one_message(
     [
         lambda: int("x"),
         lambda: numpy.concatenate([numpy.zeros((1, 2)), numpy.zeros((1, 3))]),
-        lambda: torch.utils.data.DataLoader([1], num_workers=-1),
+        lambda: torch.Generator(device="no device"),
         lambda: torch.zeros(2) @ torch.zeros(3),
         lambda: fail_with(RuntimeError("a kernel failed")),
         lambda: fail_with(TypeError("no")),
