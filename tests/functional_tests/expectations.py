@@ -54,7 +54,24 @@ class Runner:
 
 def _failure(runner: Runner, wanted: dict[str, Any]) -> None:
     """{exit_code: 1, error: regex}: every rank ends with this code, and says this on stderr in one line."""
-    run = runner.run("failing")
+    _assert_failure(runner.run("failing"), wanted)
+
+
+def _refused_load(runner: Runner, wanted: dict[str, Any]) -> None:
+    """{saved_with: {flags}, exit_code: 1, error: regex}: the case cannot load what a run with these flags saved.
+
+    The case finds it in {tmp}/saved, and leaves that folder as it is.
+    """
+    saved = runner.folder / "saved"
+    runner.finished_run(
+        "saving", {**dict.fromkeys(runner.case.flags.keys() & _LOADING), **_SAVING, **wanted["saved_with"]}
+    )
+    before = contents(saved)
+    _assert_failure(runner.run("failing"), wanted)
+    assert contents(saved) == before
+
+
+def _assert_failure(run: Run, wanted: dict[str, Any]) -> None:
     assert run.exit_codes == [wanted["exit_code"]] * len(run.outcomes), run.written()
     for outcome in run.outcomes:
         lines = [line for line in outcome.stderr.splitlines() if re.search(wanted["error"], line)]
@@ -109,13 +126,37 @@ def _steps(runner: Runner, count: int) -> None:
     assert logged == list(range(1, count + 1)), f"steps logged: {logged}"
 
 
+def _quiet(runner: Runner, _: bool) -> None:
+    """The run, and one that goes on from its checkpoint, print log lines and nothing else."""
+    saved = {"save": "{tmp}/quiet/saved", "load": "{tmp}/quiet/saved", "save-interval": 3}
+    for flags in ({"exit-interval": 3}, {}):
+        run = runner.finished_run("quiet", {**saved, **flags})
+        printed = [line for one in run.outcomes for line in (one.stdout + one.stderr).splitlines()]
+        unexpected = [line for line in printed if not re.match("|".join(_LOG_LINES), line)]
+        assert not unexpected, unexpected
+        assert not any(one.stdout for one in run.outcomes[1:]), run.written()
+
+
 def _output(runner: Runner, pattern: str) -> None:
     """Rank 0 printed something that matches."""
     assert re.search(pattern, runner.plain.outcomes[0].stdout), runner.plain.written()
 
 
+# What _refused_load leaves out of and adds to the flags of the run that saves.
+_LOADING = {"load", "use-checkpoint-args", "ckpt-step", "finetune", "exit-on-missing-checkpoint"}
+_SAVING: Flags = {"save": "{tmp}/saved", "train-iters": 3}
+_LOG_LINES = (
+    r" \[[-0-9]+ [:0-9]+\] iteration +\d+/ +\d+ \| consumed samples: .* \| lm loss: ",
+    r"[ -]*validation loss at iteration \d+ ",
+    r"-+$",
+    r"  successfully saved checkpoint from iteration +\d+$",
+    r"  exiting at iteration \d+: ",
+    r"There is no checkpoint in .*: starting from scratch\.$",
+)
+
 EXPECTATIONS: dict[str, Callable[[Runner, Any], None]] = {
     "failure": _failure,
+    "refused_load": _refused_load,
     "resume_at": _resume_at,
     "same_as": _same_as,
     "close_to": _close_to,
@@ -123,7 +164,14 @@ EXPECTATIONS: dict[str, Callable[[Runner, Any], None]] = {
     "validation_loss_below": _validation_loss_below,
     "steps": _steps,
     "output": _output,
+    "quiet": _quiet,
 }
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Relative path to content, of every file in the folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def assert_same_steps(run: Run, reference: Run) -> None:
