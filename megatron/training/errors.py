@@ -57,7 +57,7 @@ def _message_for_user(error: Exception) -> str | None:
 
 
 def raised_on_purpose(error: BaseException) -> bool:
-    """Whether a `raise` outside installed libraries made the error.
+    """Whether a `raise` of this framework or of the user's script made the error.
 
     A ValueError from within numpy or torch, or from int("x"), says that our code called them wrongly.
     """
@@ -67,7 +67,9 @@ def raised_on_purpose(error: BaseException) -> bool:
     if last is None:
         return False
     code = last.tb_frame.f_code
-    installed = any(part in _INSTALLED for part in Path(code.co_filename).parts)
+    # Where this framework is installed itself, it is still no library to it.
+    own = last.tb_frame.f_globals["__name__"].startswith("megatron.")
+    installed = not own and any(part in _INSTALLED for part in Path(code.co_filename).parts)
     # The instruction, not the source line: calls into C have no frame of their own.
     return not installed and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
