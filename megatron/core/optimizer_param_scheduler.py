@@ -317,8 +317,10 @@ def _require_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     # All of them at once: a user who changed three things should not learn of them one by one.
     different = [f"{name} ({ours[name]}, checkpoint {theirs[name]})" for name in ours if ours[name] != theirs[name]]
     if different:
+        # What is called steps here has other names on the command line.
+        unit = " (_steps are samples: flags in iterations x --global-batch-size)" if "_steps" in str(different) else ""
         raise ValueError(
-            f"the learning-rate schedule differs from the checkpoint's: {', '.join(different)}; give "
+            f"the learning-rate schedule differs from the checkpoint's: {', '.join(different)}{unit}; give "
             "--override-opt-param-scheduler to keep the command line's or --use-checkpoint-opt-param-scheduler to "
             "take the checkpoint's"
         )
