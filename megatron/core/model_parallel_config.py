@@ -6,11 +6,14 @@ Shapes of the network are in transformer/transformer_config.py.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from megatron.core.config_field import config_field, validate_fields
+
+# Fills a weight of any shape and float dtype in place.
+InitMethod = Callable[[torch.Tensor], object]
 
 
 @dataclass(kw_only=True)
@@ -45,14 +48,36 @@ class ModelParallelConfig:
     no_sync_func: Callable[[], AbstractContextManager[None]] | None = None
     grad_sync_func: Callable[..., None] | None = None
     finalize_model_grads_func: Callable[..., None] | None = None
-    timers: Any = None
 
     def __post_init__(self) -> None:
         validate_fields(self)
         validate_precision(self)
+        validate_parallel_layout(self)
+        validate_callables(self)
 
 
 def validate_precision(config: ModelParallelConfig) -> None:
     """Raises ValueError where the precision flags contradict each other."""
     if config.fp16 and config.bf16:
         raise ValueError("--fp16 and --bf16 are both given: choose one precision")
+
+
+def validate_parallel_layout(config: ModelParallelConfig) -> None:
+    """Raises ValueError for a layout that the layers do not have."""
+    for field in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    ):
+        if vars(config)[field] != 1:
+            raise ValueError(f"{field} is {vars(config)[field]}: layers are not split over ranks yet, must be 1")
+    if config.sequence_parallel:
+        raise ValueError("sequence_parallel is True: not available yet, must be False")
+
+
+def validate_callables(config: ModelParallelConfig) -> None:
+    """Raises ValueError for a callable that the schedule would not call."""
+    if config.grad_sync_func is not None:
+        raise ValueError(f"grad_sync_func is {config.grad_sync_func}: not available yet, must be None")

@@ -1,6 +1,5 @@
 """Linear and embedding layers under Megatron's names; the tensor-parallel group has one rank for now."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.device import default_device
-
-InitMethod = Callable[[Tensor], object]
+from megatron.core.model_parallel_config import InitMethod
 
 
 class LayerConfig(Protocol):
@@ -42,7 +40,7 @@ class ColumnParallelLinear(nn.Module):
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         """skip_bias_add: leave adding the bias to the caller. skip_weight_param_allocation: the weight is passed to
-        forward. gather_output, is_expert: no effect in a group of one rank.
+        forward. gather_output, is_expert: accepted for callers that pass them, no effect in a group of one rank.
         """
         super().__init__()
         require_one_rank(tp_group, "ColumnParallelLinear")
@@ -84,7 +82,9 @@ class RowParallelLinear(nn.Module):
         is_expert: bool = False,
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """skip_bias_add: leave adding the bias to the caller. input_is_parallel, is_expert: no effect yet."""
+        """skip_bias_add: leave adding the bias to the caller. input_is_parallel, is_expert: accepted for callers that
+        pass them, no effect in a group of one rank.
+        """
         super().__init__()
         require_one_rank(tp_group, "RowParallelLinear")
         self.input_size, self.output_size = input_size, output_size

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
-from megatron.core.transformer.transformer_config import InitMethod, NormalInit, TransformerConfig
+from megatron.core.model_parallel_config import InitMethod
+from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
 
 # Numbers drawn from one generator: a block of rows of the stored tensor, so that a rank draws little beyond its own.
 _BLOCK_ELEMENTS = 1 << 17

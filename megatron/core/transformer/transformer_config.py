@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.config_field import config_field, validate_fields
-from megatron.core.model_parallel_config import ModelParallelConfig, validate_precision
+from megatron.core.model_parallel_config import (
+    InitMethod,
+    ModelParallelConfig,
+    validate_callables,
+    validate_parallel_layout,
+    validate_precision,
+)
 from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
 from megatron.core.transformer.moe.moe_config import MoEConfig, parse_moe_layer_freq, validate_moe
-
-InitMethod = Callable[[torch.Tensor], object]
 
 
 @dataclass(kw_only=True)
@@ -82,7 +86,8 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig):
     def __post_init__(self) -> None:
         validate_fields(self)
         validate_precision(self)
-        validate_parallel_sizes(self)
+        validate_parallel_layout(self)
+        validate_callables(self)
         if isinstance(self.moe_layer_freq, str):
             self.moe_layer_freq = parse_moe_layer_freq(self.moe_layer_freq)
         validate_attention(self)
@@ -124,16 +129,3 @@ def validate_attention(config: TransformerConfig) -> None:
         )
     if groups is not None and heads % groups:
         raise ValueError(f"num_attention_heads is {heads}: must be divisible by num_query_groups ({groups})")
-
-
-def validate_parallel_sizes(config: ModelParallelConfig) -> None:
-    """Raises ValueError for a model-parallel size that the layers cannot be split into."""
-    for field in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-    ):
-        if vars(config)[field] != 1:
-            raise ValueError(f"{field} is {vars(config)[field]}: layers are not split over ranks yet, must be 1")

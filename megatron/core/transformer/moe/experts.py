@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece, identity_piece
+from megatron.core.model_parallel_config import InitMethod
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import InitMethod, empty_parameter, initialize_weight
+from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation, gate_up_pieces
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets

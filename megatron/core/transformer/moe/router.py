@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.model_parallel_config import InitMethod
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import InitMethod, empty_parameter, initialize_weight
+from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.aux_losses import (
     LOAD_BALANCING_LOSS,

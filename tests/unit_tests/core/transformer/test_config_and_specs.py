@@ -41,6 +41,8 @@ def test_unset_fields_follow_from_others() -> None:
         ({"num_moe_experts": 2, "moe_aux_loss_coeff": float("inf")}, "moe_aux_loss_coeff is inf"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "must be one of aux_loss, none"),
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size is 2: .* must be 1"),
+        ({"sequence_parallel": True}, "sequence_parallel is True: not available yet, must be False"),
+        ({"grad_sync_func": print}, "grad_sync_func is .*: not available yet, must be None"),
         ({"bf16": True, "fp16": True}, "choose one precision"),
     ],
 )
