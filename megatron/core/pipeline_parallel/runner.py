@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, validate_schedule
 
 LossFunction = Callable[[torch.Tensor], tuple[Any, ...]]
 ForwardStep = Callable[[Any, nn.Module], tuple[torch.Tensor, LossFunction]]
@@ -27,12 +27,17 @@ class ScheduleRunner:
     model: nn.Module
     config: ModelParallelConfig
     num_microbatches: int
-    reports: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    num_tokens: torch.Tensor | None = None
-    _losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    reports: list[dict[str, torch.Tensor]] = field(init=False, default_factory=list)
+    num_tokens: torch.Tensor | None = field(init=False, default=None)
+    _losses: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
 
     def run(self, actions: list[Action]) -> list[dict[str, torch.Tensor]]:
-        """Executes `actions`; returns one report a microbatch: name to a tensor [] or [2] (sum, count), fp32."""
+        """Executes `actions`; returns one report a microbatch: name to a tensor [] or [2] (sum, count), fp32.
+
+        Raises ValueError, with nothing executed, where the actions cannot run in this order.
+        """
+        # Before the first of them: half a step would leave gradients behind.
+        validate_schedule(actions)
         last = max((i for i, action in enumerate(actions) if action.kind is ActionKind.BACKWARD), default=None)
         with ExitStack() as deferred_sync:
             if self.config.no_sync_func is not None and last is not None:

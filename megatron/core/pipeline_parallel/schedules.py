@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.model_parallel_config import validate_callables
 from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import forward_only as without_backward
 from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule
@@ -39,11 +40,14 @@ def forward_backward_no_pipelining(
     `seq_length` and `micro_batch_size` are what stages would exchange; without stages they have no part.
     """
     chunk = _only(model)
+    config = get_model_config(chunk)
+    # Again, because scripts set them after the configuration was made.
+    validate_callables(config)
     runner = ScheduleRunner(
         forward_step=forward_step_func,
         data_iterator=_only(data_iterator),
         model=chunk,
-        config=get_model_config(chunk),
+        config=config,
         num_microbatches=num_microbatches,
     )
     actions = no_pipelining_schedule(num_microbatches)

@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.runner import ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import (
     Action,
     ActionKind,
@@ -58,6 +59,22 @@ def test_no_pipelining_holds_one_microbatch_at_a_time() -> None:
 def test_impossible_orders_are_refused(kinds: str) -> None:
     with pytest.raises(ValueError, match="schedule runs"):
         validate_schedule([Action(ActionKind(kind), 0, 0) for kind in kinds])
+
+
+def test_an_impossible_schedule_is_refused_before_anything_runs() -> None:
+    model, data = Linear(), batches()
+    arguments: dict[str, Any] = {"forward_step": forward_step, "data_iterator": iter(data), "num_microbatches": 3}
+    runner = ScheduleRunner(model=model, config=model.config, **arguments)
+    with pytest.raises(ValueError, match="schedule runs F0.0 twice"):
+        runner.run([*no_pipelining_schedule(1), Action(ActionKind.FORWARD, 0, 0)])
+    assert runner.reports == [] and model.weight.grad is None
+
+
+def test_a_callable_that_nothing_would_call_is_refused() -> None:
+    model = Linear()
+    model.config.grad_sync_func = print
+    with pytest.raises(ValueError, match="grad_sync_func is .*: not available yet, must be None"):
+        run(model, batches())
 
 
 def test_gradients_are_the_mean_over_microbatches_of_token_means() -> None:
