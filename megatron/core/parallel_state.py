@@ -3,7 +3,7 @@
 No policy lives here; components receive a ProcessGroupCollection.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 @dataclass
 class _Registry:
     groups: ProcessGroupCollection | None = None
-    members: dict[str, list[int]] = field(default_factory=dict)
 
 
 _REGISTRY = _Registry()
@@ -43,16 +42,13 @@ def initialize_model_parallel(
     for name, size in sizes.items():
         if size != 1:
             raise ValueError(f"{name} is {size}: only data parallelism is available, so it must be 1")
-    ranks = list(range(dist.get_world_size()))
-    data_parallel = dist.new_group(ranks, timeout=timedelta(minutes=distributed_timeout_minutes))
+    data_parallel = dist.new_group(timeout=timedelta(minutes=distributed_timeout_minutes))
     _REGISTRY.groups = ProcessGroupCollection(dp=data_parallel, dp_cp=data_parallel, expt_dp=data_parallel)
-    _REGISTRY.members["dp"] = ranks
 
 
 def destroy_model_parallel() -> None:
     """Forgets the groups; the process group of torch.distributed stays."""
     _REGISTRY.groups = None
-    _REGISTRY.members.clear()
 
 
 def model_parallel_is_initialized() -> bool:

@@ -60,11 +60,7 @@ def total_auxiliary_losses(model: nn.Module) -> Totals:
     chunk = unwrap_model(model)
     if not isinstance(chunk, RecordsAuxLosses):
         return {}
-    recorder = chunk.aux_losses
-    sums, counts = recorder.sums.double().sum(dim=1), recorder.counts.double().sum(dim=1)
-    totals = {name: torch.stack([sums[row], counts[row]]) for row, name in enumerate(recorder.names)}
-    recorder.reset()
-    return totals
+    return chunk.aux_losses.take_totals()
 
 
 def reduce_statistics_sync(

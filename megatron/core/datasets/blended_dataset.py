@@ -13,6 +13,7 @@ class BlendedDataset(Dataset[dict[str, Any]]):
     """`size` samples of which each dataset gives its share by weight, at every point of the order to within one.
 
     size None: as many as the datasets have together. Raises ValueError where a dataset has too few samples.
+    config: what the builder was given; samples need nothing of it.
     """
 
     def __init__(
@@ -24,7 +25,6 @@ class BlendedDataset(Dataset[dict[str, Any]]):
     ) -> None:
         lengths = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
         self.datasets = datasets
-        self.config = config
         self._dataset_index, self._sample_index = blend_indices(weights, sum(lengths) if size is None else size)
         for number, count in enumerate(np.bincount(self._dataset_index, minlength=len(datasets))):
             if count > lengths[number]:

@@ -40,7 +40,6 @@ class SelfAttention(MegatronModule):
         super().__init__(config)
         assert config.kv_channels is not None and config.num_query_groups is not None
         tp_group = pg_collection.tp if pg_collection else None
-        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
         self.head_width, self.num_groups = config.kv_channels, config.num_query_groups
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
         self.linear_qkv = build_module(

@@ -14,7 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class DotProductAttention(nn.Module):
-    """Attention of query heads over shared key/value heads; the kernel is chosen at construction."""
+    """Attention of query heads over shared key/value heads; the kernel is chosen at construction.
+
+    layer_number: for cores that differ by layer; this one is the same in all.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         assert config.kv_channels is not None
-        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
+        self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.kernels = sdp_backends(config.attention_backend)

@@ -37,9 +37,8 @@ class TransformerLayer(MegatronModule):
         hidden_dropout: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """layer_number: counts from 1 over the whole model."""
+        """layer_number: counts from 1 over the whole model; handed to the attention."""
         super().__init__(config)
-        self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.input_layernorm = build_module(submodules.input_layernorm, **norm)

@@ -61,8 +61,3 @@ def default_ffn_hidden_size(hidden_size: int, *, swiglu: bool) -> int:
     if not swiglu:
         return 4 * hidden_size
     return max(64, 8 * hidden_size // 3 // 64 * 64)
-
-
-def padded_vocab_size(vocab_size: int, *, divisible_by: int) -> int:
-    """The smallest multiple of `divisible_by` that holds the vocabulary."""
-    return -(-vocab_size // divisible_by) * divisible_by

@@ -70,21 +70,13 @@ class AuxLossRecorder(nn.Module):
         self.sums[row, layer_number - 1] += value.detach()
         self.counts[row, layer_number - 1] += 1
 
-    def collect_sync(self) -> dict[str, float]:
-        """Mean of each loss that was recorded, over microbatches, then over layers. NOTE: waits for the device."""
-        counts = self.counts.cpu()
-        per_layer = self.sums.cpu() / counts.clamp(min=1)
-        recorded = counts > 0
-        return {
-            name: (per_layer[row].sum() / recorded[row].sum()).item()
-            for row, name in enumerate(self.names)
-            if recorded[row].any()
-        }
-
-    def reset(self) -> None:
-        """Forgets the recorded values; the backward scale stays."""
+    def take_totals(self) -> dict[str, Tensor]:
+        """Each loss's (sum, count) over layers and microbatches since the last call: [2], fp64, on the device."""
+        # [names, 2]; fp64, because these are summed over ranks next.
+        totals = torch.stack([self.sums.double().sum(dim=1), self.counts.double().sum(dim=1)], dim=1)
         self.sums.zero_()
         self.counts.zero_()
+        return dict(zip(self.names, totals.unbind(), strict=True))
 
 
 class _AttachLoss(torch.autograd.Function):

@@ -7,8 +7,9 @@ import torch
 
 from benchmarks.plain_model import PlainConfig, PlainModel, copy_weights
 from megatron.core.dist_checkpointing.logical import model_logical_pieces
-from megatron.core.models.gpt.gpt_config import GPTModelConfig, padded_vocab_size
+from megatron.core.models.gpt.gpt_config import GPTModelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tokenizers import vocab_size_with_padding
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from tests.unit_tests.core.models.small_models import (
@@ -130,7 +131,9 @@ def test_vocabulary_padding_takes_no_part(tied: bool) -> None:
     config = small_config(**LLAMA_LIKE)
     arguments = {"share_embeddings_and_output_weights": tied}
     exact = small_model(config, vocab_size=90, **arguments)
-    padded = small_model(config, vocab_size=padded_vocab_size(90, divisible_by=64), unpadded_vocab_size=90, **arguments)
+    padded = small_model(
+        config, vocab_size=vocab_size_with_padding(90, divisible_by=64), unpadded_vocab_size=90, **arguments
+    )
     for model in (exact, padded):
         loss_of(model).backward()
     torch.testing.assert_close(loss_of(padded), loss_of(exact), rtol=0, atol=0)

@@ -100,9 +100,9 @@ def test_auxiliary_gradients_are_those_of_the_summed_loss_times_the_scale() -> N
     (expected + 3.0 * torch.stack(recorded).sum()).backward()
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
-    values = model.aux_losses.collect_sync()
-    assert values["load_balancing_loss"] == pytest.approx(torch.stack(recorded[0::2]).mean().item() / 0.05)
-    assert values["z_loss"] == pytest.approx(torch.stack(recorded[1::2]).mean().item() / 0.02)
+    totals = model.aux_losses.take_totals()
+    for name, losses, coeff in (("load_balancing_loss", recorded[0::2], 0.05), ("z_loss", recorded[1::2], 0.02)):
+        assert totals[name].tolist() == pytest.approx([torch.stack(losses).sum().item() / coeff, len(losses)])
 
 
 def _recording(router: TopKRouter, losses: list[torch.Tensor]):  # type: ignore[no-untyped-def]
@@ -131,14 +131,18 @@ def test_per_token_loss_multiplies_auxiliary_losses_by_the_tokens() -> None:
     torch.testing.assert_close(grads[1], 6 * grads[0])
 
 
-def test_records_are_averaged_over_microbatches_then_layers_and_forgotten() -> None:
+def totals_of(recorder: AuxLossRecorder) -> dict[str, list[float]]:
+    """Sum and count of the losses that were recorded."""
+    return {name: total.tolist() for name, total in recorder.take_totals().items() if total[1] > 0}
+
+
+def test_records_are_summed_over_layers_and_microbatches_and_taken_once() -> None:
     recorder = AuxLossRecorder(num_layers=3, device=torch.device("cpu"))
-    assert recorder.collect_sync() == {}
+    assert totals_of(recorder) == {}
     for value, layer in ((1.0, 1), (3.0, 1), (4.0, 3)):
         recorder.record("z_loss", torch.tensor(value), layer_number=layer)
-    assert recorder.collect_sync() == {"z_loss": 3.0}
-    recorder.reset()
-    assert recorder.collect_sync() == {}
+    assert totals_of(recorder) == {"z_loss": [8.0, 3.0]}
+    assert totals_of(recorder) == {}
 
 
 def test_evaluation_records_nothing() -> None:
@@ -148,7 +152,7 @@ def test_evaluation_records_nothing() -> None:
     model.train()
     with torch.no_grad():
         loss_of(model)
-    assert model.aux_losses.collect_sync() == {}
+    assert totals_of(model.aux_losses) == {}
     loss_of(model)
-    assert model.aux_losses.collect_sync().keys() == {"load_balancing_loss"}
+    assert totals_of(model.aux_losses).keys() == {"load_balancing_loss"}
     assert "aux_losses.sums" not in model.state_dict()
