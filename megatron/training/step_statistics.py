@@ -70,7 +70,8 @@ def reduce_statistics_sync(
 
     A loss that nobody counted (a model without experts has no z-loss) is left out.
     exit_reasons: which of LOCAL_REASONS hold on this rank.
-    NOTE: the one read of the device in a step; everything the log needs travels in this vector.
+    NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py) and,
+    unless the check for NaN is off, for the gradients before they are reduced (replica_checks.py).
     """
     names = list(totals)
     device = totals[names[0]].device if names else torch.device("cpu")
@@ -90,12 +91,7 @@ def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, 
 
     reports: as for total_reports, fp32.
     """
-    bad = [
-        f"microbatch {index} ({name} is {float(value.flatten()[0])})"
-        for index, report in enumerate(reports)
-        for name, value in report.items()
-        if not bool(torch.isfinite(value).all())
-    ]
+    bad = _bad_microbatches_sync(reports)
     everyone: list[Any] = [bad]
     if group is not None and dist.get_world_size(group) > 1:
         everyone = [None] * dist.get_world_size(group)
@@ -105,3 +101,13 @@ def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, 
         f"loss is not finite at iteration {iteration}: {where or 'an auxiliary loss'}. "
         "The model was not updated; --no-check-for-nan-in-loss-and-grad goes on regardless"
     )
+
+
+def _bad_microbatches_sync(reports: Reports) -> list[str]:
+    """NOTE: reads every loss, which only an error does."""
+    return [
+        f"microbatch {index} ({name} is {float(value.flatten()[0])})"
+        for index, report in enumerate(reports)
+        for name, value in report.items()
+        if not bool(torch.isfinite(value).all())
+    ]

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from tests.structure.layers import import_cycles, upward_imports
 from tests.structure.measure import (
@@ -53,6 +54,12 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.path}:{self.line} {self.name}: {self.measured}, limit {self.limit} [{self.rule}]"
 
+
+# Where a training step runs: a read of the device there makes the host wait.
+STEP_PATH = re.compile(
+    r"megatron/core/(transformer|models|tensor_parallel|optimizer|distributed|pipeline_parallel)/.+"
+    r"|megatron/training/(training|step_statistics|evaluation)\.py"
+)
 
 # A rule yields (file, line, name, measured, limit).
 Broken = tuple[str, int, str, object, object]
@@ -265,8 +272,20 @@ def registry_in_megatron(sources: list[Source]) -> Iterator[Broken]:
             if isinstance(node, ast.Call) and source.name.startswith("megatron/"):
                 called = dotted(node.func).split(".")[-1]
                 # With an argument it is typing.get_args.
-                if called in ("get_args", "get_timers", "get_tokenizer") and not node.args:
+                if called in ("get_args", "get_tokenizer") and not node.args:
                     yield source.name, node.lineno, called, "called in megatron/", "for users' scripts alone"
+
+
+@product_rule
+def device_read(sources: list[Source]) -> Iterator[Broken]:
+    for source in sources:
+        if not STEP_PATH.fullmatch(source.name):
+            continue
+        named = [function.node for function in source.functions if function.node.name.endswith("_sync")]
+        allowed = {inner for node in named for inner in ast.walk(node)}
+        for node in ast.walk(source.tree):
+            if _reads_device(node) and node not in allowed:
+                yield source.name, node.lineno, ast.unparse(node), "reads the device", "functions named *_sync"
 
 
 # Imports between modules.
@@ -382,6 +401,11 @@ def _calls_validation(function: ast.FunctionDef) -> bool:
     called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
     names = {node.attr if isinstance(node, ast.Attribute) else dotted(node) for node in called}
     return "__post_init__" in names or any(name.lstrip("_").startswith("validate") for name in names)
+
+
+def _reads_device(node: ast.AST) -> TypeGuard[ast.Call]:
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Attribute) and called.attr in ("item", "tolist", "cpu")
 
 
 def _is_empty(value: ast.expr) -> bool:

@@ -74,6 +74,21 @@ def test_a_rule_tells_bad_from_good(rule: str, bad: str, good: str) -> None:
     assert not breaks(rule, good)
 
 
+@pytest.mark.parametrize(
+    ("path", "text", "bad"),
+    [
+        ("megatron/training/training.py", "def f(t): return t.sum().item()", True),
+        ("megatron/training/training.py", "def f(t): return t.items()", False),
+        ("megatron/core/transformer/moe/router.py", "a = b.cpu()", True),
+        ("megatron/core/optimizer/clip_grads.py", "def f_sync(t): return [g.tolist() for g in t]", False),
+        ("megatron/training/rng_state.py", "a = b.tolist()", False),
+        ("megatron/core/datasets/gpt_dataset.py", "a = b.tolist()", False),
+    ],
+)
+def test_a_step_reads_the_device_where_the_name_says_so(path: str, text: str, bad: bool) -> None:
+    assert bool(list(PRODUCT_RULES["device_read"]([source(text, path)]))) is bad
+
+
 def test_folders_are_counted_under_core() -> None:
     rule = PRODUCT_RULES["folder_depth"]
     assert not list(rule([source("", "megatron/core/transformer/moe/paged_stash/page_pool.py")]))

@@ -24,15 +24,14 @@ class NonFiniteGradientError(RuntimeError):
 def check_grads(named_grads: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> None:
     """Raises NonFiniteGradientError, naming ranks and parameters, if any rank's gradient is not finite. Collective.
 
-    named_grads: this rank's gradients before reduction, any shapes, floating point. Costs one sum over them and
-    one all-reduce of a number; names are exchanged only when something is wrong.
+    named_grads: this rank's gradients before reduction, any shapes, floating point. Costs one sum over them, one
+    all-reduce of a number and a read of the device behind each; names are exchanged only when something is wrong.
     """
     grads = list(named_grads)
     # A list of what this rank suspects; others may have found something else.
     suspects = [named for named, finite in zip(grads, _finite_sums_sync(grads)) if not finite]
-    if _any_rank(bool(suspects), group, device=grads[0][1].device if grads else torch.device("cpu")):
-        # The sum alone may have overflowed: look at the elements.
-        _raise_named([_describe(name, grad) for name, grad in suspects if not bool(grad.isfinite().all())], group)
+    if _any_rank_sync(bool(suspects), group, device=grads[0][1].device if grads else torch.device("cpu")):
+        _raise_named(_describe_sync(suspects), group)
 
 
 def check_weights_agree(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -41,7 +40,7 @@ def check_weights_agree(model: nn.Module, group: dist.ProcessGroup | None) -> No
     Costs a checksum of all parameters and an exchange of a number each: for the start of a run.
     """
     # Of bytes: bit-identical is what replicas are, and NaN equals itself.
-    checksums = {canonical_name(name): _crc32(param) for name, param in model.named_parameters()}
+    checksums = {canonical_name(name): _crc32_sync(param) for name, param in model.named_parameters()}
     per_rank = _gather(checksums, group)
     if all(other == per_rank[0] for other in per_rank):
         return
@@ -54,16 +53,16 @@ def check_weights_agree(model: nn.Module, group: dist.ProcessGroup | None) -> No
 
 
 def _finite_sums_sync(grads: list[tuple[str, torch.Tensor]]) -> list[bool]:
-    # A sum is finite only if all its terms are, and costs half of isfinite. NOTE: one read of the device.
+    # A sum is finite only if all its terms are, and costs half of isfinite. NOTE: reads the device at each step.
     if not grads:
         return []
     return torch.stack([grad.sum().double() for _, grad in grads]).isfinite().tolist()
 
 
-def _any_rank(value: bool, group: dist.ProcessGroup | None, *, device: torch.device) -> bool:
+def _any_rank_sync(value: bool, group: dist.ProcessGroup | None, *, device: torch.device) -> bool:
     if group_size(group) == 1:
         return value
-    # One number: what is wrong is only exchanged if something is.
+    # One number: what is wrong is only exchanged if something is. NOTE: reads the device at each step.
     flag = torch.tensor([float(value)], device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
@@ -82,8 +81,13 @@ def _and_more(names: list[str]) -> str:
     return f" and {len(names) - _NAMES_SHOWN} more parameters" if len(names) > _NAMES_SHOWN else ""
 
 
-def _describe(name: str, grad: torch.Tensor) -> str:
-    return f"{name} ({int(grad.isnan().sum())} NaN, {int(grad.isinf().sum())} infinite of {grad.numel()} elements)"
+def _describe_sync(suspects: list[tuple[str, torch.Tensor]]) -> list[str]:
+    # The sum alone may have overflowed: look at the elements. NOTE: reads the device, which only an error does.
+    return [
+        f"{name} ({int(grad.isnan().sum())} NaN, {int(grad.isinf().sum())} infinite of {grad.numel()} elements)"
+        for name, grad in suspects
+        if not bool(grad.isfinite().all())
+    ]
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -95,6 +99,6 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def _crc32(param: torch.Tensor) -> int:
+def _crc32_sync(param: torch.Tensor) -> int:
     # As bytes: numpy has no bfloat16.
     return zlib.crc32(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

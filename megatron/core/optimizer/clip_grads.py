@@ -31,7 +31,7 @@ def get_grad_norm_fp32(
     torch.float64 makes the result independent of how the gradients are cut.
     """
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
-    # On the device until the last line: a step reads it once.
+    # On the device until the last line.
     total = _local_norm(grads, norm_type, accumulate_in=accumulate_in)
     total = _norm_over_ranks(total, norm_type, group=grad_stats_parallel_group)
     return _read_fp32_sync(total)
@@ -69,7 +69,7 @@ def count_zeros(grads: Iterable[torch.Tensor], group: dist.ProcessGroup | None) 
     total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
     if group_size(group) > 1:
         dist.all_reduce(total, group=group)
-    return float(total.item())
+    return _read_count_sync(total)
 
 
 def _local_norm(grads: list[torch.Tensor], norm_type: float, *, accumulate_in: torch.dtype) -> torch.Tensor:
@@ -99,5 +99,10 @@ def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.Proce
 
 
 def _read_fp32_sync(total: torch.Tensor) -> float:
-    """NOTE: one read of the device in a step."""
+    """NOTE: reads the device at each step: the optimizer needs the norm to decide on the update."""
     return total.float().item()
+
+
+def _read_count_sync(total: torch.Tensor) -> float:
+    """NOTE: reads the device, where zeros are counted."""
+    return float(total.item())

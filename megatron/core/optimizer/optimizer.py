@@ -120,7 +120,7 @@ class MegatronOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Step count and loss scale, JSON values; tensors are in sharded_state, rates in the schedule."""
         return {
-            "step": self._step_count(),
+            "step": self._step_count_sync(),
             "grad_scaler": None if self.grad_scaler is None else self.grad_scaler.state_dict(),
         }
 
@@ -168,8 +168,8 @@ class MegatronOptimizer:
                 # Rounds to nearest, as .to() does; one copy for all parameters of the run.
                 run.model.copy_(run.main)
 
-    def _step_count(self) -> int:
-        # One count a run in torch's state, all moved together.
+    def _step_count_sync(self) -> int:
+        # One count a run in torch's state, all moved together. NOTE: reads the device; for checkpoints.
         counts = {int(state["step"].item()) for state in self.optimizer.state.values() if "step" in state}
         assert len(counts) <= 1, f"parameters disagree on the number of steps: {counts}"
         return counts.pop() if counts else 0
