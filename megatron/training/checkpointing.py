@@ -35,7 +35,7 @@ from megatron.training.checkpoint_folder import (
     write_tracker,
 )
 from megatron.training.config import CheckpointConfig
-from megatron.training.global_vars import print_rank_0
+from megatron.training.console import print_rank_0
 from megatron.training.rng_state import restore_rng, rng_sharded_state
 from megatron.training.train_state import TrainState
 
@@ -131,16 +131,16 @@ def load_checkpoint(
     args: argparse.Namespace,
     config: CheckpointConfig,
     data_parallel_group: dist.ProcessGroup | None = None,
-) -> tuple[int, float]:
-    """Continues from config.load: fills all objects in place; returns (iteration, floating-point operations so far).
+) -> int:
+    """Continues from config.load: fills all objects in place; returns the iteration.
 
-    Collective over all ranks, after the optimizer is built. A folder without checkpoints gives (0, 0.0), one line on
-    rank 0 and nothing changed, or ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor
+    Collective over all ranks, after the optimizer is built. A folder without checkpoints gives 0, one line on rank 0
+    and nothing changed, or ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor
     changed, if the checkpoint is damaged, of another model, or lacks what is asked for.
     """
     found = _find(config)
     if found is None:
-        return 0, 0.0
+        return 0
     # Arguments before tensors: "--hidden-size is 128 here" says more than two shapes.
     with all_ranks_agree():
         common = load_run_values(found.path)
@@ -156,7 +156,7 @@ def load_checkpoint(
         optimizer.load_state_dict(common["optimizer"])
     if taken.position:
         train_state.load_state_dict(common["train_state"])
-    return train_state.iteration, train_state.floating_point_operations_so_far
+    return train_state.iteration
 
 
 @dataclass(frozen=True)

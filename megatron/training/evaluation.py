@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.callbacks import EvaluationReport
 from megatron.training.run import TrainingRun
@@ -20,7 +19,7 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
             forward_step_func=run.forward_step,
             data_iterator=iterator,
             model=run.model,
-            num_microbatches=get_num_microbatches(),
+            num_microbatches=run.num_microbatches,
             forward_only=True,
         )
     run.model.train()

@@ -26,7 +26,6 @@ from megatron.training.arguments import config_from_args, parse_args, validate_a
 from megatron.training.checkpoint_args import load_args_from_checkpoint
 from megatron.training.config import DistributedConfig
 from megatron.training.global_vars import publish_run
-from megatron.training.timers import Timers
 
 # What torch needs, besides the number of processes, for them to find each other.
 _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -61,7 +60,7 @@ def initialize_megatron(
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     seed_all(args.seed)
-    publish_run(args, Timers())
+    publish_run(args)
     return args
 
 
@@ -84,7 +83,7 @@ def join_process_group(config: DistributedConfig, device: torch.device) -> None:
 
 def leave_process_group() -> None:
     """Ends what initialize_megatron began; safe where it never got that far."""
-    publish_run(None, None)
+    publish_run(None)
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.optimizer import MegatronOptimizer
@@ -46,6 +47,12 @@ class TrainingRun:
         return self.training.global_batch_size
 
     @property
+    def num_microbatches(self) -> int:
+        """Forward and backward passes of one rank in a training step."""
+        assert self.training.micro_batch_size is not None, "validate_args asks for the batch size"
+        return self.global_batch_size // (self.training.micro_batch_size * dist.get_world_size(self.groups.dp))
+
+    @property
     def train_iters(self) -> int:
         """The step that ends the run."""
         return self.training.train_iters or 0
@@ -72,6 +79,10 @@ class TrainingRun:
             config=self.checkpoint,
             data_parallel_group=self.groups.dp,
         )
+        # Scripts read these from the arguments, as in Megatron.
+        self.args.iteration = self.state.iteration
+        self.args.consumed_train_samples = self.state.consumed_train_samples
+        self.args.consumed_valid_samples = self.state.consumed_valid_samples
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint of the current state under --save; nothing happens without --save. Collective."""

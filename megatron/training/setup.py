@@ -4,6 +4,7 @@ The loop that uses them is training.py's.
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,8 +38,9 @@ from megatron.training.callbacks.progress_bar import ProgressBar
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
 from megatron.training.config import CheckpointConfig, LoggingConfig, TrainingConfig
+from megatron.training.console import print_rank_0
 from megatron.training.exit_conditions import ExitConditions
-from megatron.training.global_vars import print_rank_0, publish_tokenizer
+from megatron.training.global_vars import publish_tokenizer
 from megatron.training.initialize import seed_data_parallel_rank
 from megatron.training.run import TrainingRun
 from megatron.training.step_statistics import RecordsAuxLosses
@@ -54,9 +56,10 @@ def setup_run(
 ) -> TrainingRun:
     """Builds everything but the data and loads the checkpoint, which sets the data position in `run.state`."""
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
-    for name in ("save", "tensorboard_dir"):
-        if vars(args)[name] is not None:
-            check_save_folder(vars(args)[name], flag=f"--{name.replace('_', '-')}")
+    if args.save is not None:
+        check_save_folder(args.save, flag="--save")
+    if args.tensorboard_dir is not None:
+        check_save_folder(args.tensorboard_dir, flag="--tensorboard-dir")
     if args.save is not None and not args.skip_train:
         refuse_checkpoints_of_another_run(args.save, continued_from=None if args.finetune else args.load)
     publish_tokenizer(setup_tokenizer(args))
@@ -75,8 +78,12 @@ def setup_run(
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks)
     config = get_model_config(model)
+    if config.calculate_per_token_loss:
+        # The data-parallel wrapper and the step divide by microbatches, not by tokens.
+        raise ValueError("calculate_per_token_loss is True: not available yet, must be False")
     # Called by the training step once the losses are known to be finite; the schedule would call it before.
-    finalize, config.finalize_model_grads_func = config.finalize_model_grads_func or finalize_model_grads, None
+    finalize = config.finalize_model_grads_func or finalize_model_grads
+    config.finalize_model_grads_func = None
     run = TrainingRun(
         args=args,
         training=training,
@@ -188,7 +195,7 @@ def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = ()) ->
     if sys.stdout is not None and sys.stdout.isatty():
         callbacks.append(ProgressBar(console))
         # Through the same console, so that lines scroll above the bar instead of through it.
-        write = lambda line: console.print(line, markup=False)  # noqa: E731
+        write = functools.partial(console.print, markup=False)
     callbacks.append(ConsoleLog(logging.log_interval, train_iters=args.train_iters or 0, write=write))
     folder = logging.tensorboard_dir or args.save
     if folder is not None:

@@ -10,12 +10,11 @@ from typing import Any
 from torch import nn
 
 from megatron.core.enums import ModelType
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.callbacks import Callback, RunStart, StepReport
+from megatron.training.console import print_rank_0
 from megatron.training.evaluation import evaluate_test, evaluate_validation
 from megatron.training.exit_conditions import ExitReason
-from megatron.training.global_vars import print_rank_0
 from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.run import TrainingRun
 from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
@@ -101,7 +100,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         forward_step_func=run.forward_step,
         data_iterator=run.train_iterator,
         model=run.model,
-        num_microbatches=get_num_microbatches(),
+        num_microbatches=run.num_microbatches,
     )
 
     # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.

@@ -39,7 +39,7 @@ def started_run(
         setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
         yield run
     finally:
-        publish_run(None, None)
+        publish_run(None)
         parallel_state.destroy_model_parallel()
         destroy_num_microbatches_calculator()
 

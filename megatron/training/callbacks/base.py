@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one training step did, read from the device once.
+    """What one training step did, as plain numbers.
 
     losses: mean over the global batch by name ("lm loss", "load_balancing_loss"). seconds: wall time of the step.
-    grad_norm: global L2 norm before clipping, None where clipping is off and nothing asked for it.
+    grad_norm: global L2 norm before clipping, not finite where a gradient was not.
     """
 
     iteration: int
     losses: dict[str, float]
-    grad_norm: float | None
+    grad_norm: float
     num_zeros: int | None
     learning_rate: float
     loss_scale: float
@@ -45,7 +45,6 @@ class RunStart:
 
     iteration: int
     train_iters: int
-    parameters: int = 0
 
 
 class Callback:

@@ -63,9 +63,8 @@ def format_training_line(reports: list[StepReport], train_iters: int) -> str:
         f" global batch size: {last.global_batch_size:5d}",
         *(f" {name}: {value:.6E}" for name, value in mean_losses(reports).items()),
         f" loss scale: {last.loss_scale:.1f}",
+        f" grad norm: {last.grad_norm:.3f}",
     ]
-    if last.grad_norm is not None:
-        fields.append(f" grad norm: {last.grad_norm:.3f}")
     if last.num_zeros is not None:
         fields.append(f" num zeros: {last.num_zeros}")
     fields.append(f" number of skipped iterations: {sum(report.skipped for report in reports):3d}")

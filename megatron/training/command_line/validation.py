@@ -157,11 +157,11 @@ def derive_shapes(args: argparse.Namespace) -> None:
 
 
 def derive_run_state(args: argparse.Namespace) -> None:
-    """Sets precision and the counters that training and checkpoints move on."""
+    """Sets precision and where the run starts."""
     if args.fp16 and args.bf16:
         raise CommandLineError("--fp16 and --bf16 are both given: choose one precision")
     args.params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
-    # A checkpoint moves these on; scripts read them before anything is loaded.
+    # Loading a checkpoint sets these to where it was saved; training does not move them.
     args.iteration = 0
     args.consumed_train_samples = 0
     args.consumed_valid_samples = 0

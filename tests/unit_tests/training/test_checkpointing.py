@@ -27,7 +27,7 @@ def test_resume_at_any_step_continues_bit_for_bit(tmp_path, dtype, step):
     expected = whole.train(4).snapshot()
     resumed = SmallRun(dtype=dtype)
     random.gauss(0, 1), numpy.random.normal()  # generators elsewhere than in the saved run
-    assert resumed.load(tmp_path) == (step, 0.0)
+    assert resumed.load(tmp_path) == step
     assert_equal(resumed.train(4).snapshot(), expected)
     assert folder == tmp_path / f"iteration_{step:07d}"
     assert get_checkpoint_tracker_filename(str(tmp_path)) == str(tmp_path / "latest_checkpointed_iteration.txt")
@@ -38,7 +38,7 @@ def test_finetune_takes_weights_alone(tmp_path):
     saved = SmallRun().train(3)
     saved.save(tmp_path)
     fresh, expected = SmallRun(), SmallRun().snapshot()
-    assert fresh.load(tmp_path, finetune=True) == (0, 0.0)
+    assert fresh.load(tmp_path, finetune=True) == 0
     weights = ["module." + name for name in saved.model.module.state_dict()]
     seed_all(1)
     SmallRun()
@@ -54,7 +54,7 @@ def test_weights_alone_may_change_precision_and_the_masters_follow(tmp_path):
         ValueError, match="--bf16 is on here, off in the checkpoint; with --no-load-optim or --finetune"
     ):
         low.load(tmp_path)
-    assert low.load(tmp_path, no_load_optim=True)[0] == 3
+    assert low.load(tmp_path, no_load_optim=True) == 3
     weight = saved.model.module[0].weight.bfloat16()
     masters = low.optimizer_tensors()
     assert torch.equal(low.model.module[0].weight, weight)
@@ -69,7 +69,7 @@ def test_what_was_not_saved_must_not_be_asked_for(tmp_path):
         SmallRun().load(tmp_path)
     with pytest.raises(ValueError, match="no rng state: add --no-load-rng"):
         SmallRun().load(tmp_path, no_load_optim=True)
-    assert SmallRun().load(tmp_path, no_load_optim=True, no_load_rng=True)[0] == 2
+    assert SmallRun().load(tmp_path, no_load_optim=True, no_load_rng=True) == 2
 
 
 @pytest.mark.parametrize("before, after", [(["0.weight"], []), ([], ["0.weight"]), (["0.weight"], ["2.bias"])])
@@ -78,7 +78,7 @@ def test_parameters_may_be_frozen_and_thawed_between_runs(tmp_path, before, afte
     saved = SmallRun(dtype=dtype, frozen=before).train(3)
     saved.save(tmp_path)
     resumed = SmallRun(dtype=dtype, frozen=after)
-    assert resumed.load(tmp_path)[0] == 3
+    assert resumed.load(tmp_path) == 3
     expected, loaded = saved.snapshot(), resumed.snapshot()
     for name in loaded.keys() & expected.keys() - {"draws"}:
         assert torch.equal(loaded[name], expected[name]), name
@@ -103,7 +103,7 @@ def test_another_model_is_named_by_its_arguments_before_any_tensor(tmp_path):
 def test_a_folder_without_checkpoints_starts_from_scratch_and_says_so(tmp_path, capsys):
     run = SmallRun()
     before = run.snapshot()
-    assert run.load(tmp_path / "new") == (0, 0.0)
+    assert run.load(tmp_path / "new") == 0
     assert_equal(run.snapshot(), before, but=["draws"])
     assert capsys.readouterr().out == f"There is no checkpoint in {tmp_path}/new: starting from scratch.\n"
     with pytest.raises(ValueError, match="--exit-on-missing-checkpoint: there is no checkpoint"):
@@ -125,7 +125,7 @@ def test_a_run_that_only_evaluates_needs_no_optimizer(tmp_path):
     SmallRun().train(2).save(tmp_path)
     run = SmallRun(dtype=torch.bfloat16)
     run.optimizer = run.scheduler = None
-    assert run.load(tmp_path)[0] == 2
+    assert run.load(tmp_path) == 2
 
 
 def test_saving_and_loading_print_nothing(tmp_path, capfd):
