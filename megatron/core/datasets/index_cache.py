@@ -7,15 +7,13 @@ descriptions give equal arrays, so that ranks, nodes and jobs may race without h
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-# The checksum is taken in pieces of this many bytes: it shall not double the memory of an index.
-_PIECE = 1 << 24
+from megatron.core.checksum import file_crc32
 
 
 class IndexCache:
@@ -71,14 +69,14 @@ class IndexCache:
 
     def _load_array(self, name: str, facts: Mapping[str, int]) -> np.ndarray:
         path = self._path(f"{name}.npy")
-        if path.stat().st_size != facts["bytes"] or _file_crc32(path) != facts["crc32"]:
+        if path.stat().st_size != facts["bytes"] or file_crc32(path) != facts["crc32"]:
             raise ValueError(f"{path} is damaged")
         # A plain array over the map: np.memmap does extra work at every element that is read.
         return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
     def _store_array(self, name: str, array: np.ndarray) -> dict[str, int]:
         path = self._replace(f"{name}.npy", lambda file: np.save(file, array, allow_pickle=False))
-        return {"bytes": path.stat().st_size, "crc32": _file_crc32(path)}
+        return {"bytes": path.stat().st_size, "crc32": file_crc32(path)}
 
     def _replace(self, name: str, write: Callable[[BinaryIO], Any]) -> Path:
         path = self._path(name)
@@ -93,11 +91,3 @@ class IndexCache:
         finally:
             partial.unlink(missing_ok=True)
         return path
-
-
-def _file_crc32(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while piece := file.read(_PIECE):
-            crc = zlib.crc32(piece, crc)
-    return crc

@@ -17,14 +17,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from megatron.core.checksum import file_crc32
+
 MANIFEST_FILE = "manifest.json"
 COMMON_FILE = "common.json"
 FORMAT_VERSION = 1
 _INCOMPLETE = ".incomplete-"
 _REPLACED = ".replaced-"
 _ID = r"[0-9a-f]{12}"
-# Large enough for full disk speed, small enough not to matter beside a tensor.
-_CHUNK_BYTES = 1 << 22
 
 
 def new_id() -> str:
@@ -136,7 +136,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def describe_files(folder: Path, names: list[str]) -> dict[str, dict[str, int]]:
     """Manifest entries (bytes, crc32) of the named files."""
-    return {name: {"bytes": (folder / name).stat().st_size, "crc32": _crc32(folder / name)} for name in names}
+    return {name: {"bytes": (folder / name).stat().st_size, "crc32": file_crc32(folder / name)} for name in names}
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, int]]) -> None:
@@ -166,7 +166,7 @@ def verify_file(folder: Path, name: str, *, expected: dict[str, int]) -> None:
     num_bytes = path.stat().st_size
     if num_bytes != expected["bytes"]:
         raise ValueError(f"{path} is truncated or changed: {num_bytes} bytes, {expected['bytes']} were saved")
-    if _crc32(path) != expected["crc32"]:
+    if file_crc32(path) != expected["crc32"]:
         raise ValueError(f"{path} is corrupt: its checksum does not match")
 
 
@@ -194,14 +194,6 @@ def _put_back(folder: Path) -> None:
 def _crc32_of_json(body: dict[str, Any]) -> int:
     # Sorted, because what is read back need not keep the order in which it was written.
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
-
-
-def _crc32(path: Path) -> int:
-    checksum = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
 
 
 def _sync_folder(folder: Path) -> None:
