@@ -3,6 +3,15 @@
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+
+class ModelWrapper(nn.Module):
+    """Base class of modules that run another, their `module`, and are not part of the model themselves."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -13,11 +22,12 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def unwrap_model(model: nn.Module | list[nn.Module]) -> Any:
-    """The model, or each of a list, without wrappers that keep it as `module`."""
+    """The model, or each of a list, without the ModelWrappers and torch's DistributedDataParallel around it."""
     if isinstance(model, list):
         return [unwrap_model(chunk) for chunk in model]
-    while isinstance(inner := model._modules.get("module"), nn.Module):
-        model = inner
+    # By class: a user's model may call one of its own parts `module`.
+    while isinstance(model, (ModelWrapper, TorchDistributedDataParallel)):
+        model = model.module
     return model
 
 

@@ -14,9 +14,10 @@ from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.collectives import all_reduce_, group_size, rank_ordered_all_reduce_
 from megatron.core.distributed.grad_buffer import GradBuffer
 from megatron.core.distributed.replica_checks import check_grads
+from megatron.core.utils import ModelWrapper
 
 
-class PlainDataParallel(nn.Module):
+class PlainDataParallel(ModelWrapper):
     """Wraps a module; its parameters that require grad get standing fp32 gradients (fp64 for fp64 parameters).
 
     In a step: `zero_grad_buffer`, any number of backward passes, `finish_grad_sync`. A parameter that backward does
@@ -37,8 +38,7 @@ class PlainDataParallel(nn.Module):
         calculate_per_token_loss: bool = False,
         check_for_nan_in_grad: bool = False,
     ):
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.group = group
         self.calculate_per_token_loss = calculate_per_token_loss
         # The mean is taken by scaling while gradients are moved anyway; the sum over ranks then needs no pass after it.

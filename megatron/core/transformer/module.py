@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import ModelWrapper
 
 
 class MegatronModule(nn.Module):
@@ -16,16 +17,15 @@ class MegatronModule(nn.Module):
         self.config = config
 
 
-class Float16Module(MegatronModule):
+class Float16Module(ModelWrapper):
     """Runs a model in bf16 or fp16: casts its parameters once, floating inputs on the way in, outputs to fp32."""
 
     def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
-        super().__init__(config)
-        self.dtype = half_dtype(config)
+        super().__init__(module)
+        self.config, self.dtype = config, half_dtype(config)
         # Buffers keep their dtype: rotary tables and router statistics are fp32 in any model.
         for parameter in module.parameters():
             parameter.data = cast_floating(parameter.data, self.dtype)
-        self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Arguments as the module's; floating tensors are cast. Returns its outputs, floating ones in fp32."""

@@ -16,9 +16,12 @@ class ModuleSpec:
 
 
 def import_module(module_path: tuple[str, str]) -> Any:
-    """The object `name` of the module at `path`, for module_path = (path, name)."""
+    """The object `name` of the module at `path`, for module_path = (path, name); ValueError if it has none."""
     path, name = module_path
-    return vars(importlib.import_module(path))[name]
+    module = importlib.import_module(path)
+    if name not in vars(module):
+        raise ValueError(f"{path} has no {name!r}: a spec must name a class or function of that module")
+    return vars(module)[name]
 
 
 def get_module(spec_or_module: Any) -> Any:

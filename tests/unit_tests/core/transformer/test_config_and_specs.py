@@ -116,6 +116,11 @@ def test_a_failing_spec_says_which_module_it_was() -> None:
     assert error.value.__notes__ == ["while building torch.nn.modules.linear.Linear"]
 
 
+def test_a_misspelt_name_in_a_spec_is_told_with_its_module() -> None:
+    with pytest.raises(ValueError, match="torch.nn has no 'Linaer'"):
+        build_module(ModuleSpec(("torch.nn", "Linaer")), 3, 2)
+
+
 def test_identity_operations_give_back_what_they_get() -> None:
     x = torch.randn(2)
     assert IdentityOp(1, a=2)(x, None) is x

@@ -1,0 +1,34 @@
+"""The helpers that scripts import by name: what counts as a wrapper around a model."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed import PlainDataParallel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import divide, get_model_config, unwrap_model
+from tests.unit_tests.core.models.small_models import small_config
+
+
+class ModelWithAPartNamedModule(nn.Module):
+    """A user's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = small_config(bf16=True, params_dtype=torch.bfloat16)
+        self.module = nn.Linear(2, 2)
+
+
+def test_wrappers_are_taken_off_and_parts_of_the_model_are_not() -> None:
+    model = ModelWithAPartNamedModule()
+    wrapped = PlainDataParallel(Float16Module(model.config, model), group=None)
+    assert unwrap_model(wrapped) is model and unwrap_model(model) is model
+    assert unwrap_model([wrapped, model]) == [model, model]
+    assert get_model_config(wrapped) is model.config
+
+
+@pytest.mark.parametrize("denominator", [0, -2, 4])
+def test_only_exact_quotients_are_given(denominator: int) -> None:
+    assert divide(6, 2) == 3
+    with pytest.raises(ValueError, match=f"6 is not divisible by {denominator}"):
+        divide(6, denominator)
