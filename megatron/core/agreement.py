@@ -18,6 +18,8 @@ def all_ranks_agree(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Runs the body on each rank of `group`, then compares: if any rank raised ValueError, OSError or RuntimeError,
     every rank raises. The failing rank raises its own error; the others raise RemoteRankError with the
     lowest failing rank's text. Costs one small all-gather; the body itself must not wait for other ranks.
+
+    group: None is every rank of torch.distributed, or this process alone where that is not initialised.
     """
     failure: Exception | None = None
     try:

@@ -1,5 +1,6 @@
 """save and load of canonical checkpoints: collective, atomic, verified, the same on every rank.
 
+A `process_group` of None is every rank of torch.distributed, or this process alone where that is not initialised.
 Which boxes go where is in planner.py, the data files in storage.py, the folder and its manifest in folder.py.
 """
 
@@ -38,6 +39,7 @@ def save(
 
     Collective. `checkpoint_dir` appears, or is replaced, at once when everything is on disk (see [Note: Atomic
     folders]); after a failure, which all ranks report, it is as before. Boxes that several ranks hold are written once.
+    process_group: None is every rank.
     """
     target = Path(checkpoint_dir)
     items = list(flatten(state))
@@ -63,7 +65,7 @@ def load(
 
     Collective. Ranks may hold other boxes than those saved, and any subset of the keys. All files are verified first,
     by the ranks together. Raises on every rank, with nothing changed, if a file is damaged (ValueError) or a key is
-    missing or has another shape or dtype (ValueError naming key, stored and wanted).
+    missing or has another shape or dtype (ValueError naming key, stored and wanted). process_group: None is every rank.
     """
     items = list(flatten(state))
     # Everything that can be wrong is looked for before the first tensor is touched.

@@ -1,30 +1,31 @@
 """Sums of flat gradient tensors over ranks: in the back end's order, and in rank order.
 
-Stateless; who owns the tensors is in grad_buffer.py. A group of None is this rank alone.
+Stateless; who owns the tensors is in grad_buffer.py. A group of None is this rank alone: nothing is sent.
 """
 
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renames it and warns about the old name; torch 2.11 and 2.12 have only that.
-_all_gather_flat = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+try:
+    from torch.distributed import all_gather_single
+except ImportError:
+    # torch 2.13 gave it this name and warns about the old one, which is all that 2.11 and 2.12 have.
+    from torch.distributed import all_gather_into_tensor as all_gather_single
 
 # Bounds what a rank-ordered sum holds besides its input: one slice of all ranks.
 _SLICE_ELEMENTS = 1 << 22
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks in `group`; 1 for None."""
+    """Number of ranks in `group`; None is this rank alone, so 1."""
     return 1 if group is None else dist.get_world_size(group)
 
 
-def group_rank(group: dist.ProcessGroup | None) -> int:
-    """This rank's place in `group`; 0 for None."""
-    return 0 if group is None else dist.get_rank(group)
-
-
 def all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sums `flat`, any shape, contiguous, floating point, in place; the back end chooses the order."""
+    """Sums `flat`, any shape, contiguous, floating point, in place; the back end chooses the order.
+
+    group: None is this rank alone, which leaves `flat` as it is.
+    """
     if group_size(group) > 1:
         dist.all_reduce(flat, group=group)
 
@@ -32,7 +33,8 @@ def all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Sums `flat`, any shape, contiguous, any dtype, in place; each element in rank order, whatever the tensor's size.
 
-    All-to-all, local sum, all-gather, in slices of bounded size.
+    All-to-all, local sum, all-gather, in slices of bounded size. group: None is this rank alone, which leaves `flat`
+    as it is.
     """
     ranks = group_size(group)
     if ranks == 1:
@@ -56,7 +58,7 @@ def _rank_ordered_slice_(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
     # Each rank sums one share of the elements, then all gather the shares.
     dist.all_to_all_single(received, flat, group=group)
     total = _sum_in_order(received.view(group_size(group), -1))  # [N / ranks]
-    _all_gather_flat(flat, total, group=group)
+    all_gather_single(flat, total, group=group)
 
 
 def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
