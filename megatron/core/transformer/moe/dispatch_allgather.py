@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.dispatch import DispatchedTokens
 from megatron.core.transformer.moe.permutation import (
-    DispatchedTokens,
     PermutationMap,
     permute_probs,
     permute_tokens,

@@ -4,7 +4,7 @@ No communication and no matrix products; every shape depends on T and K alone, e
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,16 +23,6 @@ class PermutationMap:
     token_of_row: Tensor
     slot_of_row: Tensor
     row_of_slot: Tensor
-
-
-class DispatchedTokens(NamedTuple):
-    """Rows that this rank's experts receive, sorted by expert.
-
-    hidden_states: [R, H], the tokens' dtype. probs: [R], the routing weight of each row.
-    """
-
-    hidden_states: Tensor
-    probs: Tensor
 
 
 def sort_by_expert(expert_indices: Tensor, num_experts: int) -> tuple[PermutationMap, Tensor]:

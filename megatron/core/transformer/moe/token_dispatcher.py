@@ -1,26 +1,6 @@
-"""What a token dispatcher is: tokens out to the experts' rows and back; implementations are in dispatch_*.py."""
+"""Names of dispatchers under the path Megatron users import them from; the code is in dispatch.py and dispatch_*.py."""
 
-from typing import Any, Protocol
-
-from torch import Tensor
-
+from megatron.core.transformer.moe.dispatch import MoETokenDispatcher
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
-from megatron.core.transformer.moe.permutation import DispatchedTokens
 
-__all__ = ["DispatchedTokens", "MoEAllGatherTokenDispatcher", "MoETokenDispatcher"]
-
-
-class MoETokenDispatcher(Protocol):
-    """Moves tokens to experts and back. It keeps no state: what combine needs travels in the metadata."""
-
-    def dispatch(
-        self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor
-    ) -> tuple[DispatchedTokens, Tensor, Any]:
-        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
-        Returns the rows, tokens_per_expert [e], int64, on the device, and frozen metadata for combine.
-        """
-        ...
-
-    def combine(self, rows: Tensor, metadata: Any) -> Tensor:
-        """rows: [R, H], any float dtype, weighted -> [T, H]: the sum of each token's rows, in token order."""
-        ...
+__all__ = ["MoEAllGatherTokenDispatcher", "MoETokenDispatcher"]
