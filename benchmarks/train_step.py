@@ -3,7 +3,7 @@
     python benchmarks/train_step.py [--rounds 8] [--steps 3] [--json FILE]
 
 Prints CPU seconds, wall time and peak memory of a step, and ours / plain as medians over the rounds. Two processes
-of one thread each train the model of section 5 of the design: 4 layers, hidden 256, 8 experts top-2, sequence 256,
+of one thread each train one model: 4 layers, hidden 256, 8 experts top-2, sequence 256,
 micro-batch 4, fp32, AdamW with clipping. While one side steps, the other waits.
 """
 
@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -35,7 +36,6 @@ from megatron.core.device import peak_memory_bytes  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
 from megatron.training.training import train_step  # noqa: E402
-from tests.harness import free_port  # noqa: E402
 
 RANKS = 2
 SEQUENCE, MICRO_BATCH = 256, 4
@@ -110,6 +110,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def start_side(name: str, build: Callable[[], Callable[[], None]]) -> Side:
