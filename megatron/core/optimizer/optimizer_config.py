@@ -10,10 +10,6 @@ import torch
 
 from megatron.core.config_field import config_field, validate_fields
 
-# TODO(#6): muon and dist_muon work once gradients live in sharded buckets.
-_NOT_YET = ("muon", "dist_muon")
-_REFUSED = ("lion", "soap", "adaptive_muon")
-
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
@@ -22,7 +18,7 @@ class OptimizerConfig:
     cli_group: ClassVar[str] = "optimizer"
 
     optimizer: str = config_field(
-        "adam", choices=("adam", "sgd", *_NOT_YET, *_REFUSED), help="Optimizer; adam is AdamW (decoupled weight decay)."
+        "adam", choices=("adam", "sgd"), help="Optimizer; adam is AdamW (decoupled weight decay)."
     )
     lr: float | None = config_field(None, more_than=0, help="Highest learning rate; the schedule scales it.")
     min_lr: float = config_field(0.0, at_least=0, help="Lowest learning rate; the schedule never goes below it.")
@@ -54,15 +50,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        self.validate_optimizer()
         self.validate_learning_rate()
         self.validate_precision()
-
-    def validate_optimizer(self) -> None:
-        if self.optimizer in _NOT_YET:
-            raise ValueError(f"OptimizerConfig.optimizer is {self.optimizer!r}: not yet available, use adam or sgd")
-        if self.optimizer in _REFUSED:
-            raise ValueError(f"OptimizerConfig.optimizer is {self.optimizer!r}: not offered here, use adam or sgd")
 
     def validate_learning_rate(self) -> None:
         # A configuration without a rate is fine until an optimizer is built from it.

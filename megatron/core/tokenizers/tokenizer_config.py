@@ -5,19 +5,6 @@ from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 
-# Known upstream, each to come through its own library or not at all.
-_NOT_YET = (
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "MultimodalTokenizer",
-    "NullMultimodalTokenizer",
-    "SFTTokenizer",
-)
 AVAILABLE = ("ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
 
@@ -35,7 +22,7 @@ class TokenizerConfig:
     tokenizer_type: str | None = config_field(
         None,
         help="ByteLevelTokenizer needs no file, HuggingFaceTokenizer reads --tokenizer-model, NullTokenizer reads ids.",
-        choices=AVAILABLE + _NOT_YET,
+        choices=AVAILABLE,
     )
     tokenizer_model: str | None = config_field(
         None, help="A tokenizer.json, or the folder that holds it; never downloaded."
@@ -46,10 +33,6 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        if self.tokenizer_type in _NOT_YET:
-            raise ValueError(
-                f"--tokenizer-type {self.tokenizer_type} is not available yet: use one of {', '.join(AVAILABLE)}"
-            )
         self.validate_needs()
 
     def validate_needs(self) -> None:

@@ -1,4 +1,4 @@
-"""Which configuration classes make up the command line, and which issues have kept their promise.
+"""Which configuration classes make up the command line, and which arguments shape the weights.
 
 The table that joins them with the known flags is built in flag_table.py.
 """
@@ -35,9 +35,6 @@ CONFIG_CLASSES: tuple[type, ...] = (
     LoggingConfig,
     DistributedConfig,
 )
-
-# Owners (known_flags.json) whose flags must all work: no flag of theirs may still say "not yet".
-COMPLETED_OWNERS: tuple[str, ...] = ("main",)
 
 # What --use-checkpoint-args takes over: names in the parsed arguments that decide the shape of the weights.
 MODEL_SHAPE_DESTS: tuple[str, ...] = (

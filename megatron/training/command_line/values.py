@@ -8,21 +8,14 @@ from typing import Any
 
 from megatron.training.command_line.flag_table import Flag, FlagTable
 
-# Values that Megatron's flag takes and ours does not: the issue that brings them, None if none does.
-CHOICE_OWNERS: dict[str, dict[str, str | None]] = {
+# Values that Megatron's flag takes and a later issue brings. Megatron's other values are never available.
+CHOICE_OWNERS: dict[str, dict[str, str]] = {
     "--moe-router-load-balancing-type": {
         "seq_aux_loss": "trainer",
         "global_aux_loss": "trainer",
         "sinkhorn": "trainer",
     },
-    "--optimizer": {
-        "muon": "trainer",
-        "dist_muon": "trainer",
-        "distributed_fused_adam": "adam",
-        "lion": None,
-        "soap": None,
-        "adaptive_muon": None,
-    },
+    "--optimizer": {"muon": "trainer", "dist_muon": "trainer", "distributed_fused_adam": "adam"},
     "--position-embedding-type": {"yarn": "models"},
     "--tokenizer-type": {
         "GPT2BPETokenizer": "trainer",
@@ -31,26 +24,19 @@ CHOICE_OWNERS: dict[str, dict[str, str | None]] = {
         "Llama2Tokenizer": "trainer",
         "TikTokenizer": "trainer",
         "SFTTokenizer": "trainer",
-        "BertWordPieceLowerCase": None,
-        "BertWordPieceCase": None,
-        "MultimodalTokenizer": None,
-        "NullMultimodalTokenizer": None,
     },
-    "--transformer-impl": {"transformer_engine": "models", "inference_optimized": None},
+    "--transformer-impl": {"transformer_engine": "models"},
 }
 _KIND_NAMES = {"int": "an integer", "float": "a number"}
 
 
 def not_yet(owner: str, table: FlagTable) -> str:
     """The words that refuse what a later issue brings."""
-    return f"not yet; it lands with the issue {table.owner_titles[owner]!r}"
+    return f"not in this version yet (planned: {table.owner_titles[owner]!r})"
 
 
 def value_of_word(flag: Flag, word: str, *, table: FlagTable) -> Any:
     """The value of one word; ValueError with text for the user, without the flag's name, if it is not one."""
-    # Before parsing: a configuration may list values that it does not honour yet.
-    if word in CHOICE_OWNERS.get(flag.flags[0], {}):
-        raise ValueError(_choice_error(flag, word, table=table))
     try:
         value = flag.parse(word)
     except ValueError as error:
@@ -71,7 +57,7 @@ def _choice_error(flag: Flag, word: str, *, table: FlagTable) -> str | None:
     """Why a value that Megatron users know is not accepted; None for a value that nobody knows."""
     owner = CHOICE_OWNERS.get(flag.flags[0], {}).get(word)
     if owner is not None:
-        return f"{word!r}: {not_yet(owner, table)}"
+        return f"{word!r} is {not_yet(owner, table)}"
     # Enum choices are listed as `AttnBackend.flash`; users write `flash`.
     upstream = () if flag.known is None else flag.known.choices or ()
     if word in {str(choice).rpartition(".")[2] for choice in upstream}:
@@ -83,9 +69,7 @@ def choice_names(flag: Flag) -> list[str]:
     """The allowed values of a flag as words; empty if any value goes."""
     if isinstance(flag.default, enum.Enum) and flag.choices is None:
         return list(type(flag.default).__members__)
-    # Help and errors offer only what works.
-    later = CHOICE_OWNERS.get(flag.flags[0], {})
-    return [name for name in map(text_of_value, flag.choices or ()) if name not in later]
+    return [text_of_value(choice) for choice in flag.choices or ()]
 
 
 def text_of_value(value: Any) -> str:

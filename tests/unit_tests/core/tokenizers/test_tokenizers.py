@@ -121,7 +121,7 @@ def test_unusable_files_are_named(tmp_path: Path, content: str | None, error: ty
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"tokenizer_type": "SentencePieceTokenizer"}, "SentencePieceTokenizer is not available yet: use one of Byte"),
+        ({"tokenizer_type": "SentencePieceTokenizer"}, "'SentencePieceTokenizer': must be one of Byte"),
         ({"tokenizer_type": "Unheard"}, "tokenizer_type is 'Unheard': must be one of ByteLevelTokenizer"),
         ({"tokenizer_type": "NullTokenizer"}, "NullTokenizer needs --vocab-size"),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
