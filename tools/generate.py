@@ -21,10 +21,11 @@ from megatron.core.tokenizers import TokenizerConfig, build_tokenizer  # noqa: E
 from megatron.core.tokenizers.tokenizer import Tokenizer  # noqa: E402
 from megatron.training.arguments import MODEL_SHAPE_DESTS, config_from_args, parse_args  # noqa: E402
 from megatron.training.checkpoint_folder import find_checkpoint  # noqa: E402
+from megatron.training.command_line.flag_table import flags_of_class  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from megatron.training.gpt_builder import build_gpt  # noqa: E402
 
-TOKENIZER_DESTS = ("tokenizer_type", "tokenizer_model", "vocab_size", "null_tokenizer_eod_id")
+TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}))
 
 
 def main(argv: list[str] | None = None) -> None:

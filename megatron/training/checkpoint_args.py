@@ -11,25 +11,17 @@ from typing import Any
 from megatron.training.checkpoint_folder import find_checkpoint, load_run_values
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
 
-# A model with another value of one of these has other weights, or weights of another meaning.
-_SAME_MODEL = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "num_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "swiglu",
-    "normalization",
-    "add_bias_linear",
-    "untie_embeddings_and_output_weights",
-    "position_embedding_type",
-    "max_position_embeddings",
-    "unpadded_vocab_size",
+# Of MODEL_SHAPE_DESTS, those that are neither a shape nor a meaning of stored weights.
+_NOT_IN_WEIGHTS = (
+    "group_query_attention",  # num_query_groups says it
+    "layernorm_epsilon",
+    "rotary_base",
+    "seq_length",
+    "make_vocab_size_divisible_by",
+    "moe_router_topk",
 )
+# A model with another value of one of these has other weights, or weights of another meaning.
+_SAME_MODEL = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_IN_WEIGHTS), "unpadded_vocab_size")
 _WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"}
 # The optimizer's state is that of these values.
 _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
@@ -62,17 +54,25 @@ def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> Non
     """Raises ValueError naming the arguments that make the checkpoint's model another one than this run's."""
     differences = _differences(_model_of(args_to_json(args)), _model_of(stored), names=_SAME_MODEL)
     if differences:
-        raise ValueError(
-            f"checkpoint of another model: {differences}; --use-checkpoint-args takes its values, but no tokenizer"
-        )
+        words = ", ".join(differences.values())
+        raise ValueError(f"checkpoint of another model: {words}; {_advice(list(differences))}")
+
+
+def _advice(names: list[str]) -> str:
+    advice = [] if names == ["unpadded_vocab_size"] else ["--use-checkpoint-args takes its values"]
+    # The vocabulary comes with the tokenizer, which --use-checkpoint-args leaves to the run.
+    if "unpadded_vocab_size" in names:
+        advice.append("give the tokenizer of its run")
+    return " and ".join(advice)
 
 
 def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
     """Raises ValueError naming the arguments that make the checkpoint's optimizer state useless here."""
     differences = _differences(args_to_json(args), stored, names=_SAME_OPTIMIZER)
     if differences:
+        words = ", ".join(differences.values())
         raise ValueError(
-            f"checkpoint of another optimizer: {differences}; with --no-load-optim or --finetune only its weights are "
+            f"checkpoint of another optimizer: {words}; with --no-load-optim or --finetune only its weights are "
             "loaded, and converted"
         )
 
@@ -93,10 +93,10 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return model
 
 
-def _differences(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: tuple[str, ...]) -> str:
+def _differences(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: tuple[str, ...]) -> dict[str, str]:
     # A name that one side lacks came with another version: then the tensors' shapes have the last word.
     different = [n for n in names if n in here and n in stored and here[n] != stored[n]]
-    return ", ".join(_in_words(name, here=here[name], stored=stored[name]) for name in different)
+    return {name: _in_words(name, here=here[name], stored=stored[name]) for name in different}
 
 
 def _in_words(name: str, *, here: Any, stored: Any) -> str:

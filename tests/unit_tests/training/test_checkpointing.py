@@ -1,5 +1,6 @@
 """Save and resume of a run in one process: bit for bit, and each flag takes what it says."""
 
+import argparse
 import os
 import random
 
@@ -9,6 +10,7 @@ import torch
 
 from megatron.core.device import seed_all
 from megatron.core.dist_checkpointing import list_tensors
+from megatron.training.checkpoint_args import check_same_model
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
 from tests.unit_tests.training.small_run import SmallRun
 
@@ -98,6 +100,20 @@ def test_another_model_is_named_by_its_arguments_before_any_tensor(tmp_path):
         error.value
     )
     assert_equal(other.snapshot(), before, but=["draws"])
+
+
+@pytest.mark.parametrize(
+    ("other", "advice"),
+    [
+        ({"hidden_size": 16}, "; --use-checkpoint-args takes its values$"),
+        ({"unpadded_vocab_size": 5}, "vocabulary is 5 here, 9 in the checkpoint; give the tokenizer of its run$"),
+        ({"hidden_size": 16, "unpadded_vocab_size": 5}, "--use-checkpoint-args .* and give the tokenizer of its run$"),
+    ],
+)
+def test_another_model_comes_with_the_advice_that_helps(other, advice):
+    stored = {"hidden_size": 8, "unpadded_vocab_size": 9}
+    with pytest.raises(ValueError, match=advice):
+        check_same_model(argparse.Namespace(**stored | other), stored)
 
 
 def test_a_folder_without_checkpoints_starts_from_scratch_and_says_so(tmp_path, capsys):
