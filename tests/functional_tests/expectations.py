@@ -192,10 +192,7 @@ def assert_same_checkpoint(folder: Path, reference: Path) -> None:
 def _load_all(folder: Path) -> dict[str, torch.Tensor]:
     listed = dist_checkpointing.list_tensors(folder)
     tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in listed.items()}
-    wanted = [
-        dist_checkpointing.ShardedTensor(key, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
-        for key, tensor in tensors.items()
-    ]
+    wanted = [dist_checkpointing.ShardedTensor.whole(key, tensor) for key, tensor in tensors.items()]
     dist_checkpointing.load(wanted, folder)
     return tensors
 

@@ -18,22 +18,25 @@ class ShardedTensor:
     """A box of a global tensor that this rank holds; one rank may hold several boxes of one key.
 
     key: name in the checkpoint, without rank, padding or bucket. data: [*box shape], any dtype and strides; `save`
-    reads it, `load` writes it in place. global_shape, global_offset: the whole tensor and the box's first element; by
-    default `data` is the whole tensor. allow_cast: `load` may convert from another floating-point dtype.
+    reads it, `load` writes it in place. global_shape, global_offset: the whole tensor and the box's first element.
+    allow_cast: `load` may convert from another floating-point dtype.
     """
 
     key: str
     data: torch.Tensor
-    global_shape: tuple[int, ...] | None = None
-    global_offset: tuple[int, ...] | None = None
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
     allow_cast: bool = dataclasses.field(default=False, kw_only=True)
 
+    @classmethod
+    def whole(cls, key: str, data: torch.Tensor, *, allow_cast: bool = False) -> "ShardedTensor":
+        """A tensor that this rank holds whole; data: any shape, dtype and strides."""
+        shape = tuple(data.shape)
+        return cls(key, data, shape, (0,) * len(shape), allow_cast=allow_cast)
+
     def __post_init__(self) -> None:
-        shape = tuple(self.data.shape)
-        self.global_shape = shape if self.global_shape is None else tuple(self.global_shape)
-        self.global_offset = (0,) * len(shape) if self.global_offset is None else tuple(self.global_offset)
         # A box that leaves its tensor would be written and only be noticed as missing elements elsewhere.
-        if not len(shape) == len(self.global_shape) == len(self.global_offset):
+        if not self.data.ndim == len(self.global_shape) == len(self.global_offset):
             raise ValueError(f"{self._describe()}: as many offsets and global sizes as dimensions are needed")
         if not self.box.is_inside(whole(self.global_shape)):
             raise ValueError(f"{self._describe()}: the box leaves the global tensor")
@@ -41,7 +44,6 @@ class ShardedTensor:
     @property
     def box(self) -> Box:
         """Where `data` lies in the global tensor."""
-        assert self.global_offset is not None
         return Box(self.global_offset, tuple(self.data.shape))
 
     def _describe(self) -> str:
@@ -101,5 +103,5 @@ def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -
     for name, value in model.state_dict().items():
         # Extra state that modules add to state_dict may be anything; what is no tensor is not ours to store.
         if name not in seen and isinstance(value, torch.Tensor):
-            tensors.append(ShardedTensor(canonical_name(name), value, allow_cast=allow_cast))
+            tensors.append(ShardedTensor.whole(canonical_name(name), value, allow_cast=allow_cast))
     return tensors

@@ -217,7 +217,7 @@ def _problem(item: ShardedTensor | ShardedObject, metadata: Metadata) -> str | N
         same_kind = isinstance(item, ShardedObject) == isinstance(stored, BytesStorageMetadata)
         return None if same_kind else f"{item.key} is an object on one side and a tensor on the other"
     if tuple(stored.size) != item.global_shape:
-        return f"{item.key} has shape {list(stored.size)} in it, {list(item.global_shape or ())} is wanted"
+        return f"{item.key} has shape {list(stored.size)} in it, {list(item.global_shape)} is wanted"
     dtype, wanted = stored.properties.dtype, item.data.dtype
     # Integers are positions, counts and generator states: converting those is always a mistake.
     castable = item.allow_cast and dtype.is_floating_point and wanted.is_floating_point
@@ -270,7 +270,7 @@ def _write_item(key: str, box: Box, *, tensor: TensorStorageMetadata, index: int
 def _tensor_metadata(tensor: ShardedTensor) -> TensorStorageMetadata:
     # Nothing but the dtype: strides, device and requires_grad are the reader's business.
     properties = TensorProperties(dtype=tensor.data.dtype)
-    return TensorStorageMetadata(properties, torch.Size(tensor.global_shape or ()), [])
+    return TensorStorageMetadata(properties, torch.Size(tensor.global_shape), [])
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

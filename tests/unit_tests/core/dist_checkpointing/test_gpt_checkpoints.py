@@ -34,7 +34,7 @@ def test_experts_of_one_implementation_load_into_the_other(tmp_path, grouped):
 
 
 def as_boxes(tensors):
-    return [ShardedTensor(key, tensor) for key, tensor in tensors.items()]
+    return [ShardedTensor.whole(key, tensor) for key, tensor in tensors.items()]
 
 
 def test_keys_and_shapes_are_logical(tmp_path):

@@ -61,7 +61,7 @@ def test_every_element_is_written_once(random, num_ranks):
 
 
 def test_replicas_are_spread_evenly():
-    items = [ShardedTensor(f"t{i}", torch.zeros(n)) for i, n in enumerate([900, 800, 700, 90, 80, 70, 60, 50])]
+    items = [ShardedTensor.whole(f"t{i}", torch.zeros(n)) for i, n in enumerate([900, 800, 700, 90, 80, 70, 60, 50])]
     written, _ = assign_writes(offers_of([items] * 3))
     sizes = [sum(item.tensor_storage_size() for item in items) for items in written]
     assert max(sizes) - min(sizes) <= 4 * 120
@@ -79,9 +79,15 @@ ROWS = torch.zeros(2, 3)
     "ranks, message",
     [
         ([[ShardedTensor("k", ROWS, (4, 3), (0, 0))], []], "k: no rank saves some elements of .4, 3."),
-        ([[ShardedTensor("k", ROWS)], [ShardedTensor("k", ROWS.half())]], "rank 0 saves .* rank 1 saves .*float16"),
-        ([[ShardedTensor("k", ROWS)], [ShardedTensor("k", ROWS, (4, 3), (2, 0))]], "rank 0 saves .* rank 1 saves"),
-        ([[ShardedTensor("k", ROWS)], [ShardedObject("k", 1)]], "rank 1 saves|rank 0 saves"),
+        (
+            [[ShardedTensor.whole("k", ROWS)], [ShardedTensor.whole("k", ROWS.half())]],
+            "rank 0 saves .* rank 1 saves .*float16",
+        ),
+        (
+            [[ShardedTensor.whole("k", ROWS)], [ShardedTensor("k", ROWS, (4, 3), (2, 0))]],
+            "rank 0 saves .* rank 1 saves",
+        ),
+        ([[ShardedTensor.whole("k", ROWS)], [ShardedObject("k", 1)]], "rank 1 saves|rank 0 saves"),
     ],
 )
 def test_ranks_that_disagree_are_named(ranks, message):

@@ -25,8 +25,8 @@ from tests.harness import run_on_ranks
 
 def state_of(value):
     return {
-        "weight": ShardedTensor("weight", torch.full((40, 30), float(value))),
-        "rest": [ShardedTensor("step", torch.tensor(value)), ShardedObject("rng", {"python": [value, None]})],
+        "weight": ShardedTensor.whole("weight", torch.full((40, 30), float(value))),
+        "rest": [ShardedTensor.whole("step", torch.tensor(value)), ShardedObject("rng", {"python": [value, None]})],
     }
 
 
@@ -68,31 +68,31 @@ def test_a_second_save_replaces_the_first(tmp_path):
 
 
 def test_parameters_that_require_grad_load_in_place(tmp_path):
-    save(ShardedTensor("w", torch.nn.Parameter(torch.ones(2, 3))), tmp_path / "c", common={})
+    save(ShardedTensor.whole("w", torch.nn.Parameter(torch.ones(2, 3))), tmp_path / "c", common={})
     target = torch.nn.Parameter(torch.zeros(2, 3))
-    load(ShardedTensor("w", target), tmp_path / "c")
+    load(ShardedTensor.whole("w", target), tmp_path / "c")
     assert (target == 1).all() and target.requires_grad and target.grad_fn is None
 
 
 def test_a_float_dtype_is_converted_only_where_asked(tmp_path):
-    save(ShardedTensor("w", torch.tensor([1.5, 2.5])), tmp_path / "c", common={})
+    save(ShardedTensor.whole("w", torch.tensor([1.5, 2.5])), tmp_path / "c", common={})
     target = torch.zeros(2, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"w is torch.float32 in it, torch.bfloat16 is wanted"):
-        load(ShardedTensor("w", target), tmp_path / "c")
-    load(ShardedTensor("w", target, allow_cast=True), tmp_path / "c")
+        load(ShardedTensor.whole("w", target), tmp_path / "c")
+    load(ShardedTensor.whole("w", target, allow_cast=True), tmp_path / "c")
     assert target.tolist() == [1.5, 2.5]
     with pytest.raises(ValueError, match=r"torch.int64 is wanted"):
-        load(ShardedTensor("w", torch.zeros(2, dtype=torch.int64), allow_cast=True), tmp_path / "c")
+        load(ShardedTensor.whole("w", torch.zeros(2, dtype=torch.int64), allow_cast=True), tmp_path / "c")
 
 
 @pytest.mark.parametrize(
     "other, message",
     [
-        (ShardedTensor("other", torch.ones(2)), "other is not in it"),
-        (ShardedTensor("step", torch.ones(2, dtype=torch.int64)), r"step has shape \[\] in it, \[2\] is wanted"),
-        (ShardedTensor("rng", torch.ones(2)), "rng is an object on one side"),
+        (ShardedTensor.whole("other", torch.ones(2)), "other is not in it"),
+        (ShardedTensor.whole("step", torch.ones(2, dtype=torch.int64)), r"step has shape \[\] in it, \[2\] is wanted"),
+        (ShardedTensor.whole("rng", torch.ones(2)), "rng is an object on one side"),
         (ShardedObject("step", None), "step is an object on one side"),
-        ([ShardedTensor(f"x{i}", torch.ones(2)) for i in range(9)], "x3 is not in it; and 5 more"),
+        ([ShardedTensor.whole(f"x{i}", torch.ones(2)) for i in range(9)], "x3 is not in it; and 5 more"),
     ],
 )
 def test_another_model_is_named_and_nothing_is_loaded(tmp_path, other, message):
