@@ -1,4 +1,4 @@
-"""Everything that differs between CPU and CUDA: the device, its seeds, its memory figures, its allocator.
+"""Everything that differs between CPU and CUDA: the device, its seeds, its memory, its allocator, its chunk sizes.
 
 The only file that asks torch.cuda anything; kernels are chosen elsewhere by the device of their tensors.
 """
@@ -8,6 +8,8 @@ import os
 import random
 import resource
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -15,6 +17,20 @@ import torch
 # Parameter numbers of mallopt(3) in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class RowChunks:
+    """How many elements of a table are worked on together on each kind of device, so that temporaries stay small."""
+
+    cpu_elements: int
+    gpu_elements: int
+
+    def of(self, rows: torch.Tensor) -> Iterator[slice]:
+        """Consecutive row ranges of about one chunk each; rows: [rows, columns], any dtype."""
+        elements = self.cpu_elements if rows.device.type == "cpu" else self.gpu_elements
+        step = max(1, elements // rows.shape[1])
+        return (slice(start, start + step) for start in range(0, rows.shape[0], step))
 
 
 def default_device() -> torch.device:

@@ -1,15 +1,15 @@
 """SwiGLU, optionally weighted per row, that keeps only its input for backward; other activations are plain torch."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.device import RowChunks
+
 # Rows worked on together: on the CPU the temporaries of a chunk stay in the shared cache, on a GPU they stay few.
-_CHUNK_ELEMENTS_CPU = 1 << 19
-_CHUNK_ELEMENTS_GPU = 1 << 26
+_CHUNKS = RowChunks(cpu_elements=1 << 19, gpu_elements=1 << 26)
 
 
 def bias_swiglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
@@ -39,7 +39,7 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate_up, weights)
         rows, ffn = gate_up.reshape(-1, gate_up.shape[-1]), gate_up.shape[-1] // 2  # [R, 2F]
         act = torch.empty(rows.shape[0], ffn, dtype=gate_up.dtype, device=gate_up.device)
-        for chunk in _chunks(rows):
+        for chunk in _CHUNKS.of(rows):
             gate, up = _halves(rows[chunk])
             out = _destination(act[chunk], gate.dtype)
             torch.ops.aten.silu.out(gate, out=out).mul_(up)
@@ -56,7 +56,7 @@ class _SwiGLU(torch.autograd.Function):
         grads = grad_act.reshape(-1, ffn)
         grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         grad_weights = None if weights is None else torch.empty_like(weights)
-        for chunk in _chunks(rows):
+        for chunk in _CHUNKS.of(rows):
             gate, up = _halves(rows[chunk])
             grad = grads[chunk].to(gate.dtype)
             out_gate = _destination(grad_rows[chunk, :ffn], gate.dtype)
@@ -96,10 +96,3 @@ def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     ffn = rows.shape[-1] // 2
     return rows[:, :ffn], rows[:, ffn:]
-
-
-def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Consecutive row ranges of about one chunk each; rows: [R, 2F]."""
-    elements = _CHUNK_ELEMENTS_CPU if rows.device.type == "cpu" else _CHUNK_ELEMENTS_GPU
-    step = max(1, elements // rows.shape[1])
-    return (slice(start, start + step) for start in range(0, rows.shape[0], step))

@@ -1,15 +1,15 @@
 """Cross entropy per token over a padded vocabulary, lean in memory; the loss function masks and reduces."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.device import RowChunks
+
 # A chunk of logits and its exponentials stay in a CPU's cache; a GPU needs a chunk that fills the device.
-_CHUNK_ELEMENTS_CPU = 1 << 18
-_CHUNK_ELEMENTS_GPU = 1 << 25
+_CHUNKS = RowChunks(cpu_elements=1 << 18, gpu_elements=1 << 25)
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, num_classes: int) -> Tensor:
         rows, labels = logits.view(-1, logits.shape[-1]), target.reshape(-1, 1)  # [T, V], [T, 1]
         loss = torch.empty(labels.shape, dtype=logits.dtype, device=logits.device)
-        for chunk in _chunks(rows):
+        for chunk in _CHUNKS.of(rows):
             valid = rows[chunk, :num_classes]
             largest, of_label = valid.amax(-1, keepdim=True), valid.gather(1, labels[chunk])
             valid.copy_(valid.softmax(-1))
@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         accumulate = torch.promote_types(logits.dtype, torch.float32)
         loss = torch.empty(labels.shape, dtype=accumulate, device=logits.device)
         log_sum = torch.empty_like(loss)
-        for chunk in _chunks(rows):
+        for chunk in _CHUNKS.of(rows):
             valid = rows[chunk, :num_classes]
             log_probs = torch.log_softmax(valid, dim=-1, dtype=accumulate)
             torch.neg(log_probs.gather(1, labels[chunk]), out=loss[chunk])
@@ -91,16 +91,9 @@ class _CrossEntropy(torch.autograd.Function):
         grad = logits if ctx.consume else torch.empty_like(logits, memory_format=torch.contiguous_format)
         source, result = logits.reshape(-1, logits.shape[-1]), grad.view(-1, logits.shape[-1])
         scale = grad_loss.reshape(-1, 1).to(log_sum.dtype)
-        for chunk in _chunks(source):
+        for chunk in _CHUNKS.of(source):
             probs = (source[chunk, : ctx.num_classes].to(log_sum.dtype) - log_sum[chunk]).exp_()
             probs.mul_(scale[chunk]).scatter_add_(1, labels[chunk], -scale[chunk])
             result[chunk, : ctx.num_classes] = probs
         result[:, ctx.num_classes :] = 0
         return grad, None, None, None
-
-
-def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Consecutive row ranges of about one chunk each; rows: [T, V]."""
-    elements = _CHUNK_ELEMENTS_CPU if rows.device.type == "cpu" else _CHUNK_ELEMENTS_GPU
-    step = max(1, elements // rows.shape[1])
-    return (slice(start, start + step) for start in range(0, rows.shape[0], step))

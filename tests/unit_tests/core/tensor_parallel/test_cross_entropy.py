@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.device import RowChunks
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy, vocab_parallel_cross_entropy
 
@@ -14,7 +15,7 @@ CLASSES, PADDED = 13, 16
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, the last one incomplete."""
-    monkeypatch.setattr(cross_entropy, "_CHUNK_ELEMENTS_CPU", 3 * PADDED)
+    monkeypatch.setattr(cross_entropy, "_CHUNKS", RowChunks(cpu_elements=3 * PADDED, gpu_elements=3 * PADDED))
 
 
 def logits_and_targets(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.device import RowChunks
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.transformer.norms import LayerNorm, Norm, RMSNorm, rms_norm
@@ -18,7 +19,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_bias_swiglu, "_CHUNK_ELEMENTS_CPU", 32)
+    monkeypatch.setattr(fused_bias_swiglu, "_CHUNKS", RowChunks(cpu_elements=32, gpu_elements=32))
 
 
 def table(width: int, percent: float = 1.0, dtype: torch.dtype = torch.float64) -> RotaryEmbedding:
