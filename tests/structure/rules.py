@@ -294,7 +294,7 @@ def device_read(sources: list[Source]) -> Iterator[Broken]:
 @product_rule
 def import_direction(sources: list[Source]) -> Iterator[Broken]:
     for source, line, module in upward_imports(sources):
-        yield source.name, line, module, f"imported by {source.module}", "earlier lines of DESIGN.md section 2"
+        yield source.name, line, module, f"imported by {source.module}", "lines above it in megatron/core/README.md"
 
 
 @product_rule
