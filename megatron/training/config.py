@@ -12,6 +12,13 @@ from megatron.core.config_field import config_field, validate_fields
 
 def parse_signal(word: str) -> int:
     """The number of a signal given by name (`SIGTERM`, `term`) or number (`15`)."""
+    number = _signal_number(word)
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"{word!r} cannot be caught by any program; examples: SIGTERM, SIGUSR1, 15")
+    return number
+
+
+def _signal_number(word: str) -> int:
     if word.isdigit():
         return int(signal.Signals(int(word)))
     name = word.upper()

@@ -34,6 +34,7 @@ def evaluate_validation(run: TrainingRun, *, final: bool = False) -> None:
     run.callbacks.on_evaluation_start(run.state.iteration)
     losses = evaluate(run, run.valid_iterator, iterations=iterations)
     run.state.consumed_valid_samples += iterations * run.global_batch_size
+    run.state.evaluated_iteration = run.state.iteration
     _report(run, "validation", losses=losses, final=final)
 
 

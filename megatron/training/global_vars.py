@@ -1,13 +1,16 @@
-"""What scripts written for Megatron fetch by name: arguments and tokenizer. Nothing inside megatron/ reads it."""
+"""What scripts written for Megatron fetch by name: arguments, timers, tokenizer. Nothing inside megatron/ reads it."""
 
 import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.training.timers import Timers
+
 
 @dataclass
 class _Holder:
     args: argparse.Namespace | None = None
+    timers: Timers | None = None
     tokenizer: Any = None
 
 
@@ -17,6 +20,7 @@ _HOLDER = _Holder()
 def publish_run(args: argparse.Namespace | None) -> None:
     """Makes the run that is starting known to scripts; None when it has ended."""
     _HOLDER.args, _HOLDER.tokenizer = args, None
+    _HOLDER.timers = None if args is None else Timers()
 
 
 def publish_tokenizer(tokenizer: Any) -> None:
@@ -29,6 +33,13 @@ def get_args() -> argparse.Namespace:
     if _HOLDER.args is None:
         raise RuntimeError("arguments do not exist yet: call initialize_megatron() first")
     return _HOLDER.args
+
+
+def get_timers() -> Timers:
+    """The run's timers, for a script's own use; RuntimeError before initialize_megatron."""
+    if _HOLDER.timers is None:
+        raise RuntimeError("timers do not exist yet: call initialize_megatron() first")
+    return _HOLDER.timers
 
 
 def get_tokenizer() -> Any:

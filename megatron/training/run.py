@@ -61,6 +61,11 @@ class TrainingRun:
         """Whether something that happens every `interval` steps happens after this one."""
         return interval is not None and self.state.iteration % interval == 0
 
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether an evaluation is due and not done; a run stopped by a signal leaves it to the run that resumes."""
+        return self.is_due(self.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
+
     def count_step(self, *, updated: bool, nan: bool) -> None:
         """Moves the counters past one training step."""
         self.state.iteration += 1

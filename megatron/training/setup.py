@@ -18,6 +18,7 @@ from megatron.core.agreement import all_ranks_agree
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.device import default_device
 from megatron.core.distributed import PlainDataParallel, check_weights_agree, finalize_model_grads
+from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import (
@@ -72,9 +73,9 @@ def setup_run(
     )
     optimizer = scheduler = None
     if training.skip_train:
-        model = get_model(model_provider, args)
+        model = get_model(model_provider, ModelType.encoder_or_decoder, args=args)
     else:
-        model, optimizer, scheduler = setup_model_and_optimizer(model_provider, args)
+        model, optimizer, scheduler = setup_model_and_optimizer(model_provider, ModelType.encoder_or_decoder, args=args)
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks)
     config = get_model_config(model)
@@ -105,10 +106,10 @@ def setup_run(
 
 
 def setup_model_and_optimizer(
-    model_provider: Callable[..., nn.Module], args: argparse.Namespace
+    model_provider: Callable[..., nn.Module], model_type: ModelType, *, args: argparse.Namespace
 ) -> tuple[PlainDataParallel, MegatronOptimizer, OptimizerParamScheduler]:
     """Model, optimizer and schedule, joined through the callables of the model's configuration."""
-    model = get_model(model_provider, args)
+    model = get_model(model_provider, model_type, args=args)
     optimizer = get_megatron_optimizer(config_from_args(OptimizerConfig, args), [model])
     scheduler = get_optimizer_param_scheduler(
         optimizer,
@@ -127,10 +128,12 @@ def setup_model_and_optimizer(
     return model, optimizer, scheduler
 
 
-def get_model(model_provider: Callable[..., nn.Module], args: argparse.Namespace) -> PlainDataParallel:
+def get_model(
+    model_provider: Callable[..., nn.Module], model_type: ModelType, *, args: argparse.Namespace
+) -> PlainDataParallel:
     """The provider's model on this rank's device, in the precision of the flags, wrapped for data parallelism.
 
-    Raises ValueError on every rank if the copies start from different weights.
+    model_type: one value so far. Raises ValueError on every rank if the copies start from different weights.
     """
     model: nn.Module = model_provider(pre_process=True, post_process=True).to(default_device())
     group = get_process_groups().dp

@@ -13,7 +13,7 @@ class TrainState:
 
     iteration: training steps done. consumed_train_samples, consumed_valid_samples: the data position, over all ranks.
     skipped_iterations: steps without an update since the start (fp16 overflow); nan_iterations: those with a loss that
-    was not finite.
+    was not finite. evaluated_iteration: the step after which the validation split was last evaluated.
     """
 
     iteration: int = 0
@@ -21,6 +21,7 @@ class TrainState:
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    evaluated_iteration: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         """The counters as JSON values."""

@@ -68,10 +68,12 @@ def train(run: TrainingRun) -> ExitReason | None:
     saved_iteration = state.iteration
     reason: ExitReason | None = None
     with exits.listening():
+        if run.owes_evaluation:
+            evaluate_validation(run)
         while state.iteration < run.train_iters and reason is None:
             report, reason = train_step(run)
             run.callbacks.on_step_end(report)
-            if run.is_due(run.training.eval_interval) and reason is None:
+            if run.owes_evaluation and reason is not ExitReason.SIGNAL:
                 evaluate_validation(run)
             if exits.at_interval(state.iteration):
                 reason = reason or ExitReason.INTERVAL

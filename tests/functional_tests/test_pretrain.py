@@ -1,5 +1,7 @@
 """pretrain() as scripts call it: a model of one's own, more than one run in a process, evaluation without training."""
 
+import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -60,8 +62,8 @@ class Record(Callback):
         self.evaluated.append((report.split, report.losses["lm loss"]))
 
 
-def run(extra: str, *, own_model: bool) -> Record:
-    record = Record()
+def run(extra: str, *, own_model: bool, record: Record | None = None) -> Record:
+    record = record or Record()
     pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,
         (lambda pre_process, post_process: Bigram()) if own_model else pretrain_gpt.model_provider,
@@ -71,6 +73,30 @@ def run(extra: str, *, own_model: bool) -> Record:
         argv=(FLAGS + extra).split(),
     )
     return record
+
+
+class SignalAfter(Record):
+    """Sends this process the exit signal once step `last` is done."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def on_step_end(self, report: StepReport) -> None:
+        super().on_step_end(report)
+        if report.iteration == self.last:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def evaluated_runs(folder: str) -> list[Record]:
+    """Evaluating after every step: a whole run, one that a signal stops after step 3, and the rest of that one."""
+    every_step = "--eval-interval 1 --train-iters 5 --exit-signal-handler"
+    saved = f"{every_step} --save {folder} --load {folder}"
+    return [
+        run(every_step, own_model=False),
+        run(saved, own_model=False, record=SignalAfter(2)),
+        run(saved, own_model=False),
+    ]
 
 
 def several_runs(folder: str) -> list[Record]:
@@ -91,3 +117,10 @@ def test_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
         assert evaluated.losses == []
         # The test split starts anew at each evaluation, so the saved weights must give the very same loss.
         assert evaluated.evaluated[-1] == second.evaluated[-1]
+
+
+def test_a_signal_costs_no_evaluation(tmp_path: Path) -> None:
+    for whole, stopped, rest in run_on_ranks(evaluated_runs, 2, str(tmp_path), backend=None):
+        assert (len(stopped.losses), len(rest.losses)) == (3, 2)
+        assert len(stopped.evaluated) == 2
+        assert stopped.evaluated + rest.evaluated == whole.evaluated

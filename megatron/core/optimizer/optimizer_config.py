@@ -38,7 +38,7 @@ class OptimizerConfig:
     initial_loss_scale: float = config_field(2**32, more_than=0, help="Dynamic loss scale at the start.")
     min_loss_scale: float = config_field(1.0, more_than=0, help="Lowest dynamic loss scale.")
     loss_scale_window: float = config_field(
-        1000, more_than=0, help="Double the dynamic loss scale after this many steps without overflow."
+        1000, at_least=1, help="Double the dynamic loss scale after this many steps without overflow."
     )
     hysteresis: int = config_field(2, at_least=1, help="Overflows before the dynamic loss scale is halved.")
 

@@ -32,6 +32,7 @@ class DotProductAttention(nn.Module):
         assert config.kv_channels is not None
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        validate_backend(config.attention_backend, dropout=self.dropout)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.kernels = sdp_backends(config.attention_backend)
         # Chosen here, once: forward has no switches.
@@ -90,6 +91,16 @@ class DotProductAttention(nn.Module):
 
     def _kernel_choice(self) -> AbstractContextManager[None]:
         return sdpa_kernel(self.kernels) if self.kernels else nullcontext()
+
+
+def validate_backend(backend: AttnBackend, *, dropout: float) -> None:
+    """Raises ValueError for a kernel that this device does not have."""
+    fused = backend in (AttnBackend.flash, AttnBackend.fused)
+    if fused and dropout > 0 and default_device().type == "cpu":
+        raise ValueError(
+            f"attention_dropout is {dropout} and attention_backend is {backend.name}: "
+            "that kernel has no dropout on the CPU, set attention_dropout to 0 or attention_backend to auto"
+        )
 
 
 def sdp_backends(backend: AttnBackend) -> list[SDPBackend]:

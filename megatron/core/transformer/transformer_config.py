@@ -17,7 +17,12 @@ from megatron.core.model_parallel_config import (
     validate_precision,
 )
 from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
-from megatron.core.transformer.moe.moe_config import MoEConfig, parse_moe_layer_freq, validate_moe
+from megatron.core.transformer.moe.moe_config import (
+    MoEConfig,
+    parse_moe_layer_freq,
+    validate_grouped_gemm,
+    validate_moe,
+)
 
 
 @dataclass(kw_only=True)
@@ -101,6 +106,7 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig):
         if self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
+        validate_grouped_gemm(self, hidden_size=self.hidden_size, itemsize=self.params_dtype.itemsize)
         if self.init_method is None:
             self.init_method = NormalInit(self.init_method_std)
         if self.output_layer_init_method is None:

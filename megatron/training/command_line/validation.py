@@ -110,8 +110,13 @@ def check_query_groups(args: argparse.Namespace) -> None:
 
 
 def check_experts(args: argparse.Namespace) -> None:
-    """Flags of expert layers are contradictory in a dense model, not ignored."""
+    """Flags of expert layers are contradictory in a dense model, not ignored; a router must be able to learn."""
     if args.num_experts is not None:
+        if args.moe_router_topk == 1:
+            raise CommandLineError(
+                "--moe-router-topk is 1: the weight of a single expert is always 1, so its router would not learn; "
+                "must be at least 2"
+            )
         return
     # A value equal to the default may come from a file of --print-config.
     for flag in flags_of_class(MoEConfig, {}):

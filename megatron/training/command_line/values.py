@@ -32,7 +32,7 @@ _KIND_NAMES = {"int": "an integer", "float": "a number"}
 
 def not_yet(owner: str, table: FlagTable) -> str:
     """The words that refuse what a later issue brings."""
-    return f"not in this version yet (planned: {table.owner_titles[owner]!r})"
+    return f"not yet in this version (planned: {table.owner_titles[owner]!r})"
 
 
 def value_of_word(flag: Flag, word: str, *, table: FlagTable) -> Any:
@@ -60,7 +60,7 @@ def _choice_error(flag: Flag, word: str, *, table: FlagTable) -> str | None:
         return f"{word!r} is {not_yet(owner, table)}"
     # Enum choices are listed as `AttnBackend.flash`; users write `flash`.
     upstream = () if flag.known is None else flag.known.choices or ()
-    if word in {str(choice).rpartition(".")[2] for choice in upstream}:
+    if choice_names(flag) and word in {str(choice).rpartition(".")[2] for choice in upstream}:
         return f"{word!r} is not available here; choose one of {', '.join(choice_names(flag))}"
     return None
 

@@ -101,6 +101,20 @@ def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -
     validate_aux_loss(config)
 
 
+def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int) -> None:
+    """Raises ValueError where rows of the grouped product are not whole 16-byte words; itemsize: bytes of a weight."""
+    if config.num_moe_experts is None or not config.moe_grouped_gemm:
+        return
+    assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
+    multiple = max(1, 16 // itemsize)
+    for name, width in (("moe_ffn_hidden_size", config.moe_ffn_hidden_size), ("hidden_size", hidden_size)):
+        if width % multiple:
+            raise ValueError(
+                f"{name} is {width}: must be a multiple of {multiple} with moe_grouped_gemm in this precision, "
+                "whose kernel reads 16 bytes at a time"
+            )
+
+
 def validate_moe_layer_freq(config: MoEConfig, num_layers: int) -> None:
     """Raises ValueError where the layer pattern does not fit the layers."""
     freq = config.moe_layer_freq
@@ -123,6 +137,13 @@ def validate_aux_loss(config: MoEConfig) -> None:
         raise ValueError(
             f"moe_aux_loss_coeff has {len(coefficients)} values: must have one per moe_router_load_balancing_type "
             f"({', '.join(map(str, types))})"
+        )
+    if len(set(types)) < len(types):
+        raise ValueError(f"moe_router_load_balancing_type is {types}: must name each type once")
+    if dict(zip(types, coefficients)).get("none"):
+        raise ValueError(
+            f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff} but moe_router_load_balancing_type is none: "
+            "must be 0, or choose aux_loss"
         )
     if not all(math.isfinite(float(value)) for value in coefficients):
         raise ValueError(f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff}: must be finite")

@@ -10,6 +10,8 @@ from torch import Tensor
 from megatron.core.device import RowChunks
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.transformer.dot_product_attention import validate_backend
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.norms import LayerNorm, Norm, RMSNorm, rms_norm
 from megatron.core.transformer.rope import RotaryEmbedding, apply_rotary_pos_emb, split_and_rotate
 from tests.unit_tests.core.models.small_models import small_config
@@ -125,3 +127,13 @@ def test_rotation_turns_each_pair_by_its_angle() -> None:
 def test_odd_rotary_width_is_refused() -> None:
     with pytest.raises(ValueError, match="kv_channels 5 x rotary_percent 1.0 is 5"):
         RotaryEmbedding(5, 8)
+
+
+@pytest.mark.parametrize("backend", [AttnBackend.flash, AttnBackend.fused])
+def test_a_kernel_without_dropout_refuses_it(backend: AttnBackend) -> None:
+    if torch.cuda.is_available():
+        validate_backend(backend, dropout=0.1)
+    else:
+        with pytest.raises(ValueError, match=f"attention_dropout is 0.1 and attention_backend is {backend.name}"):
+            validate_backend(backend, dropout=0.1)
+    validate_backend(backend, dropout=0.0)
