@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
+
+MIN_DOCUMENTS = 3  # one each for training, validation and test
 VOCAB_SIZE = 2048
 INTERRUPTED = 130  # exit code, as shells have it
 PROMPT = "def read_lines(path):\n"
@@ -27,7 +33,7 @@ MODEL = """
 SCHEDULE = """
 --micro-batch-size 8 --global-batch-size 16 --train-iters 2000
 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 --weight-decay 0.1 --adam-beta2 0.95
---eval-interval 100 --eval-iters 10 --split 96,3,1 --num-workers 0
+--eval-interval 100 --eval-iters 10 --num-workers 0
 --log-interval 20 --save-interval 100 --exit-signal-handler --exit-signal SIGINT
 """
 
@@ -118,7 +124,11 @@ def check_source(workspace: Workspace) -> None:
         return
     record = workspace.folder / "source.txt"
     source = f"{text}, {text.stat().st_size} bytes\n"
-    if not record.exists():
+    if not record.exists() or not workspace.checkpoints.exists():
+        # Nothing is trained yet: what an earlier text left is made anew.
+        if not record.exists() or record.read_text() != source:
+            for made in (workspace.tokenizer, *workspace.folder.glob("tokens_*")):
+                made.unlink(missing_ok=True)
         record.write_text(source)
     elif record.read_text() != source:
         raise SystemExit(
@@ -127,8 +137,20 @@ def check_source(workspace: Workspace) -> None:
         )
 
 
+def split_of(num_documents: int) -> str:
+    """Shares of --split by which validation and test get 3% and 1% of the documents, but one at least."""
+    if num_documents < MIN_DOCUMENTS:
+        raise SystemExit(
+            f"error: DATA has {num_documents} documents (a .txt is cut at blank lines, after 4 KiB or more): must "
+            f"be at least {MIN_DOCUMENTS}, for training, validation and test; give more text"
+        )
+    valid, test = max(1, round(0.03 * num_documents)), max(1, round(0.01 * num_documents))
+    return f"{num_documents - valid - test},{valid},{test}"
+
+
 def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
     """Trains for `minutes`, from the latest checkpoint where there is one."""
+    split = split_of(len(IndexedDataset(str(workspace.tokens)).document_indices) - 1)
     step(f"Training a mixture-of-experts GPT on {processes} processes for {minutes} minutes (Ctrl-C: stop)")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
     folders = ("--save", workspace.checkpoints, "--load", workspace.checkpoints)
@@ -138,7 +160,7 @@ def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
         *shlex.split(MODEL + SCHEDULE),
         *tokenizer_flags(workspace),
         *("--data-path", workspace.tokens, *folders, "--tensorboard-dir", workspace.checkpoints),
-        *("--exit-duration-in-mins", minutes),
+        *("--exit-duration-in-mins", minutes, "--split", split),
     )
 
 
