@@ -144,6 +144,8 @@ def check_checkpoints(args: argparse.Namespace) -> None:
         value = vars(args)[name]
         if value is not None and value is not False and args.load is None:
             raise CommandLineError(f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint")
+    if args.skip_train and args.load is None:
+        raise CommandLineError("--skip-train evaluates what --load holds: give the folder of the checkpoint")
     if args.save_interval is not None and args.save is None:
         raise CommandLineError("--save-interval needs --save: give the folder for the checkpoints")
 

@@ -27,12 +27,12 @@ def test_another_text_replaces_tokens_but_never_a_trained_run(tmp_path: Path) ->
     text.write_text("one")
     workspace = Workspace(folder, text)
     check_source(workspace)
-    (folder / "tokens_text_document.idx").touch()
-    check_source(workspace)
-    assert (folder / "tokens_text_document.idx").exists()
-    text.write_text("another")
-    check_source(workspace)
-    assert not (folder / "tokens_text_document.idx").exists()
+    tokens = folder / "tokens_text_document.idx"
+    for content, kept in (("one", True), ("another", False)):
+        tokens.touch()
+        text.write_text(content)
+        check_source(workspace)
+        assert tokens.exists() == kept
     workspace.checkpoints.mkdir()
     text.write_text("yet another")
     with pytest.raises(SystemExit, match="was made from"):

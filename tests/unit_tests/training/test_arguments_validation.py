@@ -88,6 +88,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             ["--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"],
         ),
         ("--finetune", "", ["--finetune needs --load"]),
+        ("--skip-train", "", ["--skip-train evaluates what --load holds"]),
         ("--ckpt-step 0", "", ["--ckpt-step needs --load"]),
         ("--use-checkpoint-args", "--num-layers", ["--use-checkpoint-args needs --load"]),
         ("--save-interval 5", "", ["--save-interval needs --save"]),
@@ -129,11 +130,11 @@ def test_validation_is_idempotent_and_a_missing_checkpoint_is_no_error() -> None
 
 
 def test_evaluation_alone_needs_neither_steps_nor_learning_rate() -> None:
-    assert vars(validated("--skip-train", drop="--train-iters --lr"))["lr"] is None
+    assert vars(validated("--skip-train --load x", drop="--train-iters --lr"))["lr"] is None
 
 
 def test_defaults_of_a_script_fill_what_nobody_gave() -> None:
-    args = parse_args(argv="--num-layers 2 --seed 3 --mock-data --skip-train --position-embedding-type none".split())
+    args = parse_args(argv="--num-layers 2 --seed 3 --mock-data --skip-train --load x --position-embedding-type none".split())
     defaults = {"num_layers": 9, "seed": 9, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
     validate_args(args, {**defaults, "micro_batch_size": 1})
     assert (args.num_layers, args.seed, args.hidden_size) == (2, 3, 8)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron.training import get_timers
 from megatron.training.timers import Timers
 
 
@@ -16,8 +15,3 @@ def test_a_timer_adds_intervals_and_is_reset_by_a_reading(monkeypatch: pytest.Mo
     assert timers("batch").elapsed(reset=False) == 6.0
     assert timers("batch").elapsed() == 12.0
     assert timers("batch").elapsed() == 1.0
-
-
-def test_timers_belong_to_a_run() -> None:
-    with pytest.raises(RuntimeError, match="initialize_megatron"):
-        get_timers()
