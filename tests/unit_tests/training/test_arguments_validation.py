@@ -134,7 +134,9 @@ def test_evaluation_alone_needs_neither_steps_nor_learning_rate() -> None:
 
 
 def test_defaults_of_a_script_fill_what_nobody_gave() -> None:
-    args = parse_args(argv="--num-layers 2 --seed 3 --mock-data --skip-train --load x --position-embedding-type none".split())
+    args = parse_args(
+        argv="--num-layers 2 --seed 3 --mock-data --skip-train --load x --position-embedding-type none".split()
+    )
     defaults = {"num_layers": 9, "seed": 9, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
     validate_args(args, {**defaults, "micro_batch_size": 1})
     assert (args.num_layers, args.seed, args.hidden_size) == (2, 3, 8)
