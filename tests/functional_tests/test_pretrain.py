@@ -64,14 +64,10 @@ class Record(Callback):
 
 def run(extra: str, *, own_model: bool, record: Record | None = None) -> Record:
     record = record or Record()
-    pretrain(
-        pretrain_gpt.train_valid_test_datasets_provider,
-        (lambda pre_process, post_process: Bigram()) if own_model else pretrain_gpt.model_provider,
-        ModelType.encoder_or_decoder,
-        bigram_step if own_model else pretrain_gpt.forward_step,
-        callbacks=[record],
-        argv=(FLAGS + extra).split(),
-    )
+    datasets, kind, argv = pretrain_gpt.train_valid_test_datasets_provider, ModelType.encoder_or_decoder, FLAGS + extra
+    provider = (lambda pre_process, post_process: Bigram()) if own_model else pretrain_gpt.model_provider
+    step = bigram_step if own_model else pretrain_gpt.forward_step
+    pretrain(datasets, provider, kind, step, callbacks=[record], argv=argv.split())
     return record
 
 

@@ -81,9 +81,7 @@ def test_resume_drops_lines_past_its_start_and_a_line_cut_short(tmp_path: Path) 
         log.on_run_end()
         with log.callbacks[0].path.open("a") as stream:
             stream.write('{"iteration": 1, "lm_lo')
-    records = []
-    for line in (tmp_path / "steps.jsonl").read_text().splitlines()[:-1]:
-        records.append(json.loads(line))
+    records = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()[:-1]]
     assert [record["iteration"] for record in records] == [1, 2, 3, 3]
     assert [record["learning_rate"] for record in records[:3]] == [0.1, 0.1, 2.1]
     assert records[3] == {"iteration": 3, "validation_loss": 1.5}

@@ -39,13 +39,9 @@ def batches() -> list[torch.Tensor]:
 
 
 def run(model: torch.nn.Module, data: list[torch.Tensor], **options: Any) -> Any:
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(data),
-        model=[model],
-        num_microbatches=len(data),
-        **options,
-    )
+    forward_backward = get_forward_backward_func()
+    common = {"forward_step_func": forward_step, "model": [model]}
+    return forward_backward(**common, data_iterator=iter(data), num_microbatches=len(data), **options)
 
 
 def test_no_pipelining_holds_one_microbatch_at_a_time() -> None:
