@@ -3,6 +3,8 @@
 Which router adds which loss is in router.py; the step's loss scale comes from the training schedule.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ class AuxLossRecorder(nn.Module):
         super().__init__()
         device = device or default_device()
         self.names = (LOAD_BALANCING_LOSS, Z_LOSS)
+        self._recording = True
         zeros = torch.zeros(len(self.names), num_layers, dtype=torch.float32, device=device)
         self.register_buffer("backward_scale", torch.ones((), dtype=torch.float64, device=device), persistent=False)
         self.register_buffer("sums", zeros, persistent=False)
@@ -57,6 +60,18 @@ class AuxLossRecorder(nn.Module):
         # In place: graphs that were recorded before still read this tensor.
         self.backward_scale.copy_(scale.detach().reshape(()))
 
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside, nothing is recorded: a layer's forward runs a second time, for its backward.
+
+        Losses are still attached. The first forward must run with gradients enabled, or its losses count nowhere.
+        """
+        recorded, self._recording = self._recording, False
+        try:
+            yield
+        finally:
+            self._recording = recorded
+
     def attach(self, activation: Tensor, loss: Tensor) -> Tensor:
         """`activation`, through which backward also reaches `loss`, with a gradient of the backward scale.
 
@@ -66,6 +81,8 @@ class AuxLossRecorder(nn.Module):
 
     def record(self, name: str, value: Tensor, *, layer_number: int) -> None:
         """Adds one microbatch's value; value: scalar, float, on the device; layer_number: from 1."""
+        if not self._recording:
+            return
         row = self.names.index(name)  # sums and counts are [names, layers]
         self.sums[row, layer_number - 1] += value.detach()
         self.counts[row, layer_number - 1] += 1

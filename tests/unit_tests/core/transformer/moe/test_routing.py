@@ -141,6 +141,8 @@ def test_records_are_summed_over_layers_and_microbatches_and_taken_once() -> Non
     assert totals_of(recorder) == {}
     for value, layer in ((1.0, 1), (3.0, 1), (4.0, 3)):
         recorder.record("z_loss", torch.tensor(value), layer_number=layer)
+        with recorder.recomputing():
+            recorder.record("z_loss", torch.tensor(value), layer_number=layer)
     assert totals_of(recorder) == {"z_loss": [8.0, 3.0]}
     assert totals_of(recorder) == {}
 
