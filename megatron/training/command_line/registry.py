@@ -59,6 +59,8 @@ MODEL_SHAPE_DESTS: tuple[str, ...] = (
     "moe_layer_freq",
     "moe_ffn_hidden_size",
     "moe_router_topk",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
 )
 
 

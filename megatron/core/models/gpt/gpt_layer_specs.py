@@ -9,6 +9,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_config import moe_layer_pattern
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -67,4 +68,6 @@ def get_mlp_module_spec(num_experts: int | None = None, moe_grouped_gemm: bool =
         return dense
     # The sequential experts are dense layers; the grouped ones have no parts to choose.
     experts = ModuleSpec(GroupedMLP) if moe_grouped_gemm else ModuleSpec(SequentialMLP, submodules=dense.submodules)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+    # Built only where the configuration gives it a width.
+    shared_experts = ModuleSpec(SharedExpertMLP, submodules=dense.submodules)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared_experts))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
+from megatron.core.transformer.moe.capacity_config import CapacityConfig, validate_capacity
 
 LOAD_BALANCING_TYPES = ("aux_loss", "none")
 
@@ -15,7 +16,7 @@ _MAX_PATTERN_LAYERS = 100_000
 
 
 @dataclass(kw_only=True)
-class MoEConfig:
+class MoEConfig(CapacityConfig):
     """How many experts, which layers have them, and how tokens are routed."""
 
     cli_group: ClassVar[str] = "moe"
@@ -47,6 +48,14 @@ class MoEConfig:
     )
     moe_z_loss_coeff: float | None = config_field(
         None, help="Weight of the loss that keeps router logits small; 1e-3 is a good start.", at_least=0
+    )
+    moe_shared_expert_intermediate_size: int | None = config_field(
+        None,
+        help="Width of a shared expert that every token sees, of all of them together; unset: there is none.",
+        at_least=1,
+    )
+    moe_shared_expert_gate: bool = config_field(
+        False, help="Weigh the shared expert's result per token by a learned sigmoid gate."
     )
     moe_grouped_gemm: bool = config_field(
         False, help="Compute all experts of a rank in one grouped matrix product instead of one after the other."
@@ -97,7 +106,10 @@ def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -
         )
     if config.moe_grouped_gemm and add_bias_linear:
         raise ValueError("moe_grouped_gemm has no biases: set add_bias_linear=False (--disable-bias-linear)")
+    if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
+        raise ValueError("moe_shared_expert_gate is True: needs a moe_shared_expert_intermediate_size")
     validate_moe_layer_freq(config, num_layers)
+    validate_capacity(config)
     validate_aux_loss(config)
 
 

@@ -16,9 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MoESubmodules:
-    """Spec of the experts."""
+    """Specs of the experts that the router chooses from, and of the one that every token sees."""
 
     experts: Any = None
+    shared_experts: Any = None
 
 
 class MoELayer(MegatronModule):
@@ -27,7 +28,8 @@ class MoELayer(MegatronModule):
     1. The router weighs experts: [T, K] weights and indices.
     2. The dispatcher sorts K copies of each token by expert: [R, H].
     3. The experts compute, each row times its weight: [R, H].
-    4. The dispatcher sums each token's K rows: [T, H].
+    4. The dispatcher sums each token's rows: [T, H].
+    5. The shared expert, if there is one, adds its result for every token: [T, H].
     """
 
     def __init__(
@@ -47,6 +49,14 @@ class MoELayer(MegatronModule):
             self.num_local_experts, config, pg_collection=pg_collection
         )
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=pg_collection)
+        self.shared_experts = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = build_module(
+                submodules.shared_experts,
+                config=config,
+                gate=config.moe_shared_expert_gate,
+                pg_collection=pg_collection,
+            )
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and no bias."""
@@ -56,4 +66,12 @@ class MoELayer(MegatronModule):
             tokens, probs=probs, expert_indices=expert_indices
         )
         output, _ = self.experts(rows.hidden_states, tokens_per_expert, rows.probs)  # [R, H]
-        return self.token_dispatcher.combine(output, metadata).view(hidden_states.shape), None
+        combined = self.token_dispatcher.combine(output, metadata)  # [T, H]
+        if self.shared_experts is not None:
+            combined = combined + self._shared_output(tokens)
+        return combined.view(hidden_states.shape), None
+
+    def _shared_output(self, tokens: Tensor) -> Tensor:
+        assert self.shared_experts is not None
+        output, bias = self.shared_experts(tokens)
+        return output if bias is None else output + bias

@@ -1,0 +1,101 @@
+"""Experts with room for so many tokens: who is dropped, and rows padded to one size per expert.
+
+The choice of slots (GShard, arXiv 2006.16668) and the order of rows that follows. What moves rows is permutation.py.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.capacity_config import CapacityConfig
+from megatron.core.transformer.moe.permutation import PermutationMap, count_sorted, sort_by_expert
+
+# (probs [T, K], expert_indices [T, K]) -> the map, and the rows of each expert [E], int64.
+RowOrder = Callable[[Tensor, Tensor], tuple[PermutationMap, Tensor]]
+
+
+def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
+    """Tokens that one of `num_experts` takes; num_tokens: assignments, that is tokens x K."""
+    capacity = math.ceil(num_tokens / num_experts * capacity_factor)
+    return capacity if min_capacity is None else max(capacity, min_capacity)
+
+
+def build_row_order(config: CapacityConfig, num_experts: int) -> RowOrder:
+    """How slots become rows: one row each, or as many as the experts have room for; chosen once."""
+    factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
+    order = _padded if config.moe_pad_expert_input_to_capacity else _dropped_sync
+
+    def every_slot(probs: Tensor, expert_indices: Tensor) -> tuple[PermutationMap, Tensor]:
+        return sort_by_expert(expert_indices, num_experts)
+
+    def within_capacity(probs: Tensor, expert_indices: Tensor) -> tuple[PermutationMap, Tensor]:
+        assert factor is not None
+        num_tokens = expert_indices.shape[0]
+        # An expert gets a token once: room beyond that is never used.
+        capacity = min(get_capacity(expert_indices.numel(), num_experts, factor), num_tokens)
+        weights = probs.detach() if policy == "probs" else torch.zeros_like(probs)
+        kept = kept_slots(weights, expert_indices, capacity=capacity)
+        return order(expert_indices, kept, num_experts=num_experts, capacity=capacity)
+
+    return every_slot if factor is None else within_capacity
+
+
+def kept_slots(weights: Tensor, expert_indices: Tensor, *, capacity: int) -> Tensor:
+    """The `capacity` slots with the largest weights of each expert; of equal ones, the first tokens.
+
+    weights: [T, K], float; expert_indices: [T, K], int64. Returns [T, K], bool, on the device, without a sync.
+    """
+    by_weight = weights.reshape(-1).sort(descending=True, stable=True).indices
+    sorted_experts, within = expert_indices.reshape(-1)[by_weight].sort(stable=True)
+    slots = by_weight[within]  # by expert, then by weight
+    kept = torch.empty_like(slots, dtype=torch.bool)
+    kept[slots] = _place_in_expert(sorted_experts) < capacity
+    return kept.view(expert_indices.shape)
+
+
+def _place_in_expert(sorted_experts: Tensor) -> Tensor:
+    """[R], ascending -> [R]: 0, 1, ... within each run of equal values."""
+    place = torch.arange(sorted_experts.numel(), device=sorted_experts.device)
+    return place - torch.searchsorted(sorted_experts, sorted_experts)
+
+
+def _dropped_sync(
+    expert_indices: Tensor, kept: Tensor, *, num_experts: int, capacity: int
+) -> tuple[PermutationMap, Tensor]:
+    """Rows for the kept slots alone. NOTE: waits for the device, as their number is a shape; _padded does not."""
+    slots = kept.reshape(-1).nonzero().squeeze(1)  # [R]
+    sorted_experts, order = expert_indices.reshape(-1)[slots].sort(stable=True)
+    slot_of_row = slots[order]
+    row_of_slot = torch.zeros_like(expert_indices).view(-1)
+    row_of_slot[slot_of_row] = torch.arange(slot_of_row.numel(), device=slot_of_row.device)
+    permutation = PermutationMap(
+        slot_of_row // kept.shape[1], slot_of_row, row_of_slot.view(kept.shape), kept=kept.contiguous()
+    )
+    return permutation, count_sorted(sorted_experts, num_experts)
+
+
+def _padded(expert_indices: Tensor, kept: Tensor, *, num_experts: int, capacity: int) -> tuple[PermutationMap, Tensor]:
+    """`capacity` rows for each expert, whatever the routing: every shape is known on the host."""
+    # Dropped slots sort behind all experts, into one row more than there are.
+    experts = expert_indices.reshape(-1).where(kept.reshape(-1), num_experts)
+    sorted_experts, slots = experts.sort(stable=True)
+    num_rows = num_experts * capacity
+    rows = (sorted_experts * capacity + _place_in_expert(sorted_experts)).clamp(max=num_rows)
+    slot_of_row = torch.zeros(num_rows + 1, dtype=torch.int64, device=slots.device)
+    slot_of_row[rows] = slots
+    filled = torch.zeros_like(slot_of_row, dtype=torch.bool)
+    filled[rows] = True
+    row_of_slot = torch.empty_like(slots)
+    # Row 0 is there for any routing; that a dropped slot does not count is said by `kept`.
+    row_of_slot[slots] = rows.where(rows < num_rows, 0)
+    slot_of_row, filled = slot_of_row[:num_rows].where(filled[:num_rows], 0), filled[:num_rows]
+    permutation = PermutationMap(
+        slot_of_row // kept.shape[1],
+        slot_of_row,
+        row_of_slot.view(kept.shape),
+        kept=kept.contiguous(),
+        filled=filled,
+    )
+    return permutation, torch.full((num_experts,), capacity, dtype=torch.int64, device=slots.device)

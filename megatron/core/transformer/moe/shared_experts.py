@@ -1,0 +1,53 @@
+"""The expert that every token sees, beside those that the router chooses (DeepSeekMoE, arXiv 2401.06066)."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.model_parallel_config import InitMethod
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SharedExpertMLP(MLP):
+    """A dense feed-forward layer of width moe_shared_expert_intermediate_size, the sum of all shared experts' widths.
+
+    gate: weigh each token's result by sigmoid(gate_weight x), as Qwen2-MoE does.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        gate: bool = False,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        if config.moe_shared_expert_intermediate_size is None:
+            raise ValueError("moe_shared_expert_intermediate_size is None: a shared expert needs a width")
+        super().__init__(
+            config,
+            submodules,
+            ffn_hidden_size=config.moe_shared_expert_intermediate_size,
+            pg_collection=pg_collection,
+        )
+        self.gate_weight = None
+        if gate:
+            assert config.init_method is not None
+            self.gate_weight = empty_parameter(1, config.hidden_size, config=config)
+            initialize_weight(self.gate_weight, config.init_method, config=config)
+
+    def init_methods(self) -> dict[str, InitMethod]:
+        """How the random parameters start, by name; the projections know their own."""
+        assert self.config.init_method is not None
+        return {} if self.gate_weight is None else {"gate_weight": self.config.init_method}
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """hidden_states: [*, H], parameter dtype; per_token_scale: [*] or None, multiplied with the gate.
+        Returns [*, H], same dtype, and the bias that is still to be added, [H] or with a gate [*, H], or None.
+        """
+        if self.gate_weight is None:
+            return super().forward(hidden_states, per_token_scale)
+        gate = F.linear(hidden_states, self.gate_weight).sigmoid().squeeze(-1)
+        return super().forward(hidden_states, gate if per_token_scale is None else gate * per_token_scale)

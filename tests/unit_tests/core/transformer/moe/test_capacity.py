@@ -1,0 +1,168 @@
+"""Experts with limited room and the shared expert, against loops over tokens in fp64."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Qwen2MoeConfig
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+from megatron.core.transformer.moe.capacity import build_row_order, get_capacity
+from megatron.core.transformer.moe.capacity_config import CapacityConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.permutation import permute_probs, permute_tokens, unpermute_tokens
+from tests.counts import long_count
+from tests.unit_tests.core.transformer.moe.test_moe_layer import expert_matrices, moe_layer
+
+LOOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def naive_kept(weights: Tensor, indices: Tensor, *, capacity: int, policy: str) -> Tensor:
+    """Each expert in turn: its slots by weight or by place, and the first `capacity` of them."""
+    kept = torch.zeros_like(indices, dtype=torch.bool)
+    for expert in indices.unique().tolist():
+        slots = [(t, k) for t in range(indices.shape[0]) for k in range(indices.shape[1]) if indices[t, k] == expert]
+        if policy == "probs":
+            slots.sort(key=lambda slot: -float(weights[slot].detach()))
+        for slot in slots[:capacity]:
+            kept[slot] = True
+    return kept
+
+
+def random_routing(generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
+    """Weights and indices [T, K], and E; few distinct weights, so that ties happen."""
+    tokens, experts = (int(torch.randint(1, high, (), generator=generator)) for high in (13, 9))
+    topk = int(torch.randint(1, experts + 1, (), generator=generator))
+    indices = torch.rand(tokens, experts, generator=generator).topk(topk).indices
+    return torch.randint(1, 8, (tokens, topk), generator=generator).double() / 8, indices, experts
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["dropped", "padded"])
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_rows_agree_with_a_loop_on_random_routings(policy: str, padded: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(long_count(1000, soak=10_000)):
+        weights, indices, experts = random_routing(generator)
+        factor = float(torch.rand((), generator=generator)) * 2 + 0.05
+        config = CapacityConfig(
+            moe_expert_capacity_factor=factor,
+            moe_token_drop_policy=policy,
+            moe_pad_expert_input_to_capacity=padded,
+        )
+        capacity = min(get_capacity(indices.numel(), experts, factor), len(indices))
+        kept = naive_kept(weights, indices, capacity=capacity, policy=policy)
+        permutation, counts = build_row_order(config, experts)(weights, indices)
+        assert torch.equal(permutation.kept, kept)
+        used = torch.bincount(indices[kept], minlength=experts)
+        assert torch.equal(counts, torch.full_like(used, capacity) if padded else used)
+        # Through the rows and back: each token once per kept slot, weighted.
+        tokens = torch.randn(len(indices), 3, dtype=torch.float64, generator=generator).requires_grad_()
+        probs = weights.clone().requires_grad_()
+        rows, scale = permute_tokens(tokens, permutation), permute_probs(probs, permutation)
+        owners = indices.reshape(-1)[permutation.slot_of_row]
+        live = scale > 0
+        assert torch.equal(owners[live], torch.arange(experts).repeat_interleave(counts)[live])
+        out = unpermute_tokens(rows * scale.unsqueeze(1), permutation)
+        expected = tokens * (probs * kept).sum(dim=1, keepdim=True)
+        torch.testing.assert_close(out, expected)
+        grads = [torch.autograd.grad(y.square().sum(), (tokens, probs), retain_graph=True) for y in (out, expected)]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["dropped", "padded"])
+def test_layer_computes_only_what_experts_have_room_for(padded: bool) -> None:
+    torch.manual_seed(3)
+    fields = {"moe_expert_capacity_factor": 0.6, "moe_pad_expert_input_to_capacity": padded}
+    layer = moe_layer(grouped=True, params_dtype=torch.float64, **fields)
+    x = torch.randn(12, 1, 32, dtype=torch.float64, requires_grad=True)
+    scores, indices = (x[:, 0] @ layer.router.weight.t()).topk(2)
+    weights, matrices = scores.softmax(dim=-1), expert_matrices(layer)
+    kept = naive_kept(weights, indices, capacity=get_capacity(24, 4, 0.6), policy="probs")
+    assert 0 < int(kept.sum()) < kept.numel()
+    expected = torch.zeros_like(x)
+    for t, k in kept.nonzero().tolist():
+        gate, up = (matrices[f"linear_fc1.weight.{name}"][indices[t, k]] @ x[t, 0] for name in ("gate", "up"))
+        expected[t, 0] += weights[t, k] * (matrices["linear_fc2.weight"][indices[t, k]] @ (F.silu(gate) * up))
+    output, _ = layer(x)
+    torch.testing.assert_close(output, expected)
+    output.sum().backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in layer.parameters())
+
+
+def test_padded_rows_need_no_value_on_the_host() -> None:
+    config = CapacityConfig(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+    with FakeTensorMode():
+        probs, indices = torch.rand(8, 2), torch.zeros(8, 2, dtype=torch.int64)
+        permutation, counts = build_row_order(config, 4)(probs, indices)
+        rows = permute_tokens(torch.rand(8, 16), permutation)
+        assert rows.shape == (16, 16) and counts.shape == (4,)
+        assert unpermute_tokens(rows, permutation).shape == (8, 16)
+
+
+def qwen_block(shared_width: int) -> Qwen2MoeSparseMoeBlock:
+    """Hugging Face's layer with a gated shared expert and weights that sum to one, in fp32."""
+    config = Qwen2MoeConfig(
+        hidden_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=shared_width,
+        norm_topk_prob=True,
+    )
+    block = Qwen2MoeSparseMoeBlock(config)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return block
+
+
+def load_qwen(layer: MoELayer, state: dict[str, Tensor]) -> None:
+    """Copies Hugging Face's weights into a layer of grouped experts, by our names."""
+    shared = layer.shared_experts
+    gate, up, down = (state[f"shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    with torch.no_grad():
+        layer.router.weight.copy_(state["gate.weight"])
+        layer.experts.weight1.view(4, 32, 64).copy_(state["experts.gate_up_proj"].transpose(1, 2))
+        layer.experts.weight2.view(4, 32, 32).copy_(state["experts.down_proj"].transpose(1, 2))
+        shared.linear_fc1.weight.copy_(torch.cat([gate, up]))
+        shared.linear_fc2.weight.copy_(down)
+        shared.gate_weight.copy_(state["shared_expert_gate.weight"])
+
+
+def test_shared_expert_agrees_with_hugging_face() -> None:
+    torch.manual_seed(0)
+    theirs = qwen_block(48)
+    ours = moe_layer(
+        grouped=True,
+        moe_ffn_hidden_size=32,
+        moe_shared_expert_intermediate_size=48,
+        moe_shared_expert_gate=True,
+    )
+    load_qwen(ours, theirs.state_dict())
+    x = torch.randn(3, 4, 32)
+    mine, yours = x.clone().requires_grad_(), x.clone().requires_grad_()
+    output, _ = ours(mine)
+    expected = theirs(yours)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    torch.testing.assert_close(output, expected, **LOOSE)
+    for result in (output, expected):
+        result.square().sum().backward()
+    torch.testing.assert_close(mine.grad, yours.grad, **LOOSE)
+    torch.testing.assert_close(ours.shared_experts.gate_weight.grad, theirs.shared_expert_gate.weight.grad, **LOOSE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"moe_expert_capacity_factor": 0.0}, "moe_expert_capacity_factor is 0.0: must be a number above 0"),
+        ({"moe_expert_capacity_factor": float("inf")}, "moe_expert_capacity_factor is inf"),
+        ({"moe_pad_expert_input_to_capacity": True}, "needs a moe_expert_capacity_factor"),
+        ({"moe_shared_expert_gate": True}, "needs a moe_shared_expert_intermediate_size"),
+        ({"moe_token_drop_policy": "random"}, "moe_token_drop_policy"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        moe_layer(grouped=True, **fields)
