@@ -5,12 +5,13 @@ VENV := .venv
 IN_VENV := $(VENV)/bin/python
 SOURCES := $(wildcard megatron tools benchmarks pretrain_gpt.py)
 DATA ?=
+BASE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train test test-fast check structure soak clean
+.PHONY: help env lock train test test-fast check structure soak same-losses clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(VENV)/.installed  ## make .venv and install what is pinned
 
@@ -48,6 +49,10 @@ structure:  ## print every place that breaks a limit of the house style (seconds
 
 soak: env  ## run every test with its long counts
 	SOAK=1 $(IN_VENV) -m pytest tests
+
+same-losses: env  ## train small runs with BASE=commit and with these files: every logged number must be the same
+	@test -n "$(BASE)" || { echo 'Which commit to compare with: make same-losses BASE=main'; exit 1; }
+	$(IN_VENV) tools/same_losses.py $(BASE)
 
 clean:  ## remove the environment, caches and build output; keeps runs/ and data/
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

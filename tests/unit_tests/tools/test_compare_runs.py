@@ -1,0 +1,95 @@
+"""compare_runs.py and same_losses.py: where runs part, in which field, by how much."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools import compare_runs, same_losses
+from tools.run_log import read_run
+
+
+def write_run(folder: Path, steps: range, *, flags: dict | None = None, **changed: dict[int, object]) -> Path:
+    """A log whose numbers depend on the step alone, but for `changed`: field to step to value."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for step in steps:
+        record = {"iteration": step, "lm_loss": 5 + 1 / step, "grad_norm": 1 / step, "learning_rate": 1e-3 * step}
+        record |= {"consumed_samples": 4 * step, "skipped": False, "seconds": len(folder.name) / step}
+        record |= {name: values[step] for name, values in changed.items() if step in values}
+        lines.append(json.dumps(record))
+    (folder / "steps.jsonl").write_text("\n".join(lines) + '\n{"iteration": 99, "lm_l')
+    if flags is not None:
+        (folder / "run.json").write_text(json.dumps({"flags": flags, "environment": {"torch": "2.13"}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changed, rtol, status, expected",
+    [
+        ({}, 0, 0, ["All 20 common steps are equal, bit for bit"]),
+        (
+            {"lm_loss": {7: 5.2, 9: 5.5}, "grad_norm": {7: 1.0}, "seconds": {1: 99.0}},
+            0,
+            1,
+            ["part at iteration 7, first in lm_loss; 6 common steps before", "grad_norm: 0.142857", "2 of 20"],
+        ),
+        ({"lm_loss": {8: 1.0}, "learning_rate": {8: 0.5}}, 0, 1, ["part at iteration 8, first in learning_rate"]),
+        ({"lm_loss": {8: 5.125 * (1 + 1e-9)}}, 1e-6, 0, ["part at iteration 8", "1.00e-09"]),
+        ({"lm_loss": {8: 5.125 * (1 + 1e-5)}}, 1e-6, 1, ["1.00e-05"]),
+        ({"lm_loss": {8: "NaN"}}, 1e6, 1, ["lm_loss: 5.125 | nan (relative inf)"]),
+        (
+            {"grad_norm": {8: "Infinity"}, "z_loss": {3: 1.0}},
+            1e6,
+            1,
+            ["Fields only in B: z_loss", "first in grad_norm"],
+        ),
+    ],
+)
+def test_runs_part_where_the_first_number_differs(tmp_path: Path, capsys, changed, rtol, status, expected) -> None:
+    a = write_run(tmp_path / "one", range(1, 21))
+    b = write_run(tmp_path / "another", range(1, 21), **changed)
+    assert compare_runs.main([str(a), str(b), "--rtol", str(rtol)]) == status
+    printed = capsys.readouterr().out
+    assert [text for text in expected if text not in printed] == [], printed
+
+
+def test_common_steps_count_and_the_others_are_named(tmp_path: Path, capsys) -> None:
+    nan = {"lm_loss": {5: "NaN"}}
+    a = write_run(tmp_path / "a", range(1, 11), flags={"seed": 1, "lr": 0.1}, **nan)
+    b = write_run(tmp_path / "b", range(3, 31), flags={"seed": 1, "lr": 0.2, "new": None}, **nan)
+    assert compare_runs.main([str(a), str(b)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "All 8 common steps" in printed and "Only in A: 2 steps (1 to 2) Only in B: 20 steps (11 to 30)" in printed
+    assert "flags lr 0.1 0.2" in printed and "flags new not set None" in printed and "torch" not in printed
+    assert compare_runs.main([str(a), str(write_run(tmp_path / "c", range(40, 45)))]) == 1
+    assert "No step is in both logs" in capsys.readouterr().out
+    assert compare_runs.main([str(a), str(tmp_path)]) == 2
+    assert "holds 3 runs: give one of" in capsys.readouterr().err
+
+
+def test_a_step_logged_twice_counts_as_it_was_last(tmp_path: Path) -> None:
+    path = write_run(tmp_path, range(1, 7)) / "steps.jsonl"
+    path.write_text(path.read_text().rpartition("\n")[0] + '\n{"iteration": 3, "lm_loss": 1.5}\nnonsense\n[1]\n')
+    run = read_run(path)
+    assert run.steps.tolist() == [1, 2, 3, 4, 5, 6] and run.series["lm_loss"].values[2] == 1.5
+    assert run.num_unreadable == 2
+
+
+@pytest.mark.slow
+def test_a_commit_has_the_losses_of_these_files_and_a_changed_number_is_found(tmp_path, capsys, monkeypatch) -> None:
+    verdict = same_losses.verdict
+    copies = {name: tmp_path / name for name in ("base", "head")}
+
+    def copy_and_judge(base: Path, head: Path) -> str:
+        shutil.copytree(base, copies["base"]), shutil.copytree(head, copies["head"])
+        return verdict(base, head)
+
+    monkeypatch.setattr(same_losses, "verdict", copy_and_judge)
+    assert same_losses.main(["HEAD", "--only", "llama-like, bf16"]) == 0
+    assert "same, 6 steps" in capsys.readouterr().out
+    log = copies["head"] / "steps.jsonl"
+    log.write_text(log.read_text().replace('"grad_norm": ', '"grad_norm": 1', 1))
+    assert verdict(*copies.values()) == "differs from iteration 1: grad_norm"
+    assert same_losses.main(["no-such-commit"]) == 2

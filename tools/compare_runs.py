@@ -1,0 +1,205 @@
+"""Says where the losses of two runs part: `python tools/compare_runs.py A B`, each a folder with a steps.jsonl.
+
+Exit status: 0 if no step that both have differs by more than --rtol (0: not by a bit), 1 if one does or no step is
+common, 2 if a log cannot be read. Fields of time and memory are not compared.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from tools.run_log import TIMINGS, RunLog, Series, read_run  # noqa: E402
+
+# What a step fixes first comes first: a field that parts explains those after it.
+CAUSES = ("consumed_samples", "global_batch_size", "learning_rate", "weight_decay", "loss_scale", "lm_loss")
+LAST = ("grad_norm", "num_zeros", "params_norm", "skipped", "validation_loss", "test_loss")
+NUM_INTERVALS = 8
+NOT_SET = "not set"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a field differs over the steps that both runs have.
+
+    steps: common ones, [n] int64; a, b: values, [n] float64; parted: [n] bool, not the same bits;
+    relative: [n] float64, |a - b| / max(|a|, |b|), infinite where only one is a number.
+    """
+
+    name: str
+    steps: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    parted: np.ndarray
+    relative: np.ndarray
+
+    @property
+    def first(self) -> int | None:
+        """The first step whose values are not the same bits."""
+        return int(self.steps[self.parted.argmax()]) if self.parted.any() else None
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference; 0 without common steps."""
+        return float(self.relative.max(initial=0.0))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    options = parse_options(argv)
+    try:
+        a, b = read_run(options.a), read_run(options.b)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    differences = compare(a, b)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+    console.print(f"A: {a.path}: {steps_text(a.steps)}\nB: {b.path}: {steps_text(b.steps)}", soft_wrap=True)
+    console.print(headline(a, b, differences=differences), style="bold", soft_wrap=True)
+    print_sizes(console, differences)
+    print_only_in_one(console, {"A": a, "B": b})
+    print_records(console, {"A": a.record, "B": b.record})
+    if not np.intersect1d(a.steps, b.steps).size:
+        return 1
+    return int(any(one.largest > options.rtol or (options.rtol == 0 and one.parted.any()) for one in differences))
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """The command line of this tool."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("a", type=Path, metavar="A", help="folder of a run (--tensorboard-dir or --save), or its log")
+    parser.add_argument("b", type=Path, metavar="B", help="the other run")
+    parser.add_argument(
+        "--rtol", type=float, default=0.0, help="relative difference up to which runs count as equal (default: 0)"
+    )
+    options = parser.parse_args(argv)
+    if not 0 <= options.rtol < float("inf"):
+        parser.error(f"--rtol is {options.rtol}: must be 0 or more")
+    return options
+
+
+def compare(a: RunLog, b: RunLog) -> list[Difference]:
+    """Each field that both logs have, in the order of a step; those of time are left out."""
+    common = [name for name in a.series if name in b.series and not name.startswith(TIMINGS)]
+    return [_difference(name, a.series[name], other=b.series[name]) for name in sorted(common, key=_place_in_step)]
+
+
+def _place_in_step(name: str) -> tuple[int, str]:
+    if name in CAUSES:
+        return CAUSES.index(name), name
+    return len(CAUSES) + (1 + LAST.index(name) if name in LAST else 0), name
+
+
+def _difference(name: str, one: Series, *, other: Series) -> Difference:
+    steps, at_one, at_other = np.intersect1d(one.steps, other.steps, assume_unique=True, return_indices=True)
+    a, b = one.values[at_one], other.values[at_other]
+    both_nan = np.isnan(a) & np.isnan(b)
+    parted = (a.view(np.int64) != b.view(np.int64)) & ~both_nan
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        relative = np.where(parted, np.abs(a - b) / np.maximum(np.abs(a), np.abs(b)), 0.0)
+    relative[(a == b) | both_nan] = 0.0
+    relative[np.isnan(relative)] = np.inf
+    return Difference(name, steps, a, b, parted, relative)
+
+
+def headline(a: RunLog, b: RunLog, *, differences: list[Difference]) -> str:
+    """Where the runs part, in one sentence and a line for each field that differs there."""
+    common = np.intersect1d(a.steps, b.steps)
+    if not common.size:
+        return "No step is in both logs."
+    parted = [(first, one) for one in differences if (first := one.first) is not None]
+    if not parted:
+        return f"All {len(common):,} common steps are equal, bit for bit."
+    step = min(first for first, _ in parted)
+    there = [one for first, one in parted if first == step]
+    before = int((common < step).sum())
+    lines = [f"The runs part at iteration {step}, first in {there[0].name}; {before:,} common steps before are equal."]
+    for one in there:
+        at = int(one.parted.argmax())
+        lines.append(f"  {one.name}: {one.a[at]!s} | {one.b[at]!s} (relative {one.relative[at]:.1e})")
+    return "\n".join(lines)
+
+
+def print_sizes(console: Console, differences: list[Difference]) -> None:
+    """Per field the largest relative difference, then how that of the loss grows over the run."""
+    parted = [one for one in differences if one.parted.any()]
+    if not parted:
+        return
+    table = _table("field", "first differs at", "steps that differ", "largest relative", "at step", "at the last step")
+    for one in parted:
+        largest = int(one.steps[one.relative.argmax()])
+        count = f"{int(one.parted.sum()):,} of {len(one.steps):,}"
+        table.add_row(
+            one.name, str(one.first), count, f"{one.largest:.2e}", str(largest), f"{float(one.relative[-1]):.2e}"
+        )
+    console.print(table)
+    loss = next((one for one in parted if one.name == "lm_loss"), None)
+    if loss is not None and len(loss.steps) > NUM_INTERVALS:
+        table = _table("steps", "largest relative difference of lm_loss", "mean")
+        for part in np.array_split(np.arange(len(loss.steps)), NUM_INTERVALS):
+            values = loss.relative[part]
+            span = f"{loss.steps[part[0]]} to {loss.steps[part[-1]]}"
+            table.add_row(span, f"{values.max():.2e}", f"{values.mean():.2e}")
+        console.print(table)
+
+
+def print_only_in_one(console: Console, runs: dict[str, RunLog]) -> None:
+    """Steps and fields that one log lacks, and lines that are unreadable."""
+    for name, other_name in (("A", "B"), ("B", "A")):
+        run, other = runs[name], runs[other_name]
+        only = np.setdiff1d(run.steps, other.steps)
+        if only.size:
+            console.print(f"Only in {name}: {steps_text(only)}", soft_wrap=True)
+        fields = sorted(set(run.series) - set(other.series))
+        if fields:
+            console.print(f"Fields only in {name}: {', '.join(fields)}", soft_wrap=True)
+        if run.num_unreadable:
+            console.print(f"Unreadable lines in {name}: {run.num_unreadable}")
+
+
+def steps_text(steps: np.ndarray) -> str:
+    """Steps in words; steps: [n], int64, rising."""
+    if not steps.size:
+        return "no steps"
+    pieces = np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1)
+    spans = [f"{piece[0]}" if len(piece) == 1 else f"{piece[0]} to {piece[-1]}" for piece in pieces]
+    shown = ", ".join(spans if len(spans) <= 6 else [*spans[:3], "...", *spans[-2:]])
+    return f"{steps.size:,} steps ({shown})"
+
+
+def print_records(console: Console, records: dict[str, dict[str, Any]]) -> None:
+    """What run.json says differently of flags, environment and model."""
+    missing = [name for name, record in records.items() if not record]
+    if missing:
+        console.print(f"No run.json in {' and '.join(missing)}: flags and environment are not compared.")
+        return
+    table = _table("", "name", "A", "B")
+    for part in ("flags", "environment", "model"):
+        parts = [record.get(part) or {} for record in records.values()]
+        for name in sorted({name for values in parts for name in values}):
+            values = [settings.get(name, NOT_SET) for settings in parts]
+            if values[0] != values[1]:
+                table.add_row(part, name, *map(str, values))
+    console.print(table if table.row_count else "Flags, environment and model are the same.")
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), title_justify="left")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Reads what a run wrote about itself, complete or cut short: steps.jsonl and run.json. Nothing is drawn here."""
+
+import json
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LOG_NAME = "steps.jsonl"
+RECORD_NAME = "run.json"
+# Fields of time and place, which no two runs share; those that end in a slash hold several.
+TIMINGS = ("seconds", "tokens_per_second", "tflops", "mfu", "timers/", "memory/")
+MAX_BINS = 128
+
+
+@dataclass(frozen=True)
+class Series:
+    """One number over the steps that have it. steps: [n] int64, rising; values: [n] float64."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclass
+class LayerTable:
+    """What each layer reports at a step, averaged over bins of equally many steps, so that a long run stays small.
+
+    sums: one array a bin, [layers] or [layers, experts], float64. counts: steps in each bin; first_steps, last_steps:
+    its ends.
+    """
+
+    layers: list[int] = field(default_factory=list)
+    first_steps: list[int] = field(default_factory=list)
+    last_steps: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    sums: list[np.ndarray] = field(default_factory=list)
+    steps_per_bin: int = 1
+
+    def add(self, step: int, rows: Mapping[str, Any]) -> None:
+        """Adds a step; one whose layers or experts are others than before is left out."""
+        layers = sorted(map(int, rows))
+        values = np.array([rows[str(layer)] for layer in layers], dtype=np.float64)
+        if not self.sums:
+            self.layers = layers
+        elif layers != self.layers or values.shape != self.sums[0].shape:
+            return
+        if self.counts and self.counts[-1] < self.steps_per_bin:
+            self.sums[-1] += values
+            self.counts[-1] += 1
+            self.last_steps[-1] = step
+            return
+        self.sums.append(values)
+        self.counts.append(1)
+        self.first_steps.append(step)
+        self.last_steps.append(step)
+        if len(self.sums) > MAX_BINS:
+            self._halve()
+
+    def means(self) -> np.ndarray:
+        """[bins, layers] or [bins, layers, experts], float64."""
+        return np.stack([total / count for total, count in zip(self.sums, self.counts)])
+
+    def _halve(self) -> None:
+        """Joins neighbours; the last bin, which has none, goes on growing."""
+        starts = range(0, len(self.sums), 2)
+        self.sums = [np.sum(self.sums[start : start + 2], axis=0) for start in starts]
+        self.counts = [sum(self.counts[start : start + 2]) for start in starts]
+        self.first_steps = self.first_steps[::2]
+        self.last_steps = [self.last_steps[start : start + 2][-1] for start in starts]
+        self.steps_per_bin *= 2
+
+
+@dataclass
+class RunLog:
+    """A run as its files tell it.
+
+    series: by field, those of nested objects as "memory/allocated". per_layer: by loss; expert_load: tokens per expert.
+    record: run.json, empty where there is none. num_unreadable: lines that are no JSON objects with an iteration.
+    """
+
+    path: Path
+    series: dict[str, Series]
+    expert_load: LayerTable
+    per_layer: dict[str, LayerTable]
+    record: dict[str, Any]
+    num_unreadable: int
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps in the log."""
+        return len(self.steps)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Iterations that have a line of a training step, [n] int64."""
+        empty = Series(np.zeros(0, np.int64), np.zeros(0))
+        return self.series.get("lm_loss", self.series.get("consumed_samples", empty)).steps
+
+
+def read_run(place: Path) -> RunLog:
+    """The run whose folder, parent folder or log file is `place`; ValueError where there is none."""
+    path = find_log(place)
+    reader = _Reader()
+    with path.open("rb") as file:
+        for line in file:
+            reader.read_line(line)
+    series = {name: _rising(steps, values) for name, (steps, values) in reader.columns.items()}
+    if not series:
+        raise ValueError(f"{path} has no line of a training step or an evaluation yet")
+    record = _read_record(path.with_name(RECORD_NAME))
+    return RunLog(path, series, reader.expert_load, reader.per_layer, record, reader.num_unreadable)
+
+
+def find_log(place: Path) -> Path:
+    """The log of a run given as its file, as --tensorboard-dir, as --save, or as the folder that holds one of these."""
+    if place.is_file():
+        return place
+    if not place.is_dir():
+        raise ValueError(f"{place} does not exist: give the folder of --tensorboard-dir or --save")
+    if (place / LOG_NAME).is_file():
+        return place / LOG_NAME
+    beside = [log for log in _logs_of_checkpoints(place) if log.is_file()]
+    below = beside[-1:] or sorted(place.glob(f"*/{LOG_NAME}"))
+    if len(below) == 1:
+        return below[0]
+    if below:
+        names = ", ".join(str(log.parent) for log in below)
+        raise ValueError(f"{place} holds {len(below)} runs: give one of {names}")
+    raise ValueError(f"{place} has no {LOG_NAME}: give the folder that a run had as --tensorboard-dir or --save")
+
+
+def _logs_of_checkpoints(folder: Path) -> Iterator[Path]:
+    """Where the checkpoints of `folder` say that their run logs to, oldest first."""
+    for common in sorted(folder.glob("iteration_*/common.json")):
+        named = json.loads(common.read_text(encoding="utf-8")).get("args", {}).get("tensorboard_dir")
+        if named:
+            yield Path(named) / LOG_NAME
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+@dataclass
+class _Reader:
+    """Takes a log apart into columns, line by line."""
+
+    columns: dict[str, tuple["array[int]", "array[float]"]] = field(default_factory=dict)
+    expert_load: LayerTable = field(default_factory=LayerTable)
+    per_layer: dict[str, LayerTable] = field(default_factory=dict)
+    num_unreadable: int = 0
+
+    def read_line(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            # A last line without its end is being written now.
+            self.num_unreadable += line.endswith(b"\n")
+            return
+        step = record.get("iteration") if isinstance(record, dict) else None
+        if not isinstance(step, int):
+            self.num_unreadable += 1
+            return
+        for name, value in record.items():
+            if name == "expert_load":
+                self.expert_load.add(step, value or {})
+            elif name == "per_layer":
+                for loss, rows in (value or {}).items():
+                    self.per_layer.setdefault(loss, LayerTable()).add(step, rows)
+            elif name != "iteration":
+                self._add(name, value, step=step)
+
+    def _add(self, name: str, value: Any, *, step: int) -> None:
+        if isinstance(value, dict):
+            for inner, item in value.items():
+                self._add(f"{name}/{inner}", item, step=step)
+            return
+        if value is None or isinstance(value, list):
+            return
+        try:
+            number = float(value)  # "NaN", "Infinity" and "-Infinity" are written as text
+        except ValueError:
+            return
+        steps, values = self.columns.setdefault(name, (array("q"), array("d")))
+        steps.append(step)
+        values.append(number)
+
+
+def _rising(steps: "array[int]", values: "array[float]") -> Series:
+    """Of a step that is there twice the later line counts."""
+    all_steps, all_values = np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
+    if np.all(np.diff(all_steps) > 0):
+        return Series(all_steps, all_values)
+    unique, from_end = np.unique(all_steps[::-1], return_index=True)
+    return Series(unique, all_values[::-1][from_end])
