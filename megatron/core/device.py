@@ -40,6 +40,13 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+def device_name(device: torch.device) -> str:
+    """What the device calls itself: a GPU's product name, or "cpu" with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads)"
+
+
 def prepare_device(device: torch.device) -> None:
     """Makes `device` current; on the CPU also tells glibc to keep freed memory."""
     if device.type == "cuda":

@@ -15,13 +15,14 @@ from megatron.training.command_line.parser import build_parser, check_leftovers
 from megatron.training.command_line.refusals import no_effect_notice
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
 from megatron.training.command_line.validation import read_launcher, validate_args
-from megatron.training.command_line.values import not_yet
-from megatron.training.command_line.yaml_config import config_text, read_config_file
+from megatron.training.command_line.values import not_yet, yaml_of_value
+from megatron.training.command_line.yaml_config import config_text, read_config_file, shown_flags
 
 __all__ = [
     "MODEL_SHAPE_DESTS",
     "CommandLineError",
     "config_from_args",
+    "config_values",
     "core_transformer_config_from_args",
     "parse_args",
     "validate_args",
@@ -29,6 +30,9 @@ __all__ = [
 
 # Values that mean what happens anyway, beside a flag's default.
 _HARMLESS_VALUES: dict[str, Any] = {"expert_tensor_parallel_size": 1, "mtp_num_layers": 0}
+
+# Arguments that say where a process or a run is, not how it was set up.
+_OF_ONE_RANK = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")
 
 
 def parse_args(
@@ -59,6 +63,20 @@ def parse_args(
     # Last: --world-size of the planner has the same name as what the launcher says.
     read_launcher(args)
     return args
+
+
+def config_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a run by name in the arguments, as JSON values: what --print-config shows, scripts' own too."""
+    table = flag_table()
+    known = {flag.dest: yaml_of_value(vars(args)[flag.dest]) for flag in shown_flags(args, table)}
+    # What a script added, and what follows from the flags, such as the padded vocabulary.
+    silent = {*table.by_dest, *_OF_ONE_RANK}
+    others = {name: value for name, value in vars(args).items() if name not in silent and _is_plain(value)}
+    return {**known, **others}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _config_path(words: Sequence[str]) -> str | None:

@@ -36,6 +36,7 @@ from megatron.training.callbacks import Callback, CallbackList
 from megatron.training.callbacks.console_log import ConsoleLog
 from megatron.training.callbacks.jsonl_log import JsonlLog
 from megatron.training.callbacks.progress_bar import ProgressBar
+from megatron.training.callbacks.run_file import RunFile, describe_run
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
 from megatron.training.config import CheckpointConfig, LoggingConfig, TrainingConfig
@@ -77,7 +78,7 @@ def setup_run(
     else:
         model, optimizer, scheduler = setup_model_and_optimizer(model_provider, ModelType.encoder_or_decoder, args=args)
     with all_ranks_agree():
-        every_callback = setup_callbacks(args, callbacks)
+        every_callback = setup_callbacks(args, callbacks, model=model)
     config = get_model_config(model)
     if config.calculate_per_token_loss:
         # The data-parallel wrapper and the step divide by microbatches, not by tokens.
@@ -186,7 +187,7 @@ def split_sizes(training: TrainingConfig, global_batch_size: int) -> list[int]:
     return [train, evaluations * training.eval_iters * global_batch_size, training.eval_iters * global_batch_size]
 
 
-def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = ()) -> CallbackList:
+def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, model: nn.Module) -> CallbackList:
     """Logs and display of rank 0; other ranks only run what the script adds."""
     if dist.get_rank() != 0:
         return CallbackList(tuple(extra))
@@ -202,7 +203,7 @@ def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = ()) ->
     callbacks.append(ConsoleLog(logging.log_interval, train_iters=args.train_iters or 0, write=write))
     folder = logging.tensorboard_dir or args.save
     if folder is not None:
-        callbacks.append(JsonlLog(Path(folder)))
+        callbacks += [RunFile(Path(folder), record=describe_run(args, model)), JsonlLog(Path(folder))]
     if logging.tensorboard_dir is not None:
         callbacks.append(TensorBoardLog(logging.tensorboard_dir, interval=logging.tensorboard_log_interval))
     return CallbackList((*callbacks, *extra))

@@ -15,6 +15,7 @@ from megatron.training.callbacks import Callback, RunStart, StepReport
 from megatron.training.console import print_rank_0
 from megatron.training.evaluation import evaluate_test, evaluate_validation
 from megatron.training.exit_conditions import ExitReason
+from megatron.training.flops import num_floating_point_operations
 from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.run import TrainingRun
 from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
@@ -25,7 +26,7 @@ from megatron.training.step_statistics import (
     total_reports,
 )
 
-__all__ = ["get_model", "pretrain", "setup_model_and_optimizer", "train", "train_step"]
+__all__ = ["get_model", "num_floating_point_operations", "pretrain", "setup_model_and_optimizer", "train", "train_step"]
 
 
 def pretrain(
@@ -95,7 +96,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     """
     start = time.perf_counter()
     assert run.optimizer is not None and run.scheduler is not None, "--skip-train never steps"
-    learning_rate = run.optimizer.param_groups[0]["lr"]
+    learning_rate, weight_decay = (run.optimizer.param_groups[0][name] for name in ("lr", "weight_decay"))
     run.optimizer.zero_grad()
 
     reports = get_forward_backward_func()(
@@ -132,5 +133,6 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         seconds=time.perf_counter() - start,
         skipped=not updated,
         nan=statistics.nan,
+        weight_decay=weight_decay,
     )
     return report, statistics.exit_reason

@@ -46,7 +46,7 @@ def started_run(
 
 def comparable(report: StepReport) -> dict[str, Any]:
     """Every number of a step that two equal runs share: all but its time. The norm as text: NaN equals no NaN."""
-    return {**vars(report), "seconds": None, "grad_norm": repr(report.grad_norm)}
+    return {**vars(report), "seconds": None, "memory": None, "grad_norm": repr(report.grad_norm)}
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """Logging and display that hang on named moments of a run."""
 
-from megatron.training.callbacks.base import Callback, CallbackList, EvaluationReport, RunStart, StepReport
+from megatron.training.callbacks.base import Callback, CallbackList, EvaluationReport, RankTimes, RunStart, StepReport
 
-__all__ = ["Callback", "CallbackList", "EvaluationReport", "RunStart", "StepReport"]
+__all__ = ["Callback", "CallbackList", "EvaluationReport", "RankTimes", "RunStart", "StepReport"]

@@ -8,11 +8,24 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """Milliseconds a step that ranks worked, their waiting for each other left out: the fastest and slowest rank."""
+
+    min_ms: float
+    min_rank: int
+    max_ms: float
+    max_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one training step did, as plain numbers.
+    """What one training step did, as plain numbers; None: not asked for, or not known at this step.
 
     losses: mean over the global batch by name ("lm loss", "load_balancing_loss"). seconds: wall time of the step.
-    grad_norm: global L2 norm before clipping, not finite where a gradient was not.
+    grad_norm: global L2 norm before clipping, not finite where a gradient was not. params_norm: that of the weights
+    after the step. tflops: 10^12 operations a second of one device; mfu: their share of its peak. memory: bytes of
+    this rank by kind. timers: milliseconds a step by timer, of the slowest rank, mean since the last log line.
+    expert_load: layer number to tokens per expert over all ranks. per_layer: name to layer number to value.
     """
 
     iteration: int
@@ -27,6 +40,16 @@ class StepReport:
     seconds: float
     skipped: bool
     nan: bool
+    weight_decay: float | None = None
+    decoupled_learning_rate: float | None = None
+    params_norm: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+    memory: dict[str, int] | None = None
+    timers: dict[str, float] | None = None
+    rank_times: RankTimes | None = None
+    expert_load: dict[int, list[int]] | None = None
+    per_layer: dict[str, dict[int, float]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,25 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
+
+# Fields of a report that a line has under the same name where the step knows them.
+_OPTIONAL = (
+    "num_zeros",
+    "params_norm",
+    "weight_decay",
+    "decoupled_learning_rate",
+    "tflops",
+    "mfu",
+    "memory",
+    "timers",
+    "expert_load",
+    "per_layer",
+)
 
 
 class JsonlLog(Callback):
@@ -24,6 +39,9 @@ class JsonlLog(Callback):
     def on_step_end(self, report: StepReport) -> None:
         """Writes the step's line at once: a killed run leaves complete lines."""
         losses = {name.replace(" ", "_"): value for name, value in report.losses.items()}
+        known = {name: vars(report)[name] for name in _OPTIONAL if vars(report)[name] is not None}
+        if report.rank_times is not None:
+            known["rank_times"] = asdict(report.rank_times)
         self._write(
             {
                 "iteration": report.iteration,
@@ -36,6 +54,7 @@ class JsonlLog(Callback):
                 "skipped": report.skipped,
                 "seconds": round(report.seconds, 6),
                 "tokens_per_second": round(report.tokens / report.seconds, 1),
+                **known,
             }
         )
 
@@ -51,12 +70,14 @@ class JsonlLog(Callback):
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None, "the log is opened by on_train_start"
-        self._file.write(json.dumps({name: _json_value(value) for name, value in record.items()}) + "\n")
+        self._file.write(json.dumps(_json_value(record)) + "\n")
         self._file.flush()
 
 
 def _json_value(value: Any) -> Any:
     """Numbers that JSON does not know become text: strict readers stay able to read the line."""
+    if isinstance(value, dict):
+        return {name: _json_value(inner) for name, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

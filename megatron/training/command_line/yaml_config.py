@@ -132,12 +132,15 @@ def _value(flag: Flag, data: Any, *, path: str, table: FlagTable) -> Any:
 def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set[str]) -> str:
     """The arguments as YAML that `--config` reads back to the same arguments."""
     groups: dict[str, dict[str, Any]] = {}
-    for flag in table.flags:
-        if flag.state is FlagState.REFUSED or flag.dest in NOT_IN_FILES or flag.dest in script_dests:
-            continue
-        value = vars(args)[flag.dest]
-        # Others would fill the page with what nobody set.
-        if flag.state is FlagState.WORKS or value != flag.default:
-            groups.setdefault(flag.group, {})[flag.dest] = yaml_of_value(value)
+    for flag in shown_flags(args, table):
+        if flag.dest not in script_dests:
+            groups.setdefault(flag.group, {})[flag.dest] = yaml_of_value(vars(args)[flag.dest])
     flat = {dest: yaml_of_value(vars(args)[dest]) for dest in sorted(script_dests)}
     return yaml.dump({**flat, **groups}, Dumper=_InlineListDumper, sort_keys=False, width=110)
+
+
+def shown_flags(args: argparse.Namespace, table: FlagTable) -> list[Flag]:
+    """The flags that make up a configuration: those that work, and others that somebody set."""
+    flags = [flag for flag in table.flags if flag.state is not FlagState.REFUSED and flag.dest not in NOT_IN_FILES]
+    # Others would fill the page with what nobody set.
+    return [flag for flag in flags if flag.state is FlagState.WORKS or vars(args)[flag.dest] != flag.default]

@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.training.callbacks import CallbackList, EvaluationReport, RunStart, StepReport
+from megatron.training.callbacks import CallbackList, EvaluationReport, RankTimes, RunStart, StepReport
 from megatron.training.callbacks.console_log import ConsoleLog, format_evaluation_line, format_training_line
 from megatron.training.callbacks.jsonl_log import JsonlLog
 from megatron.training.callbacks.progress_bar import ProgressBar
+from megatron.training.callbacks.run_file import RunFile
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
 
 STEP = StepReport(
@@ -86,6 +87,33 @@ def test_resume_drops_lines_past_its_start_and_a_line_cut_short(tmp_path: Path) 
     assert [record["learning_rate"] for record in records[:3]] == [0.1, 0.1, 2.1]
     assert records[3] == {"iteration": 3, "validation_loss": 1.5}
     assert records[0]["lm_loss"] == 2.0 and records[0]["tokens_per_second"] == 1024.0
+
+
+def test_step_lines_hold_what_a_step_knows_and_nothing_else(tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path)
+    log.on_train_start(RunStart(iteration=0, train_iters=9))
+    log.on_step_end(STEP)
+    times = RankTimes(min_ms=1.0, min_rank=3, max_ms=2.0, max_rank=0)
+    log.on_step_end(replace(STEP, memory={"rss": 5}, timers={"optimizer": math.nan}, rank_times=times, mfu=0.5))
+    log.on_run_end()
+    plain, full = (json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines())
+    assert {name: full[name] for name in full.keys() - plain.keys()} == {
+        "memory": {"rss": 5},
+        "timers": {"optimizer": "NaN"},
+        "rank_times": {"min_ms": 1.0, "min_rank": 3, "max_ms": 2.0, "max_rank": 0},
+        "mfu": 0.5,
+    }
+
+
+def test_run_file_lists_every_start_until_a_run_begins_anew(tmp_path: Path) -> None:
+    record = {"environment": {"host": "here"}, "flags": {"lr": 1}}
+    starts = []
+    for iteration in (0, 4, 6, 0):
+        RunFile(tmp_path, record=record).on_train_start(RunStart(iteration=iteration, train_iters=9))
+        written = json.loads((tmp_path / "run.json").read_text())
+        starts.append([start["iteration"] for start in written["starts"]])
+        assert written["flags"] == {"lr": 1} and written["started"] == written["starts"][-1]["started"]
+    assert starts == [[0], [0, 4], [0, 4, 6], [0]]
 
 
 def test_not_a_number_is_valid_json_for_strict_readers(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""How much arithmetic a model's matrix products are: per training step, and of a parameter per token.
+
+Times are measured elsewhere; peaks of devices are in core/device.py.
+"""
+
+import argparse
+
+from torch import nn
+
+from megatron.core.transformer.moe.moe_config import moe_layer_pattern
+
+# A multiply-add is two operations; backward makes a product for the input and one for the weights.
+_FLOPS_PER_MULTIPLY_ADD = 2
+_PASSES = 3
+
+
+def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> float:
+    """Operations of forward and backward over `batch_size` samples of the GPT of the flags, over all ranks.
+
+    Counts the matrix products, attention with the half of its matrix that a causal mask leaves. Sliding windows,
+    borders between packed samples, dropped tokens and recomputation are not taken into account.
+    """
+    moe_layers = sum(moe_layer_pattern(args.moe_layer_freq, args.num_layers)) if args.num_experts else 0
+    products = args.num_layers * _attention_products(args)
+    products += (args.num_layers - moe_layers) * _mlp_products(args, args.ffn_hidden_size)
+    if moe_layers:
+        products += moe_layers * _moe_products(args)
+    products += args.hidden_size * args.padded_vocab_size
+    return float(_FLOPS_PER_MULTIPLY_ADD * _PASSES * batch_size * args.seq_length * products)
+
+
+def _attention_products(args: argparse.Namespace) -> int:
+    """Multiply-adds of a layer's attention per token, forward."""
+    query = args.kv_channels * args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    projections = args.hidden_size * (2 * query + 2 * args.kv_channels * groups)
+    # Two products with all positions, of which half are masked.
+    return int(projections + query * args.seq_length)
+
+
+def _mlp_products(args: argparse.Namespace, width: int) -> int:
+    return int((3 if args.swiglu else 2) * args.hidden_size * width)
+
+
+def _moe_products(args: argparse.Namespace) -> int:
+    routed = args.moe_router_topk * _mlp_products(args, args.moe_ffn_hidden_size or args.ffn_hidden_size)
+    shared = _mlp_products(args, args.moe_shared_expert_intermediate_size or 0)
+    return int(args.hidden_size * args.num_experts + routed + shared)
+
+
+def count_parameters(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
+    """(all parameters, those that one token meets: of routed experts only the chosen ones)."""
+    routed = sum(param.numel() for name, param in model.named_parameters() if ".mlp.experts." in name)
+    total = sum(param.numel() for param in model.parameters())
+    idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if args.num_experts else 0
+    return total, total - idle

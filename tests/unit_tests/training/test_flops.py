@@ -1,0 +1,52 @@
+"""Counted operations against torch's own count of a model that runs, and the parameters that a token meets."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.flops import count_parameters
+from megatron.training.gpt_builder import build_gpt
+from megatron.training.training import num_floating_point_operations
+
+DENSE = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 2 --train-iters 1 --lr 1 --mock-data --attention-dropout 0.1 --vocab-size 100"
+)
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 3 --disable-bias-linear"
+
+
+def small_model(flags: str):
+    args = validate_args(parse_args(argv=f"{DENSE} {flags}".split()))
+    args.unpadded_vocab_size, args.padded_vocab_size = 100, 128
+    return args, build_gpt(args)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--group-query-attention --num-query-groups 2 --kv-channels 12 --swiglu --ffn-hidden-size 40",
+        f"{EXPERTS} --swiglu --position-embedding-type rope",
+        f"{EXPERTS} --moe-layer-freq [0,1,1] --untie-embeddings-and-output-weights",
+    ],
+)
+def test_operations_are_those_that_torch_counts_with_half_of_attention(flags: str) -> None:
+    args, model = small_model(flags)
+    tokens = torch.randint(100, (2, 16))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, torch.arange(16).expand(2, 16), None, labels=tokens).mean().backward()
+    # Attention's two products are the batched ones; torch counts the masked half too.
+    counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    attention = sum(count for op, count in counts.items() if "bmm" in op or "attention" in op)
+    assert attention > 0
+    assert num_floating_point_operations(args, 2) == sum(counts.values()) - attention / 2
+
+
+def test_a_token_meets_the_chosen_experts_only() -> None:
+    args, model = small_model(f"{EXPERTS} --moe-layer-freq [0,1,1]")
+    total, active = count_parameters(model, args)
+    assert total == sum(param.numel() for param in model.parameters())
+    assert total - active == 2 * (4 - 3) * (2 * 32 * 24)
+    args, model = small_model("")
+    assert len(set(count_parameters(model, args))) == 1
