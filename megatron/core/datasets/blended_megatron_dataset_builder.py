@@ -15,7 +15,7 @@ from megatron.core.agreement import all_ranks_agree
 from megatron.core.datasets.blended_dataset import BlendedDataset, blend_indices
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSequences
 from megatron.core.datasets.splits import DEFAULT_SPLIT, split_documents
-from megatron.core.datasets.utils import Split
+from megatron.core.datasets.utils import Blend, Split
 
 Datasets = list[GPTDataset | BlendedDataset | None]
 
@@ -39,7 +39,8 @@ class BlendedMegatronDatasetBuilder:
         if len(sizes) != len(Split):
             raise ValueError(f"sizes is {list(sizes)}: must be samples of train, valid and test")
         # The split is part of what cached indices are found by, so it is written out.
-        self.config = replace(config, split=config.split or DEFAULT_SPLIT)
+        split = None if config.blend_per_split is not None else config.split or DEFAULT_SPLIT
+        self.config = replace(config, split=split)
         self.cls = cls
         self.sizes = sizes
         self.is_built_on_rank = is_built_on_rank
@@ -59,6 +60,8 @@ class BlendedMegatronDatasetBuilder:
         return datasets
 
     def _build_splits(self) -> Datasets:
+        if self.config.blend_per_split is not None:
+            return self._build_separate_splits(self.config.blend_per_split)
         blend = self.config.blend
         prefixes: Sequence[str | None] = [None] if blend is None else blend[0]
         weights = None if blend is None else blend[1]
@@ -71,10 +74,28 @@ class BlendedMegatronDatasetBuilder:
             datasets.append(self._build_split(split, sources, size=size, weights=weights))
         return datasets
 
-    def _split(self, prefix: str | None, corpus: TokenSequences) -> list[range | None]:
+    def _build_separate_splits(self, blends: list[Blend | None]) -> Datasets:
+        if blends[Split.train.value] is None and self.sizes[Split.train.value] != 0:
+            raise ValueError("there is no training data: blend_per_split must start with a blend for training")
+        datasets: Datasets = []
+        for split, size, blend in zip(Split, self.sizes, blends):
+            sources = [] if blend is None or size == 0 else [self._whole_corpus(prefix) for prefix in blend[0]]
+            weights = None if blend is None else blend[1]
+            datasets.append(self._build_split(split, sources, size=size, weights=weights) if sources else None)
+        return datasets
+
+    def _whole_corpus(self, prefix: str) -> "_Source":
+        corpus = self.cls.build_low_level_dataset(prefix, self.config)
+        return _Source(prefix, corpus, range(self._num_documents(prefix, corpus)))
+
+    def _num_documents(self, prefix: str | None, corpus: TokenSequences) -> int:
         num_documents = self.cls.numel_low_level_dataset(corpus)
         if num_documents == 0:
             raise ValueError(f"{prefix}.idx has no documents: must have one or more; the corpus is empty")
+        return num_documents
+
+    def _split(self, prefix: str | None, corpus: TokenSequences) -> list[range | None]:
+        num_documents = self._num_documents(prefix, corpus)
         split = self.config.split
         assert split is not None
         ranges = split_documents(split, num_documents)
@@ -100,10 +121,23 @@ class BlendedMegatronDatasetBuilder:
         if size is None:
             whole = [self._build_one(split, source, num_samples=None) for source, w in zip(sources, weights) if w > 0]
             return BlendedDataset(whole, [len(dataset) for dataset in whole], None, self.config)
-        counts = np.bincount(blend_indices(weights, size)[0], minlength=len(sources)).tolist()
-        used = [(source, weight, count) for source, weight, count in zip(sources, weights, counts) if count]
-        datasets = [self._build_one(split, source, num_samples=count) for source, _, count in used]
-        return BlendedDataset(datasets, [weight for _, weight, _ in used], size, self.config)
+        return self._build_blend(split, sources, size=size, weights=weights)
+
+    def _build_blend(
+        self, split: Split, sources: list["_Source"], *, size: int, weights: list[float]
+    ) -> BlendedDataset:
+        order = blend_indices(weights, size)
+        counts = np.bincount(order[0], minlength=len(sources))
+        used = np.flatnonzero(counts).tolist()
+        weights = [weights[number] for number in used]
+        datasets = [self._build_one(split, sources[number], num_samples=int(counts[number])) for number in used]
+        if len(used) < len(sources):
+            order = blend_indices(weights, size)
+            # The share of a source without a sample goes to the others: one may now give a sample more.
+            for place, count in enumerate(np.bincount(order[0], minlength=len(used)).tolist()):
+                if count > len(datasets[place]):
+                    datasets[place] = self._build_one(split, sources[used[place]], num_samples=count)
+        return BlendedDataset(datasets, weights, size, self.config, order=order)
 
     def _build_one(self, split: Split, source: "_Source", *, num_samples: int | None) -> GPTDataset:
         assert source.documents is not None

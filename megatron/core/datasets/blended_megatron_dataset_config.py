@@ -6,8 +6,10 @@ from typing import Protocol
 
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.datasets.splits import DEFAULT_SPLIT, parse_split
+from megatron.core.datasets.utils import Blend, Split
 
-Blend = tuple[list[str], list[float] | None]
+# The order of a blend numbers its datasets in 16 bits, as Megatron's does.
+MOST_DATASETS = 32767
 
 
 class Vocabulary(Protocol):
@@ -30,7 +32,9 @@ class BlendedMegatronDatasetConfig:
     random_seed: int = config_field(1234, help="Seed of every shuffle.")
     sequence_length: int = config_field(help="Tokens per sample.", at_least=1)
     blend: Blend | None = config_field(None, help="Prefixes of .bin/.idx pairs, and their weights or None.")
-    blend_per_split: list[Blend | None] | None = config_field(None, help="One blend for each part; not yet.")
+    blend_per_split: list[Blend | None] | None = config_field(
+        None, help="Blends of train, valid and test, None for no such data; instead of blend and split."
+    )
     split: str | None = config_field(None, help=f"Shares of train, valid and test documents; {DEFAULT_SPLIT} if None.")
     path_to_cache: str | None = config_field(None, help="Folder of cached indices; None is beside the data.")
     mmap_bin_files: bool = config_field(True, help="Map .bin files into memory instead of reading them.")
@@ -41,13 +45,27 @@ class BlendedMegatronDatasetConfig:
         validate_fields(self)
         if self.split is not None:
             parse_split(self.split)
-        self.validate_blend()
+        self.validate_blends()
 
-    def validate_blend(self) -> None:
-        if self.blend_per_split is not None and any(blend is not None for blend in self.blend_per_split):
-            raise ValueError("blend_per_split (separate data for each part) is not available yet: use blend and split")
-        prefixes, weights = self.blend or ([], None)
-        if weights is None:
-            return
-        if len(prefixes) != len(weights) or any(weight < 0 for weight in weights) or not 0 < sum(weights) < math.inf:
-            raise ValueError(f"blend has weights {weights} for {len(prefixes)} datasets: must be one each, above 0")
+    def validate_blends(self) -> None:
+        if self.blend_per_split is not None and all(blend is None for blend in self.blend_per_split):
+            self.blend_per_split = None  # what scripts pass that have the flags and no values
+        if self.blend_per_split is not None:
+            if self.blend is not None or self.split is not None:
+                raise ValueError("blend_per_split is given together with blend or split: must be instead of them")
+            if len(self.blend_per_split) != len(Split):
+                raise ValueError(f"blend_per_split has {len(self.blend_per_split)} parts: must be train, valid, test")
+        for blend in [self.blend, *(self.blend_per_split or [])]:
+            if blend is not None:
+                validate_blend(blend)
+
+
+def validate_blend(blend: Blend) -> None:
+    """Raises ValueError unless there is a dataset, and a weight for each or none at all."""
+    prefixes, weights = blend
+    if not 0 < len(prefixes) <= MOST_DATASETS:
+        raise ValueError(f"blend has {len(prefixes)} datasets: must be 1 to {MOST_DATASETS}")
+    if weights is None:
+        return
+    if len(prefixes) != len(weights) or any(weight < 0 for weight in weights) or not 0 < sum(weights) < math.inf:
+        raise ValueError(f"blend has weights {weights} for {len(prefixes)} datasets: must be one each, above 0")

@@ -1,11 +1,12 @@
 """Command-line fields of the data: where it lies, how it is split and read; the samples are made in gpt_dataset.py."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.datasets.splits import DEFAULT_SPLIT, parse_split
-from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.datasets.utils import Blend, get_blend_from_list
 
 
 @dataclass(kw_only=True)
@@ -18,6 +19,20 @@ class DataConfig:
         None,
         help="Prefix of a .bin/.idx pair of tools/preprocess_data.py; or several, alone or as WEIGHT PREFIX pairs.",
         nargs="*",
+    )
+    train_data_path: list[str] | None = config_field(
+        None,
+        help="As --data-path, for training alone; --valid-data-path and --test-data-path name the data of the others.",
+        nargs="*",
+    )
+    valid_data_path: list[str] | None = config_field(
+        None, help="Validation data; without it, under --train-data-path, there is no validation.", nargs="*"
+    )
+    test_data_path: list[str] | None = config_field(
+        None, help="Test data; without it, under --train-data-path, there is no test.", nargs="*"
+    )
+    data_args_path: str | None = config_field(
+        None, help="File with the words of --data-path, between blanks or line ends; for long blends."
     )
     split: str | None = config_field(
         None,
@@ -33,6 +48,11 @@ class DataConfig:
         help="Read .bin files with file reads instead of a memory map.",
     )
     mock_data: bool = config_field(False, help="Train on made-up token sequences; needs no data files.")
+    reset_position_ids: bool = config_field(
+        False, help="Positions start anew behind each end-of-document token. No effect on rope: it is relative."
+    )
+    reset_attention_mask: bool = config_field(False, help="Attention does not see across end-of-document tokens.")
+    eod_mask_loss: bool = config_field(False, help="No loss where the input is the end-of-document token.")
     seq_length: int | None = config_field(None, help="Tokens per sample.", at_least=1)
     num_workers: int = config_field(
         2,
@@ -42,7 +62,7 @@ class DataConfig:
     create_attention_mask_in_dataloader: bool = config_field(
         True,
         flags=("--no-create-attention-mask-in-dataloader",),
-        help="Leave attention masks out of the batches. Plain causal attention never has one.",
+        help="Under --reset-attention-mask, batches carry the borders of documents instead of masks of S x S.",
     )
 
     def __post_init__(self) -> None:
@@ -50,10 +70,54 @@ class DataConfig:
         if self.split is not None:
             parse_split(self.split)
         self.validate_source()
+        if self.reset_attention_mask and not self.create_attention_mask_in_dataloader:
+            raise ValueError(
+                "--no-create-attention-mask-in-dataloader with --reset-attention-mask is not available yet"
+            )
 
     def validate_source(self) -> None:
-        if self.data_path is not None and not self.data_path:
-            raise ValueError("--data-path has no value: must be the prefix of a .bin/.idx pair")
-        if self.mock_data and self.data_path:
-            raise ValueError(f"--mock-data contradicts --data-path {' '.join(self.data_path)}: give one of them")
-        get_blend_from_list(self.data_path)
+        separate = [words_of(flag, words) for flag, words in self.paths_per_split().items() if words is not None]
+        for flag, words in {"--data-path": self.data_path, **self.paths_per_split()}.items():
+            if words is not None and not words:
+                raise ValueError(f"{flag} has no value: must be the prefix of a .bin/.idx pair")
+            get_blend_from_list(words)
+        sources = ["--mock-data"] if self.mock_data else []
+        sources += [] if self.data_path is None else [words_of("--data-path", self.data_path)]
+        sources += [] if self.data_args_path is None else [f"--data-args-path {self.data_args_path}"]
+        sources += separate[:1]
+        if len(sources) > 1:
+            raise ValueError(f"{sources[0]} contradicts {sources[1]}: give one of them")
+        if separate and self.split is not None:
+            raise ValueError(f"{separate[0]} contradicts --split {self.split}: nothing is split off, drop --split")
+
+    def paths_per_split(self) -> dict[str, list[str] | None]:
+        """Flag to words, of the flags that name the data of train, valid and test apart."""
+        return {
+            "--train-data-path": self.train_data_path,
+            "--valid-data-path": self.valid_data_path,
+            "--test-data-path": self.test_data_path,
+        }
+
+    def names_data(self) -> bool:
+        """Whether any flag says where data comes from."""
+        named = (self.data_path, self.data_args_path, *self.paths_per_split().values())
+        return self.mock_data or any(one is not None for one in named)
+
+    def read_blend(self) -> Blend | None:
+        """The blend of --data-path or of the file of --data-args-path. Raises OSError or ValueError naming the file."""
+        if self.data_args_path is None:
+            return get_blend_from_list(self.data_path)
+        words = Path(self.data_args_path).read_text(encoding="utf-8").split()
+        if not words:
+            raise ValueError(f"--data-args-path {self.data_args_path} is empty: must hold words as for --data-path")
+        return get_blend_from_list(words)
+
+    def blend_per_split(self) -> list[Blend | None] | None:
+        """The blends of train, valid and test where they are named apart."""
+        blends = [get_blend_from_list(words) for words in self.paths_per_split().values()]
+        return blends if any(blend is not None for blend in blends) else None
+
+
+def words_of(flag: str, words: list[str]) -> str:
+    """A flag and its words as on a command line."""
+    return " ".join([flag, *words])

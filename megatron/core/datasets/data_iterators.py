@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, Datasets
 from megatron.core.datasets.blended_megatron_dataset_config import Vocabulary
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.gpt_dataset import DataError, GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.data_error import DataError
+from megatron.core.datasets.document_borders import join_cumulative_lengths
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.samplers import MegatronPretrainingSampler
-from megatron.core.datasets.utils import get_blend_from_list
 
 Batch = dict[str, torch.Tensor]
 
@@ -44,6 +45,9 @@ class BatchPlan:
 
 class DataIterator(Iterator[Batch]):
     """`next` gives {tokens, labels, position_ids: [B, S] int64, loss_mask: [B, S] float32} on the CPU, for ever.
+
+    Datasets with reset_attention_mask add attention_mask, [B, 1, S, S] bool, or cu_seqlens, [n + 1] int32: the borders
+    of documents within the B * S tokens of the batch, row by row.
 
     The k-th batch depends on the dataset, `consumed_samples` and the rank alone: not on workers or what was read
     earlier. Neither does reading draw from any global random generator. Worker processes start with the first
@@ -94,9 +98,17 @@ DataIterators = tuple[DataIterator | None, DataIterator | None, DataIterator | N
 
 
 def stack_samples(samples: Sequence[Batch]) -> dict[str, np.ndarray]:
-    """Samples of equal keys to one batch. Each tensor [S] becomes an array [B, S] of the same dtype."""
+    """Samples of equal keys to one batch. Each tensor [S, ...] becomes an array [B, S, ...] of the same dtype.
+
+    cu_seqlens: [n_i + 1] int32 of each sample, becomes that of all rows one behind the other, [n + 1].
+    """
     # Arrays, not tensors: a tensor leaves a worker as a shared-memory file, which costs milliseconds per batch.
-    return {key: np.stack([np.asarray(sample[key]) for sample in samples]) for key in samples[0]}
+    columns = {key: [np.asarray(sample[key]) for sample in samples] for key in samples[0]}
+    # A single row is not copied: a mask of S x S is large.
+    return {
+        key: join_cumulative_lengths(rows) if key == "cu_seqlens" else np.stack(rows) if rows[1:] else rows[0][None]
+        for key, rows in columns.items()
+    }
 
 
 def _stack_or_pass_on(samples: Sequence[Batch] | Exception) -> dict[str, np.ndarray] | Exception:
@@ -126,16 +138,20 @@ def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) 
     """The configuration of GPT datasets that the flags ask for. Raises ValueError where the flags name no data."""
     if config.seq_length is None:
         raise ValueError("--seq-length is missing: must be the number of tokens per sample")
-    if not config.mock_data and not config.data_path:
+    if not config.names_data():
         raise ValueError("there is no data: give --data-path PREFIX of a .bin/.idx pair, or --mock-data")
     return GPTDatasetConfig(
         random_seed=seed,
         sequence_length=config.seq_length,
-        blend=None if config.mock_data else get_blend_from_list(config.data_path),
+        blend=config.read_blend(),
+        blend_per_split=config.blend_per_split(),
         split=config.split,
         path_to_cache=config.data_cache_path,
         mmap_bin_files=config.mmap_bin_files,
         tokenizer=tokenizer,
+        reset_position_ids=config.reset_position_ids,
+        reset_attention_mask=config.reset_attention_mask,
+        eod_mask_loss=config.eod_mask_loss,
         create_attention_mask=config.create_attention_mask_in_dataloader,
     )
 

@@ -13,9 +13,17 @@ from torch.utils.data import Dataset
 
 from megatron.core.config_field import config_field
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.data_error import DataError
+from megatron.core.datasets.document_borders import (
+    cumulative_lengths,
+    document_mask,
+    document_starts,
+    restarted_positions,
+)
 from megatron.core.datasets.gpt_indices import GPTIndices, build_gpt_indices
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
+from megatron.core.datasets.loss_masks import check_loss_mask, open_loss_mask
 from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
 from megatron.core.datasets.utils import Split
 
@@ -24,10 +32,6 @@ _PROBED_DOCUMENTS = 64
 _PROBED_TOKENS = 65536
 # Raised when gpt_indices.py gives other arrays than before for the same description: old caches are then not used.
 _INDICES_VERSION = 1
-
-
-class DataError(ValueError):
-    """The data does not fit the run; the text says how."""
 
 
 class TokenSequences(Protocol):
@@ -41,12 +45,14 @@ class TokenSequences(Protocol):
 
 @dataclass(kw_only=True)
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """create_attention_mask is accepted and has no effect: causal attention needs no mask."""
+    """What happens at the borders of documents, which the tokenizer's eod marks."""
 
-    reset_position_ids: bool = config_field(False, help="Positions start anew behind each eod; not yet.")
-    reset_attention_mask: bool = config_field(False, help="Attention stops at each eod; not yet.")
-    eod_mask_loss: bool = config_field(False, help="No loss on eod; not yet.")
-    create_attention_mask: bool = config_field(True, help="No effect: plain causal attention has no mask.")
+    reset_position_ids: bool = config_field(False, help="Positions start anew behind each eod.")
+    reset_attention_mask: bool = config_field(False, help="Attention does not see across an eod.")
+    eod_mask_loss: bool = config_field(False, help="No loss where the input is eod.")
+    create_attention_mask: bool = config_field(
+        True, help="Whether reset_attention_mask gives masks or borders; plain causal attention needs neither."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,14 +60,16 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def validate_document_borders(self) -> None:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-            if vars(self)[name]:
-                raise ValueError(f"{name} is not available yet: must be False")
+            if vars(self)[name] and self.tokenizer is None:
+                raise ValueError(f"{name} is True without a tokenizer: must have one, whose eod ends documents")
 
 
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     """Fixed-length samples of the documents `indexed_indices`, in an order fixed by the seed.
 
-    Item: tokens [S] int64, labels [S] int64 (the next tokens), loss_mask [S] float32 ones, position_ids [S] int64.
+    Item: tokens [S] int64, labels [S] int64 (the next tokens), loss_mask [S] float32, position_ids [S] int64, and
+    under reset_attention_mask attention_mask [1, S, S] bool (True: forbidden) or cu_seqlens [n + 1] int32.
+    PREFIX_loss_mask.bin/.idx beside the tokens says which of them are learned; without it all are.
     num_samples None: one epoch. There may be a few more samples than asked for: len() counts all.
     Indices are cached on disk. Raises ValueError where the documents are too short for one sample, or hold tokens
     outside the tokenizer's vocabulary; OSError where the cache cannot be written.
@@ -84,17 +92,27 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         self.config = config
         self._where = f"{dataset_path or 'made-up data'} ({index_split.name})"
         self._vocab_size = None if config.tokenizer is None else config.tokenizer.vocab_size
+        # Without a tokenizer no option asks for eod, and no token is negative.
+        self._eod = -1 if config.tokenizer is None else config.tokenizer.eod
+        self._learned = open_loss_mask(dataset_path, indexed_dataset.sequence_lengths, mmap=config.mmap_bin_files)
         self._check_enough_text()
         self._probe_vocabulary()
         self._gpt_indices = self._load_or_build_indices()
         # The same for every sample: made once, copied into each.
         self._loss_mask = torch.ones(config.sequence_length, dtype=torch.float32)
         self._position_ids = torch.arange(config.sequence_length, dtype=torch.int64)
+        self._causal_mask: np.ndarray | None = None
+        if config.reset_attention_mask and config.create_attention_mask:
+            self._causal_mask = np.triu(np.ones((config.sequence_length,) * 2, dtype=bool), k=1)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:
         assert dataset_path is not None, "made-up data is MockGPTDataset's"
-        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
+        dataset = IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
+        if not np.issubdtype(dataset.index.dtype, np.integer):
+            kind = np.dtype(dataset.index.dtype).name
+            raise DataError(f"{dataset_path}.idx says that its elements are {kind}: tokens must be integers")
+        return dataset
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: TokenSequences) -> int:
@@ -105,31 +123,58 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         return len(self._gpt_indices.shuffle)
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        """tokens, labels, position_ids: [S] int64; loss_mask: [S] float32."""
+        """tokens, labels, position_ids: [S] int64; loss_mask: [S] float32; and what the class says of borders."""
         text = self.sample_tokens(idx)
-        return {
+        item = {
             "tokens": torch.from_numpy(text[:-1]),
             # A copy: writing to tokens must not change labels.
             "labels": torch.from_numpy(text[1:].copy()),
             "loss_mask": self._loss_mask.clone(),
             "position_ids": self._position_ids.clone(),
         }
+        if self._learned is not None:
+            learned = self._read(self._learned, idx, dtype=np.float32)[1:]
+            check_loss_mask(learned, self._where)
+            item["loss_mask"] = torch.from_numpy(learned)
+        if self.config.eod_mask_loss:
+            item["loss_mask"][item["tokens"] == self._eod] = 0.0
+        if self.config.reset_position_ids or self.config.reset_attention_mask:
+            item |= self._border_items(text[:-1])
+        return item
 
     def sample_tokens(self, idx: int) -> np.ndarray:
         """[S + 1] int64: tokens of sample `idx` and the one behind them."""
+        text = self._read(self.dataset, idx, dtype=np.int64)
+        self._check_vocabulary(text)
+        return text
+
+    def _border_items(self, tokens: np.ndarray) -> dict[str, torch.Tensor]:
+        """What the flags make of the documents in `tokens`, [S] int64; shapes and types as in the class."""
+        num_tokens = len(tokens)
+        starts = document_starts(tokens, self._eod)
+        items = {}
+        if self.config.reset_position_ids:
+            items["position_ids"] = restarted_positions(starts, num_tokens=num_tokens)
+        if self._causal_mask is not None:
+            items["attention_mask"] = document_mask(starts, self._causal_mask)[None]
+        elif self.config.reset_attention_mask:
+            items["cu_seqlens"] = cumulative_lengths(starts, num_tokens=num_tokens)
+        return {name: torch.from_numpy(array) for name, array in items.items()}
+
+    def _read(self, source: TokenSequences, idx: int, *, dtype: type[np.number]) -> np.ndarray:
+        """[S + 1] of `dtype`: what `source` holds of sample `idx`."""
         indices = self._gpt_indices
         sample = indices.shuffle[idx]
         (first, begin), (last, end) = indices.sample[sample : sample + 2].tolist()
-        text = np.empty(self.config.sequence_length + 1, dtype=np.int64)
+        text = np.empty(self.config.sequence_length + 1, dtype=dtype)
         filled = 0
         for place in range(first, last + 1):
             offset = begin if place == first else 0
             length = end + 1 - offset if place == last else None
-            piece = self.dataset.get(int(indices.document[place]), offset, length)
+            piece = source.get(int(indices.document[place]), offset, length)
             text[filled : filled + len(piece)] = piece
             filled += len(piece)
         assert filled == len(text), f"{self._where}: sample {idx} has {filled} tokens of {len(text)}"
-        self._check_vocabulary(text)
         return text
 
     def _check_enough_text(self) -> None:
@@ -138,7 +183,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             raise ValueError(
                 f"{self._where} has {len(self.indices)} documents with {tokens} tokens: one sample takes "
                 f"seq_length + 1 = {self.config.sequence_length + 1}; give more text, a shorter --seq-length "
-                "or a larger share in --split"
+                f"{'or a larger share in --split' if self.config.split else 'or other files'}"
             )
 
     def _probe_vocabulary(self) -> None:

@@ -1,6 +1,9 @@
-"""The two names that scripts import from here: Split and get_blend_from_list; nothing else belongs in this file."""
+"""The names that scripts import from here, Split and get_blend_from_list, and what they return; nothing else."""
 
 from enum import Enum
+
+# Prefixes of .bin/.idx pairs, and a weight for each or None.
+Blend = tuple[list[str], list[float] | None]
 
 
 class Split(Enum):
@@ -11,7 +14,7 @@ class Split(Enum):
     test = 2
 
 
-def get_blend_from_list(blend: list[str] | None) -> tuple[list[str], list[float] | None] | None:
+def get_blend_from_list(blend: list[str] | None) -> Blend | None:
     """`["0.3", "a", "0.7", "b"]` to (prefixes, weights); `["a", "b"]` to (prefixes, None); None to None.
 
     Raises ValueError where some datasets have a weight and others do not.

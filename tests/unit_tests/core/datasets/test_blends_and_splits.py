@@ -14,12 +14,13 @@ from megatron.core.datasets.blended_dataset import BlendedDataset, blend_indices
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.data_iterators import build_train_valid_test_datasets
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.splits import parse_split, split_documents
 from megatron.core.datasets.utils import Split, get_blend_from_list
 from tests.harness import launch_on_ranks, run_on_ranks
-from tests.unit_tests.core.datasets.corpora import dataset_config, write_corpus
+from tests.unit_tests.core.datasets.corpora import VOCABULARY, dataset_config, write_corpus
 
 
 def build(config, sizes=(50, 10, 0), is_built=lambda: True):
@@ -56,6 +57,75 @@ def test_weights_and_token_counts_decide_what_is_read(tmp_path: Path) -> None:
         index = np.bincount(train._dataset_index, minlength=2) if share else np.array([0, 2000])
         assert index[0] / 2000 == pytest.approx(share, abs=0.05)
         assert train[1999]["tokens"].shape == (8,) and len(valid) >= (20 if share == 0.0 else 70)
+
+
+def test_parts_named_apart_are_read_whole_each_by_its_own_blend(tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    documents = [write_corpus(Path(prefix), seed=seed) for seed, prefix in enumerate(prefixes)]
+    flags = {"train_data_path": ["0.2", prefixes[0], "0.8", prefixes[1]], "valid_data_path": prefixes[:1]}
+    config = DataConfig(seq_length=8, **flags)
+    train, valid, test = build_train_valid_test_datasets(config, VOCABULARY, sizes=[200, None, 50], seed=7)
+    assert np.bincount(train._dataset_index).tolist() == [40, 160] and test is None
+    for dataset in (train.datasets[0], valid):
+        assert set(dataset._gpt_indices.document.tolist()) == set(range(40))
+    assert len(valid) == (sum(map(len, documents[0])) - 1) // 8
+    (tmp_path / "blend.txt").write_text(f"1 {prefixes[0]}\n3 {prefixes[1]}\n")
+    listed = DataConfig(seq_length=8, data_args_path=str(tmp_path / "blend.txt"))
+    train = build_train_valid_test_datasets(listed, VOCABULARY, sizes=[200, 10, 0], seed=7)[0]
+    assert np.bincount(train._dataset_index).tolist() == [50, 150]
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"train_data_path": ["a"], "split": "9,1"}, "--train-data-path a contradicts --split 9,1"),
+        ({"valid_data_path": ["a"], "data_path": ["b"]}, "--data-path b contradicts --valid-data-path a"),
+        ({"test_data_path": ["a"], "mock_data": True}, "--mock-data contradicts --test-data-path a"),
+        ({"data_args_path": "f", "data_path": ["b"]}, "--data-path b contradicts --data-args-path f"),
+        ({"train_data_path": []}, "--train-data-path has no value"),
+        ({"train_data_path": ["1", "a", "b", "c"]}, "must be WEIGHT PREFIX pairs"),
+    ],
+)
+def test_one_source_of_data_is_enough(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"blend": (["a"], None), "blend_per_split": [(["a"], None), None, None]}, "must be instead of them"),
+        ({"blend_per_split": [(["a"], None)]}, "has 1 parts: must be train, valid, test"),
+        ({"blend_per_split": [(["a"], [-1.0]), None, None]}, r"weights \[-1.0\]"),
+        ({"blend": ([], None)}, "has 0 datasets: must be 1 to 32767"),
+    ],
+)
+def test_blends_that_contradict_themselves_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlendedMegatronDatasetConfig(sequence_length=1, **fields)
+    BlendedMegatronDatasetConfig(sequence_length=1, blend_per_split=[None] * 3, split="9,1")
+
+
+def test_training_without_data_of_its_own_is_refused(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a")
+    config = dataset_config(None, split=None, blend_per_split=[None, ([str(tmp_path / "a")], None), None])
+    with pytest.raises(ValueError, match="no training data"):
+        build(config)
+    assert [dataset is None for dataset in build(config, sizes=(0, 20, 20))] == [True, False, True]
+
+
+def test_sources_without_a_sample_leave_their_share_to_the_others(tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / name) for name in "abc"]
+    for prefix in prefixes:
+        write_corpus(Path(prefix), num_documents=8, longest=9)
+    rng = np.random.default_rng(0)
+    for weights in rng.random((60, 3)) * [1, 1, 0.005]:
+        size = int(rng.integers(20, 150))
+        config = dataset_config(None, split="1,0,0", blend=(prefixes, weights.tolist()))
+        train = build(config, sizes=(size, 0, 0))[0]
+        used = np.flatnonzero(np.bincount(blend_indices(weights, size)[0], minlength=3))
+        assert np.array_equal(train._dataset_index, blend_indices(weights[used], size)[0])
+        assert all(item["tokens"].shape == (8,) for item in (train[i] for i in range(size)))
 
 
 def test_blend_words() -> None:

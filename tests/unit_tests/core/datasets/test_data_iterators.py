@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.data_iterators import (
     BatchPlan,
     DataIterator,
     build_data_iterators,
     build_train_valid_test_datasets,
 )
-from megatron.core.datasets.gpt_dataset import DataError
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.datasets.corpora import VOCABULARY, write_corpus
 

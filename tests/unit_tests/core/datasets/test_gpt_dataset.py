@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.mock_corpus import STRIDES
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from tests.unit_tests.core.datasets.corpora import dataset_config, write_corpus
@@ -156,7 +158,10 @@ def test_made_up_data_is_the_same_everywhere_and_follows_from_two_tokens(vocab_s
     assert predictable > 0.95 * 30 * 64
 
 
-@pytest.mark.parametrize("name", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
-def test_what_is_not_there_yet_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is not available yet"):
-        dataset_config(None, **{name: True})
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_tokens_that_are_no_integers_are_refused(tmp_path: Path, dtype: type) -> None:
+    with IndexedDatasetBuilder(f"{tmp_path}/a.bin", dtype=dtype) as builder:
+        builder.add_document(np.arange(90), [90])
+        builder.finalize(f"{tmp_path}/a.idx")
+    with pytest.raises(DataError, match=f"elements are {np.dtype(dtype).name}: tokens must be integers"):
+        build(dataset_config(tmp_path / "a"))
