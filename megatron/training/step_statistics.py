@@ -4,7 +4,7 @@ Gradients are the data-parallel wrapper's work.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,11 +64,16 @@ def total_auxiliary_losses(model: nn.Module) -> Totals:
 
 
 def reduce_statistics_sync(
-    totals: Totals, group: dist.ProcessGroup | None, *, exit_reasons: Sequence[bool] = ()
+    totals: Totals,
+    group: dist.ProcessGroup | None,
+    *,
+    optional: Collection[str] = (),
+    exit_reasons: Sequence[bool] = (),
 ) -> StepStatistics:
     """Sums `totals`, [2] fp64 each, over the ranks and reads the result; ranks must have the same names.
 
-    A loss that nobody counted (a model without experts has no z-loss) is left out.
+    A loss of no token at all is 0 (every one of them was masked), unless it is `optional`: then it is left out (a
+    model without experts has no z-loss).
     exit_reasons: which of LOCAL_REASONS hold on this rank.
     NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py) and,
     unless the check for NaN is off, for the gradients before they are reduced (replica_checks.py).
@@ -81,7 +86,11 @@ def reduce_statistics_sync(
         dist.all_reduce(vector, group=group)
     values = vector.tolist()
     counts = {name: values[2 * i + 1] for i, name in enumerate(names)}
-    losses = {name: values[2 * i] / counts[name] for i, name in enumerate(names) if counts[name] > 0}
+    losses = {
+        name: values[2 * i] / (counts[name] or 1.0)
+        for i, name in enumerate(names)
+        if counts[name] > 0 or name not in optional
+    }
     reasons = [reason for reason, count in zip(LOCAL_REASONS, values[2 * len(names) :]) if count > 0]
     return StepStatistics(losses, exit_reason=reasons[0] if reasons else None)
 

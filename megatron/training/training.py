@@ -107,9 +107,10 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     )
 
     # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
-    totals = {**total_reports(reports), **total_auxiliary_losses(run.model)}
+    auxiliary = total_auxiliary_losses(run.model)
     reasons = run.exit_conditions.local_reasons()
-    statistics = reduce_statistics_sync(totals, run.groups.dp, exit_reasons=reasons)
+    totals = {**total_reports(reports), **auxiliary}
+    statistics = reduce_statistics_sync(totals, run.groups.dp, optional=auxiliary.keys(), exit_reasons=reasons)
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, run.groups.dp, iteration=run.state.iteration + 1)
     run.finalize_model_grads([run.model])

@@ -22,9 +22,11 @@ def statistics_of_uneven_ranks() -> StepStatistics:
         "lm loss": torch.tensor([float(rank * rank), float(rank)]),
         "mean": torch.tensor(float(rank)),
         "nobody's": torch.zeros(2),
+        "masked": torch.zeros(2),
     }
+    totals = total_reports([report, report])
     reasons = [rank == 2, rank == 1]
-    return reduce_statistics_sync(total_reports([report, report]), dist.group.WORLD, exit_reasons=reasons)
+    return reduce_statistics_sync(totals, dist.group.WORLD, optional=["nobody's"], exit_reasons=reasons)
 
 
 def report_nan_on_one_rank() -> None:
@@ -36,7 +38,7 @@ def report_nan_on_one_rank() -> None:
 def test_losses_are_weighted_by_tokens_and_a_signal_outranks_the_clock() -> None:
     results = run_on_ranks(statistics_of_uneven_ranks, 3)
     assert results[0] == results[1] == results[2]
-    assert results[0].losses == {"lm loss": pytest.approx(5 / 3), "mean": 1.0}
+    assert results[0].losses == {"lm loss": pytest.approx(5 / 3), "mean": 1.0, "masked": 0.0}
     assert results[0].exit_reason is ExitReason.SIGNAL
     assert not results[0].nan
 

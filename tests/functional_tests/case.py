@@ -5,6 +5,7 @@
   flags: {bf16: true, lr: 0.1, split: null}   # true: bare flag; null: drop the base's; list: several words
   processes: 2
   env: {NAME: value}
+  corpora: {a: {}}             # token files {tmp}/a.bin and .idx: corpora.py
   slow: true                   # left out by `make test-fast`
   expect: {resume_at: 3}       # names and values are those of expectations.py
 """
@@ -33,6 +34,7 @@ class Case:
     flags: Flags = field(default_factory=dict)
     processes: int = 1
     env: dict[str, str] = field(default_factory=dict)
+    corpora: dict[str, dict[str, Any]] = field(default_factory=dict)
     slow: bool = False
 
 
@@ -88,6 +90,7 @@ def _check_types(entry: dict[str, Any], where: str) -> None:
         "expect": dict,
         "flags": dict,
         "env": dict,
+        "corpora": dict,
         "processes": int,
         "slow": bool,
         "base": (str, list),

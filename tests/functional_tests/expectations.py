@@ -12,6 +12,7 @@ import torch
 
 from megatron.core import dist_checkpointing
 from tests.functional_tests.case import Case, Flags, command_line
+from tests.functional_tests.corpora import write_corpora
 from tests.functional_tests.launch import PROGRAM, Run, run_program
 
 
@@ -48,6 +49,7 @@ class Runner:
 
     def check(self) -> None:
         """Asserts everything that the case expects."""
+        write_corpora(self.folder, self.case.corpora)
         for name, value in self.case.expect.items():
             EXPECTATIONS[name](self, value)
 

@@ -61,11 +61,11 @@ def check_required(args: argparse.Namespace) -> None:
 def check_data(args: argparse.Namespace) -> None:
     if args.mock_data and args.data_path:
         raise CommandLineError("--mock-data and --data-path are both given: choose one source of data")
-    parts = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    sources = [args.data_path, args.data_args_path, *parts]
-    if not args.mock_data and all(source is None for source in sources):
+    if args.mock_data or args.data_path is not None or args.data_args_path is not None:
+        return
+    if all(path is None for path in (args.train_data_path, args.valid_data_path, args.test_data_path)):
         raise CommandLineError("no data: give --data-path PREFIX, or --mock-data to train on made-up tokens")
-    if any(part is not None for part in parts) and args.train_data_path is None and not args.skip_train:
+    if args.train_data_path is None and not args.skip_train:
         raise CommandLineError("--valid-data-path and --test-data-path need --train-data-path: add it, or --skip-train")
 
 
