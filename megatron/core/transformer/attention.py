@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -67,13 +68,19 @@ class SelfAttention(MegatronModule):
         )
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, rotary_pos_emb: RotaryTable | None = None
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: RotaryTable | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
         Returns [S, B, H], same dtype, and the bias [H] that is still to be added, or None.
         """
         query, key, value = self.get_query_key_value_tensors(hidden_states, rotary_pos_emb)
-        context = self.core_attention(query, key, value, attention_mask)  # [S, B, N * D]
+        # [S, B, N * D]
+        context = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         return self.linear_proj(context)
 
     def get_query_key_value_tensors(

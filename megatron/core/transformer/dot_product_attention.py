@@ -1,7 +1,10 @@
 """The attention core: softmax(q k^T / sqrt(D)) v by torch's kernels or a plain reference; no projections here."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.device import default_device
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.packed_attention import attend_by_segment, attend_varlen, has_varlen_kernel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -37,7 +42,8 @@ class DotProductAttention(nn.Module):
         self.kernels = sdp_backends(config.attention_backend)
         # Chosen here, once: forward has no switches.
         plain = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
-        self.attend = reference_attention if plain else self._torch_attention
+        self.attend: Callable[..., Tensor] = reference_attention if plain else self._torch_attention
+        self.may_use_varlen = config.attention_backend in (AttnBackend.auto, AttnBackend.flash)
 
     def forward(
         self,
@@ -46,13 +52,20 @@ class DotProductAttention(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query: [S, B, N, D]; key, value: [S, B, G, D], G divides N, any float dtype; attention_mask: bool,
         broadcastable to [B, 1, S, S], True where attention is forbidden, or None for what the mask type says.
+        packed_seq_params: segments that attention does not leave; instead of a mask.
         Returns [S, B, N * D], the query's dtype.
         """
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [B, N or G, S, D]
         mask_type = attn_mask_type or self.attn_mask_type
+        if packed_seq_params is not None:
+            if attention_mask is not None:
+                raise ValueError("attention_mask and packed_seq_params are both given: one of them must be None")
+            return self._packed(query, key=key, value=value, packed=packed_seq_params, mask_type=mask_type)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [B, N or G, S, D]
         context = self.attend(
             q,
             key=k,
@@ -64,6 +77,17 @@ class DotProductAttention(nn.Module):
         )
         # No copy where the kernel keeps the query's memory order, [S, B, N, D], as torch's on the CPU does.
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(
+        self, query: Tensor, *, key: Tensor, value: Tensor, packed: PackedSeqParams, mask_type: AttnMaskType
+    ) -> Tensor:
+        is_causal, dropout = mask_type is AttnMaskType.causal, self.dropout if self.training else 0.0
+        parts: dict[str, Any] = {"key": key, "value": value, "packed": packed}
+        if self.may_use_varlen and has_varlen_kernel(query, dropout=dropout):
+            window = (-1, 0 if is_causal else -1)
+            return attend_varlen(query, **parts, scale=self.softmax_scale, window=window).flatten(2)
+        attend = partial(self.attend, allowed=None, is_causal=is_causal, dropout=dropout, scale=self.softmax_scale)
+        return attend_by_segment(query, **parts, attend=attend).flatten(2)
 
     def _torch_attention(
         self,

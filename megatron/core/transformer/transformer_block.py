@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rope import RotaryTable
@@ -51,13 +52,18 @@ class TransformerBlock(MegatronModule):
             )
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, rotary_pos_emb: RotaryTable | None = None
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: RotaryTable | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
         Returns [S, B, H], same dtype.
         """
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb)
+            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
@@ -51,12 +52,20 @@ class TransformerLayer(MegatronModule):
         self.mlp_bda = build_module(submodules.mlp_bda)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, rotary_pos_emb: RotaryTable | None = None
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: RotaryTable | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
         Returns [S, B, H], same dtype.
         """
-        attention_output = self.self_attention(self.input_layernorm(hidden_states), attention_mask, rotary_pos_emb)
+        normed = self.input_layernorm(hidden_states)
+        attention_output = self.self_attention(
+            normed, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params
+        )
         # Asked each time: whether there is dropout depends on the mode of the moment.
         hidden_states = self.self_attn_bda(self.training)(attention_output, hidden_states, self.hidden_dropout)
         mlp_output = self.mlp(self.pre_mlp_layernorm(hidden_states))

@@ -6,6 +6,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_config import POSITION_EMBEDDINGS
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -79,15 +80,20 @@ class GPTModel(MegatronModule):
         attention_mask: Tensor | None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """input_ids, position_ids: [B, S], int64; attention_mask: bool, broadcastable to [B, 1, S, S], True where
         attention is forbidden, or None: causal; labels: [B, S], int64, below the unpadded vocabulary size.
         Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype.
         loss_mask: masking is the loss function's work; accepted for callers that pass it.
+        packed_seq_params: segments that attention does not leave, instead of a mask.
         """
+        if packed_seq_params is not None:
+            packed_seq_params.require_samples(*input_ids.shape)
         hidden_states = self.embedding(input_ids, position_ids)
         rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(hidden_states.shape[0])
-        hidden_states = self.decoder(hidden_states, attention_mask, rotary)
+        hidden_states = self.decoder(hidden_states, attention_mask, rotary, packed_seq_params=packed_seq_params)
         # [S, B, V]
         logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
         if labels is None:

@@ -1,0 +1,70 @@
+"""Attention inside the segments of packed sequences: torch's variable-length kernel, or one call a segment.
+
+On the CPU one call a segment is the fastest way there is: it takes less time than attention over the whole sequence
+with segments of 8 tokens already, a mask takes more, and nested tensors have no causal kernel (torch 2.13).
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from megatron.core.packed_seq_params import PackedSeqParams
+
+# Missing in the first torch versions that have this kernel (2.11); keys and values are repeated there.
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def has_varlen_kernel(query: Tensor, *, dropout: float) -> bool:
+    """Whether torch's variable-length kernel takes such queries: [*, D], any dtype."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type == "cuda" and half and query.shape[-1] % 8 == 0 and dropout == 0
+
+
+def attend_varlen(
+    query: Tensor,
+    *,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSeqParams,
+    scale: float,
+    window: tuple[int, int],
+) -> Tensor:
+    """All segments in one kernel; query: [S, B, N, D]; key, value: [S, B, G, D], bf16 or fp16, on a GPU.
+
+    window: how far a token sees to the left and right, -1 without limit. Returns [S, B, N, D], the query's dtype.
+    """
+    seq_length, batch, num_heads, _ = query.shape
+    query, key, value = (t.transpose(0, 1).flatten(0, 1) for t in (query, key, value))  # [B * S, N or G, D]
+    options: dict[str, Any] = {}
+    if key.shape[1] != num_heads:
+        if _TAKES_GROUPS:
+            options["enable_gqa"] = True
+        else:
+            key, value = (t.repeat_interleave(num_heads // t.shape[1], dim=1) for t in (key, value))
+    borders, longest = packed.borders_on(query.device), packed.longest
+    context = varlen_attn(
+        query, key, value, borders, borders, longest, longest, scale=scale, window_size=window, **options
+    )
+    assert isinstance(context, Tensor)
+    return context.unflatten(0, (batch, seq_length)).transpose(0, 1)
+
+
+def attend_by_segment(
+    query: Tensor, *, key: Tensor, value: Tensor, packed: PackedSeqParams, attend: Callable[..., Tensor]
+) -> Tensor:
+    """One call of `attend` a segment; query: [S, B, N, D]; key, value: [S, B, G, D], any float dtype.
+
+    attend: (query [1, N, L, D], key=[1, G, L, D], value=...) -> [1, N, L, D]. Returns [S, B, N, D], the query's dtype.
+    """
+    seq_length, batch = query.shape[:2]
+    # Split, not sliced: backward then joins the parts once, without zeros to add.
+    queries, keys, values = (t.transpose(0, 1).flatten(0, 1).split(packed.segment_lengths) for t in (query, key, value))
+    contexts = []
+    for parts in zip(queries, keys, values, strict=True):
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
+        contexts.append(attend(q, key=k, value=v).squeeze(0).transpose(0, 1))
+    return torch.cat(contexts).unflatten(0, (batch, seq_length)).transpose(0, 1)

@@ -1,0 +1,103 @@
+"""Attention cores against one naive reference: packed sequences, groups and masks over random shapes."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, SEQ, small_batch, small_config, small_model
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v head by head; allowed: [B, S, S]."""
+    heads = []
+    for head in range(query.shape[2]):
+        group = head // (query.shape[2] // key.shape[2])
+        q, k, v = query[:, :, head], key[:, :, group], value[:, :, group]  # [S, B, D]
+        scores = torch.einsum("sbd,tbd->bst", q, k) / q.shape[-1] ** 0.5
+        probs = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        heads.append(torch.einsum("bst,tbd->sbd", probs, v))
+    return torch.cat(heads, dim=-1)
+
+
+def borders(batch: int, seq: int, draw: random.Random) -> list[int]:
+    """Every sample's end, some of the places between, and a segment without tokens."""
+    inner = draw.sample(range(batch * seq), k=draw.randint(0, batch * seq // 2))
+    return sorted({0, *inner, *range(0, batch * seq + 1, seq)}) + [batch * seq]
+
+
+def allowed_pairs(batch: int, seq: int, ends: list[int]) -> Tensor:
+    """Causal within segments: [B, S, S], row i may see column j."""
+    segment = torch.tensor([sum(token >= end for end in ends) for token in range(batch * seq)]).view(batch, seq)
+    causal = torch.ones(seq, seq, dtype=torch.bool).tril()
+    return causal & (segment[:, :, None] == segment[:, None, :])
+
+
+@pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.unfused])
+def test_attention_equals_the_naive_one_on_random_shapes(backend: AttnBackend) -> None:
+    draw = random.Random(4)
+    for _ in range(60):
+        batch, seq, groups, width = (draw.randint(1, top) for top in (3, 12, 3, 8))
+        heads = groups * draw.randint(1, 3)
+        fields: dict[str, Any] = {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": width}
+        core = DotProductAttention(small_config(**fields, attention_backend=backend), 1)
+        query, key, value = (
+            torch.randn(seq, batch, n, width, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)
+        )
+        ends = borders(batch, seq, draw)
+        allowed = allowed_pairs(batch, seq, ends)
+        packed = PackedSeqParams(cu_seqlens_q=torch.tensor(ends, dtype=torch.int32))
+        wanted = naive(query, key, value, allowed)
+        upstream = torch.randn_like(wanted)
+        expected = torch.autograd.grad(wanted, (query, key, value), upstream)
+        for options in ({"packed_seq_params": packed}, {"attention_mask": ~allowed[:, None]}):
+            found = core(query, key, value, **options)
+            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(torch.autograd.grad(found, (query, key, value), upstream), expected)
+
+
+@pytest.mark.parametrize("positions", ["rope", "none"])
+def test_a_packed_document_equals_the_document_alone(positions: str) -> None:
+    model = small_model(small_config(**LLAMA_LIKE, num_query_groups=2), position_embedding_type=positions)
+    input_ids, position_ids, labels = small_batch()
+    ends = [0, 5, 6, SEQ, SEQ + 9, 2 * SEQ]
+    packed = PackedSeqParams(cu_seqlens_q=torch.tensor(ends, dtype=torch.int32))
+    losses = model(input_ids, position_ids, None, labels=labels, packed_seq_params=packed)
+    for start, end in zip(ends, ends[1:], strict=False):
+        ids, wanted = (t.reshape(1, -1)[:, start:end] for t in (input_ids, labels))
+        alone = model(ids, torch.arange(end - start)[None], None, labels=wanted)
+        torch.testing.assert_close(losses.view(1, -1)[:, start:end], alone)
+
+
+def test_packed_attention_drops_out_in_training_only() -> None:
+    core = DotProductAttention(small_config(attention_dropout=0.5), 1)
+    packed = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 7, 16]))
+    q = torch.randn(16, 1, 4, 8)
+    assert not torch.equal(core(q, q, q, packed_seq_params=packed), core(q, q, q, packed_seq_params=packed))
+    core.eval()
+    assert torch.equal(core(q, q, q, packed_seq_params=packed), core(q, q, q, packed_seq_params=packed))
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([0, 9, 5, 32], "must start at 0 and ascend"),
+        ([1, 32], "must start at 0 and ascend"),
+        ([0, 10, 20, 32], "from token 10 to 20: must end with its sample, all of which have 16 tokens"),
+        ([0, 16], "ends at 16: must end at micro-batch 2 x sequence 16"),
+    ],
+)
+def test_wrong_borders_are_named(ends: list[int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PackedSeqParams(cu_seqlens_q=torch.tensor(ends)).require_samples(2, 16)
+
+
+def test_a_mask_and_borders_exclude_each_other() -> None:
+    core, q, mask = DotProductAttention(small_config(), 1), torch.randn(4, 1, 4, 8), torch.zeros(4, 4).bool()
+    with pytest.raises(ValueError, match="attention_mask and packed_seq_params are both given"):
+        core(q, q, q, mask, packed_seq_params=PackedSeqParams(cu_seqlens_q=torch.tensor([0, 4])))
