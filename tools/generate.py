@@ -25,6 +25,7 @@ from megatron.training.command_line.flag_table import flags_of_class  # noqa: E4
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from megatron.training.gpt_builder import build_gpt  # noqa: E402
 
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}))
 
 
@@ -33,7 +34,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parse_options(argv)
     with exit_on_user_error():
         check_options(options)
-        model, tokenizer = load_model(options.load, step=options.ckpt_step, tokenizer_model=options.tokenizer_model)
+        moved = {name: vars(options)[name] for name in TOKENIZER_FILES}
+        model, tokenizer = load_model(options.load, step=options.ckpt_step, moved=moved)
         prompt = tokenizer.tokenize(options.prompt) or [tokenizer.eod]
         generator = torch.Generator().manual_seed(options.seed)
         tokens = list(continue_tokens(model, prompt, options=options, eod=tokenizer.eod, generator=generator))
@@ -53,7 +55,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, help="choose among the k likeliest tokens only")
     parser.add_argument("--top-p", type=float, help="choose among the likeliest tokens with this total probability")
     parser.add_argument("--seed", type=int, default=1234, help="same seed, same text (default: 1234)")
-    parser.add_argument("--tokenizer-model", help="where the tokenizer is now, if it has moved since training")
+    for name in TOKENIZER_FILES:
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, help="where this file of the tokenizer is now, if it has moved since training")
     return parser.parse_args(argv)
 
 
@@ -74,16 +78,21 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--top-p is {options.top_p}: must be above 0 and at most 1")
 
 
-def load_model(folder: str, *, step: int | None, tokenizer_model: str | None) -> tuple[GPTModel, Tokenizer]:
-    """The checkpoint's model in fp32 and evaluation mode, and its tokenizer. Raises ValueError without a checkpoint."""
+def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -> tuple[GPTModel, Tokenizer]:
+    """The checkpoint's model in fp32 and evaluation mode, and its tokenizer. Raises ValueError without a checkpoint.
+
+    moved: where files of the tokenizer are now, by the name of their flag; None where they are still in place.
+    """
     found = find_checkpoint(folder, step=step)
     if found is None:
         raise ValueError(f"--load is {folder}: there is no checkpoint in it; give a folder that --save wrote")
     stored = load_common(found.path)["args"]
     args = parse_args(argv=[])
-    for name in (*MODEL_SHAPE_DESTS, *TOKENIZER_DESTS, "padded_vocab_size", "unpadded_vocab_size"):
+    for name in (*MODEL_SHAPE_DESTS, "padded_vocab_size", "unpadded_vocab_size"):
         vars(args)[name] = stored[name]
-    args.tokenizer_model = tokenizer_model or args.tokenizer_model
+    for name in TOKENIZER_DESTS:
+        # A checkpoint from before a tokenizer's flag existed lacks it.
+        vars(args)[name] = moved.get(name) or stored.get(name)
     args.params_dtype = torch.float32
     tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
     if tokenizer.vocab_size != args.unpadded_vocab_size:

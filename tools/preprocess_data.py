@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
+from megatron.core.config_field import field_spec  # noqa: E402
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path  # noqa: E402
 from megatron.core.datasets.text_files import (  # noqa: E402
     BadLine,
@@ -37,8 +39,8 @@ from megatron.core.datasets.text_files import (  # noqa: E402
     read_raw_documents,
 )
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer  # noqa: E402
-from megatron.core.tokenizers.tokenizer_config import AVAILABLE  # noqa: E402
 
+TOKENIZER_FIELDS = {field.name: spec for field in fields(TokenizerConfig) if (spec := field_spec(field)) is not None}
 CHUNK_BYTES = 256 << 10  # of text, for one worker at a time
 CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy while one has a slow chunk
 NAMED_BAD_LINES = 10
@@ -48,10 +50,7 @@ NAMED_BAD_LINES = 10
 class EncodeSettings:
     """What a worker has to know; small, since it goes along with every chunk."""
 
-    tokenizer_type: str
-    tokenizer_model: str | None
-    vocab_size: int | None
-    null_tokenizer_eod_id: int | None
+    tokenizer: tuple[tuple[str, Any], ...]  # fields of its TokenizerConfig
     append_eod: bool
     json_key: str
 
@@ -111,10 +110,15 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=".jsonl or .txt files, or folders of them")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="key of the text in JSON lines (default: text)")
-    add("--tokenizer-type", required=True, choices=AVAILABLE)
-    add("--tokenizer-model", help="a tokenizer.json, or the folder that holds it")
-    add("--vocab-size", type=int, help="number of ids; for NullTokenizer")
-    add("--null-tokenizer-eod-id", type=int, help="end-of-document id of NullTokenizer (default: the last)")
+    for name, spec in TOKENIZER_FIELDS.items():
+        kind = int if spec.at_least is not None else str
+        add(
+            "--" + name.replace("_", "-"),
+            type=kind,
+            choices=spec.choices,
+            required=name == "tokenizer_type",
+            help=spec.help,
+        )
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add("--output-prefix", required=True, help="writes PREFIX_text_document.bin and .idx")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
@@ -131,7 +135,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 def preprocess(options: argparse.Namespace, prefix: str) -> Summary:
     """Encodes all input into PREFIX.bin and .idx. Raises ValueError or OSError; then neither file is touched."""
     settings = EncodeSettings(
-        **{name: vars(options)[name] for name in EncodeSettings.__annotations__ if name != "json_key"},
+        tokenizer=tuple((name, vars(options)[name]) for name in TOKENIZER_FIELDS),
+        append_eod=options.append_eod,
         json_key=options.json_keys[0],
     )
     # Made before workers are forked: they inherit it and need not read its file again.
@@ -236,14 +241,7 @@ def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> Enco
 @functools.cache
 def tokenizer_for(settings: EncodeSettings) -> Tokenizer:
     """One tokenizer per process."""
-    return build_tokenizer(
-        TokenizerConfig(
-            tokenizer_type=settings.tokenizer_type,
-            tokenizer_model=settings.tokenizer_model,
-            vocab_size=settings.vocab_size,
-            null_tokenizer_eod_id=settings.null_tokenizer_eod_id,
-        )
-    )
+    return build_tokenizer(TokenizerConfig(**dict(settings.tokenizer)))
 
 
 @contextmanager

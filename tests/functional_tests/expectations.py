@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megatron.core import dist_checkpointing
-from tests.functional_tests.case import Case, Flags, command_line
+from tests.functional_tests.case import FOLDER, Case, Flags, command_line
 from tests.functional_tests.corpora import write_corpora
 from tests.functional_tests.launch import PROGRAM, Run, run_program
 
 
 @dataclass
 class Runner:
-    """Runs one case and its variants in `folder`; `{tmp}` in a flag's value is that folder."""
+    """Runs one case and its variants in `folder`; `{tmp}` in a flag's value is that folder, `{tests}` that of the cases."""
 
     case: Case
     folder: Path
@@ -26,7 +26,8 @@ class Runner:
 
     def run(self, name: str, flags: Flags | None = None, *, processes: int | None = None) -> Run:
         """A run with the case's flags and `flags` over them, logging to the folder `name`."""
-        words = [word.replace("{tmp}", str(self.folder)) for word in command_line({**self.case.flags, **(flags or {})})]
+        words = command_line({**self.case.flags, **(flags or {})})
+        words = [word.replace("{tmp}", str(self.folder)).replace("{tests}", str(FOLDER)) for word in words]
         return run_program(
             words,
             processes or self.case.processes,

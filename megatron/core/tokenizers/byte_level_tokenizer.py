@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
+
 NUM_BYTES = 256
 END_OF_TEXT = "<|endoftext|>"
 
 
-class ByteLevelTokenizer:
+class ByteLevelTokenizer(BaseTokenizer):
     """Ids 0 to 255 are bytes, 256 ends a document. There are no bos and pad ids."""
 
     name = "ByteLevelTokenizer"
@@ -27,3 +29,11 @@ class ByteLevelTokenizer:
                 raise ValueError(f"token {token} is outside the {self.vocab_size} ids of {self.name}")
             pieces += END_OF_TEXT.encode() if token == self.eod else bytes([token])
         return pieces.decode(errors="replace")
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return {f"<0x{byte:02X}>": byte for byte in range(NUM_BYTES)} | self.special_tokens
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return {END_OF_TEXT: self.eod}

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
 
-class NullTokenizer:
+
+class NullTokenizer(BaseTokenizer):
     """`vocab_size` ids, eod included; eod is the last one unless `eod_id` names another."""
 
     bos: int | None = None
@@ -30,3 +32,7 @@ class NullTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in ids)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(self.vocab_size)}

@@ -17,14 +17,7 @@ CHOICE_OWNERS: dict[str, dict[str, str]] = {
     },
     "--optimizer": {"muon": "trainer", "dist_muon": "trainer", "distributed_fused_adam": "adam"},
     "--position-embedding-type": {"yarn": "models"},
-    "--tokenizer-type": {
-        "GPT2BPETokenizer": "trainer",
-        "SentencePieceTokenizer": "trainer",
-        "GPTSentencePieceTokenizer": "trainer",
-        "Llama2Tokenizer": "trainer",
-        "TikTokenizer": "trainer",
-        "SFTTokenizer": "trainer",
-    },
+    "--tokenizer-type": {"SFTTokenizer": "trainer"},
     "--transformer-impl": {"transformer_engine": "models"},
 }
 _KIND_NAMES = {"int": "an integer", "float": "a number"}

@@ -121,7 +121,12 @@ def test_unusable_files_are_named(tmp_path: Path, content: str | None, error: ty
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"tokenizer_type": "SentencePieceTokenizer"}, "'SentencePieceTokenizer': must be one of Byte"),
+        ({"tokenizer_type": "SentencePieceTokenizer"}, "needs --tokenizer-model: a SentencePiece .model"),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}, "needs --merge-file: a merges.txt"),
+        (
+            {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t", "vocab_file": "v"},
+            "which reads --tokenizer-model",
+        ),
         ({"tokenizer_type": "Unheard"}, "tokenizer_type is 'Unheard': must be one of ByteLevelTokenizer"),
         ({"tokenizer_type": "NullTokenizer"}, "NullTokenizer needs --vocab-size"),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
