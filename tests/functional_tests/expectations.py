@@ -18,7 +18,7 @@ from tests.functional_tests.launch import PROGRAM, Run, run_program
 
 @dataclass
 class Runner:
-    """Runs one case and its variants in `folder`; `{tmp}` in a flag's value is that folder, `{tests}` that of the cases."""
+    """Runs one case and its variants in `folder`; `{tmp}` in a flag's value is that folder, `{tests}` this one."""
 
     case: Case
     folder: Path

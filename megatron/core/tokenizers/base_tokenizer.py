@@ -89,6 +89,12 @@ class BaseTokenizer:
         """As `tokenize`, without the tokens that it adds."""
         return self.tokenize(text)
 
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"token {token} is outside the {self.vocab_size} ids of {self.name}")
+        return [int(token) for token in ids]
+
     def _with_special_tokens(self, text: str) -> list[int]:
         special = self.special_tokens
         if not special:

@@ -24,9 +24,7 @@ class ByteLevelTokenizer(BaseTokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Bytes that are not UTF-8 become U+FFFD: a model's output, or a cut prompt, may end inside a character."""
         pieces = bytearray()
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"token {token} is outside the {self.vocab_size} ids of {self.name}")
+        for token in self._checked(ids):
             pieces += END_OF_TEXT.encode() if token == self.eod else bytes([token])
         return pieces.decode(errors="replace")
 

@@ -31,7 +31,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Control pieces such as <s> and </s> have no text."""
-        text: str = self._model.decode([_checked(int(token), self.vocab_size, self.name) for token in ids])
+        text: str = self._model.decode(self._checked(ids))
         return text
 
     @property
@@ -72,9 +72,3 @@ def _read(path: str, *, kind: str) -> Any:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:
         raise ValueError(f"{path} is no SentencePiece model") from error
-
-
-def _checked(token: int, vocab_size: int, name: str) -> int:
-    if not 0 <= token < vocab_size:
-        raise ValueError(f"token {token} is outside the {vocab_size} ids of {name}")
-    return token

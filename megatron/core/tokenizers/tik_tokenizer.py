@@ -56,7 +56,7 @@ class TikTokenizer(BaseTokenizer):
         self.bos, self.eod, self.pad = (self.special_tokens[name] for name in ("<s>", "</s>", "<pad>"))
 
     @functools.cached_property
-    def special_tokens(self) -> dict[str, int]:  # type: ignore[override]
+    def special_tokens(self) -> dict[str, int]:
         fillers = (f"<SPECIAL_{token}>" for token in range(len(SPECIAL_TOKENS), NUM_SPECIAL_TOKENS))
         return {text: token for token, text in enumerate((*SPECIAL_TOKENS, *fillers))}
 
@@ -66,10 +66,7 @@ class TikTokenizer(BaseTokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Bytes that are not UTF-8 become U+FFFD."""
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"token {token} is outside the {self.vocab_size} ids of {self.name}")
-        text: str = self._encoding.decode([int(token) for token in ids], errors="replace")
+        text: str = self._encoding.decode(self._checked(ids), errors="replace")
         return text
 
     @property
