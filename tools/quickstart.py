@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,7 +70,10 @@ def main() -> None:
     train(workspace, minutes=options.minutes, processes=options.processes)
     print(f"\nA continuation of {PROMPT!r} by the trained model:\n", flush=True)
     run("tools/generate.py", "--load", workspace.checkpoints, "--prompt", PROMPT, "--max-new-tokens", 120)
-    print(f"\nCheckpoints and log: {workspace.checkpoints}\nRun the same command again to train on from here.")
+    print(flush=True)
+    if find_spec("plotly"):
+        run("tools/report.py", workspace.checkpoints)
+    print(f"Checkpoints and log: {workspace.checkpoints}\nRun the same command again to train on from here.")
 
 
 def parse_options() -> argparse.Namespace:

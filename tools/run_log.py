@@ -12,7 +12,7 @@ import numpy as np
 LOG_NAME = "steps.jsonl"
 RECORD_NAME = "run.json"
 # Fields of time and place, which no two runs share; those that end in a slash hold several.
-TIMINGS = ("seconds", "tokens_per_second", "tflops", "mfu", "timers/", "memory/")
+TIMINGS = ("seconds", "tokens_per_second", "tflops", "mfu", "timers/", "rank_times/", "memory/")
 MAX_BINS = 128
 
 

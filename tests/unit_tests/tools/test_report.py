@@ -1,0 +1,135 @@
+"""report.py: a page that a browser draws without a network, from any log that a run may leave."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools import report
+from tools.report_figures import MAX_POINTS, make_figures, running_median, thinned
+from tools.run_log import MAX_BINS, LayerTable, Series, read_run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SEEN = """<script>document.title = JSON.stringify({
+  problems, width: document.documentElement.scrollWidth, text: document.body.innerText,
+  drawn: [...document.querySelectorAll(".plot")].map(plot => [plot.parentElement.id,
+    plot.querySelectorAll(".scatterlayer .trace, .heatmaplayer image").length,
+    plot.querySelectorAll(".xtitle, .ytitle").length]),
+})</script></body>"""
+
+
+def write_run(folder: Path, num_steps: int, *, layers: int = 2, extra: str = "", **record: object) -> Path:
+    """A run with every field that a log may have; `extra` is added to its last lines as it is."""
+    folder.mkdir()
+    lines = []
+    for step in range(1, num_steps + 1):
+        line: dict[str, object] = {"iteration": step, "lm_loss": "NaN" if step == 5 else 2 + 1 / step}
+        line |= {"z_loss": 1 / step, "accuracy": 0.5, "grad_norm": "Infinity" if step == 7 else 1 / step}
+        line |= {"learning_rate": 1e-3, "global_batch_size": 4, "consumed_samples": 4 * step, "skipped": step == 7}
+        line |= {
+            "loss_scale": 2.0 ** (16 - step % 3),
+            "seconds": 0.1,
+            "tokens_per_second": 1e3,
+            "tflops": 1.0,
+            "mfu": 0.3,
+        }
+        line |= {"memory": {"rss": 2**30, "peak_rss": 2**31}, "timers": {"optimizer": 3.0}, "num_zeros": None}
+        line |= {"expert_load": {str(layer): [step, 3, 0, 5] for layer in range(1, layers + 1)}}
+        line |= {"per_layer": {"load_balancing_loss": {str(layer): 1 / layer for layer in range(1, layers + 1)}}}
+        lines += [json.dumps(line), json.dumps({"iteration": step, "validation_loss": 2.5})]
+    (folder / "steps.jsonl").write_text("\n".join(lines) + "\n" + extra)
+    if record:
+        (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+RECORD = {
+    "flags": {"num_layers": 3, "seed": 1234, "data_path": ["0.5", "</script>"], "mock_data": False, "seq_length": 8},
+    "environment": {"device": "cpu", "world_size": 2},
+    "model": {"parameters": 1_234_567, "active_parameters": 1000, "flops_per_token": 6.0},
+    "starts": [{"started": "2026-01-01", "iteration": 0}, {"started": "2026-01-02", "iteration": 8}],
+}
+EVERY_FIGURE = """loss perplexity learning-rate grad-norm loss-scale batch-size throughput step-time
+tflops mfu timers memory z_loss accuracy layers-load_balancing_loss-0 load-overview load-layer load-step""".split()
+
+
+def open_page(path: Path, *, width: int) -> dict:
+    """What a browser without a network made of the page; its console must be empty."""
+    watch = '<script>const problems = []; addEventListener("error", event => problems.push(event.message))</script>'
+    text = path.read_text(encoding="utf-8").replace("<head>", f"<head>{watch}", 1)
+    copy = path.with_name("watched.html")
+    copy.write_text(SEEN.join(text.rsplit("</body>", 1)), encoding="utf-8")
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    offline = ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={path.parent / 'profile'}"]
+    page = ["--enable-logging=stderr", f"--window-size={width},2000", "--dump-dom", copy.as_uri()]
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, *offline, *page]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
+    return json.loads(title[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-get install chromium, as .ci/run does")
+@pytest.mark.parametrize("num_steps, layers, num_runs", [(30, 2, 1), (1, 2, 1), (80, 12, 2)])
+def test_a_browser_draws_every_diagram(tmp_path: Path, capsys, num_steps: int, layers: int, num_runs: int) -> None:
+    folders = [write_run(tmp_path / name, num_steps, layers=layers, **RECORD) for name in "ab"[:num_runs]]
+    assert report.main([*map(str, folders), "--output", str(tmp_path / "r.html")]) == 0
+    assert f"Report: {tmp_path / 'r.html'} (" in capsys.readouterr().out
+    seen = open_page(tmp_path / "r.html", width=1200)
+    assert seen["problems"] == [] and seen["width"] <= 1200
+    drawn = {name.partition(" ")[0]: (marks, titles) for name, marks, titles in seen["drawn"]}
+    expected = [name for name in EVERY_FIGURE if name != "loss-scale" or num_steps > 1]
+    assert [name for name in expected if name not in drawn] == []
+    assert {name: found for name, found in drawn.items() if found[0] == 0 or found[1] != 2} == {}
+    for words in ("1.23 million", "0.5 </script>", "Busiest expert", "2.5000 (ppl 12.18)", f"{num_steps * 32:,}"):
+        assert words in seen["text"], words
+
+
+def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:
+    run = read_run(write_run(tmp_path / "a", 9, extra='nonsense\n{"iteration": 10, "lm_lo'))
+    figures = {figure["id"]: figure for figure in make_figures([run])}
+    assert figures["loss"]["traces"][0]["y"][4] is None and run.num_unreadable == 1
+    marks = figures["loss"]["traces"][-1]
+    assert (marks["name"], marks["x"]) == ("skipped", [5, 7])
+    assert "1 lines of" in report.page([run], javascript="") and "There is no run.json" in report.page(
+        [run], javascript=""
+    )
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "steps.jsonl").touch()
+    for name, message in (("empty", "has no steps.jsonl"), ("started", "no line of a"), ("gone", "does not exist")):
+        assert report.main([str(tmp_path / name)]) == 1
+        error = capsys.readouterr().err
+        assert message in error and len(error.splitlines()) == 1
+
+
+def test_a_run_is_found_by_its_checkpoints_and_by_the_folder_around_it(tmp_path: Path) -> None:
+    log = write_run(tmp_path / "logs", 2) / "steps.jsonl"
+    common = tmp_path / "save" / "iteration_0000002" / "common.json"
+    common.parent.mkdir(parents=True)
+    common.write_text(json.dumps({"args": {"tensorboard_dir": str(log.parent)}}))
+    for place in (log, log.parent, tmp_path, tmp_path / "save"):
+        assert read_run(place).path == log
+
+
+def test_long_lines_keep_their_extremes_and_layers_their_sums() -> None:
+    steps = np.arange(1, 100_001)
+    values = np.random.default_rng(0).normal(size=steps.size)
+    values[77_777], values[55_555], values[1000:2000] = 99.0, -99.0, np.nan
+    thin = thinned(Series(steps, values))
+    assert len(thin.steps) <= MAX_POINTS and np.all(np.diff(thin.steps) > 0)
+    assert thin.values[thin.steps == 77_778] == [99.0] and np.nanmin(thin.values) == -99.0
+    assert np.nanmax(np.abs(running_median(Series(steps, values)).values)) < 0.2
+    table, naive = LayerTable(), np.zeros((2, 3))
+    for step in range(1, 1001):
+        rows = np.random.default_rng(step).integers(0, 9, (2, 3))
+        table.add(step, {"3": rows[0].tolist(), "7": rows[1].tolist()})
+        naive += rows
+    table.add(1001, {"3": [1, 2, 3]})
+    assert len(table.sums) <= MAX_BINS and np.array_equal(sum(table.sums), naive) and sum(table.counts) == 1000
+    assert table.layers == [3, 7] and table.first_steps[0] == 1 and table.last_steps[-1] == 1000
+    assert [last + 1 for last in table.last_steps[:-1]] == table.first_steps[1:]

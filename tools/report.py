@@ -1,0 +1,216 @@
+"""Writes one HTML page about a run: `python tools/report.py RUN_DIR [RUN_DIR ...]`. It opens without a network.
+
+RUN_DIR is what the run had as --tensorboard-dir or --save; several runs are drawn into the same diagrams. The run
+may still be going. What is drawn is in report_figures.py, how the page looks in report_page.html.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from megatron.training.command_line.registry import flag_table  # noqa: E402
+from megatron.training.command_line.values import yaml_of_value  # noqa: E402
+from tools.report_figures import expert_loads, make_figures, run_names  # noqa: E402
+from tools.run_log import RunLog, read_run  # noqa: E402
+
+try:
+    from plotly.offline import get_plotlyjs
+except ImportError:  # the extra `report` is not installed: main() says so
+    get_plotlyjs = None
+
+TEMPLATE = Path(__file__).with_name("report_page.html")
+RECENT_SHARE = 0.02  # of the steps: what "loss at the end" is the mean of
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 1 where there is no log, or no plotly."""
+    options = parse_options(argv)
+    if get_plotlyjs is None:
+        print(
+            "error: the report needs plotly: pip install 'plotly>=6', or this project's extra report", file=sys.stderr
+        )
+        return 1
+    try:
+        runs = [read_run(place) for place in options.runs]
+        output = options.output or runs[0].path.with_name("report.html")
+        output.write_text(page(runs, javascript=get_plotlyjs()), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"Report: {output} ({output.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """The command line of this tool."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, or its steps.jsonl")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html beside the first run's log")
+    return parser.parse_args(argv)
+
+
+def page(runs: Sequence[RunLog], *, javascript: str) -> str:
+    """The whole HTML page."""
+    names = run_names(runs)
+    content = {
+        "title": " and ".join(names),
+        "runs": [_about(run, name) for run, name in zip(runs, names)],
+        "figures": make_figures(runs),
+        "loads": [expert_loads(run) for run in runs],
+        "flags": _flag_rows(runs),
+        "environment": _rows([run.record.get("environment") or {} for run in runs]),
+    }
+    # Inside a script element only "<" could end it.
+    text = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    before, between, after = TEMPLATE.read_text(encoding="utf-8").split("@@")[::2]
+    return f"{before}{javascript}{between}{text}{after}"
+
+
+def _about(run: RunLog, name: str) -> dict[str, Any]:
+    record = run.record
+    notes = [] if record else [f"There is no run.json beside {run.path}: flags and environment are not known."]
+    if run.num_unreadable:
+        notes.append(f"{run.num_unreadable} lines of {run.path} could not be read and are left out.")
+    starts = [one for one in record.get("starts") or [] if isinstance(one, dict) and one.get("iteration")]
+    return {
+        "name": name,
+        "path": str(run.path),
+        "notes": notes,
+        "facts": dict(facts(run)),
+        "resumes": [{"step": one["iteration"], "when": str(one.get("started", ""))} for one in starts],
+    }
+
+
+def facts(run: RunLog) -> list[tuple[str, str]]:
+    """What the head of the page says of a run, as names and values; unknown ones are left out."""
+    flags, model = run.record.get("flags") or {}, run.record.get("model") or {}
+    environment = run.record.get("environment") or {}
+    found: list[tuple[str, str | None]] = [
+        ("steps", _steps(run, flags.get("train_iters"))),
+        ("loss, last steps", _number(_recent_mean(run, "lm_loss"), "{:.4f}")),
+        ("validation loss", _evaluation(run, "validation_loss")),
+        ("test loss", _evaluation(run, "test_loss")),
+        ("tokens", _tokens(run, flags.get("seq_length"))),
+        ("time in steps", _duration(run)),
+        ("tokens/s, median", _number(_middle(run, "tokens_per_second"), "{:,.0f}")),
+        ("TFLOP/s per device, median", _number(_middle(run, "tflops"), "{:,.3g}")),
+        ("MFU, median", _number(_middle(run, "mfu"), "{:.1%}")),
+        ("parameters", _large(model.get("parameters"))),
+        ("active parameters", _large(model.get("active_parameters"))),
+        ("processes", _number(environment.get("world_size"), "{:,}")),
+        ("peak memory", _peak_memory(run)),
+        ("skipped steps", _skipped(run)),
+        ("started", str(run.record["started"])[:16].replace("T", " ") if run.record.get("started") else None),
+    ]
+    return [(name, value) for name, value in found if value is not None]
+
+
+def _steps(run: RunLog, planned: Any) -> str:
+    last = int(run.steps[-1]) if run.num_steps else 0
+    return f"{last:,} of {planned:,}" if isinstance(planned, int) else f"{last:,}"
+
+
+def _number(value: Any, form: str) -> str | None:
+    return form.format(value) if isinstance(value, (int, float)) else None
+
+
+def _finite(run: RunLog, name: str) -> np.ndarray:
+    """The field's values that are numbers, [n] float64."""
+    if name not in run.series:
+        return np.zeros(0)
+    values = run.series[name].values
+    return values[np.isfinite(values)]
+
+
+def _recent_mean(run: RunLog, name: str) -> float | None:
+    values = _finite(run, name)
+    return float(values[-max(1, int(RECENT_SHARE * len(values))) :].mean()) if values.size else None
+
+
+def _middle(run: RunLog, name: str) -> float | None:
+    values = _finite(run, name)
+    return float(np.median(values)) if values.size else None
+
+
+def _evaluation(run: RunLog, name: str) -> str | None:
+    values = _finite(run, name)
+    return f"{values[-1]:.4f} (ppl {np.exp(min(values[-1], 20)):,.4g})" if values.size else None
+
+
+def _tokens(run: RunLog, seq_length: Any) -> str | None:
+    samples = _finite(run, "consumed_samples")
+    if not samples.size or not isinstance(seq_length, int):
+        return None
+    return _large(int(samples[-1]) * seq_length)
+
+
+def _duration(run: RunLog) -> str | None:
+    total = _finite(run, "seconds").sum()
+    minutes, seconds = divmod(int(total), 60)
+    hours, minutes = divmod(minutes, 60)
+    if not total:
+        return None
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{total:.1f} s"
+
+
+def _large(number: Any) -> str | None:
+    """Three digits and a word: 47.2 billion."""
+    if not isinstance(number, int):
+        return None
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:#.3g} {word}".replace(". ", " ")
+    return f"{number:,}"
+
+
+def _peak_memory(run: RunLog) -> str | None:
+    for name in ("memory/max_allocated", "memory/peak_rss"):
+        values = _finite(run, name)
+        if values.size:
+            return f"{values.max() / 2**30:.2f} GiB"
+    return None
+
+
+def _skipped(run: RunLog) -> str | None:
+    skipped = int(_finite(run, "skipped").sum())
+    return f"{skipped:,}" if skipped else None
+
+
+def _flag_rows(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
+    """Flags with each run's value and the default; first those that differ between runs, then those that were set."""
+    rows = _rows([run.record.get("flags") or {} for run in runs])
+    defaults = {flag.dest: yaml_of_value(flag.default) for flag in flag_table().flags}
+    for row in rows:
+        name = row["name"]
+        row["default"] = _text(defaults[name]) if name in defaults else "none"
+        row["set"] = any(value != row["default"] for value in row["values"])
+    return sorted(rows, key=lambda row: (len(set(row["values"])) == 1, not row["set"], row["name"]))
+
+
+def _rows(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = dict.fromkeys(name for record in records for name in record)
+    return [
+        {"name": name, "values": [_text(record[name]) if name in record else "" for record in records]}
+        for name in names
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_text, value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

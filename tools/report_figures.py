@@ -1,0 +1,348 @@
+"""What the report draws, as plotly figures in plain dicts: a table of figures, and how a field becomes lines.
+
+The page around them is report_page.html; reading files is run_log.py's.
+"""
+
+import base64
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tools.run_log import LayerTable, RunLog, Series
+
+MAX_POINTS = 1200  # of a line: more than the pixels it is drawn on
+MEDIAN_POINTS = 300
+SMOOTHED_FROM = 60  # steps from which on a noisy line gets its running median
+MAX_LINES_OF_LAYERS = 8  # more layers are drawn as a heat map
+PERPLEXITY_LIMIT = 20.0  # as in the log: exp of at most this
+DASHES = ("solid", "dash", "dot", "dashdot")
+GIB = 1 / 2**30
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One diagram. fields: (name in the log, label); a name that ends in a slash stands for all that start so.
+
+    axis: title and unit. scale: what a logged value is multiplied by. noisy: drawn pale below its running median.
+    from_zero: the axis begins at 0. steps: the value jumps from one step to another and is not between.
+    """
+
+    id: str
+    section: str
+    title: str
+    axis: str
+    fields: tuple[tuple[str, str], ...]
+    note: str = ""
+    log: bool = False
+    scale: float = 1.0
+    noisy: bool = False
+    from_zero: bool = False
+    steps: bool = False
+
+
+FIGURES = (
+    Figure(
+        *("loss", "Loss", "Loss", "lm loss (nats per token)"),
+        (("lm_loss", "training"), ("validation_loss", "validation"), ("test_loss", "test")),
+        "Mean over tokens. Crosses: steps that updated nothing. Of a long run the first 1% may be above the axis.",
+        noisy=True,
+    ),
+    Figure(
+        *("perplexity", "Loss", "Perplexity", "perplexity (tokens)"),
+        (("lm_loss", "training"), ("validation_loss", "validation"), ("test_loss", "test")),
+        "exp(loss): between how many tokens the model is undecided.",
+        log=True,
+        noisy=True,
+    ),
+    Figure(
+        *("learning-rate", "Optimizer", "Learning rate", "learning rate"),
+        (("learning_rate", "learning rate"), ("decoupled_learning_rate", "of embeddings and output")),
+        "The rate that the step used.",
+        from_zero=True,
+    ),
+    Figure(
+        *("grad-norm", "Optimizer", "Gradient norm", "2-norm"),
+        (("grad_norm", "gradient norm"),),
+        "Over all parameters, before clipping.",
+        log=True,
+        noisy=True,
+    ),
+    Figure(
+        *("params-norm", "Optimizer", "Norm of the parameters", "2-norm"),
+        (("params_norm", "norm"),),
+        "Over all parameters, after the step.",
+    ),
+    Figure(*("zeros", "Optimizer", "Zeros in the gradient", "elements"), (("num_zeros", "zeros"),), noisy=True),
+    Figure(
+        *("weight-decay", "Optimizer", "Weight decay", "weight decay"),
+        (("weight_decay", "weight decay"),),
+        from_zero=True,
+    ),
+    Figure(
+        *("loss-scale", "Optimizer", "Loss scale", "loss scale"),
+        (("loss_scale", "loss scale"),),
+        "Factor on the loss in fp16. Crosses are skipped steps.",
+        log=True,
+        steps=True,
+    ),
+    Figure(
+        *("batch-size", "Optimizer", "Batch size", "samples per step"),
+        (("global_batch_size", "global batch size"),),
+        from_zero=True,
+        steps=True,
+    ),
+    Figure(
+        *("throughput", "Speed", "Throughput", "tokens per second"),
+        (("tokens_per_second", "all devices"),),
+        "Tokens of the global batch over the time of the step.",
+        noisy=True,
+    ),
+    Figure(
+        *("step-time", "Speed", "Time of a step", "seconds"),
+        (("seconds", "step"),),
+        "Data, forward, backward, update; without evaluation and saving.",
+        noisy=True,
+    ),
+    Figure(
+        *("tflops", "Speed", "Arithmetic rate", "TFLOP/s per device"),
+        (("tflops", "TFLOP/s"),),
+        "Operations of the model, without recomputation.",
+        noisy=True,
+    ),
+    Figure(
+        *("mfu", "Speed", "Model FLOPs utilisation", "% of the device's peak"),
+        (("mfu", "MFU"),),
+        scale=100.0,
+        noisy=True,
+    ),
+    Figure(
+        *("timers", "Speed", "Parts of a step", "milliseconds per step"),
+        (("timers/", ""),),
+        "The slowest process of each part; parts inside others are counted in both.",
+        from_zero=True,
+    ),
+    Figure(
+        *("rank-times", "Speed", "Fastest and slowest process", "milliseconds per step"),
+        (("rank_times/max_ms", "slowest"), ("rank_times/min_ms", "fastest")),
+        "Work without waiting for each other.",
+    ),
+    Figure(
+        *("memory", "Memory", "Memory by kind", "GiB"),
+        (("memory/", ""),),
+        "Of the first process, after the step. max and peak: the most so far.",
+        scale=GIB,
+        from_zero=True,
+    ),
+)
+# Fields that a figure shows in another way, or that are no quantities.
+SHOWN = ("iteration", "skipped", "consumed_samples", "rank_times/")
+
+
+def make_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
+    """Every figure that at least one run has numbers for, in the order of the page."""
+    found = [_draw(figure, runs) for figure in _figures_for(runs)]
+    found += _layer_figures(runs)
+    return [figure for figure in found if figure["traces"]]
+
+
+def _figures_for(runs: Sequence[RunLog]) -> Iterator[Figure]:
+    """The table, without what is constant by default, and a figure for each field that no figure shows."""
+    scaled = any(_varies(run, "loss_scale") or _varies(run, "skipped") for run in runs)
+    yield from (figure for figure in FIGURES if figure.id != "loss-scale" or scaled)
+    shown = tuple(name for figure in FIGURES for name, _ in figure.fields) + SHOWN
+    names = dict.fromkeys(name for run in runs for name in run.series if not name.startswith(shown))
+    for name in names:
+        words = name.replace("_", " ").replace("/", ": ")
+        section = "Router" if name.endswith("_loss") else "Other numbers"
+        yield Figure(name.replace("/", "-"), section, _capital(words), words, ((name, words),), noisy=True)
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _varies(run: RunLog, name: str) -> bool:
+    series = run.series.get(name)
+    return series is not None and bool(np.any(series.values != series.values[0]))
+
+
+def _draw(figure: Figure, runs: Sequence[RunLog]) -> dict[str, Any]:
+    traces: list[dict[str, Any]] = []
+    for index, run in enumerate(runs):
+        prefix = f"{run_names(runs)[index]}: " if len(runs) > 1 else ""
+        for place, (name, label) in enumerate(_fields_of(figure, run)):
+            # Several runs: a colour for each run, a dash for each field.
+            color, dash = (index, DASHES[place % len(DASHES)]) if len(runs) > 1 else (place, "solid")
+            style = {"name": prefix + label, "color": color, "dash": dash}
+            traces += _lines(_values(figure, run.series[name]), style=style, noisy=figure.noisy)
+        if figure.id in ("loss", "loss-scale"):
+            traces += _skipped(figure, run, style={"name": f"{prefix}skipped", "color": index if prefix else 3})
+    options = {"log": figure.log, "fromZero": figure.from_zero, "steps": figure.steps}
+    return {
+        **_frame(figure),
+        **options,
+        "range": _late_range(traces) if figure.id == "loss" else None,
+        "traces": traces,
+    }
+
+
+def _late_range(traces: list[dict[str, Any]]) -> list[float] | None:
+    """Least and most of a long run without the first hundredth of its steps, whose fall would leave no room."""
+    last = max((trace["x"][-1] for trace in traces), default=0)
+    pairs = [pair for trace in traces for pair in zip(trace["x"], trace["y"])]
+    late = [value for step, value in pairs if value is not None and step > last / 100]
+    if last < 10 * SMOOTHED_FROM or not late:
+        return None
+    margin = 0.05 * (max(late) - min(late))
+    return [min(late) - margin, max(late) + margin]
+
+
+def _frame(figure: Figure) -> dict[str, Any]:
+    return {name: vars(figure)[name] for name in ("id", "section", "title", "axis", "note")}
+
+
+def run_names(runs: Sequence[RunLog]) -> list[str]:
+    """A name for each run: the shortest ends of their folders that tell them apart."""
+    parts = [run.path.absolute().parent.parts for run in runs]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(run.path.parent) for run in runs]
+
+
+def _fields_of(figure: Figure, run: RunLog) -> list[tuple[str, str]]:
+    found = []
+    for name, label in figure.fields:
+        if name.endswith("/"):
+            inner = [key for key in run.series if key.startswith(name)]
+            inner.sort(key=lambda key: -float(np.nanmax(run.series[key].values, initial=0.0)))
+            found += [(key, key.removeprefix(name).replace("_", " ")) for key in inner]
+        elif name in run.series:
+            found.append((name, label))
+    return found
+
+
+def _values(figure: Figure, series: Series) -> Series:
+    if figure.id == "perplexity":
+        return Series(series.steps, np.exp(np.minimum(series.values, PERPLEXITY_LIMIT)))
+    return Series(series.steps, series.values * figure.scale)
+
+
+def _lines(series: Series, *, style: dict[str, Any], noisy: bool) -> list[dict[str, Any]]:
+    """A line; a noisy one of many steps pale, below its running median, which alone is in the legend."""
+    thin = thinned(series)
+    mode = "lines+markers" if len(thin.steps) <= 40 else "lines"
+    if not noisy or len(series.steps) < SMOOTHED_FROM:
+        return [{**style, **points(thin), "mode": mode}]
+    median = running_median(series)
+    pale = {**style, **points(thin), "mode": "lines", "pale": True, "dash": "solid"}
+    return [pale, {**style, **points(median), "mode": "lines"}]
+
+
+def _skipped(figure: Figure, run: RunLog, *, style: dict[str, Any]) -> list[dict[str, Any]]:
+    """A cross at each step that updated nothing or whose loss is no number, at the last value before it."""
+    line, skipped = run.series.get(figure.fields[0][0]), run.series.get("skipped")
+    if line is None:
+        return []
+    steps = line.steps[~np.isfinite(line.values)]
+    if skipped is not None:
+        steps = np.union1d(steps, skipped.steps[skipped.values == 1])
+    finite = np.isfinite(line.values)
+    if not steps.size or not finite.any():
+        return []
+    before = np.clip(np.searchsorted(line.steps[finite], steps, side="right") - 1, 0, None)
+    marks = thinned(Series(steps, line.values[finite][before]))
+    return [{**style, **points(marks), "mode": "markers", "symbol": "x"}]
+
+
+def thinned(series: Series) -> Series:
+    """At most MAX_POINTS points: of each stretch of steps the smallest and the largest value, so that spikes stay."""
+    num_stretches = MAX_POINTS // 2
+    if len(series.steps) <= MAX_POINTS:
+        return series
+    kept = []
+    finite = np.isfinite(series.values)
+    for stretch in np.array_split(np.arange(len(series.steps)), num_stretches):
+        usable = stretch[finite[stretch]]
+        if usable.size:
+            values = series.values[usable]
+            kept += sorted({int(usable[values.argmin()]), int(usable[values.argmax()])})
+        else:
+            kept.append(int(stretch[0]))
+    return Series(series.steps[kept], series.values[kept])
+
+
+def running_median(series: Series) -> Series:
+    """Medians of the 25th part of the steps around each of MEDIAN_POINTS steps; spikes do not move them."""
+    num_steps = len(series.steps)
+    half = num_steps // 50 + 1
+    centres = np.unique(np.linspace(0, num_steps - 1, MEDIAN_POINTS).round().astype(int))
+    # Shorter at the ends, and there as long on both sides as can be: no shift where the line falls.
+    halves = np.maximum(np.minimum(half, np.minimum(centres, num_steps - 1 - centres)), half // 4)
+    windows = [series.values[max(0, centre - reach) : centre + reach + 1] for centre, reach in zip(centres, halves)]
+    finite = [window[np.isfinite(window)] for window in windows]
+    return Series(series.steps[centres], np.array([np.median(part) if part.size else np.nan for part in finite]))
+
+
+def points(series: Series) -> dict[str, list[Any]]:
+    """x and y of a line; a gap where the value is not finite. series: steps [n] int64, values [n] float64."""
+    return {"x": series.steps.tolist(), "y": [_short(value) for value in series.values.tolist()]}
+
+
+def _short(value: float) -> float | None:
+    """Seven digits, more than a screen can show."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+def _layer_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
+    """Losses of the router by layer, of each run by itself: few layers as lines, many as a heat map."""
+    figures = []
+    for index, run in enumerate(runs):
+        of_run = f" ({run_names(runs)[index]})" if len(runs) > 1 else ""
+        for name, table in run.per_layer.items():
+            words = name.replace("_", " ")
+            title = f"{_capital(words)} by layer{of_run}"
+            frame = _frame(Figure(f"layers-{name}-{index}", "Router", title, words, ()))
+            means, steps = table.means(), _centres(table)
+            if len(table.layers) > MAX_LINES_OF_LAYERS:
+                rows = [[_short(value) for value in row] for row in means.T.tolist()]
+                heat = {"x": steps.tolist(), "y": table.layers, "z": rows}
+                figures.append({**frame, "axis": "layer", "unit": words, "heat": True, "log": None, "traces": [heat]})
+                continue
+            lines = [
+                {**points(Series(steps, means[:, row])), "name": f"layer {layer}", "color": row, "mode": "lines"}
+                for row, layer in enumerate(table.layers)
+            ]
+            figures.append({**frame, "log": False, "traces": lines})
+    return figures
+
+
+def _centres(table: LayerTable) -> np.ndarray:
+    return (np.array(table.first_steps) + np.array(table.last_steps)) / 2
+
+
+def expert_loads(run: RunLog) -> dict[str, Any] | None:
+    """Tokens of each expert over those of an even share, for the heat maps; None without experts in the log.
+
+    `shares` is [bins, layers, experts] as 16-bit numbers in base64, `unit` what 1 stands for.
+    """
+    table = run.expert_load
+    if not table.sums:
+        return None
+    means = table.means()
+    totals = means.sum(axis=-1, keepdims=True)
+    shares = means * means.shape[-1] / np.where(totals == 0, 1, totals)
+    unit = max(float(shares.max()), 1.0) / 65535
+    packed = np.round(shares / unit).astype("<u2")
+    return {
+        "layers": table.layers,
+        "num_experts": means.shape[-1],
+        "first": table.first_steps,
+        "last": table.last_steps,
+        "unit": unit,
+        "shares": base64.b64encode(packed.tobytes()).decode("ascii"),
+    }
