@@ -1,48 +1,70 @@
 """How many microbatches make a global batch.
 
-The one holder of module-level state is here because scripts ask through plain functions.
+The one holder of module-level state is here because scripts ask through plain functions. How the global batch grows is
+batch_schedule.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron.core.batch_schedule import BatchSchedule, build_batch_schedule
 
 
 @dataclass(frozen=True)
-class ConstantNumMicroBatches:
-    """A global batch that never changes. Sizes in samples."""
+class NumMicroBatches:
+    """Batch sizes of one run, in samples.
 
-    global_batch_size: int
+    schedule: what is asked for. Each size must be a multiple of micro_batch_size x data_parallel_size, unless
+    decrease_if_needed rounds it down to one: `running` has the sizes that are trained with.
+    """
+
+    schedule: BatchSchedule
     micro_batch_size: int
     data_parallel_size: int
+    decrease_if_needed: bool = False
+    running: BatchSchedule = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}: must be at least 1")
-        if self.global_batch_size % self.samples_per_round:
-            raise ValueError(
-                f"global_batch_size is {self.global_batch_size}: must be a multiple of "
-                f"micro_batch_size ({self.micro_batch_size}) x data_parallel_size ({self.data_parallel_size})"
-            )
+        for name in ("micro_batch_size", "data_parallel_size"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"{name} is {vars(self)[name]}: must be at least 1")
+        for size in self.schedule.sizes:
+            self._check_size(size)
+        # Frozen: this is how a derived field is set.
+        object.__setattr__(self, "running", self.schedule.rounded_down(self.samples_per_round))
+
+    def _check_size(self, size: int) -> None:
+        wanted = f"micro_batch_size ({self.micro_batch_size}) x data-parallel size ({self.data_parallel_size})"
+        which = "global_batch_size is" if len(self.schedule.sizes) == 1 else "the batch size becomes"
+        if size < 1 or (self.decrease_if_needed and size < self.samples_per_round):
+            raise ValueError(f"{which} {size}: must be at least {wanted if size >= 1 else 1}")
+        if size % self.samples_per_round and not self.decrease_if_needed:
+            raise ValueError(f"{which} {size}: must be a multiple of {wanted}")
 
     @property
     def samples_per_round(self) -> int:
         """Samples that all ranks process with one microbatch each."""
         return self.micro_batch_size * self.data_parallel_size
 
+    def num_microbatches(self, consumed_samples: int) -> int:
+        """Microbatches of each rank in the step that begins after `consumed_samples`."""
+        return self.running.size_at(consumed_samples) // self.samples_per_round
+
     @property
-    def num_microbatches(self) -> int:
-        """Microbatches of each rank in one step."""
-        return self.global_batch_size // self.samples_per_round
+    def final_num_microbatches(self) -> int:
+        """Microbatches of each rank once the batch has its final size; evaluation always uses that."""
+        return self.running.final_size // self.samples_per_round
 
 
 @dataclass
 class _Holder:
-    calculator: ConstantNumMicroBatches | None = None
+    calculator: NumMicroBatches | None = None
+    consumed_samples: int = 0
 
-    def current(self) -> ConstantNumMicroBatches:
+    def ask(self, question: Callable[[NumMicroBatches, int], int]) -> int:
         if self.calculator is None:
             raise RuntimeError("init_num_microbatches_calculator has not been called")
-        return self.calculator
+        return question(self.calculator, self.consumed_samples)
 
 
 _HOLDER = _Holder()
@@ -51,18 +73,27 @@ _HOLDER = _Holder()
 def init_num_microbatches_calculator(
     rank: int,
     rampup_batch_size: list[int] | None,
-    global_batch_size: int,
+    global_batch_size: int | None,
     micro_batch_size: int,
     data_parallel_size: int,
-) -> None:
+    decrease_batch_size_if_needed: bool = False,
+    *,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
+) -> NumMicroBatches:
     """Fixes the batch sizes of this process, in samples; raises ValueError where they do not divide."""
-    # TODO(#3): ramp up of the batch size.
-    if rampup_batch_size is not None:
-        raise ValueError(f"rampup_batch_size is {rampup_batch_size}: not yet available")
     # A second run in this process with other sizes would change the first one's.
     if _HOLDER.calculator is not None:
         raise RuntimeError(f"rank {rank}: the number of microbatches is already set; destroy the calculator first")
-    _HOLDER.calculator = ConstantNumMicroBatches(global_batch_size, micro_batch_size, data_parallel_size)
+    schedule = build_batch_schedule(
+        global_batch_size,
+        rampup_batch_size=rampup_batch_size,
+        step_batch_size_schedule=step_batch_size_schedule,
+        seq_length=seq_length,
+    )
+    _HOLDER.calculator = NumMicroBatches(schedule, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+    _HOLDER.consumed_samples = 0
+    return _HOLDER.calculator
 
 
 def destroy_num_microbatches_calculator() -> None:
@@ -71,17 +102,24 @@ def destroy_num_microbatches_calculator() -> None:
 
 
 def get_num_microbatches() -> int:
-    """Microbatches of each rank in one step."""
-    return _HOLDER.current().num_microbatches
+    """Microbatches of each rank in the next step."""
+    return _HOLDER.ask(NumMicroBatches.num_microbatches)
 
 
 def get_current_global_batch_size() -> int:
-    """Samples of one step over all ranks."""
-    return _HOLDER.current().global_batch_size
+    """Samples over all ranks that the schedule wants of the next step."""
+    return _HOLDER.ask(lambda calculator, consumed: calculator.schedule.size_at(consumed))
 
 
-def update_num_microbatches(consumed_samples: int, consistency_check: bool = True) -> None:
-    """Recomputes the batch size for `consumed_samples`; a constant batch stays as it is."""
-    # Called after each step by loops that know of batch ramp-up.
-    del consumed_samples, consistency_check
-    _HOLDER.current()
+def get_current_running_global_batch_size() -> int:
+    """Samples over all ranks of the next step: less than wanted where --decrease-batch-size-if-needed rounds down."""
+    return _HOLDER.ask(lambda calculator, consumed: calculator.running.size_at(consumed))
+
+
+def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
+    """Moves to the batch size of the step that begins after `consumed_samples`.
+
+    consistency_check, verbose: for scripts; every size of the schedule was checked at the start.
+    """
+    del consistency_check, verbose
+    _HOLDER.consumed_samples = consumed_samples

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+from megatron.core.batch_schedule import BatchSchedule
 from megatron.core.config_field import config_field, validate_fields
 
 _Decay = Callable[[float], float]
@@ -28,7 +29,7 @@ _WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 @dataclass(kw_only=True)
 class OptimizerParamSchedulerConfig:
-    """The schedule as a user gives it, in iterations."""
+    """The schedule as a user gives it, in iterations or in samples; validation.py keeps the two apart."""
 
     cli_group: ClassVar[str] = "learning rate and weight decay"
 
@@ -39,11 +40,23 @@ class OptimizerParamSchedulerConfig:
     lr_decay_iters: int | None = config_field(
         None, at_least=1, help="Iterations until the learning rate is at its minimum; none means --train-iters."
     )
+    lr_decay_samples: int | None = config_field(
+        None, at_least=1, help="Samples until the learning rate is at its minimum; none means --train-samples."
+    )
     lr_wsd_decay_iters: int | None = config_field(None, at_least=1, help="Iterations of WSD's final decay.")
+    lr_wsd_decay_samples: int | None = config_field(None, at_least=1, help="Samples of WSD's final decay.")
     lr_warmup_fraction: float | None = config_field(
-        None, at_least=0, less_than=1, help="Share of --lr-decay-iters that is linear warm-up."
+        None, at_least=0, less_than=1, help="Share of the learning rate's schedule that is linear warm-up."
     )
     lr_warmup_iters: int = config_field(0, at_least=0, help="Iterations of linear warm-up.")
+    lr_warmup_samples: int = config_field(0, at_least=0, help="Samples of linear warm-up.")
+    start_weight_decay: float | None = config_field(None, at_least=0, help="Weight decay of the first step.")
+    end_weight_decay: float | None = config_field(None, at_least=0, help="Weight decay at the end of the run.")
+    weight_decay_incr_style: str = config_field(
+        "constant",
+        choices=_WEIGHT_DECAY_STYLES,
+        help="How weight decay rises from --start-weight-decay to --end-weight-decay; constant: --weight-decay.",
+    )
     override_opt_param_scheduler: bool = config_field(
         False,
         flags=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
@@ -59,23 +72,40 @@ class OptimizerParamSchedulerConfig:
         validate_fields(self)
         self.validate_warmup()
         self.validate_wsd()
+        self.validate_weight_decay()
         self.validate_load_policy()
 
     def validate_warmup(self) -> None:
-        if self.lr_warmup_fraction is not None and self.lr_warmup_iters > 0:
-            raise ValueError(
-                f"lr_warmup_fraction is {self.lr_warmup_fraction} and lr_warmup_iters is {self.lr_warmup_iters}: "
-                "give only one of them"
-            )
-        if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
-            raise ValueError(
-                f"lr_warmup_iters is {self.lr_warmup_iters}: must be less than lr_decay_iters ({self.lr_decay_iters})"
-            )
+        for unit in ("iters", "samples"):
+            warmup, decay = vars(self)[f"lr_warmup_{unit}"], vars(self)[f"lr_decay_{unit}"]
+            if self.lr_warmup_fraction is not None and warmup > 0:
+                raise ValueError(
+                    f"lr_warmup_fraction is {self.lr_warmup_fraction} and lr_warmup_{unit} is {warmup}: "
+                    "give only one of them"
+                )
+            if decay is not None and warmup >= decay:
+                raise ValueError(f"lr_warmup_{unit} is {warmup}: must be less than lr_decay_{unit} ({decay})")
 
     def validate_wsd(self) -> None:
         # Its other phases follow from the decay's length, which has no good default.
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
-            raise ValueError("lr_decay_style is WSD: lr_wsd_decay_iters must be given")
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
+            raise ValueError("lr_decay_style is WSD: lr_wsd_decay_iters or lr_wsd_decay_samples must be given")
+
+    def validate_weight_decay(self) -> None:
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        if style == "constant":
+            if start is not None or end is not None:
+                raise ValueError(
+                    f"start_weight_decay is {start} and end_weight_decay is {end}, but weight_decay_incr_style is "
+                    "constant: choose linear or cosine, or give --weight-decay alone"
+                )
+            return
+        if start is None or end is None:
+            raise ValueError(
+                f"weight_decay_incr_style is {style}: start_weight_decay and end_weight_decay must both be given"
+            )
+        if start > end:
+            raise ValueError(f"start_weight_decay is {start}: must be at most end_weight_decay ({end})")
 
     def validate_load_policy(self) -> None:
         _check_load_policy(
@@ -144,9 +174,10 @@ class _Schedule:
 class OptimizerParamScheduler:
     """Sets `lr` and `weight_decay` of an optimizer's parameter groups from the number of samples trained on.
 
-    A group's `max_lr` and `min_lr` override the schedule's, its `lr_mult` and `wd_mult` scale the results. init_lr:
-    where warm-up starts. wsd_decay_steps: length of WSD's final decay. All steps are samples; `num_steps` is the
-    current one. On load, values that differ from the checkpoint's are an error unless one flag says whose win.
+    A group's `max_lr`, `min_lr`, `start_wd` and `end_wd` override the schedule's, its `lr_mult` and `wd_mult` scale the
+    results. init_lr: where warm-up starts. wsd_decay_steps: length of WSD's final decay. All steps are samples;
+    `num_steps` is the current one. On load, values that differ from the checkpoint's are an error unless one flag says
+    whose win.
     """
 
     def __init__(
@@ -191,12 +222,10 @@ class OptimizerParamScheduler:
     def step(self, increment: int) -> None:
         """Moves on by `increment` samples and writes the new values into the parameter groups."""
         self.num_steps += increment
-        # One value for all groups; rates may have other limits in each.
-        weight_decay = self.get_wd()
         for group in self.optimizer.param_groups:
             # Plain numbers: a tensor would be read from the device at every step.
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
-            group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+            group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Learning rate of a parameter group at the current step, before its multiplier."""
@@ -216,13 +245,15 @@ class OptimizerParamScheduler:
             return max(min_lr, max_lr * max(schedule.lr_warmup_steps, 1) ** 0.5 / max(step, 1) ** 0.5)
         return min_lr + self._decay_coefficient() * (max_lr - min_lr)
 
-    def get_wd(self) -> float:
-        """Weight decay at the current step, before a group's multiplier."""
-        schedule = self.schedule
+    def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
+        """Weight decay at the current step, of a parameter group where one is given, before its multiplier."""
+        schedule, group = self.schedule, param_group or {}
+        start_wd = _or_default(group.get("start_wd"), schedule.start_wd)
+        end_wd = _or_default(group.get("end_wd"), schedule.end_wd)
         if schedule.wd_incr_style == "constant" or self.num_steps > schedule.wd_incr_steps:
-            return schedule.end_wd
+            return end_wd
         growth = 1.0 - _DECAY[schedule.wd_incr_style](self.num_steps / schedule.wd_incr_steps)
-        return schedule.start_wd + growth * (schedule.end_wd - schedule.start_wd)
+        return start_wd + growth * (end_wd - start_wd)
 
     def state_dict(self) -> dict[str, Any]:
         """Position and schedule; JSON values."""
@@ -259,15 +290,23 @@ def get_optimizer_param_scheduler(
     min_lr: float,
     weight_decay: float,
     train_iters: int,
-    global_batch_size: int,
+    train_samples: int | None,
+    batches: BatchSchedule,
 ) -> OptimizerParamScheduler:
-    """The schedule of `config`, whose iterations are of `global_batch_size` samples each."""
-    decay_steps = (config.lr_decay_iters or train_iters) * global_batch_size
-    warmup_steps: float = config.lr_warmup_iters * global_batch_size
+    """The schedule of `config`; `batches` says of how many samples its iterations are.
+
+    train_samples: the length of a run that is given in samples, None for one of `train_iters` iterations.
+    """
+    run_steps = batches.samples_after(train_iters) if train_samples is None else train_samples
+    decay_steps = config.lr_decay_samples or run_steps
+    if config.lr_decay_iters is not None:
+        decay_steps = batches.samples_after(config.lr_decay_iters)
+    warmup_steps: float = config.lr_warmup_samples or batches.samples_after(config.lr_warmup_iters)
     if config.lr_warmup_fraction is not None:
         # May be no whole number of samples; the formulas do not mind.
         warmup_steps = config.lr_warmup_fraction * decay_steps
-    wsd_iters = config.lr_wsd_decay_iters
+    # A weight decay that rises ignores the constant one, as in Megatron.
+    start_wd, end_wd = config.start_weight_decay, config.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -276,15 +315,28 @@ def get_optimizer_param_scheduler(
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=config.lr_decay_style,
-        start_wd=weight_decay,
-        end_wd=weight_decay,
-        wd_incr_steps=train_iters * global_batch_size,
-        wd_incr_style="constant",
+        start_wd=_or_default(start_wd, weight_decay),
+        end_wd=_or_default(end_wd, weight_decay),
+        wd_incr_steps=run_steps,
+        wd_incr_style=config.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=config.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=config.override_opt_param_scheduler,
-        wsd_decay_steps=None if wsd_iters is None else wsd_iters * global_batch_size,
+        wsd_decay_steps=_wsd_steps(config, decay_steps, train_iters=train_iters, batches=batches),
         lr_wsd_decay_style=config.lr_wsd_decay_style,
     )
+
+
+def _wsd_steps(
+    config: OptimizerParamSchedulerConfig, decay_steps: int, *, train_iters: int, batches: BatchSchedule
+) -> int | None:
+    """Samples of WSD's final decay: its iterations are the last ones of the schedule, whatever their batch."""
+    if config.lr_wsd_decay_iters is None:
+        return config.lr_wsd_decay_samples
+    decay_iters = config.lr_decay_iters or train_iters
+    stable_iters = max(0, decay_iters - config.lr_wsd_decay_iters)
+    early = config.lr_wsd_decay_iters - (decay_iters - stable_iters)
+    # A decay longer than the schedule begins before it; batches there are those of the start.
+    return decay_steps - batches.samples_after(stable_iters) + early * batches.sizes[0]
 
 
 def _wsd_decay(style: str | None, decay_steps: int | None) -> _Decay:

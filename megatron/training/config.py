@@ -52,6 +52,9 @@ class TrainingConfig:
         None, help="Samples per training step over all ranks; unset: micro batch x data-parallel size.", at_least=1
     )
     train_iters: int | None = config_field(None, help="Number of training steps.", at_least=0)
+    train_samples: int | None = config_field(
+        None, help="Train on this many samples instead; schedules are then given in samples too.", at_least=1
+    )
     exit_interval: int | None = config_field(
         None, help="Save and exit after a step whose number this divides.", at_least=1
     )
@@ -77,6 +80,27 @@ class TrainingConfig:
         False, dest="deprecated_use_mcore_models", help="Accepted for old scripts: the model is always of this kind."
     )
     transformer_impl: str = config_field("local", choices=("local",), help="Which implementation of the layers to use.")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class BatchScheduleConfig:
+    """How the global batch size grows; at most one of the two schedules."""
+
+    cli_group: ClassVar[str] = "training"
+
+    rampup_batch_size: list[int] | None = config_field(
+        None, nargs=3, help="START INCREMENT SAMPLES: raise the batch from START to --global-batch-size over SAMPLES."
+    )
+    step_batch_size_schedule: str | None = config_field(
+        None,
+        help='"0:256 500:512 ...": each batch size from this number of samples on; 60B and the like are tokens.',
+    )
+    decrease_batch_size_if_needed: bool = config_field(
+        False, help="Round batch sizes down to what --micro-batch-size and the number of processes divide."
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)

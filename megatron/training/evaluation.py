@@ -19,7 +19,7 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
             forward_step_func=run.forward_step,
             data_iterator=iterator,
             model=run.model,
-            num_microbatches=run.num_microbatches,
+            num_microbatches=run.batches.final_num_microbatches,
             forward_only=True,
         )
     run.model.train()
@@ -33,7 +33,7 @@ def evaluate_validation(run: TrainingRun, *, final: bool = False) -> None:
         return
     run.callbacks.on_evaluation_start(run.state.iteration)
     losses = evaluate(run, run.valid_iterator, iterations=iterations)
-    run.state.consumed_valid_samples += iterations * run.global_batch_size
+    run.state.consumed_valid_samples += iterations * run.evaluation_batch_size
     run.state.evaluated_iteration = run.state.iteration
     _report(run, "validation", losses=losses, final=final)
 

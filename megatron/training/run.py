@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from megatron.core.num_microbatches_calculator import NumMicroBatches, update_num_microbatches
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -29,6 +29,7 @@ class TrainingRun:
     model: nn.Module
     optimizer: MegatronOptimizer | None  # None: the run only evaluates
     scheduler: OptimizerParamScheduler | None
+    batches: NumMicroBatches
     forward_step: Callable[..., Any]
     finalize_model_grads: Callable[..., None]
     groups: ProcessGroupCollection
@@ -42,15 +43,18 @@ class TrainingRun:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one training step over all ranks."""
-        assert self.training.global_batch_size is not None, "validate_args fills in the batch size"
-        return self.training.global_batch_size
+        """Samples of the next training step over all ranks; follows the samples consumed."""
+        return self.batches.running.size_at(self.state.consumed_train_samples)
 
     @property
     def num_microbatches(self) -> int:
-        """Forward and backward passes of one rank in a training step."""
-        assert self.training.micro_batch_size is not None, "validate_args asks for the batch size"
-        return self.global_batch_size // (self.training.micro_batch_size * dist.get_world_size(self.groups.dp))
+        """Forward and backward passes of one rank in the next training step."""
+        return self.batches.num_microbatches(self.state.consumed_train_samples)
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Samples of one batch of an evaluation over all ranks: the final size from the start, as in Megatron."""
+        return self.batches.running.final_size
 
     @property
     def train_iters(self) -> int:
@@ -70,6 +74,7 @@ class TrainingRun:
         """Moves the counters past one training step."""
         self.state.iteration += 1
         self.state.consumed_train_samples += self.global_batch_size
+        update_num_microbatches(self.state.consumed_train_samples)
         self.state.skipped_iterations += not updated
         self.state.nan_iterations += nan
 
@@ -84,6 +89,7 @@ class TrainingRun:
             config=self.checkpoint,
             data_parallel_group=self.groups.dp,
         )
+        update_num_microbatches(self.state.consumed_train_samples)
         # Scripts read these from the arguments, as in Megatron.
         self.args.iteration = self.state.iteration
         self.args.consumed_train_samples = self.state.consumed_train_samples

@@ -15,12 +15,14 @@ from rich.console import Console
 from torch import nn
 
 from megatron.core.agreement import all_ranks_agree
+from megatron.core.batch_schedule import BatchSchedule
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.device import default_device
 from megatron.core.distributed import PlainDataParallel, check_weights_agree, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     OptimizerParamSchedulerConfig,
@@ -39,6 +41,7 @@ from megatron.training.callbacks.progress_bar import ProgressBar
 from megatron.training.callbacks.run_file import RunFile, describe_run
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
+from megatron.training.command_line.validation import batch_sizes
 from megatron.training.config import CheckpointConfig, LoggingConfig, TrainingConfig
 from megatron.training.console import print_rank_0
 from megatron.training.exit_conditions import ExitConditions
@@ -55,6 +58,7 @@ def setup_run(
     *,
     forward_step_func: Callable[..., Any],
     callbacks: Sequence[Callback] = (),
+    config_overrides: ConfigOverrides | None = None,
 ) -> TrainingRun:
     """Builds everything but the data and loads the checkpoint, which sets the data position in `run.state`."""
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
@@ -65,18 +69,23 @@ def setup_run(
     if args.save is not None and not args.skip_train:
         refuse_checkpoints_of_another_run(args.save, continued_from=None if args.finetune else args.load)
     publish_tokenizer(setup_tokenizer(args))
-    init_num_microbatches_calculator(
+    batches = init_num_microbatches_calculator(
         dist.get_rank(),
-        None,
+        args.rampup_batch_size,
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
         data_parallel_size=args.data_parallel_size,
+        decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
     )
     optimizer = scheduler = None
     if training.skip_train:
         model = get_model(model_provider, ModelType.encoder_or_decoder, args=args)
     else:
-        model, optimizer, scheduler = setup_model_and_optimizer(model_provider, ModelType.encoder_or_decoder, args=args)
+        model, optimizer, scheduler = setup_model_and_optimizer(
+            model_provider, ModelType.encoder_or_decoder, args=args, config_overrides=config_overrides
+        )
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks, model=model)
     config = get_model_config(model)
@@ -93,6 +102,7 @@ def setup_run(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
+        batches=batches,
         forward_step=forward_step_func,
         finalize_model_grads=finalize,
         groups=get_process_groups(),
@@ -107,11 +117,20 @@ def setup_run(
 
 
 def setup_model_and_optimizer(
-    model_provider: Callable[..., nn.Module], model_type: ModelType, *, args: argparse.Namespace
+    model_provider: Callable[..., nn.Module],
+    model_type: ModelType,
+    *,
+    args: argparse.Namespace,
+    config_overrides: ConfigOverrides | None = None,
 ) -> tuple[PlainDataParallel, MegatronOptimizer, OptimizerParamScheduler]:
-    """Model, optimizer and schedule, joined through the callables of the model's configuration."""
+    """Model, optimizer and schedule, joined through the callables of the model's configuration.
+
+    config_overrides: other rates and weight decays for some parameters.
+    """
     model = get_model(model_provider, model_type, args=args)
-    optimizer = get_megatron_optimizer(config_from_args(OptimizerConfig, args), [model])
+    optimizer = get_megatron_optimizer(
+        config_from_args(OptimizerConfig, args), [model], config_overrides=config_overrides
+    )
     scheduler = get_optimizer_param_scheduler(
         optimizer,
         config_from_args(OptimizerParamSchedulerConfig, args),
@@ -119,7 +138,8 @@ def setup_model_and_optimizer(
         min_lr=args.min_lr,
         weight_decay=args.weight_decay,
         train_iters=args.train_iters,
-        global_batch_size=args.global_batch_size,
+        train_samples=args.train_samples,
+        batches=batch_sizes(args).running,
     )
     config = get_model_config(model)
     config.grad_scale_func = optimizer.scale_loss
@@ -165,7 +185,7 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
 
 def setup_data(run: TrainingRun, datasets_provider: Callable[[list[int]], Sequence[Any]], *, num_workers: int) -> None:
     """Builds the datasets and puts iterators that start at the consumed samples into `run`."""
-    train, valid, test = datasets_provider(split_sizes(run.training, run.global_batch_size))
+    train, valid, test = datasets_provider(split_sizes(run.training, run.batches.running))
     state = run.state
     plan = BatchPlan(
         micro_batch_size=run.training.micro_batch_size or 1,
@@ -179,12 +199,13 @@ def setup_data(run: TrainingRun, datasets_provider: Callable[[list[int]], Sequen
     run.train_iterator, run.valid_iterator, run.test_iterator = build_data_iterators((train, valid, test), plan)
 
 
-def split_sizes(training: TrainingConfig, global_batch_size: int) -> list[int]:
+def split_sizes(training: TrainingConfig, batches: BatchSchedule) -> list[int]:
     """Samples that the run wants of train, valid and test; 0 where it never reads the split."""
     train_iters = training.train_iters or 0
     evaluations = 1 if training.eval_interval is None else train_iters // training.eval_interval + 1
-    train = 0 if training.skip_train else train_iters * global_batch_size
-    return [train, evaluations * training.eval_iters * global_batch_size, training.eval_iters * global_batch_size]
+    train = 0 if training.skip_train else training.train_samples or batches.samples_after(train_iters)
+    evaluation = training.eval_iters * batches.final_size
+    return [train, evaluations * evaluation, evaluation]
 
 
 def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, model: nn.Module) -> CallbackList:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.enums import ModelType
+from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.callbacks import Callback, RunStart, StepReport
 from megatron.training.console import print_rank_0
@@ -38,18 +39,26 @@ def pretrain(
     extra_args_provider: Callable[[Any], Any] | None = None,
     args_defaults: dict[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    config_overrides: ConfigOverrides | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
     """Trains, or under --skip-train only evaluates, the model of the command line; the main program of a script.
 
     train_valid_test_dataset_provider: numbers of train, valid and test samples to as many datasets. model_provider:
     (pre_process, post_process) to a module. forward_step_func: (data_iterator, model) to (output, loss function).
+    config_overrides: other rates and weight decays for some parameters.
     """
     if model_type is not ModelType.encoder_or_decoder:
         raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
     try:
         args = initialize_megatron(extra_args_provider, args_defaults, argv=argv)
-        run = setup_run(args, model_provider, forward_step_func=forward_step_func, callbacks=callbacks)
+        run = setup_run(
+            args,
+            model_provider,
+            forward_step_func=forward_step_func,
+            callbacks=callbacks,
+            config_overrides=config_overrides,
+        )
         setup_data(run, train_valid_test_dataset_provider, num_workers=args.num_workers)
         run.callbacks.on_train_start(RunStart(iteration=run.state.iteration, train_iters=run.train_iters))
         try:
@@ -97,6 +106,8 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     start = time.perf_counter()
     assert run.optimizer is not None and run.scheduler is not None, "--skip-train never steps"
     learning_rate, weight_decay = (run.optimizer.param_groups[0][name] for name in ("lr", "weight_decay"))
+    # Of this step: counting it moves the run on to the next batch size.
+    batch_size = run.global_batch_size
     run.optimizer.zero_grad()
 
     reports = get_forward_backward_func()(
@@ -118,7 +129,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     loss_scale = run.optimizer.get_loss_scale()
     updated, grad_norm, num_zeros = run.optimizer.step()
     if updated:
-        run.scheduler.step(increment=run.global_batch_size)
+        run.scheduler.step(increment=batch_size)
     run.count_step(updated=updated, nan=statistics.nan)
 
     report = StepReport(
@@ -128,9 +139,9 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         num_zeros=None if num_zeros is None else int(num_zeros),
         learning_rate=learning_rate,
         loss_scale=float(loss_scale),
-        global_batch_size=run.global_batch_size,
+        global_batch_size=batch_size,
         consumed_samples=run.state.consumed_train_samples,
-        tokens=run.global_batch_size * run.args.seq_length,
+        tokens=batch_size * run.args.seq_length,
         seconds=time.perf_counter() - start,
         skipped=not updated,
         nan=statistics.nan,

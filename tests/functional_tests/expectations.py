@@ -112,6 +112,12 @@ def _close_to(runner: Runner, variant: dict[str, Any]) -> None:
             assert other.steps[iteration][name] == pytest.approx(step[name], rel=rtol), f"{name} of step {iteration}"
 
 
+def _differs_from(runner: Runner, variant: dict[str, Any]) -> None:
+    """As same_as, but the last step's loss is another one: a flag that changes nothing would pass all else."""
+    other, last = _variant(runner, variant), max(runner.plain.steps)
+    assert other.steps[last]["lm_loss"] != runner.plain.steps[last]["lm_loss"]
+
+
 def _loss_below(runner: Runner, bound: float) -> None:
     """The mean loss of the last three steps."""
     losses = [step["lm_loss"] for _, step in sorted(runner.plain.steps.items())][-3:]
@@ -163,6 +169,7 @@ EXPECTATIONS: dict[str, Callable[[Runner, Any], None]] = {
     "resume_at": _resume_at,
     "same_as": _same_as,
     "close_to": _close_to,
+    "differs_from": _differs_from,
     "loss_below": _loss_below,
     "validation_loss_below": _validation_loss_below,
     "steps": _steps,

@@ -24,7 +24,11 @@ class Layer:
 LAYERS = (
     Layer(0, "paged_stash", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?"),  # torch and triton alone
     Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
-    Layer(1, "base", r"megatron\.core\.(utils|device|agreement|checksum|config_field|packed_seq_params)"),
+    Layer(
+        1,
+        "base",
+        r"megatron\.core\.(utils|device|agreement|batch_schedule|weight_matrices|checksum|config_field|packed_seq_params)",
+    ),
     Layer(1, "base", r"megatron\.core\.datasets\.(utils|splits)"),  # what the words of --split and --data-path mean
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
     Layer(2, "config", r"megatron\.core\.(parallel_state|num_microbatches_calculator)"),

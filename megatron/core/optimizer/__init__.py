@@ -1,29 +1,35 @@
 """get_megatron_optimizer: from settings and wrapped model chunks to an optimizer; re-exports the names users know."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.plain_data_parallel import PlainDataParallel
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     MegatronOptimizer,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping, ParamGroupOverride, ParamKey
 from megatron.core.optimizer.param_runs import ParamRun, build_runs
+from megatron.core.optimizer.update_rules import FusedRule, MuonRule, UpdateRule
+from megatron.core.weight_matrices import HasWeightMatrices, MatrixWindow
 
 __all__ = [
+    "ChainedOptimizer",
     "ConstantGradScaler",
     "DynamicGradScaler",
     "FP32Optimizer",
     "Float16OptimizerWithFloat16Params",
     "MegatronOptimizer",
     "OptimizerConfig",
+    "ParamGroupOverride",
+    "ParamKey",
     "get_megatron_optimizer",
 ]
 
@@ -32,21 +38,24 @@ def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
     *,
+    config_overrides: ConfigOverrides | None = None,
     grad_stats_group: dist.ProcessGroup | None = None,
 ) -> MegatronOptimizer:
     """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
 
-    The parameters that require grad move into flat storage. grad_stats_group: ranks that hold other parameters
+    The parameters that require grad move into flat storage. config_overrides: other rates and decays for some of them;
+    of several that match a parameter the later wins. grad_stats_group: ranks that hold other parameters
     (model parallel), for norm and overflow; None for this rank alone.
     """
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
     buffers = [buffer for chunk in model_chunks for buffer in _wrapped(chunk).grad_buffers]
-    runs = build_runs(buffers)
-    # By the settings, not by looking at dtypes: an fp32 router in a bf16 model changes nothing.
-    low_precision = config.fp16 or config.bf16
-    return (Float16OptimizerWithFloat16Params if low_precision else FP32Optimizer)(
-        _torch_optimizer(config, runs),
+    grouping = ParamGrouping(config, config_overrides)
+    runs = build_runs(buffers, grouping)
+    grouping.check_all_used()
+    rules = _update_rules(config, runs, plain=grouping.plain_keys(), model_chunks=model_chunks)
+    return _optimizer_class(config)(
+        rules,
         config,
         runs=runs,
         grad_buffers=buffers,
@@ -55,31 +64,43 @@ def get_megatron_optimizer(
     )
 
 
+def _optimizer_class(config: OptimizerConfig) -> type[MegatronOptimizer]:
+    if config.optimizer == "muon":
+        return ChainedOptimizer
+    # By the settings, not by looking at dtypes: an fp32 router in a bf16 model changes nothing.
+    return Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
+
+
 def _wrapped(chunk: nn.Module) -> PlainDataParallel:
     if not isinstance(chunk, PlainDataParallel):
         raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in PlainDataParallel")
     return chunk
 
 
-def _torch_optimizer(config: OptimizerConfig, runs: list[ParamRun]) -> torch.optim.Optimizer:
-    assert config.lr is not None
-    # Both groups always, so that a schedule and a log line find them also in a model without, say, biases.
-    groups = [_param_group(config, runs, decays=True), _param_group(config, runs, decays=False)]
-    if config.optimizer == "sgd":
-        # Its decay is added to the gradient, as in Megatron; only Adam decays apart from it.
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+def _update_rules(
+    config: OptimizerConfig, runs: list[ParamRun], *, plain: list[GroupKey], model_chunks: Sequence[nn.Module]
+) -> list[UpdateRule]:
+    # A dictionary keeps the order in which groups first appear.
+    keys = list(dict.fromkeys([*plain, *(run.group for run in runs)]))
+    vectors = [run for run in runs if not run.group.is_matrix]
+    rules: list[UpdateRule] = [FusedRule(config, vectors, groups=[key for key in keys if not key.is_matrix])]
+    if config.optimizer == "muon":
+        rest = [run for run in runs if run.group.is_matrix]
+        matrices = _weight_matrices(model_chunks, split_qkv=config.muon_split_qkv)
+        rules.append(MuonRule(config, rest, groups=[key for key in keys if key.is_matrix], matrices=matrices))
+    return rules
 
 
-def _param_group(config: OptimizerConfig, runs: list[ParamRun], *, decays: bool) -> dict[str, Any]:
-    return {
-        "params": [run.main for run in runs if run.decays == decays],
-        "weight_decay": config.weight_decay if decays else 0.0,
-        # The schedule multiplies by these, under the names Megatron's groups have.
-        "wd_mult": 1.0 if decays else 0.0,
-        "lr_mult": 1.0,
-    }
+def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> dict[str, list[MatrixWindow]]:
+    """The matrices that modules describe, by parameter name without wrapper prefixes."""
+    found = {}
+    for chunk in model_chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, HasWeightMatrices):
+                for local_name, windows in module.weight_matrices().items():
+                    if split_qkv or not local_name.endswith("linear_qkv.weight"):
+                        found[canonical_name(f"{name}.{local_name}" if name else local_name)] = windows
+    return found
 
 
 def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:

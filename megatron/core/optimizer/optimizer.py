@@ -1,6 +1,6 @@
 """MegatronOptimizer: one step over flat parameters, with loss scale, clipping and skipped steps.
 
-Which parameters lie together is param_runs.py; the update rule is torch.optim's.
+Which parameters lie together is param_runs.py; the update rules are torch.optim's, through update_rules.py.
 """
 
 import math
@@ -17,6 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, ge
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import ParamRun
+from megatron.core.optimizer.update_rules import UpdateRule
 
 
 class MegatronOptimizer:
@@ -24,7 +25,7 @@ class MegatronOptimizer:
 
     1. the norm of all gradients, which also tells whether any of them overflowed;
     2. if it is not finite: the loss scale backs off, and neither parameters, moments nor step count change;
-    3. otherwise torch's fused kernel divides by loss scale and clip factor while it updates (no pass of its own);
+    3. otherwise each rule divides by loss scale and clip factor while it updates its runs (fused: no pass of its own);
     4. 16-bit parameters are written from their fp32 masters.
 
     grad_stats_group: ranks that hold other parameters (model parallel); None for this rank alone. State exists from
@@ -33,7 +34,7 @@ class MegatronOptimizer:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        rules: Sequence[UpdateRule],
         config: OptimizerConfig,
         *,
         runs: Sequence[ParamRun],
@@ -41,21 +42,25 @@ class MegatronOptimizer:
         grad_scaler: GradScaler | None = None,
         grad_stats_group: dist.ProcessGroup | None = None,
     ):
-        self.optimizer = optimizer
         self.config = config
         self.grad_scaler = grad_scaler
         # Copies of the lists: a caller that goes on building must not change what is stepped.
+        self._rules = list(rules)
         self._runs = list(runs)
         self._grad_buffers = list(grad_buffers)
         self._grad_stats_group = grad_stats_group
         # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
-        self._state_names = _create_state(optimizer)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer; the first of several."""
+        return self._rules[0].optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The torch optimizer's groups; a schedule writes `lr` and `weight_decay` into them."""
-        return self.optimizer.param_groups
+        """The torch optimizers' groups; a schedule writes `lr` and `weight_decay` into them."""
+        return [group for rule in self._rules for group in rule.optimizer.param_groups]
 
     def zero_grad(self) -> None:
         """Forgets all gradients; call before the first microbatch."""
@@ -97,6 +102,11 @@ class MegatronOptimizer:
         self._update(divisor)
         return True, grad_norm, num_zeros
 
+    def params_norm(self) -> float:
+        """2-norm of all parameters as they are stepped (masters), summed in fp64. Collective, as `step`."""
+        mains = [run.main for run in self._runs]
+        return get_grad_norm_fp32(mains, grad_stats_parallel_group=self._grad_stats_group, accumulate_in=torch.float64)
+
     def reload_model_params(self) -> None:
         """Takes the fp32 masters from the model's parameters, after weights alone were loaded."""
         for run in self._runs:
@@ -106,8 +116,9 @@ class MegatronOptimizer:
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
         """Moments and masters as boxes to save, or to load in place; model_pieces: by parameter name."""
         tensors = []
+        states = {run: rule.flat_state(run) for rule in self._rules for run in rule.runs}
         for run in self._runs:
-            flats = {name: self.optimizer.state[run.main][name] for name in self._state_names}
+            flats = dict(states[run])
             # Without a master, the model's own weights in the checkpoint are what was stepped.
             if run.has_master:
                 flats["fp32_param"] = run.main
@@ -126,10 +137,8 @@ class MegatronOptimizer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from `state_dict`; the tensors of sharded_state are loaded apart."""
-        for state in self.optimizer.state.values():
-            # SGD counts nothing.
-            if "step" in state:
-                state["step"].fill_(state_dict["step"])
+        for count in self._step_counts():
+            count.fill_(state_dict["step"])
         # A run may change its precision between save and load.
         if self.grad_scaler is not None and state_dict["grad_scaler"] is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
@@ -158,11 +167,8 @@ class MegatronOptimizer:
         return count_zeros(grads, self._grad_stats_group)
 
     def _update(self, divisor: float) -> None:
-        # The fused kernels divide by this tensor while they read the gradient, as for torch.amp.GradScaler.
-        device = self._runs[0].grad.device if self._runs else None
-        self.optimizer.grad_scale = None if divisor == 1.0 else torch.tensor(divisor, device=device)  # type: ignore[attr-defined]
-        # Rates are plain numbers in param_groups, read at this moment.
-        self.optimizer.step()
+        for rule in self._rules:
+            rule.update(divisor)
         for run in self._runs:
             if run.has_master:
                 # Rounds to nearest, as .to() does; one copy for all parameters of the run.
@@ -170,9 +176,14 @@ class MegatronOptimizer:
 
     def _step_count_sync(self) -> int:
         # One count a run in torch's state, all moved together. NOTE: reads the device; for checkpoints.
-        counts = {int(state["step"].item()) for state in self.optimizer.state.values() if "step" in state}
+        counts = {int(count.item()) for count in self._step_counts()}
         assert len(counts) <= 1, f"parameters disagree on the number of steps: {counts}"
         return counts.pop() if counts else 0
+
+    def _step_counts(self) -> list[torch.Tensor]:
+        # SGD and Muon count nothing.
+        states = (state for rule in self._rules for state in rule.optimizer.state.values())
+        return [state["step"] for state in states if "step" in state]
 
 
 class FP32Optimizer(MegatronOptimizer):
@@ -183,17 +194,10 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
     """Steps fp32 masters of 16-bit parameters; fp32 parameters among them are stepped themselves."""
 
 
-def _create_state(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Zero moments and counts, which torch would make in the first step; returns the names of the moments."""
-    is_adam = isinstance(optimizer, torch.optim.AdamW)
-    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    if not is_adam:
-        # A momentum of zeros gives the first step that torch takes without one.
-        names = ("momentum_buffer",) if optimizer.defaults["momentum"] > 0 else ()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = {name: torch.zeros_like(param) for name in names}
-            if is_adam:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            optimizer.state[param] = state
-    return names
+class ChainedOptimizer(MegatronOptimizer):
+    """Steps some parameters by one torch optimizer, the rest by another, under one norm and loss scale."""
+
+    @property
+    def chained_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers, in the order of their parameter groups."""
+        return [rule.optimizer for rule in self._rules]

@@ -9,19 +9,28 @@ from typing import ClassVar
 import torch
 
 from megatron.core.config_field import config_field, validate_fields
+from megatron.core.optimizer.muon_config import MuonConfig
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(MuonConfig):
     """What get_megatron_optimizer builds."""
 
     cli_group: ClassVar[str] = "optimizer"
 
     optimizer: str = config_field(
-        "adam", choices=("adam", "sgd"), help="Optimizer; adam is AdamW (decoupled weight decay)."
+        "adam",
+        choices=("adam", "sgd", "muon"),
+        help="Optimizer; adam is AdamW, muon is Muon for matrices with AdamW for the rest.",
     )
     lr: float | None = config_field(None, more_than=0, help="Highest learning rate; the schedule scales it.")
     min_lr: float = config_field(0.0, at_least=0, help="Lowest learning rate; the schedule never goes below it.")
+    decoupled_lr: float | None = config_field(
+        None, more_than=0, help="Highest learning rate of word embeddings and output layer; unset: --lr."
+    )
+    decoupled_min_lr: float | None = config_field(
+        None, at_least=0, help="Lowest learning rate of word embeddings and output layer; unset: --min-lr."
+    )
     weight_decay: float = config_field(
         0.01, at_least=0, help="Weight decay; biases and one-dimensional parameters are never decayed."
     )
@@ -56,7 +65,19 @@ class OptimizerConfig:
     def validate_learning_rate(self) -> None:
         # A configuration without a rate is fine until an optimizer is built from it.
         if self.lr is not None and self.min_lr > self.lr:
-            raise ValueError(f"OptimizerConfig.min_lr is {self.min_lr}: must be at most lr, which is {self.lr}")
+            raise ValueError(
+                f"OptimizerConfig.min_lr is {self.min_lr}: must be at most OptimizerConfig.lr, which is {self.lr}"
+            )
+        if self.decoupled_lr is None and self.decoupled_min_lr is not None:
+            raise ValueError(
+                f"OptimizerConfig.decoupled_min_lr is {self.decoupled_min_lr}: needs OptimizerConfig.decoupled_lr"
+            )
+        lowest = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        if self.decoupled_lr is not None and lowest > self.decoupled_lr:
+            raise ValueError(
+                f"OptimizerConfig.decoupled_lr is {self.decoupled_lr}: must be at least its minimum, {lowest} "
+                "(OptimizerConfig.decoupled_min_lr, or else OptimizerConfig.min_lr)"
+            )
 
     def validate_precision(self) -> None:
         if self.fp16 and self.bf16:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.grad_buffer import GradBuffer, GradEntry, Span
+from megatron.core.optimizer.param_groups import GroupKey, ParamGrouping
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RunParam:
 
 @dataclass(frozen=True, eq=False)
 class ParamRun:
-    """Parameters that lie side by side and share dtype and weight decay.
+    """Parameters that lie side by side and share dtype and parameter group.
 
     model: [N], the parameters' dtype; they are views of it. main: [N], what the optimizer steps: `model` itself, or an
     fp32 copy of 16-bit parameters; its `.grad` is `grad`. grad: [N], `main`'s dtype, a view of the gradient buffer.
@@ -36,7 +37,7 @@ class ParamRun:
     """
 
     params: list[RunParam]
-    decays: bool
+    group: GroupKey
     model: torch.Tensor
     main: torch.Tensor
     grad: torch.Tensor
@@ -63,27 +64,18 @@ class ParamRun:
                 )
 
 
-def weight_decays(name: str, param: torch.Tensor) -> bool:
-    """Whether a parameter decays: biases and one-dimensional parameters (norms) do not. param: any shape and dtype."""
-    # By name too, since a bias may be stored with several dimensions.
-    return not (name.endswith(".bias") or name == "bias" or param.dim() <= 1)
-
-
-def build_runs(buffers: Sequence[GradBuffer]) -> list[ParamRun]:
+def build_runs(buffers: Sequence[GradBuffer], grouping: ParamGrouping) -> list[ParamRun]:
     """Joins the parameters of each buffer into runs and moves their storage into the runs' flat tensors."""
-    # Neighbours only: the order of the buffer is that of the reduction and must not depend on weight decay.
+    # Neighbours only: the order of the buffer is that of the reduction and must not depend on groups.
     runs = []
     for buffer in buffers:
-        for (_, decays), entries in groupby(buffer.entries, key=_kind):
-            runs.append(_build_run(list(entries), buffer, decays=decays))
+        keyed = [((entry.param.dtype, grouping.key_of(entry.name, entry.param)), entry) for entry in buffer.entries]
+        for (_, group), members in groupby(keyed, key=lambda pair: pair[0]):
+            runs.append(_build_run([entry for _, entry in members], buffer, group=group))
     return runs
 
 
-def _kind(entry: GradEntry) -> tuple[torch.dtype, bool]:
-    return entry.param.dtype, weight_decays(entry.name, entry.param)
-
-
-def _build_run(entries: list[GradEntry], buffer: GradBuffer, *, decays: bool) -> ParamRun:
+def _build_run(entries: list[GradEntry], buffer: GradBuffer, *, group: GroupKey) -> ParamRun:
     first, last = entries[0].span, entries[-1].span
     grad = buffer.storage[first.start : last.padded_end]
     # Spans count from the run's own start.
@@ -99,4 +91,4 @@ def _build_run(entries: list[GradEntry], buffer: GradBuffer, *, decays: bool) ->
     main = model if model.dtype == grad.dtype else model.to(grad.dtype)
     # Once: the kernel finds the standing gradient here at every step.
     main.grad = grad
-    return ParamRun(params, decays, model, main, grad)
+    return ParamRun(params, group, model, main, grad)

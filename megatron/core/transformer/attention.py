@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rope import RotaryTable, split_and_rotate
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.weight_matrices import MatrixWindow
 
 
 @dataclass
@@ -101,6 +102,11 @@ class SelfAttention(MegatronModule):
         if self.linear_qkv.bias is not None:
             pieces["linear_qkv.bias"] = self._qkv_pieces(prefix + "linear_qkv.bias", ())
         return pieces
+
+    def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
+        """Queries, keys and values of all groups are three matrices."""
+        pieces = self._qkv_pieces("linear_qkv.weight", (self.config.hidden_size,))
+        return {"linear_qkv.weight": [MatrixWindow(p.shape, p.stride, p.storage_offset) for p in pieces]}
 
     def _qkv_pieces(self, key: str, columns: tuple[int, ...]) -> list[LogicalPiece]:
         groups, queries, width = self.num_groups, self.queries_per_group, self.head_width

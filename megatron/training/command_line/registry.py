@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.flag_table import FlagTable, build_flag_table
 from megatron.training.command_line.known_flags import load_known_flags
 from megatron.training.config import (
+    BatchScheduleConfig,
     CheckpointConfig,
     CommandLineConfig,
     DistributedConfig,
@@ -25,6 +26,7 @@ from megatron.training.config import (
 CONFIG_CLASSES: tuple[type, ...] = (
     CommandLineConfig,
     TrainingConfig,
+    BatchScheduleConfig,
     DataConfig,
     TokenizerConfig,
     TransformerConfig,

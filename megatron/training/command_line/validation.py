@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from megatron.core.batch_schedule import build_batch_schedule
 from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
+from megatron.core.num_microbatches_calculator import NumMicroBatches
 from megatron.core.transformer.moe.moe_config import MoEConfig
-from megatron.training.command_line.config_builder import build_every_config
+from megatron.training.command_line.config_builder import build_every_config, flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flag_table import flags_of_class
 
@@ -30,6 +32,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_required(args)
     check_data(args)
     check_batches(args)
+    derive_length(args)
     check_positions(args)
     check_query_groups(args)
     check_experts(args)
@@ -46,10 +49,11 @@ def check_required(args: argparse.Namespace) -> None:
     # These have no sensible default in the configurations either.
     needed = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"]
     if not args.skip_train:
-        needed += ["train_iters", "lr"]
+        needed += ["lr"] if args.train_samples is not None else ["train_iters", "lr"]
     missing = [f"--{name.replace('_', '-')}" for name in needed if vars(args)[name] is None]
     if missing:
         hint = " (or --use-checkpoint-args with --load)" if "--num-layers" in missing else ""
+        hint += " (or --train-samples)" if "--train-iters" in missing else ""
         raise CommandLineError(f"missing {', '.join(missing)}: give a value for each{hint}")
     # Here, before other values are divided by these or derived from them.
     for name in needed:
@@ -70,7 +74,7 @@ def check_data(args: argparse.Namespace) -> None:
 
 
 def check_batches(args: argparse.Namespace) -> None:
-    """Sets the data-parallel size and, if unset, the global batch; both follow from the number of processes."""
+    """Sets the data-parallel size and, if unset, the global batch; checks every batch size of the run."""
     model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if args.world_size % model_ranks:
         raise CommandLineError(
@@ -79,14 +83,50 @@ def check_batches(args: argparse.Namespace) -> None:
             "and --context-parallel-size"
         )
     args.data_parallel_size = args.world_size // model_ranks
-    samples = args.micro_batch_size * args.data_parallel_size
-    if args.global_batch_size is None:
-        args.global_batch_size = samples
-    if args.global_batch_size % samples:
-        raise CommandLineError(
-            f"--global-batch-size is {args.global_batch_size}: must be a multiple of --micro-batch-size "
-            f"({args.micro_batch_size}) x data-parallel size ({args.data_parallel_size})"
+    if args.global_batch_size is None and args.step_batch_size_schedule is None:
+        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+    args.global_batch_size = batch_sizes(args).schedule.final_size
+
+
+def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
+    """The batch sizes of a run with these arguments; CommandLineError where one of them cannot be had."""
+    with flags_named_in_errors():
+        schedule = build_batch_schedule(
+            args.global_batch_size,
+            rampup_batch_size=args.rampup_batch_size,
+            step_batch_size_schedule=args.step_batch_size_schedule,
+            seq_length=args.seq_length,
         )
+        return NumMicroBatches(
+            schedule, args.micro_batch_size, args.data_parallel_size, args.decrease_batch_size_if_needed
+        )
+
+
+def derive_length(args: argparse.Namespace) -> None:
+    """Sets --train-iters from --train-samples; a run's length and its schedules must be in the same unit."""
+    if args.train_samples is not None:
+        iterations = batch_sizes(args).running.iterations_within(args.train_samples)
+        # Equal after a first validation of the same arguments.
+        if args.train_iters not in (None, iterations):
+            raise CommandLineError(
+                f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give one of them"
+            )
+        if iterations < 1:
+            raise CommandLineError(f"--train-samples is {args.train_samples}: must be at least one global batch")
+        args.train_iters = iterations
+        check_units(args, other="iters", unit="samples")
+    elif args.train_iters is not None:
+        check_units(args, other="samples", unit="iters")
+
+
+def check_units(args: argparse.Namespace, *, other: str, unit: str) -> None:
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if vars(args)[f"{name}_{other}"]:
+            flag = f"--{name.replace('_', '-')}"
+            raise CommandLineError(
+                f"{flag}-{other} is {vars(args)[f'{name}_{other}']}, but the length of the run is --train-{unit}: "
+                f"use {flag}-{unit}"
+            )
 
 
 def check_positions(args: argparse.Namespace) -> None:
@@ -129,17 +169,19 @@ def check_experts(args: argparse.Namespace) -> None:
 
 
 def check_schedule(args: argparse.Namespace) -> None:
-    if args.lr_wsd_decay_iters is not None and args.lr_decay_style != "WSD":
-        raise CommandLineError(
-            f"--lr-wsd-decay-iters belongs to --lr-decay-style WSD, which is {args.lr_decay_style}: change one of them"
-        )
-    # The schedule compares with its own length; here it is only known to be the run's.
-    if args.lr_warmup_fraction is None and args.lr_decay_iters is None and args.train_iters:
-        if args.lr_warmup_iters >= args.train_iters and args.lr_warmup_iters > 0:
+    for unit in ("iters", "samples"):
+        if vars(args)[f"lr_wsd_decay_{unit}"] is not None and args.lr_decay_style != "WSD":
             raise CommandLineError(
-                f"--lr-warmup-iters is {args.lr_warmup_iters}: must be less than --train-iters ({args.train_iters}) "
-                "or --lr-decay-iters"
+                f"--lr-wsd-decay-{unit} belongs to --lr-decay-style WSD, which is {args.lr_decay_style}: "
+                "change one of them"
             )
+        warmup, length = vars(args)[f"lr_warmup_{unit}"], vars(args)[f"train_{unit}"]
+        # The schedule compares with its own length; here it is only known to be the run's.
+        if args.lr_warmup_fraction is None and vars(args)[f"lr_decay_{unit}"] is None and length:
+            if warmup >= length and warmup > 0:
+                raise CommandLineError(
+                    f"--lr-warmup-{unit} is {warmup}: must be less than --train-{unit} ({length}) or --lr-decay-{unit}"
+                )
 
 
 def check_checkpoints(args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ CHOICE_OWNERS: dict[str, dict[str, str]] = {
         "global_aux_loss": "trainer",
         "sinkhorn": "trainer",
     },
-    "--optimizer": {"muon": "trainer", "dist_muon": "trainer", "distributed_fused_adam": "adam"},
+    "--optimizer": {"dist_muon": "ddp", "distributed_fused_adam": "adam"},
     "--position-embedding-type": {"yarn": "models"},
     "--tokenizer-type": {"SFTTokenizer": "trainer"},
     "--transformer-impl": {"transformer_engine": "models"},

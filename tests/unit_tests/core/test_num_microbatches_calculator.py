@@ -1,8 +1,12 @@
-"""Batch sizes of a run."""
+"""Batch sizes of a run, constant and growing."""
+
+import random
+from fractions import Fraction
 
 import pytest
 
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.batch_schedule import build_batch_schedule, parse_step_schedule, ramp_up
 
 
 @pytest.fixture(autouse=True)
@@ -18,13 +22,75 @@ def test_microbatches_times_ranks_make_the_global_batch():
     assert calculator.get_current_global_batch_size() == 24
 
 
+def naive_ramp(consumed, start, increment, samples, final):
+    count = (final - start) // increment
+    if not count or consumed > samples:
+        return final
+    return start + increment * min(count, int(Fraction(consumed) * count / samples) if samples else count)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_ramp_gives_each_step_the_naive_size_and_counts_steps_as_a_loop_does(seed):
+    rng = random.Random(seed)
+    per_round, start, count = rng.choice([1, 2, 6]), rng.randint(1, 9), rng.randint(0, 7)
+    increment, samples = rng.randint(1, 9), rng.randint(0, 400)
+    ramp, wanted = [start * per_round, increment * per_round, samples], (start + increment * count) * per_round
+    calculator.init_num_microbatches_calculator(0, ramp, wanted, per_round, 1)
+    schedule, consumed, limit = ramp_up(ramp, wanted), 0, rng.randint(1, 900)
+    for step in range(40):
+        assert schedule.samples_after(step) == consumed
+        calculator.update_num_microbatches(consumed)
+        size = calculator.get_current_global_batch_size()
+        assert size == naive_ramp(consumed, *ramp, wanted) == calculator.get_num_microbatches() * per_round
+        if consumed <= limit < consumed + size:
+            assert schedule.iterations_within(limit) == step
+        consumed += size
+    calculator.destroy_num_microbatches_calculator()
+
+
+def test_steps_change_at_their_thresholds_in_samples_or_tokens():
+    schedule = parse_step_schedule("0:2 7:4 0.1K:8", seq_length=10)
+    sizes, consumed = [], 0
+    for _ in range(5):
+        sizes.append(schedule.size_at(consumed))
+        consumed += sizes[-1]
+    assert sizes == [2, 2, 2, 2, 4] and schedule.starts == (0, 7, 10)
+    assert parse_step_schedule("0:1 60B:2", seq_length=4096).starts[1] == 14_648_438
+
+
+def test_sizes_are_rounded_down_only_where_asked():
+    settings = {"rampup_batch_size": [4, 1, 20], "global_batch_size": 7, "micro_batch_size": 2, "data_parallel_size": 2}
+    with pytest.raises(ValueError, match=r"the batch size becomes 5: must be a multiple of micro_batch_size \(2\)"):
+        calculator.init_num_microbatches_calculator(0, **settings)
+    calculator.init_num_microbatches_calculator(0, **settings, decrease_batch_size_if_needed=True)
+    calculator.update_num_microbatches(20)
+    assert calculator.get_current_global_batch_size() == 7
+    assert calculator.get_current_running_global_batch_size() == 4 and calculator.get_num_microbatches() == 1
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"rampup_batch_size": [2, 2, 9], "step_batch_size_schedule": "0:8"}, "both given"),
+        ({"rampup_batch_size": [3, 2, 9]}, "START plus a number of INCREMENTs must give global_batch_size, which is 8"),
+        ({"rampup_batch_size": [2, 0, 9]}, "START and INCREMENT must be at least 1"),
+        ({"step_batch_size_schedule": "0:2 5:4"}, "global_batch_size is 8: must be left out or be the last"),
+        ({"step_batch_size_schedule": "0:2,5:8"}, "must be THRESHOLD:BATCH_SIZE pairs"),
+        ({"step_batch_size_schedule": "0:2 5:4 5:8"}, r"thresholds must start at 0 and rise.*\[0, 5, 5\]"),
+        ({"step_batch_size_schedule": "0:2 1.5:8"}, "1.5 samples: must be whole"),
+        ({"step_batch_size_schedule": "0:0 1:8"}, "at least 1"),
+    ],
+)
+def test_schedules_that_cannot_be_followed_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        build_batch_schedule(8, **settings)
+
+
 def test_sizes_that_do_not_divide_are_all_named():
-    with pytest.raises(ValueError, match=r"global_batch_size is 25.*micro_batch_size \(2\) x data_parallel_size \(3\)"):
+    with pytest.raises(ValueError, match=r"global_batch_size is 25.*micro_batch_size \(2\) x data-parallel size \(3\)"):
         calculator.init_num_microbatches_calculator(0, None, 25, 2, 3)
     with pytest.raises(ValueError, match="micro_batch_size is 0"):
         calculator.init_num_microbatches_calculator(0, None, 24, 0, 3)
-    with pytest.raises(ValueError, match="rampup_batch_size"):
-        calculator.init_num_microbatches_calculator(0, [1, 2, 3], 24, 2, 3)
 
 
 def test_sizes_are_set_once_and_asked_for_afterwards():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from megatron.core.batch_schedule import constant_batch, ramp_up
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     OptimizerParamSchedulerConfig,
@@ -75,21 +76,42 @@ def test_weight_decay_grows_to_its_end(style, expected):
 
 def test_groups_scale_and_override_the_schedule():
     groups = Groups({"lr_mult": 0.5, "wd_mult": 0.0}, {"max_lr": 3.0, "min_lr": 0.0})
+    groups.param_groups.append({"start_wd": 0.5, "end_wd": 0.5})
     schedule("linear", groups).step(300)
-    assert [group["lr"] for group in groups.param_groups] == pytest.approx([0.275, 1.5])
-    assert [group["weight_decay"] for group in groups.param_groups] == [0.0, 0.1]
+    assert [group["lr"] for group in groups.param_groups] == pytest.approx([0.275, 1.5, 0.55])
+    assert [group["weight_decay"] for group in groups.param_groups] == [0.0, 0.1, 0.5]
 
 
 def test_iterations_of_the_command_line_become_samples():
     config = OptimizerParamSchedulerConfig(lr_decay_style="WSD", lr_warmup_fraction=0.25, lr_wsd_decay_iters=10)
     rates = {"max_lr": 1.0, "min_lr": 0.0, "weight_decay": 0.1}
     groups = Groups()
-    scheduler = get_optimizer_param_scheduler(groups, config, **rates, train_iters=40, global_batch_size=8)
+    run = {"train_iters": 40, "train_samples": None, "batches": constant_batch(8)}
+    scheduler = get_optimizer_param_scheduler(groups, config, **rates, **run)
     seen = []
     for _ in range(40):
         scheduler.step(8)
         seen.append(groups.param_groups[0]["lr"])
     assert seen[4] == 0.5 and seen[9:30] == [1.0] * 21 and seen[30] < 1.0 and seen[39] == 0.0
+
+
+def test_under_a_ramp_iterations_and_samples_give_the_same_schedule():
+    batches, rates = ramp_up([2, 2, 20], 8), {"max_lr": 1.0, "min_lr": 0.1, "weight_decay": 0.1}
+    decay = {"start_weight_decay": 0.0, "end_weight_decay": 0.2, "weight_decay_incr_style": "cosine"}
+    run, at = {"train_iters": 12, "batches": batches}, batches.samples_after
+    iterations = {"lr_warmup_iters": 3, "lr_decay_iters": 11, "lr_wsd_decay_iters": 4}
+    samples = {"lr_warmup_samples": at(3), "lr_decay_samples": at(11), "lr_wsd_decay_samples": at(11) - at(7)}
+    seen = []
+    for lengths, train_samples in ((iterations, None), (samples, at(12))):
+        config = OptimizerParamSchedulerConfig(lr_decay_style="WSD", **lengths, **decay)
+        scheduler = get_optimizer_param_scheduler(Groups(), config, **rates, **run, train_samples=train_samples)
+        seen.append([])
+        for step in range(12):
+            seen[-1].append(dict(scheduler.optimizer.param_groups[0]))
+            scheduler.step(at(step + 1) - at(step))
+    assert seen[0] == seen[1]
+    assert [group["lr"] == 1.0 for group in seen[0]] == [False] * 3 + [True] * 5 + [False] * 4
+    assert seen[0][0]["weight_decay"] == 0.0 and scheduler.get_wd() == pytest.approx(0.2)
 
 
 def resumed(saved, **changes):
@@ -133,9 +155,11 @@ def test_a_run_may_grow_longer_where_its_end_changes_no_rate():
     [
         ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "give only one"),
         ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, "lr_warmup_iters is 5: must be less than"),
-        ({"lr_decay_style": "WSD"}, "lr_wsd_decay_iters must be given"),
+        ({"lr_decay_style": "WSD"}, "lr_wsd_decay_iters or lr_wsd_decay_samples must be given"),
         ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "both set"),
         ({"lr_decay_style": "exponential"}, "must be one of"),
+        ({"start_weight_decay": 0.1}, "weight_decay_incr_style is constant: choose linear or cosine"),
+        ({"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}, "must both be given"),
     ],
 )
 def test_contradictory_settings_are_refused(settings, message):

@@ -87,7 +87,10 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--normalization GroupNorm", ["'GroupNorm' is not one of LayerNorm, RMSNorm"]),
         ("--ckpt-format torch", ["'torch' is not available here", "torch_dist"]),
         ("--optimizer lion", ["'lion' is not available here", "adam, sgd"]),
-        ("--optimizer muon", ["'muon' is not yet in this version (planned:", "'What users of a trainer expect'"]),
+        (
+            "--optimizer dist_muon",
+            ["'dist_muon' is not yet in this version (planned:", "'DDP and distributed optimizer'"],
+        ),
         ("--sequence-parallel", ["--sequence-parallel: not yet in this version", "'Every parallel layout'"]),
         ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size: not yet in this version"]),
         ("--no-overlap-p2p-communication", ["--no-overlap-p2p-communication: not yet in this version"]),

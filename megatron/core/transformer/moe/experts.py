@@ -14,6 +14,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation, 
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.weight_matrices import MatrixWindow
 
 
 class GroupedMLP(MegatronModule):
@@ -73,6 +74,15 @@ class GroupedMLP(MegatronModule):
                 for index, name in enumerate(names)
             ],
             "weight2": [_stacked_piece(prefix + _FC2, (experts, hidden, ffn), stride=(ffn * hidden, 1, hidden))],
+        }
+
+    def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
+        """Each expert's fc1 (gate over up) and fc2, which lie transposed."""
+        hidden, ffn, width = self.config.hidden_size, self.ffn_hidden_size, self.fc1_width
+        experts = range(self.num_local_experts)
+        return {
+            "weight1": [MatrixWindow((width, hidden), (1, width), index * hidden * width) for index in experts],
+            "weight2": [MatrixWindow((hidden, ffn), (1, hidden), index * ffn * hidden) for index in experts],
         }
 
 

@@ -20,10 +20,12 @@ def microbatches(step, count=1, dtype=torch.float32, rows=6):
     return [torch.randn(rows, 5, generator=generator).to(dtype) for _ in range(count)]
 
 
-def wrap_and_build(model, group=None, **settings):
+def wrap_and_build(model, group=None, config_overrides=None, **settings):
     """The wrapped model and its optimizer; settings are OptimizerConfig's, lr 0.01 by default."""
     wrapped = PlainDataParallel(model, group=group, deterministic=settings.get("deterministic_mode", False))
-    return wrapped, get_megatron_optimizer(OptimizerConfig(**{"lr": 0.01, **settings}), [wrapped])
+    return wrapped, get_megatron_optimizer(
+        OptimizerConfig(**{"lr": 0.01, **settings}), [wrapped], config_overrides=config_overrides
+    )
 
 
 def our_step(wrapped, optimizer, inputs):

@@ -122,9 +122,11 @@ def test_dynamic_scale_finds_its_way_down_from_two_to_the_32():
     assert sum(outcomes) == optimizer.state_dict()["step"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd"}, {"bf16": True}, {"fp16": True, "loss_scale_window": 2}])
+@pytest.mark.parametrize("name", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"fp16": True, "loss_scale_window": 2}])
 @pytest.mark.parametrize("stop", [0, 7])
-def test_resume_from_a_checkpoint_continues_bit_for_bit(tmp_path, settings, stop):
+def test_resume_from_a_checkpoint_continues_bit_for_bit(tmp_path, name, settings, stop):
+    settings = {**settings, "optimizer": name}
     dtype = torch.bfloat16 if "bf16" in settings else torch.float16 if "fp16" in settings else torch.float32
     straight, stopped, resumed = (wrap_and_build(tiny_model(dtype, seed), **settings) for seed in (0, 0, 1))
     for step in range(14):
@@ -226,8 +228,8 @@ def test_precision_chooses_the_class():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"optimizer": "lion"}, "'lion': must be one of adam, sgd"),
-        ({"lr": 0.1, "min_lr": 0.2}, "min_lr is 0.2: must be at most lr"),
+        ({"optimizer": "lion"}, "'lion': must be one of adam, sgd, muon"),
+        ({"lr": 0.1, "min_lr": 0.2}, "min_lr is 0.2: must be at most OptimizerConfig.lr"),
         ({"fp16": True, "bf16": True}, "fp16 and bf16 are both set"),
         ({"min_loss_scale": 2.0, "initial_loss_scale": 1.0}, "min_loss_scale is 2.0"),
         ({"clip_grad": -1.0}, "clip_grad is -1.0: must be at least 0"),

@@ -1,0 +1,147 @@
+"""Which parameters share a learning rate and a weight decay, and how a script sets others for some of them.
+
+The schedule turns these into numbers (optimizer_param_scheduler.py); where parameters lie is param_runs.py.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+# Names under which GPTModel and its kin keep the weights that meet the vocabulary.
+_VOCABULARY = ("*word_embeddings.weight", "*output_layer.weight")
+_EMBEDDINGS = ("*embeddings.weight", "*output_layer.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamKey:
+    """Says of a parameter whether an override is for it: if any of the given conditions holds.
+
+    name: shell patterns for names without wrapper prefixes ("*.router.weight"). attr: attributes that are set and true
+    on the parameter. predicate: takes name and parameter, for shapes and all else.
+    """
+
+    name: str | tuple[str, ...] = ()
+    attr: str | tuple[str, ...] = ()
+    predicate: Callable[[str, nn.Parameter], bool] | None = None
+
+    def matches(self, name: str, param: nn.Parameter) -> bool:
+        """Whether the override is for this parameter; param: any shape and dtype."""
+        return (
+            any(fnmatchcase(name, pattern) for pattern in _words(self.name))
+            or any(vars(param).get(attribute) for attribute in _words(self.attr))
+            or (self.predicate is not None and self.predicate(name, param))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroupOverride:
+    """What its parameters have instead of the run's values; None: the run's.
+
+    max_lr, min_lr: limits of the schedule's learning rate. start_wd, end_wd: weight decay over the run. lr_mult,
+    wd_mult: factors of both; wd_mult 0 keeps parameters from decaying, 1 lets biases and norms decay too.
+    """
+
+    max_lr: float | None = None
+    min_lr: float | None = None
+    start_wd: float | None = None
+    end_wd: float | None = None
+    lr_mult: float | None = None
+    wd_mult: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"ParamGroupOverride.{name} is {value}: must be a number, at least 0")
+        if (self.start_wd is None) != (self.end_wd is None):
+            raise ValueError(
+                f"ParamGroupOverride.start_wd is {self.start_wd} and end_wd is {self.end_wd}: give both or neither"
+            )
+
+
+ConfigOverrides = Mapping[ParamKey, ParamGroupOverride]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupKey:
+    """What parameters of one group share. is_matrix: Muon updates them."""
+
+    override: ParamGroupOverride
+    is_decoupled_lr: bool = False
+    is_matrix: bool = False
+
+    def values(self, config: OptimizerConfig) -> dict[str, Any]:
+        """A torch parameter group without its parameters, under the names that Megatron's groups have."""
+        given = {name: value for name, value in vars(self.override).items() if value is not None}
+        min_lr, max_lr = given.get("min_lr", config.min_lr), given.get("max_lr", config.lr)
+        if min_lr > max_lr:
+            raise ValueError(f"ParamGroupOverride.min_lr is {min_lr}: must be at most max_lr, which is {max_lr}")
+        # The schedule multiplies by the factors; before its first word, the values are those of the configuration.
+        lr_mult, wd_mult = given.get("lr_mult", 1.0), given["wd_mult"]
+        decay = given.get("end_wd", config.weight_decay)
+        values = {"lr": max_lr * lr_mult, "weight_decay": decay * wd_mult, "lr_mult": lr_mult, **given}
+        return {**values, "is_decoupled_lr": self.is_decoupled_lr}
+
+
+class ParamGrouping:
+    """Finds the group of each parameter from the settings and a script's overrides; of several, later ones win."""
+
+    def __init__(self, config: OptimizerConfig, overrides: ConfigOverrides | None = None) -> None:
+        self._config = config
+        self._overrides = dict(overrides or {})
+        self._unused = set(self._overrides)
+
+    def key_of(self, name: str, param: nn.Parameter) -> GroupKey:
+        """The group of a parameter; name: without wrapper prefixes, param: any shape and dtype."""
+        merged = ParamGroupOverride(wd_mult=1.0 if weight_decays(name, param) else 0.0)
+        decoupled = self._config.decoupled_lr is not None and _fits(name, _VOCABULARY)
+        if decoupled:
+            # Without a minimum of their own these fall to the common one, as in Megatron.
+            rates = {"max_lr": self._config.decoupled_lr, "min_lr": self._config.decoupled_min_lr}
+            merged = dataclasses.replace(merged, **rates)
+        for key, override in self._overrides.items():
+            if key.matches(name, param):
+                self._unused.discard(key)
+                given = {field: value for field, value in vars(override).items() if value is not None}
+                merged = dataclasses.replace(merged, **given)
+        is_matrix = self._config.optimizer == "muon" and param.dim() == 2 and not _is_embedding_or_bias(name)
+        return GroupKey(override=merged, is_decoupled_lr=decoupled, is_matrix=is_matrix)
+
+    def plain_keys(self) -> list[GroupKey]:
+        """The groups that every run has, so that a schedule and a log line find them also where they are empty."""
+        return [GroupKey(override=ParamGroupOverride(wd_mult=wd_mult)) for wd_mult in (1.0, 0.0)]
+
+    def check_all_used(self) -> None:
+        """Raises ValueError for an override that is for no parameter."""
+        # A misspelt name would change nothing, silently.
+        for key in self._overrides:
+            if key in self._unused:
+                raise ValueError(f"config_overrides: {key} matches no parameter that requires grad")
+
+
+def weight_decays(name: str, param: torch.Tensor) -> bool:
+    """Whether a parameter decays: biases and one-dimensional parameters (norms) do not. param: any shape and dtype."""
+    # By name too, since a bias may be stored with several dimensions.
+    return not (_is_bias(name) or param.dim() <= 1)
+
+
+def _is_bias(name: str) -> bool:
+    return name.endswith(".bias") or name == "bias"
+
+
+def _is_embedding_or_bias(name: str) -> bool:
+    return _is_bias(name) or _fits(name, _EMBEDDINGS)
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _words(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value

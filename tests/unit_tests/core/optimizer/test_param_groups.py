@@ -1,0 +1,96 @@
+"""Parameter groups: decoupled rates and a script's overrides, and what they do to a step."""
+
+import pytest
+import torch
+
+from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from tests.unit_tests.core.models.small_models import small_config, small_model
+from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
+
+
+def rates_by_name(optimizer):
+    """Learning rate and weight decay of each parameter."""
+    groups = {id(flat): group for group in optimizer.param_groups for flat in group["params"]}
+    return {
+        member.name: (groups[id(run.main)]["lr"], groups[id(run.main)]["weight_decay"])
+        for run in optimizer._runs
+        for member in run.params
+    }
+
+
+def build(overrides, model=None, **settings):
+    settings = {"lr": 0.1, "weight_decay": 0.01, **settings}
+    return wrap_and_build(model or tiny_model(), config_overrides=overrides, **settings)
+
+
+def test_overrides_match_by_name_attribute_and_shape_and_the_later_wins():
+    model = tiny_model()
+    model[0].bias.is_special = True
+    wide = ParamKey(predicate=lambda name, param: param.shape[-1] == 33)
+    _, optimizer = build(
+        {
+            wide: ParamGroupOverride(wd_mult=3.0),
+            ParamKey(name="4.*"): ParamGroupOverride(max_lr=0.7, min_lr=0.2, start_wd=0.5, end_wd=0.5),
+            ParamKey(attr="is_special"): ParamGroupOverride(lr_mult=2.0, wd_mult=1.0),
+        },
+        model,
+    )
+    values = {"init_lr": 0.0, "max_lr": 0.1, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 10}
+    decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": 10, "wd_incr_style": "constant"}
+    scheduler = OptimizerParamScheduler(optimizer, **values, **decay, lr_decay_style="linear")
+    scheduler.step(5)
+    expected = {
+        "0.weight": (0.05, 0.01),
+        "0.bias": (0.1, 0.01),
+        "1.weight": (0.05, 0.0),
+        "1.bias": (0.05, 0.0),
+        "2.weight": (0.05, 0.01),
+        "2.bias": (0.05, 0.03),
+        "4.weight": (0.45, 1.5),
+        "4.bias": (0.45, 0.0),
+    }
+    found = rates_by_name(optimizer)
+    assert found.keys() == expected.keys()
+    for name, rates in expected.items():
+        assert found[name] == pytest.approx(rates), name
+
+
+def test_a_step_with_overrides_equals_torch_with_such_groups():
+    model, twin = tiny_model(), tiny_model()
+    wrapped, optimizer = build({ParamKey(name="2.*"): ParamGroupOverride(lr_mult=0.5, wd_mult=2.0)}, model, clip_grad=0)
+    groups = [{"params": [p], "weight_decay": 0.01 if p.dim() > 1 else 0.0} for p in twin.parameters()]
+    for group in groups[4:6]:
+        group.update(lr=0.05, weight_decay=0.02)
+    adamw = torch.optim.AdamW(groups, lr=0.1)
+    for step in range(5):
+        (x,) = microbatches(step)
+        our_step(wrapped, optimizer, [x])
+        adamw.zero_grad()
+        twin(x).square().mean().backward()
+        adamw.step()
+    for p, q in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_decoupled_rates_are_for_word_embeddings_and_output_layer(tied):
+    model = small_model(small_config(), share_embeddings_and_output_weights=tied)
+    _, optimizer = build(None, model, decoupled_lr=0.5, decoupled_min_lr=0.4, min_lr=0.01)
+    decoupled = {name for name, (rate, _) in rates_by_name(optimizer).items() if rate == 0.5}
+    assert decoupled == {"embedding.word_embeddings.weight"} | (set() if tied else {"output_layer.weight"})
+    group = next(group for group in optimizer.param_groups if group["is_decoupled_lr"])
+    assert (group["max_lr"], group["min_lr"]) == (0.5, 0.4) and optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_overrides_that_cannot_be_honoured_are_refused():
+    with pytest.raises(ValueError, match=r"name='\*.nothing'.* matches no parameter"):
+        build({ParamKey(name="*.nothing"): ParamGroupOverride(lr_mult=2.0)})
+    with pytest.raises(ValueError, match="min_lr is 0.05: must be at most max_lr, which is 0.01"):
+        build({ParamKey(name="0.*"): ParamGroupOverride(max_lr=0.01)}, min_lr=0.05)
+    with pytest.raises(ValueError, match="wd_mult is -1.0"):
+        ParamGroupOverride(wd_mult=-1.0)
+    with pytest.raises(ValueError, match="give both or neither"):
+        ParamGroupOverride(end_wd=0.1)
+    with pytest.raises(ValueError, match="decoupled_min_lr is 0.1: needs"):
+        OptimizerConfig(decoupled_min_lr=0.1)
