@@ -14,6 +14,7 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import build_train_valid_test_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.arguments import config_from_args
 from megatron.training.errors import exit_on_user_error
@@ -26,8 +27,13 @@ def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTMo
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
-    """The next micro-batch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in next(data_iterator).items()}
+    """The next micro-batch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32.
+
+    Under --reset-attention-mask also attention_mask [B, 1, S, S] bool, or cu_seqlens [n + 1] int32, on the CPU.
+    """
+    batch = next(data_iterator)
+    # Kernels are launched with lengths between borders: on a GPU they would have to be read back.
+    return {key: value if key == "cu_seqlens" else value.to(device, non_blocking=True) for key, value in batch.items()}
 
 
 def loss_func(
@@ -48,7 +54,14 @@ def forward_step(
 ) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]]:
     """Runs one micro-batch; returns per-token losses [B, S] fp32 and the function that sums them."""
     batch = get_batch(data_iterator, next(model.parameters()).device)
-    losses = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+    borders = batch.get("cu_seqlens")
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch.get("attention_mask"),
+        labels=batch["labels"],
+        packed_seq_params=None if borders is None else PackedSeqParams(cu_seqlens_q=borders),
+    )
     return losses, partial(loss_func, batch["loss_mask"])
 
 

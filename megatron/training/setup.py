@@ -195,6 +195,7 @@ def setup_data(run: TrainingRun, datasets_provider: Callable[[list[int]], Sequen
         consumed_valid_samples=state.consumed_valid_samples,
         num_workers=num_workers,
         pin_memory=run.device.type == "cuda",
+        create_attention_mask=run.args.create_attention_mask_in_dataloader,
     )
     run.train_iterator, run.valid_iterator, run.test_iterator = build_data_iterators((train, valid, test), plan)
 

@@ -6,15 +6,16 @@ corpora:
 learned: no loss masks (none), masks that learn all tokens (all) or none of them (nothing), or every other document.
 """
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.loss_masks import loss_mask_prefix
 
 EOD = 126
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
 LEARNED = {"all": (1, 1), "nothing": (0, 0), "half": (0, 1)}
 
 
@@ -30,13 +31,21 @@ def _write_corpus(
     rng = np.random.default_rng(longest)
     lengths = rng.integers(1, longest + 1, documents)
     tokens = [np.append((start + np.arange(length - 1)) % EOD, EOD) for start, length in enumerate(lengths.tolist())]
-    _write_pair(str(prefix), tokens, np.dtype(dtype).type)
+    _write_pair(str(prefix), tokens, dtype)
     if learned is not None:
         masks = [np.full(length, LEARNED[learned][number % 2]) for number, length in enumerate(lengths)]
-        _write_pair(loss_mask_prefix(str(prefix)), masks, np.uint8)
+        _write_pair(loss_mask_prefix(str(prefix)), masks, "uint8")
 
 
-def _write_pair(prefix: str, documents: list[np.ndarray], dtype: type[np.number]) -> None:
-    with IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype) as builder:
-        builder.add_documents(np.concatenate(documents), [len(document) for document in documents])
-        builder.finalize(f"{prefix}.idx")
+def _write_pair(prefix: str, documents: list[np.ndarray], dtype: str) -> None:
+    """By the published layout, byte by byte: what others wrote must open, whatever our own writer does."""
+    values = np.concatenate(documents).astype(np.dtype(dtype).newbyteorder("<"))
+    ends = np.cumsum([len(document) for document in documents])
+    starts = [0, *ends[:-1].tolist()]
+    count = len(documents)
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, CODES[dtype], count, count + 1)
+    index += struct.pack(f"<{count}i", *(end - start for start, end in zip(starts, ends)))
+    index += struct.pack(f"<{count}q", *(start * values.itemsize for start in starts))
+    index += struct.pack(f"<{count + 1}q", *range(count + 1))
+    Path(f"{prefix}.bin").write_bytes(values.tobytes())
+    Path(f"{prefix}.idx").write_bytes(index)

@@ -70,10 +70,6 @@ class DataConfig:
         if self.split is not None:
             parse_split(self.split)
         self.validate_source()
-        if self.reset_attention_mask and not self.create_attention_mask_in_dataloader:
-            raise ValueError(
-                "--no-create-attention-mask-in-dataloader with --reset-attention-mask is not available yet"
-            )
 
     def validate_source(self) -> None:
         separate = [words_of(flag, words) for flag, words in self.paths_per_split().items() if words is not None]

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.blended_megatron_dataset_config import Vocabulary
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_error import DataError
-from megatron.core.datasets.document_borders import join_cumulative_lengths
+from megatron.core.datasets.document_borders import document_masks, join_cumulative_lengths
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.samplers import MegatronPretrainingSampler
 
@@ -31,7 +32,8 @@ class BatchPlan:
     """Where reading starts and which rows this data-parallel rank gets.
 
     consumed_*: samples that all ranks together have used, as the checkpoint has them. Test data starts at 0.
-    pin_memory: page-locked batches, for asynchronous copies to a GPU.
+    pin_memory: page-locked batches, for asynchronous copies to a GPU. create_attention_mask: whether borders of
+    documents become masks.
     """
 
     micro_batch_size: int
@@ -41,13 +43,14 @@ class BatchPlan:
     consumed_valid_samples: int = 0
     num_workers: int = 0
     pin_memory: bool = False
+    create_attention_mask: bool = False
 
 
 class DataIterator(Iterator[Batch]):
     """`next` gives {tokens, labels, position_ids: [B, S] int64, loss_mask: [B, S] float32} on the CPU, for ever.
 
-    Datasets with reset_attention_mask add attention_mask, [B, 1, S, S] bool, or cu_seqlens, [n + 1] int32: the borders
-    of documents within the B * S tokens of the batch, row by row.
+    Datasets with reset_attention_mask add cu_seqlens, [n + 1] int32: the borders of documents within the B * S tokens
+    of the batch, row by row; or, under plan.create_attention_mask, attention_mask, [B, 1, S, S] bool.
 
     The k-th batch depends on the dataset, `consumed_samples` and the rank alone: not on workers or what was read
     earlier. Neither does reading draw from any global random generator. Worker processes start with the first
@@ -67,7 +70,7 @@ class DataIterator(Iterator[Batch]):
                 data_parallel_size=plan.dp_size,
             ),
             num_workers=num_workers,
-            collate_fn=_stack_or_pass_on,
+            collate_fn=partial(_stack_or_pass_on, create_attention_mask=plan.create_attention_mask),
             worker_init_fn=prepare_worker,
             # Said explicitly: the default of Python 3.14 would import torch anew for each worker.
             multiprocessing_context="fork" if num_workers else None,
@@ -104,15 +107,21 @@ def stack_samples(samples: Sequence[Batch]) -> dict[str, np.ndarray]:
     """
     # Arrays, not tensors: a tensor leaves a worker as a shared-memory file, which costs milliseconds per batch.
     columns = {key: [np.asarray(sample[key]) for sample in samples] for key in samples[0]}
-    # A single row is not copied: a mask of S x S is large.
     return {
-        key: join_cumulative_lengths(rows) if key == "cu_seqlens" else np.stack(rows) if rows[1:] else rows[0][None]
-        for key, rows in columns.items()
+        key: join_cumulative_lengths(rows) if key == "cu_seqlens" else np.stack(rows) for key, rows in columns.items()
     }
 
 
-def _stack_or_pass_on(samples: Sequence[Batch] | Exception) -> dict[str, np.ndarray] | Exception:
-    return samples if isinstance(samples, Exception) else stack_samples(samples)
+def _stack_or_pass_on(
+    samples: Sequence[Batch] | Exception, *, create_attention_mask: bool
+) -> dict[str, np.ndarray] | Exception:
+    if isinstance(samples, Exception):
+        return samples
+    batch = stack_samples(samples)
+    # Of the whole batch at once: masks made sample by sample would be written twice.
+    if create_attention_mask and "cu_seqlens" in batch:
+        batch["attention_mask"] = document_masks(batch.pop("cu_seqlens"), seq_length=batch["tokens"].shape[1])
+    return batch
 
 
 def build_train_valid_test_datasets(
@@ -152,7 +161,7 @@ def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) 
         reset_position_ids=config.reset_position_ids,
         reset_attention_mask=config.reset_attention_mask,
         eod_mask_loss=config.eod_mask_loss,
-        create_attention_mask=config.create_attention_mask_in_dataloader,
+        create_attention_mask=False,  # the iterators make masks, for a batch at once
     )
 
 

@@ -18,18 +18,6 @@ def restarted_positions(starts: np.ndarray, *, num_tokens: int) -> np.ndarray:
     return np.arange(num_tokens) - np.repeat(starts, np.diff(starts, append=num_tokens))
 
 
-def document_mask(starts: np.ndarray, causal_mask: np.ndarray) -> np.ndarray:
-    """[S, S] bool, True where attention is forbidden: to later tokens and to other documents.
-
-    starts: [n] int64, as of document_starts; causal_mask: [S, S] bool, True above the diagonal.
-    """
-    mask = causal_mask.copy()
-    # Rows of a document forbid all columns before it. Slices, not one formula: S x S bytes are written once.
-    for start, end in zip(starts[1:].tolist(), [*starts[2:].tolist(), len(mask)]):
-        mask[start:end, :start] = True
-    return mask
-
-
 def cumulative_lengths(starts: np.ndarray, *, num_tokens: int) -> np.ndarray:
     """[n + 1] int32: `starts` ([n] int64) and the end, as attention over variable lengths takes them."""
     return np.append(starts, num_tokens).astype(np.int32)
@@ -39,3 +27,18 @@ def join_cumulative_lengths(parts: Sequence[np.ndarray]) -> np.ndarray:
     """[n + 1] int32: those of samples laid one behind the other. parts: [n_i + 1] int32 each, from 0 to S."""
     ends = np.cumsum([part[-1] for part in parts], dtype=np.int32)
     return np.concatenate([parts[0][:1], *(part[1:] + end - part[-1] for part, end in zip(parts, ends))])
+
+
+def document_masks(cu_seqlens: np.ndarray, *, seq_length: int) -> np.ndarray:
+    """[B, 1, S, S] bool, True where attention is forbidden: to later tokens and to other documents.
+
+    cu_seqlens: [n + 1] int32, the borders in B samples of S = seq_length tokens, those between samples among them.
+    """
+    masks = np.ones((int(cu_seqlens[-1]) // seq_length, 1, seq_length, seq_length), dtype=bool)
+    places = np.arange(seq_length, dtype=np.int32)
+    # Block by block, not by one formula: most of the S x S bytes are then written once and never read.
+    for begin, length in zip(cu_seqlens[:-1].tolist(), np.diff(cu_seqlens).tolist()):
+        row, start = divmod(begin, seq_length)
+        block = masks[row, 0, start : start + length, start : start + length]
+        np.greater(places[None, :length], places[:length, None], out=block)
+    return masks

@@ -16,7 +16,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.document_borders import (
     cumulative_lengths,
-    document_mask,
+    document_masks,
     document_starts,
     restarted_positions,
 )
@@ -101,9 +101,6 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         # The same for every sample: made once, copied into each.
         self._loss_mask = torch.ones(config.sequence_length, dtype=torch.float32)
         self._position_ids = torch.arange(config.sequence_length, dtype=torch.int64)
-        self._causal_mask: np.ndarray | None = None
-        if config.reset_attention_mask and config.create_attention_mask:
-            self._causal_mask = np.triu(np.ones((config.sequence_length,) * 2, dtype=bool), k=1)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:
@@ -155,10 +152,12 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         items = {}
         if self.config.reset_position_ids:
             items["position_ids"] = restarted_positions(starts, num_tokens=num_tokens)
-        if self._causal_mask is not None:
-            items["attention_mask"] = document_mask(starts, self._causal_mask)[None]
-        elif self.config.reset_attention_mask:
-            items["cu_seqlens"] = cumulative_lengths(starts, num_tokens=num_tokens)
+        if self.config.reset_attention_mask:
+            borders = cumulative_lengths(starts, num_tokens=num_tokens)
+            if self.config.create_attention_mask:
+                items["attention_mask"] = document_masks(borders, seq_length=num_tokens)[0]
+            else:
+                items["cu_seqlens"] = borders
         return {name: torch.from_numpy(array) for name, array in items.items()}
 
     def _read(self, source: TokenSequences, idx: int, *, dtype: type[np.number]) -> np.ndarray:

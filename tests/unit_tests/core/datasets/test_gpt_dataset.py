@@ -10,9 +10,9 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.mock_corpus import STRIDES
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from tests.functional_tests.corpora import CODES, write_corpora
 from tests.unit_tests.core.datasets.corpora import dataset_config, write_corpus
 
 
@@ -158,10 +158,14 @@ def test_made_up_data_is_the_same_everywhere_and_follows_from_two_tokens(vocab_s
     assert predictable > 0.95 * 30 * 64
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_tokens_that_are_no_integers_are_refused(tmp_path: Path, dtype: type) -> None:
-    with IndexedDatasetBuilder(f"{tmp_path}/a.bin", dtype=dtype) as builder:
-        builder.add_document(np.arange(90), [90])
-        builder.finalize(f"{tmp_path}/a.idx")
-    with pytest.raises(DataError, match=f"elements are {np.dtype(dtype).name}: tokens must be integers"):
-        build(dataset_config(tmp_path / "a"))
+@pytest.mark.parametrize("dtype", CODES)
+def test_tokens_of_every_integer_type_are_read_and_no_others(tmp_path: Path, dtype: str) -> None:
+    write_corpora(tmp_path, {"a": {"dtype": dtype}, "b": {}})
+    if dtype.startswith("float"):
+        with pytest.raises(DataError, match=f"elements are {dtype}: tokens must be integers"):
+            build(dataset_config(tmp_path / "a"))
+        return
+    found, expected = (build(dataset_config(tmp_path / name))[0] for name in "ab")
+    assert [found.sample_tokens(i).tolist() for i in range(50)] == [
+        expected.sample_tokens(i).tolist() for i in range(50)
+    ]

@@ -1,0 +1,118 @@
+"""Tokens per second that one core reads through DataIterator from a memory-mapped corpus, by option.
+
+    python benchmarks/data_loader.py [--json FILE]
+
+Nothing is trained. The time is the CPU time of this process: it reads without workers and with one thread, so that
+other programs on the machine matter little and a figure is one core's.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
+from megatron.core.datasets.data_iterators import BatchPlan, DataIterator  # noqa: E402
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
+from megatron.core.datasets.loss_masks import loss_mask_prefix  # noqa: E402
+from megatron.core.device import keep_cpu_heap  # noqa: E402
+from megatron.core.tokenizers.null_tokenizer import NullTokenizer  # noqa: E402
+
+VOCABULARY = NullTokenizer(50_000)
+MEAN_DOCUMENT = 600
+MICRO_BATCH = 4
+BATCHES = {1024: 200, 4096: 50}
+BORDERS = {"reset_attention_mask": True, "create_attention_mask": False}
+EVERY = {"eod_mask_loss": True, "reset_position_ids": True, **BORDERS}
+MASKS = "eod_mask_loss, reset_position_ids, masks of S x S"
+OPTIONS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "eod_mask_loss": {"eod_mask_loss": True},
+    "reset_position_ids": {"reset_position_ids": True},
+    "borders": BORDERS,
+    "eod_mask_loss, reset_position_ids, borders": EVERY,
+    MASKS: EVERY,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures every option with and without loss masks beside the tokens, prints a line each, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tokens", type=int, default=20_000_000, help="of the corpus")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    keep_cpu_heap()  # as in a training run
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for masks in ("", "loss masks"):
+            prefix = write_corpus(Path(folder) / f"corpus{len(masks)}", num_tokens=args.tokens, with_masks=bool(masks))
+            for seq_length in BATCHES:
+                for name in OPTIONS:
+                    speed = measure(prefix, seq_length=seq_length, name=name, repeats=args.repeats)
+                    what = ", ".join(filter(None, (name, masks)))
+                    rows.append({"options": what, "seq_length": seq_length, "tokens_per_second": speed})
+                    print(f"{what:70} {seq_length:5} {speed / 1e6:6.2f} M tokens/s")
+    report = {
+        "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
+        "corpus": {"tokens": args.tokens, "bytes_per_token": 2, "mean_document": MEAN_DOCUMENT},
+        "micro_batch_size": MICRO_BATCH,
+        "rows": rows,
+    }
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def write_corpus(prefix: Path, *, num_tokens: int, with_masks: bool) -> str:
+    """A corpus of documents of uneven lengths, each ended by eod; returns its prefix."""
+    rng = np.random.default_rng(0)
+    lengths = 1 + rng.exponential(MEAN_DOCUMENT, num_tokens // MEAN_DOCUMENT).astype(np.int64)
+    tokens = rng.integers(0, VOCABULARY.eod, lengths.sum()).astype(np.uint16)
+    tokens[np.cumsum(lengths) - 1] = VOCABULARY.eod
+    _write(str(prefix), tokens, lengths=lengths)
+    if with_masks:
+        _write(loss_mask_prefix(str(prefix)), (tokens % 2).astype(np.uint8), lengths=lengths)
+    return str(prefix)
+
+
+def _write(prefix: str, values: np.ndarray, *, lengths: np.ndarray) -> None:
+    with IndexedDatasetBuilder(f"{prefix}.bin", dtype=values.dtype.type) as builder:
+        builder.add_documents(values, lengths.tolist())
+        builder.finalize(f"{prefix}.idx")
+
+
+def measure(prefix: str, *, seq_length: int, name: str, repeats: int) -> int:
+    """Tokens per second: the median of `repeats` runs over the same batches."""
+    config = GPTDatasetConfig(
+        sequence_length=seq_length, blend=([prefix], None), split="1,0,0", tokenizer=VOCABULARY, **OPTIONS[name]
+    )
+    dataset = BlendedMegatronDatasetBuilder(GPTDataset, [None, 0, 0], lambda: True, config).build()[0]
+    assert dataset is not None
+    plan = BatchPlan(micro_batch_size=MICRO_BATCH, create_attention_mask=name == MASKS)
+    speeds = []
+    for _ in range(repeats):
+        iterator = DataIterator(dataset, plan)
+        next(iterator)
+        start = time.process_time()
+        for _ in range(BATCHES[seq_length]):
+            next(iterator)
+        speeds.append(BATCHES[seq_length] * MICRO_BATCH * seq_length / (time.process_time() - start))
+        iterator.close()
+    return round(statistics.median(speeds))
+
+
+if __name__ == "__main__":
+    main()
