@@ -89,7 +89,9 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
     stored = load_common(found.path)["args"]
     args = parse_args(argv=[])
     for name in (*MODEL_SHAPE_DESTS, "padded_vocab_size", "unpadded_vocab_size"):
-        vars(args)[name] = stored[name]
+        # Older checkpoints lack what came later: its default is what they were trained with.
+        if name in stored:
+            vars(args)[name] = stored[name]
     for name in TOKENIZER_DESTS:
         # A checkpoint from before a tokenizer's flag existed lacks it.
         vars(args)[name] = moved.get(name) or stored.get(name)

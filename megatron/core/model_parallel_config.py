@@ -35,6 +35,9 @@ class ModelParallelConfig:
     use_cpu_initialization: bool = config_field(
         False, help="Draw initial weights on the CPU; the same seed gives the same weights on every device."
     )
+    cross_entropy_loss_fusion: bool = config_field(
+        False, help="One pass from logits to losses, which is how losses are computed here with or without it."
+    )
     params_dtype: torch.dtype = torch.float32
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1

@@ -16,6 +16,12 @@ _NOT_IN_WEIGHTS = (
     "group_query_attention",  # num_query_groups says it
     "layernorm_epsilon",
     "rotary_base",
+    # A model is trained further with another of these, for longer texts.
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "window_size",
+    "window_attn_skip_freq",
     "seq_length",
     "make_vocab_size_divisible_by",
     "moe_router_topk",
@@ -86,6 +92,7 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
         model["moe_layer_freq"] = model["moe_ffn_hidden_size"] = None
     elif model.get("moe_ffn_hidden_size") is None:
         model["moe_ffn_hidden_size"] = model.get("ffn_hidden_size")
+    model["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear"))
     # The longest sequence is a shape only where positions are weights.
     learned = model.get("position_embedding_type") == "learned_absolute"
     positions = model.get("max_position_embeddings") or model.get("seq_length")

@@ -41,6 +41,7 @@ from megatron.training.callbacks.progress_bar import ProgressBar
 from megatron.training.callbacks.run_file import RunFile, describe_run
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
+from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.config import CheckpointConfig, LoggingConfig, TrainingConfig
 from megatron.training.console import print_rank_0
@@ -175,11 +176,16 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
     with all_ranks_agree():
         tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
     args.unpadded_vocab_size = tokenizer.vocab_size
-    args.padded_vocab_size = vocab_size_with_padding(
-        tokenizer.vocab_size,
-        divisible_by=args.make_vocab_size_divisible_by,
-        tensor_parallel_size=args.tensor_model_parallel_size,
-    )
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = vocab_size_with_padding(
+            tokenizer.vocab_size,
+            divisible_by=args.make_vocab_size_divisible_by,
+            tensor_parallel_size=args.tensor_model_parallel_size,
+        )
+    elif args.padded_vocab_size < tokenizer.vocab_size:
+        raise CommandLineError(
+            f"--padded-vocab-size is {args.padded_vocab_size}: must be at least the tokenizer's {tokenizer.vocab_size}"
+        )
     return tokenizer
 
 

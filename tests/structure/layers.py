@@ -27,7 +27,7 @@ LAYERS = (
     Layer(
         1,
         "base",
-        r"megatron\.core\.(utils|device|agreement|batch_schedule|weight_matrices|checksum|config_field|packed_seq_params)",
+        r"megatron\.core\.(activations|agreement|batch_schedule|checksum|config_field|device|packed_seq_params|utils|weight_matrices)",
     ),
     Layer(1, "base", r"megatron\.core\.datasets\.(utils|splits)"),  # what the words of --split and --data-path mean
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
@@ -36,7 +36,7 @@ LAYERS = (
     Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
     Layer(3, "datasets", r"megatron\.core\.datasets(\..+)?"),
     Layer(3, "tokenizers", r"megatron\.core\.tokenizers(\..+)?"),
-    Layer(3, "fusions", r"megatron\.core\.(activations|fusions(\..+)?)"),
+    Layer(3, "fusions", r"megatron\.core\.fusions(\..+)?"),
     Layer(4, "transformer", r"megatron\.core\.transformer\.moe(\..+)?", step=1),
     Layer(4, "transformer", r"megatron\.core\.transformer\.transformer_layer", step=2),
     Layer(4, "transformer", r"megatron\.core\.transformer\.transformer_block", step=3),

@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.rope import RotaryTable, split_and_rotate
+from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.weight_matrices import MatrixWindow
@@ -20,11 +20,13 @@ from megatron.core.weight_matrices import MatrixWindow
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Specs of the projections and of the attention core."""
+    """Specs of the projections, of the attention core, and of norms over queries and keys where there are some."""
 
     linear_qkv: Any = None
     core_attention: Any = None
     linear_proj: Any = None
+    q_layernorm: Any = None
+    k_layernorm: Any = None
 
 
 class SelfAttention(MegatronModule):
@@ -56,6 +58,10 @@ class SelfAttention(MegatronModule):
         self.core_attention = build_module(
             submodules.core_attention, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type
         )
+        if config.qk_layernorm and (submodules.q_layernorm is None or submodules.k_layernorm is None):
+            raise ValueError("qk_layernorm is True: the layer's spec must have q_layernorm and k_layernorm")
+        self.q_layernorm = self._head_norm(submodules.q_layernorm)
+        self.k_layernorm = self._head_norm(submodules.k_layernorm)
         self.linear_proj = build_module(
             submodules.linear_proj,
             config.num_attention_heads * self.head_width,
@@ -90,11 +96,25 @@ class SelfAttention(MegatronModule):
         """hidden_states: [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], same dtype."""
         mixed, _ = self.linear_qkv(hidden_states)  # [S, B, G * (q + 2) * D]
         mixed = mixed.unflatten(-1, (self.num_groups, self.queries_per_group + 2, self.head_width))
-        if rotary_pos_emb is not None:
+        has_norms = self.q_layernorm is not None or self.k_layernorm is not None
+        if rotary_pos_emb is not None and not has_norms:
             return split_and_rotate(mixed, rotary_pos_emb)
         # Splitting instead of slicing: backward then joins three gradients once, without zeros to add.
         query, key, value = torch.split(mixed, [self.queries_per_group, 1, 1], dim=3)
-        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        query, key = query.flatten(2, 3), key.squeeze(3)
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        if rotary_pos_emb is not None:
+            query, key = (apply_rotary_pos_emb(t, rotary_pos_emb) for t in (query, key))
+        return query, key, value.squeeze(3)
+
+    def _head_norm(self, spec: Any) -> Any:
+        if spec is None:
+            return None
+        config = self.config
+        return build_module(spec, config=config, hidden_size=self.head_width, eps=config.layernorm_epsilon)
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """linear_qkv is stored as three tensors: q [G, q, D, H], k [G, D, H], v [G, D, H]; so are biases without H."""

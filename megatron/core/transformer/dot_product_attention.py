@@ -16,12 +16,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.packed_attention import attend_by_segment, attend_varlen, has_varlen_kernel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.window_attention import attend_in_window, whole_samples
 
 
 class DotProductAttention(nn.Module):
     """Attention of query heads over shared key/value heads; the kernel is chosen at construction.
 
-    layer_number: for cores that differ by layer; this one is the same in all.
+    layer_number: counts from 1; layers may differ in whether they have a window.
     """
 
     def __init__(
@@ -43,6 +44,9 @@ class DotProductAttention(nn.Module):
         # Chosen here, once: forward has no switches.
         plain = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
         self.attend: Callable[..., Tensor] = reference_attention if plain else self._torch_attention
+        self.window = config.window_of_layer(layer_number)
+        if self.window is not None:
+            self.attend = partial(attend_in_window, attend=self.attend, window=self.window)
         self.may_use_varlen = config.attention_backend in (AttnBackend.auto, AttnBackend.flash)
 
     def forward(
@@ -65,6 +69,10 @@ class DotProductAttention(nn.Module):
             if attention_mask is not None:
                 raise ValueError("attention_mask and packed_seq_params are both given: one of them must be None")
             return self._packed(query, key=key, value=value, packed=packed_seq_params, mask_type=mask_type)
+        if self.window is not None and attention_mask is None and self._has_varlen_kernel(query):
+            # It skips what lies outside the window; torch's other kernels would need a mask, and compute all.
+            samples = whole_samples(query.shape[1], query.shape[0])
+            return self._packed(query, key=key, value=value, packed=samples, mask_type=mask_type)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [B, N or G, S, D]
         context = self.attend(
             q,
@@ -83,11 +91,15 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         is_causal, dropout = mask_type is AttnMaskType.causal, self.dropout if self.training else 0.0
         parts: dict[str, Any] = {"key": key, "value": value, "packed": packed}
-        if self.may_use_varlen and has_varlen_kernel(query, dropout=dropout):
-            window = (-1, 0 if is_causal else -1)
+        if self._has_varlen_kernel(query):
+            left, right = self.window or (-1, -1)
+            window = (left, 0 if is_causal else right)
             return attend_varlen(query, **parts, scale=self.softmax_scale, window=window).flatten(2)
         attend = partial(self.attend, allowed=None, is_causal=is_causal, dropout=dropout, scale=self.softmax_scale)
         return attend_by_segment(query, **parts, attend=attend).flatten(2)
+
+    def _has_varlen_kernel(self, query: Tensor) -> bool:
+        return self.may_use_varlen and has_varlen_kernel(query, dropout=self.dropout if self.training else 0.0)
 
     def _torch_attention(
         self,

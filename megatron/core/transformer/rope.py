@@ -1,5 +1,6 @@
 """Rotary position embedding: tables of cosines and sines, and their application to queries and keys."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +11,14 @@ from megatron.core.device import default_device
 
 
 class RotaryTable(NamedTuple):
-    """cos and sin of every position's angles: each [S, D_rot / 2], fp32 (fp64 in fp64 models), on the device."""
+    """cos and sin of every position's angles: each [S, D_rot / 2], fp32 (fp64 in fp64 models), on the device.
+
+    interleaved: channels 2 i and 2 i + 1 turn against each other, instead of the halves of a head.
+    """
 
     cos: Tensor
     sin: Tensor
+    interleaved: bool = False
 
 
 class RotaryEmbedding(nn.Module):
@@ -29,18 +34,30 @@ class RotaryEmbedding(nn.Module):
         *,
         rotary_percent: float = 1.0,
         rotary_base: float = 10000,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rope_scaling_factor: float | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """kv_channels: width of a head; its first rotary_percent is rotated. dtype: of the tables."""
+        """kv_channels: width of a head; its first rotary_percent is rotated. dtype: of the tables.
+
+        seq_len_interpolation_factor: positions are divided by it. rope_scaling_factor: see `scaled_frequencies`.
+        """
         super().__init__()
+        self.interleaved = rotary_interleaved
         rotated = int(kv_channels * rotary_percent)
         if rotated % 2 or rotated == 0:
             raise ValueError(
                 f"kv_channels {kv_channels} x rotary_percent {rotary_percent} is {rotated}: must be even and positive"
             )
         frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+        if rope_scaling_factor is not None:
+            frequencies = scaled_frequencies(frequencies, factor=rope_scaling_factor)
         # In fp64: position times frequency loses digits in fp32 at long sequences.
-        angles = torch.outer(torch.arange(max_sequence_length, dtype=torch.float64), frequencies)
+        positions = torch.arange(max_sequence_length, dtype=torch.float64)
+        if seq_len_interpolation_factor is not None:
+            positions /= seq_len_interpolation_factor
+        angles = torch.outer(positions, frequencies)
         device = default_device()
         self.register_buffer("cos", angles.cos().to(dtype).to(device), persistent=False)
         self.register_buffer("sin", angles.sin().to(dtype).to(device), persistent=False)
@@ -49,7 +66,18 @@ class RotaryEmbedding(nn.Module):
         """Rows of positions 0 to max_seq_len - 1."""
         if max_seq_len > self.cos.shape[0]:
             raise ValueError(f"the sequence has {max_seq_len} positions: the model was built for {self.cos.shape[0]}")
-        return RotaryTable(self.cos[:max_seq_len], self.sin[:max_seq_len])
+        return RotaryTable(self.cos[:max_seq_len], self.sin[:max_seq_len], self.interleaved)
+
+
+def scaled_frequencies(frequencies: Tensor, *, factor: float) -> Tensor:
+    """Frequencies for contexts `factor` times longer, as Llama 3.1 stretches them; [D_rot / 2], fp64 -> same.
+
+    What turns more than 4 times within 8,192 tokens stays as it is, what turns less than once is divided by `factor`;
+    between them the share that stays grows with the number of turns.
+    """
+    turns = frequencies * 8192 / (2 * math.pi)
+    kept = ((turns - 1) / (4 - 1)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def split_and_rotate(mixed_qkv: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,58 +86,65 @@ def split_and_rotate(mixed_qkv: Tensor, table: RotaryTable) -> tuple[Tensor, Ten
     mixed_qkv: [S, B, G, q + 2, D], any float dtype, per group q queries, a key and a value.
     Returns query [S, B, G * q, D], key [S, B, G, D] and value [S, B, G, D], same dtype; value is a view.
     """
-    return _SplitAndRotate.apply(mixed_qkv, table.cos, table.sin)
+    return _SplitAndRotate.apply(mixed_qkv, table.cos, table.sin, table.interleaved)
 
 
 def apply_rotary_pos_emb(t: Tensor, table: RotaryTable) -> Tensor:
-    """Rotates the halves of each head against each other; t: [S, B, N, D], any float dtype -> same."""
-    return _Rotate.apply(t, table.cos, table.sin)
+    """Rotates each head's pairs of channels; t: [S, B, N, D], any float dtype -> same."""
+    return _Rotate.apply(t, table.cos, table.sin, table.interleaved)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(t, cos=cos, sin=sin, out=torch.empty_like(t))
+        ctx.interleaved = interleaved
+        return _rotate(t, cos=cos, sin=sin, interleaved=interleaved, out=torch.empty_like(t))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos=cos, sin=-sin, out=torch.empty_like(grad)), None, None
+        turned = _rotate(grad, cos=cos, sin=-sin, interleaved=ctx.interleaved, out=torch.empty_like(grad))
+        return turned, None, None, None
 
 
 class _SplitAndRotate(torch.autograd.Function):
     """One function for both steps: backward fills one buffer instead of summing three that are mostly zeros."""
 
     @staticmethod
-    def forward(ctx: Any, mixed_qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, mixed_qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         seq, batch, groups, parts, width = mixed_qkv.shape
         ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
         # Queries get memory of their own, so that groups and heads join into one dimension without a copy.
         query = mixed_qkv.new_empty(seq, batch, groups, parts - 2, width)
         key = mixed_qkv.new_empty(seq, batch, groups, 1, width)
-        _rotate(mixed_qkv[..., : parts - 2, :], cos=cos, sin=sin, out=query)
-        _rotate(mixed_qkv[..., parts - 2 : parts - 1, :], cos=cos, sin=sin, out=key)
+        table: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved}
+        _rotate(mixed_qkv[..., : parts - 2, :], **table, out=query)
+        _rotate(mixed_qkv[..., parts - 2 : parts - 1, :], **table, out=key)
         return query.view(seq, batch, -1, width), key.squeeze(3), mixed_qkv[..., parts - 1, :]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         seq, batch, groups, width = grad_key.shape
         query = grad_query.unflatten(2, (groups, -1))  # [S, B, G, q, D]
         parts = query.shape[3] + 2  # q queries, a key, a value
         grad = query.new_empty(seq, batch, groups, parts, width)
         # The inverse of a rotation is the one by the negative angle.
-        _rotate(query, cos=cos, sin=-sin, out=grad[..., : parts - 2, :])
-        _rotate(grad_key.unsqueeze(3), cos=cos, sin=-sin, out=grad[..., parts - 2 : parts - 1, :])
+        table: dict[str, Any] = {"cos": cos, "sin": -sin, "interleaved": ctx.interleaved}
+        _rotate(query, **table, out=grad[..., : parts - 2, :])
+        _rotate(grad_key.unsqueeze(3), **table, out=grad[..., parts - 2 : parts - 1, :])
         grad[..., parts - 1, :] = grad_value
-        return grad, None, None
+        return grad, None, None, None
 
 
-def _rotate(t: Tensor, *, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """(a, b) -> (a cos - b sin, b cos + a sin) for the halves a, b of the rotated channels; t, out: [S, B, ..., D]."""
+def _rotate(t: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor) -> Tensor:
+    """(a, b) -> (a cos - b sin, b cos + a sin) for the pairs a, b of the rotated channels; t, out: [S, B, ..., D]."""
     half = cos.shape[-1]
     # [S, 1, ..., D_rot / 2]
     shape = (cos.shape[0],) + (1,) * (t.dim() - 2) + (half,)
@@ -117,9 +152,10 @@ def _rotate(t: Tensor, *, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     # Half precision is rounded once, from fp32.
     result = out if t.dtype == cos.dtype else torch.empty(t.shape, dtype=cos.dtype, device=t.device)
     source = t.to(cos.dtype)
-    first, second = source[..., :half], source[..., half : 2 * half]
-    torch.mul(first, cos, out=result[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=result[..., half : 2 * half]).addcmul_(first, sin)
+    a, b = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    first, second = source[..., a], source[..., b]
+    torch.mul(first, cos, out=result[..., a]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=result[..., b]).addcmul_(first, sin)
     if 2 * half < t.shape[-1]:
         result[..., 2 * half :] = source[..., 2 * half :]
     if result is not out:

@@ -16,7 +16,7 @@ from megatron.core.model_parallel_config import (
     validate_parallel_layout,
     validate_precision,
 )
-from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
+from megatron.core.transformer.attention_config import AttentionConfig, validate_attention
 from megatron.core.transformer.moe.moe_config import (
     MoEConfig,
     parse_moe_layer_freq,
@@ -26,38 +26,11 @@ from megatron.core.transformer.moe.moe_config import (
 
 
 @dataclass(kw_only=True)
-class AttentionConfig:
-    """Heads, groups and kernel of self-attention."""
-
-    cli_group: ClassVar[str] = "attention"
-
-    num_attention_heads: int = config_field(None, help="Query heads of each layer.", at_least=1)
-    num_query_groups: int | None = config_field(
-        None, help="Key/value heads of each layer; unset: one per query head.", at_least=1
-    )
-    kv_channels: int | None = config_field(
-        None, help="Width of one head; unset: hidden size / attention heads.", at_least=1
-    )
-    attention_dropout: float = config_field(0.1, help="Dropout of attention probabilities.", at_least=0, less_than=1)
-    attention_backend: AttnBackend = config_field(
-        AttnBackend.auto,
-        help="Attention kernel: auto lets torch choose; unfused and local are an fp32 reference.",
-        choices=tuple(AttnBackend),
-        parse=parse_attn_backend,
-    )
-    add_qkv_bias: bool = config_field(
-        False, flags=(), help="Bias of the query, key and value projection where other layers have none."
-    )
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
-
-
-@dataclass(kw_only=True)
 class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig):
     """Everything a transformer block is built from.
 
-    activation_func, gated_linear_unit: the feed-forward layers compute act(x W), or act(x W_gate) * (x W_up).
+    activation_func, gated_linear_unit: the feed-forward layers compute act(x W), or act(x W_gate) * (x W_up). An
+    unset ffn_hidden_size is 4 * hidden_size for both; only the command line's --swiglu makes it 8/3.
     init_method, output_layer_init_method: fill a weight in place; unset: normal with init_method_std, divided by
     sqrt(2 * num_layers) for the layers that write into the residual stream.
     init_seed: seed of the initial weights; unset: torch's seed at construction.
@@ -95,7 +68,9 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig):
         validate_callables(self)
         if isinstance(self.moe_layer_freq, str):
             self.moe_layer_freq = parse_moe_layer_freq(self.moe_layer_freq)
-        validate_attention(self)
+        if isinstance(self.window_attn_skip_freq, str):
+            self.window_attn_skip_freq = parse_moe_layer_freq(self.window_attn_skip_freq, field="window_attn_skip_freq")
+        validate_attention(self, hidden_size=self.hidden_size, num_layers=self.num_layers)
         # Derived fields come after the checks that name what the user gave.
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // self.num_attention_heads
@@ -123,15 +98,3 @@ class NormalInit:
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: any shape, any float dtype; filled in place from torch's generator."""
         return torch.nn.init.normal_(weight, std=self.std)
-
-
-def validate_attention(config: TransformerConfig) -> None:
-    """Raises ValueError where heads do not divide what they share."""
-    heads, groups = config.num_attention_heads, config.num_query_groups
-    if config.kv_channels is None and config.hidden_size % heads:
-        raise ValueError(
-            f"hidden_size is {config.hidden_size}: must be divisible by num_attention_heads ({heads}), "
-            "or give kv_channels"
-        )
-    if groups is not None and heads % groups:
-        raise ValueError(f"num_attention_heads is {heads}: must be divisible by num_query_groups ({groups})")

@@ -183,9 +183,7 @@ GROUP_REFUSALS = {"biencoder": _RETRIEVAL, "vision": _VISION, "rl": _RL, "infere
 
 # Accepted flags that would change the model or its numbers elsewhere: the notice says what to do here.
 NO_EFFECT_HINTS = {
-    "--use-rotary-position-embeddings": "use --position-embedding-type rope",
     "--use-flash-attn": "use --attention-backend",
-    "--padded-vocab-size": "use --make-vocab-size-divisible-by",
     "--fp8-format": "training stays in the precision of --bf16, --fp16 or fp32",
     "--fp8-param-gather": "parameters keep the precision of --bf16, --fp16 or fp32",
     "--quick-geglu": "the MLP is gelu or --swiglu",

@@ -33,6 +33,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_data(args)
     check_batches(args)
     derive_length(args)
+    check_rotation(args)
     check_positions(args)
     check_query_groups(args)
     check_experts(args)
@@ -143,6 +144,26 @@ def check_positions(args: argparse.Namespace) -> None:
             f"--seq-length is {args.seq_length}: must be at most --max-position-embeddings "
             f"({args.max_position_embeddings})"
         )
+
+
+def check_rotation(args: argparse.Namespace) -> None:
+    """Sets the kind of positions from the older flag for it; settings of a rotation need one."""
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    if args.rope_scaling_factor != 8.0 and not args.use_rope_scaling:
+        raise CommandLineError("--rope-scaling-factor needs --use-rope-scaling: add it, or drop the factor")
+    if args.position_embedding_type == "rope":
+        return
+    settings: dict[str, object] = {
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": None,
+        "use_rope_scaling": False,
+    }
+    for name, unused in settings.items():
+        if vars(args)[name] != unused:
+            flag = f"--{name.replace('_', '-')}"
+            raise CommandLineError(f"{flag} needs --position-embedding-type rope: add it, or drop {flag}")
 
 
 def check_query_groups(args: argparse.Namespace) -> None:

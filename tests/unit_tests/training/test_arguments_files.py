@@ -106,6 +106,13 @@ def _printed(words: list[str], provider: Any = None) -> str:
     return out.getvalue()
 
 
+_PARSED_WORDS = {
+    "moe_layer_freq": ["2", "[0]+[1]*3"],
+    "window_attn_skip_freq": ["2", "[0]+[1]*3"],
+    "window_size": ["128,0", "(-1, 0)"],
+}
+
+
 def _words(flag: Flag) -> st.SearchStrategy[list[str]]:
     """Some words that give the flag a value."""
     if flag.constant is not None:
@@ -118,7 +125,7 @@ def _words(flag: Flag) -> st.SearchStrategy[list[str]]:
     elif flag.type_name == "float":
         one = st.floats(0, allow_nan=False)
     elif flag.type_name == "value":
-        one = st.sampled_from(["2", "[0]+[1]*3"]) if flag.dest == "moe_layer_freq" else st.just("SIGINT")
+        one = st.sampled_from(_PARSED_WORDS.get(flag.dest, ["SIGINT"]))
     if flag.takes_list:
         items = st.lists(one.map(str).filter(lambda word: not word.startswith("-")), min_size=1, max_size=3)
         return items.map(lambda words: [flag.flags[0], *words])

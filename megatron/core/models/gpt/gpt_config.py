@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 
+from megatron.core.activations import squared_relu
 from megatron.core.config_field import config_field, validate_fields
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
@@ -26,23 +27,47 @@ class GPTModelConfig:
     position_embedding_type: str = config_field(
         "learned_absolute", help="How positions enter the model.", choices=POSITION_EMBEDDINGS
     )
+    use_rotary_position_embeddings: bool = config_field(
+        False, help="The same as --position-embedding-type rope, which it overrules."
+    )
     rotary_base: int = config_field(10000, help="Base of rotary frequencies.", at_least=1)
+    rotary_percent: float = config_field(
+        1.0, help="Share of each head's channels, from the first, that is rotated.", more_than=0, at_most=1
+    )
+    rotary_seq_len_interpolation_factor: int | None = config_field(
+        None, help="Positions are divided by this before they are rotated.", at_least=1
+    )
+    use_rope_scaling: bool = config_field(
+        False, help="Stretch low rotary frequencies for longer contexts, as Llama 3.1 does."
+    )
+    rope_scaling_factor: float = config_field(
+        8.0, help="By how much --use-rope-scaling stretches the lowest frequencies.", at_least=1
+    )
     make_vocab_size_divisible_by: int = config_field(
         128, help="The vocabulary is padded with unused rows to a multiple of this.", at_least=1
     )
+    padded_vocab_size: int | None = config_field(
+        None, help="Rows of the vocabulary with padding; unset: see --make-vocab-size-divisible-by.", at_least=1
+    )
     swiglu: bool = config_field(False, help="Gated feed-forward layers with SiLU instead of GELU.")
+    squared_relu: bool = config_field(False, help="Feed-forward layers with max(x, 0)^2 instead of GELU.")
     untie_embeddings_and_output_weights: bool = config_field(
         False, help="The output layer has weights of its own instead of the word embeddings'."
     )
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        if self.swiglu and self.squared_relu:
+            raise ValueError(
+                "GPTModelConfig.swiglu and GPTModelConfig.squared_relu are both set: "
+                "feed-forward layers have one activation, drop one of them"
+            )
 
     def transformer_fields(
         self, *, hidden_size: int, ffn_hidden_size: int | None, num_query_groups: int | None
     ) -> dict[str, Any]:
         """Fields of TransformerConfig that follow from these settings and the given command-line values."""
-        activation: Callable[..., Any] = F.silu if self.swiglu else F.gelu
+        activation: Callable[..., Any] = F.silu if self.swiglu else squared_relu if self.squared_relu else F.gelu
         # Not `or`: a width of 0 is refused, not replaced.
         if ffn_hidden_size is None:
             ffn_hidden_size = default_ffn_hidden_size(hidden_size, swiglu=self.swiglu)

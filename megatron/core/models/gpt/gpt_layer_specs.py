@@ -24,8 +24,8 @@ def get_gpt_decoder_block_spec(
     if use_transformer_engine:
         raise ValueError("use_transformer_engine is True: layers are torch's only, must be False")
     # Two specs serve all layers: a spec is a description, building copies nothing from it.
-    dense = get_gpt_layer_local_spec()
-    experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm)
+    dense = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+    experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, config.qk_layernorm)
     pattern = moe_layer_pattern(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else []
     has_experts = pattern or [0] * config.num_layers
     return TransformerBlockSubmodules(
@@ -33,20 +33,29 @@ def get_gpt_decoder_block_spec(
     )
 
 
-def get_gpt_layer_local_spec(num_experts: int | None = None, moe_grouped_gemm: bool = False) -> ModuleSpec:
-    """A layer of torch's own kernels; with experts where num_experts is given."""
-    return ModuleSpec(module=TransformerLayer, submodules=get_gpt_layer_local_submodules(num_experts, moe_grouped_gemm))
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None, moe_grouped_gemm: bool = False, qk_layernorm: bool = False
+) -> ModuleSpec:
+    """A layer of torch's own kernels; with experts where num_experts is given, with norms of queries and keys where
+    qk_layernorm is set.
+    """
+    submodules = get_gpt_layer_local_submodules(num_experts, moe_grouped_gemm, qk_layernorm)
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def get_gpt_layer_local_submodules(
-    num_experts: int | None = None, moe_grouped_gemm: bool = False
+    num_experts: int | None = None, moe_grouped_gemm: bool = False, qk_layernorm: bool = False
 ) -> TransformerLayerSubmodules:
     """The parts of get_gpt_layer_local_spec's layer, for scripts that replace some."""
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=Norm if qk_layernorm else None,
+            k_layernorm=Norm if qk_layernorm else None,
         ),
     )
     return TransformerLayerSubmodules(

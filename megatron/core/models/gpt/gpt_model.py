@@ -41,7 +41,10 @@ class GPTModel(MegatronModule):
         position_embedding_type: str = "learned_absolute",
         rotary_percent: float = 1.0,
         rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
         *,
+        seq_len_interpolation_factor: float | None = None,
         unpadded_vocab_size: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
@@ -68,6 +71,9 @@ class GPTModel(MegatronModule):
                 max_sequence_length,
                 rotary_percent=rotary_percent,
                 rotary_base=rotary_base,
+                rotary_interleaved=config.rotary_interleaved,
+                seq_len_interpolation_factor=seq_len_interpolation_factor,
+                rope_scaling_factor=rope_scaling_factor if rope_scaling else None,
                 dtype=torch.promote_types(config.params_dtype, torch.float32),
             )
         self._share_recorder()

@@ -70,17 +70,17 @@ class MoEConfig(CapacityConfig):
         return float(dict(zip(types, coefficients, strict=True)).get(balancing_type, 0.0))
 
 
-def parse_moe_layer_freq(word: str) -> int | list[int]:
+def parse_moe_layer_freq(word: str, *, field: str = "moe_layer_freq") -> int | list[int]:
     """An integer, or the list that a pattern of lists, +, * and parentheses stands for: "[0]+[1]*3" -> [0, 1, 1, 1].
 
-    Raises ValueError where the word is neither.
+    Raises ValueError naming `field` where the word is neither.
     """
     stripped = word.strip()
     if stripped.isdigit():
         return int(stripped)
-    value = _PatternReader(stripped).read()
+    value = _PatternReader(stripped, field).read()
     if not isinstance(value, list):
-        raise ValueError(f"moe_layer_freq is {word!r}: must be an integer or a pattern of lists, such as [0]+[1]*3")
+        raise ValueError(f"{field} is {word!r}: must be an integer or a pattern of lists, such as [0]+[1]*3")
     return value
 
 
@@ -169,8 +169,8 @@ def _as_list(value: object) -> list:
 class _PatternReader:
     """Recursive descent over a layer pattern: sum := product ("+" product)*, product := atom ("*" atom)*."""
 
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
+    def __init__(self, pattern: str, field: str) -> None:
+        self.pattern, self.field = pattern, field
         self.tokens = self._split(pattern)
 
     def read(self) -> int | list[int]:
@@ -244,4 +244,4 @@ class _PatternReader:
         return False
 
     def _error(self, reason: str) -> ValueError:
-        return ValueError(f"moe_layer_freq is {self.pattern!r}: {reason}; examples: 2, [1,0,1,0], ([0]+[1]*3)*2")
+        return ValueError(f"{self.field} is {self.pattern!r}: {reason}; examples: 2, [1,0,1,0], ([0]+[1]*3)*2")

@@ -59,13 +59,13 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def from_hugging_face(tensors: dict[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-    """Weights (or gradients) of a Llama or Mixtral model as those of GPTModel with grouped experts, in fp32."""
+    """Weights (or gradients) of a Hugging Face model as those of GPTModel with grouped experts, in fp32."""
+    if "gpt_neox.embed_in.weight" in tensors:
+        return {_neox_name(name): value for name, value in tensors.items()}
     renamed = {
         "embedding.word_embeddings.weight": tensors["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": tensors["model.norm.weight"],
+        **_named(tensors, {"decoder.final_layernorm": "model.norm", "output_layer": "lm_head"}),
     }
-    if "lm_head.weight" in tensors:
-        renamed["output_layer.weight"] = tensors["lm_head.weight"]
     for number in range(config.num_layers):
         theirs, ours = f"model.layers.{number}.", f"decoder.layers.{number}."
         layer = {name.removeprefix(theirs): value for name, value in tensors.items() if name.startswith(theirs)}
@@ -73,26 +73,57 @@ def from_hugging_face(tensors: dict[str, Tensor], config: TransformerConfig) -> 
     return renamed
 
 
+def _neox_name(name: str) -> str:
+    # Per head its query, key and value: the layout is ours.
+    for theirs, ours in (
+        ("gpt_neox.layers", "decoder.layers"),
+        ("attention.query_key_value", "self_attention.linear_qkv"),
+        (".attention.dense", ".self_attention.linear_proj"),
+        ("post_attention_layernorm", "pre_mlp_layernorm"),
+        ("dense_h_to_4h", "linear_fc1"),
+        ("dense_4h_to_h", "linear_fc2"),
+        ("gpt_neox.embed_in", "embedding.word_embeddings"),
+        ("gpt_neox.final_layer_norm", "decoder.final_layernorm"),
+        ("lm_head", "output_layer"),
+    ):
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _named(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    """Weight and bias, where they exist, of modules by our name and theirs."""
+    return {
+        f"{ours}.{kind}": tensors[f"{theirs}.{kind}"]
+        for ours, theirs in names.items()
+        for kind in ("weight", "bias")
+        if f"{theirs}.{kind}" in tensors
+    }
+
+
 def _layer(layer: dict[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
     assert config.num_query_groups is not None
-    q, k, v = (
-        layer[f"self_attn.{name}_proj.weight"].unflatten(0, (config.num_query_groups, -1)) for name in ("q", "k", "v")
+    renamed = _named(
+        layer,
+        {
+            "input_layernorm": "input_layernorm",
+            "pre_mlp_layernorm": "post_attention_layernorm",
+            "self_attention.linear_proj": "self_attn.o_proj",
+            "self_attention.q_layernorm": "self_attn.q_norm",
+            "self_attention.k_layernorm": "self_attn.k_norm",
+            "mlp.linear_fc1": "mlp.gate_up_proj",
+            "mlp.linear_fc2": "mlp.down_proj",
+            "mlp.router": "mlp.gate",
+        },
     )
-    renamed = {
-        "input_layernorm.weight": layer["input_layernorm.weight"],
-        "pre_mlp_layernorm.weight": layer["post_attention_layernorm.weight"],
-        "self_attention.linear_qkv.weight": torch.cat((q, k, v), dim=1).flatten(0, 1),
-        "self_attention.linear_proj.weight": layer["self_attn.o_proj.weight"],
-    }
-    if "mlp.gate.weight" not in layer:
-        fc1 = (layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"])
-        return renamed | {
-            "mlp.linear_fc1.weight": torch.cat(fc1),
-            "mlp.linear_fc2.weight": layer["mlp.down_proj.weight"],
-        }
-    gate_up, down = layer["mlp.experts.gate_up_proj"], layer["mlp.experts.down_proj"]  # [E, 2F, H], [E, H, F]
-    return renamed | {
-        "mlp.router.weight": layer["mlp.gate.weight"],
-        "mlp.experts.weight1": gate_up.transpose(1, 2).reshape(config.hidden_size, -1),
-        "mlp.experts.weight2": down.transpose(1, 2).reshape(-1, config.hidden_size),
-    }
+    for kind in ("weight", "bias"):
+        if f"self_attn.q_proj.{kind}" in layer:
+            qkv = (layer[f"self_attn.{name}_proj.{kind}"].unflatten(0, (config.num_query_groups, -1)) for name in "qkv")
+            renamed[f"self_attention.linear_qkv.{kind}"] = torch.cat(tuple(qkv), dim=1).flatten(0, 1)
+    fc1 = [layer[name] for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight") if name in layer]
+    if fc1:
+        renamed["mlp.linear_fc1.weight"] = torch.cat(fc1)
+    if "mlp.gate.weight" in layer:
+        gate_up, down = layer["mlp.experts.gate_up_proj"], layer["mlp.experts.down_proj"]  # [E, 2F, H], [E, H, F]
+        renamed["mlp.experts.weight1"] = gate_up.transpose(1, 2).reshape(config.hidden_size, -1)
+        renamed["mlp.experts.weight2"] = down.transpose(1, 2).reshape(-1, config.hidden_size)
+    return renamed

@@ -1,11 +1,29 @@
-"""GPTModel against Llama and Mixtral of the transformers library, same weights: logits, loss and every gradient."""
+"""GPTModel against models of the transformers library, same weights: logits, loss and every gradient."""
 
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GlmConfig,
+    GlmForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from megatron.core.activations import squared_relu
 from tests.unit_tests.core.models.small_models import (
     LLAMA_LIKE,
     SEQ,
@@ -30,12 +48,17 @@ SIZES: dict[str, Any] = {
 }
 
 
-def assert_agree(theirs: Any, *, tied: bool, **fields: Any) -> None:
-    """Copies the weights and compares within 1e-4, in fp32, in evaluation mode."""
-    config = small_config(**LLAMA_LIKE, **fields)
-    ours = small_model(config, share_embeddings_and_output_weights=tied).eval()
+def assert_agree(theirs: Any, *, arguments: dict[str, Any], norm_offset: float = 0.0, **fields: Any) -> None:
+    """Copies the weights and compares within 1e-4, in fp32, in evaluation mode.
+
+    arguments: GPTModel's. norm_offset: what the other model adds to the weights of its norms.
+    """
+    config = small_config(**{**LLAMA_LIKE, **fields})
+    ours = small_model(config, **arguments).eval()
     theirs.eval()
-    weights = {name: value.detach() for name, value in theirs.named_parameters()}
+    weights = {
+        name: value.detach() + norm_offset * name.endswith("norm.weight") for name, value in theirs.named_parameters()
+    }
     missing = ours.load_state_dict(from_hugging_face(weights, config), strict=False).missing_keys
     assert missing == []
     input_ids, position_ids, labels = small_batch()
@@ -61,7 +84,7 @@ def assert_agree(theirs: Any, *, tied: bool, **fields: Any) -> None:
 def test_dense_model_agrees_with_llama(groups: int, tied: bool) -> None:
     torch.manual_seed(0)
     llama = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=groups, tie_word_embeddings=tied))
-    assert_agree(llama, tied=tied, num_query_groups=groups)
+    assert_agree(llama, arguments={"share_embeddings_and_output_weights": tied}, num_query_groups=groups)
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3])
@@ -72,6 +95,75 @@ def test_expert_model_agrees_with_mixtral(topk: int) -> None:
             **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=topk, tie_word_embeddings=False
         )
     )
-    assert_agree(
-        mixtral, tied=False, num_query_groups=2, num_moe_experts=4, moe_router_topk=topk, moe_grouped_gemm=True
-    )
+    experts = {"num_moe_experts": 4, "moe_router_topk": topk, "moe_grouped_gemm": True}
+    assert_agree(mixtral, arguments={}, num_query_groups=2, **experts)
+
+
+def rotary(**parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **parameters}}
+
+
+LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "tie_word_embeddings": False}
+PLAIN_MLP: dict[str, Any] = {"gated_linear_unit": False, "normalization": "LayerNorm"}
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # name: model class, config class, its settings, our configuration's fields, GPTModel's arguments
+    "qwen2-qkv-bias": (Qwen2ForCausalLM, Qwen2Config, GROUPED, {"add_qkv_bias": True}, {}),
+    "qwen3-qk-norm": (Qwen3ForCausalLM, Qwen3Config, {**GROUPED, "head_dim": 8}, {"qk_layernorm": True}, {}),
+    "mistral-window": (
+        MistralForCausalLM,
+        MistralConfig,
+        {**GROUPED, "sliding_window": 5},
+        {"window_size": (4, 0)},
+        {},
+    ),
+    "llama-3.1-rope-scaling": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {**GROUPED, **rotary(rope_type="llama3", **LLAMA_3)},
+        {},
+        {"rope_scaling": True},
+    ),
+    "llama-interpolated-positions": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {**GROUPED, **rotary(rope_type="linear", factor=4.0)},
+        {},
+        {"seq_len_interpolation_factor": 4},
+    ),
+    "glm-partial-interleaved": (
+        GlmForCausalLM,
+        GlmConfig,
+        {**GROUPED, "head_dim": 8, "attention_bias": True, "pad_token_id": 0, **rotary(partial_rotary_factor=0.5)},
+        {"add_qkv_bias": True, "rotary_interleaved": True},
+        {"rotary_percent": 0.5},
+    ),
+    "nemotron-squared-relu": (
+        NemotronForCausalLM,
+        NemotronConfig,
+        {**GROUPED, "norm_eps": 1e-5, **rotary(partial_rotary_factor=0.5)},
+        {**PLAIN_MLP, "activation_func": squared_relu, "norm_offset": 1.0},
+        {"rotary_percent": 0.5},
+    ),
+    "gpt-neox-partial-biases": (
+        GPTNeoXForCausalLM,
+        GPTNeoXConfig,
+        {"use_parallel_residual": False, "layer_norm_eps": 1e-5, **rotary(partial_rotary_factor=0.25)},
+        {**PLAIN_MLP, "activation_func": torch.nn.functional.gelu, "add_bias_linear": True},
+        {"rotary_percent": 0.25},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_options_agree_with_the_models_that_have_them(family: str) -> None:
+    torch.manual_seed(0)
+    model, config, settings, fields, arguments = FAMILIES[family]
+    theirs = model(config(**{**SIZES, **settings}))
+    with torch.no_grad():
+        # Biases and norms start at 0 and 1, where a mistake would not show.
+        for value in theirs.parameters():
+            if value.dim() == 1:
+                value.add_(0.1 * torch.randn_like(value))
+    groups = settings.get("num_key_value_heads")
+    assert_agree(theirs, arguments=arguments, num_query_groups=groups, **fields)

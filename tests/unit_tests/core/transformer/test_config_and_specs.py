@@ -28,6 +28,11 @@ def test_unset_fields_follow_from_others() -> None:
     [
         ({"hidden_size": 33}, r"hidden_size is 33: must be divisible by num_attention_heads \(4\)"),
         ({"num_query_groups": 3}, r"num_attention_heads is 4: must be divisible by num_query_groups \(3\)"),
+        ({"window_size": (4, 1)}, r"window_size is \(4, 1\): must be \(left, 0\)"),
+        ({"window_size": (-2, 0)}, "window_size is -2: must be at least -1"),
+        ({"window_attn_skip_freq": 2}, "window_attn_skip_freq is 2, but window_size is not given"),
+        ({"window_size": (4, 0), "window_attn_skip_freq": [1]}, "must have a 1 .* for each of 2 layers"),
+        ({"window_size": (4, 0), "window_attn_skip_freq": "2*x"}, "window_attn_skip_freq is '2\\*x'"),
         ({"num_layers": None}, "num_layers is None: must be an integer"),
         ({"hidden_dropout": 1.0}, "hidden_dropout is 1.0: must be less than 1"),
         ({"normalization": "BatchNorm"}, "normalization is 'BatchNorm': must be one of LayerNorm, RMSNorm"),

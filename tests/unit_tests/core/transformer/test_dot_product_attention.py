@@ -1,4 +1,4 @@
-"""Attention cores against one naive reference: packed sequences, groups and masks over random shapes."""
+"""Attention cores against one naive reference: packed sequences, windows, groups and masks over random shapes."""
 
 import random
 from typing import Any
@@ -31,11 +31,12 @@ def borders(batch: int, seq: int, draw: random.Random) -> list[int]:
     return sorted({0, *inner, *range(0, batch * seq + 1, seq)}) + [batch * seq]
 
 
-def allowed_pairs(batch: int, seq: int, ends: list[int]) -> Tensor:
-    """Causal within segments: [B, S, S], row i may see column j."""
+def allowed_pairs(batch: int, seq: int, ends: list[int], left: int) -> Tensor:
+    """Causal within segments and windows: [B, S, S], row i may see column j."""
     segment = torch.tensor([sum(token >= end for end in ends) for token in range(batch * seq)]).view(batch, seq)
-    causal = torch.ones(seq, seq, dtype=torch.bool).tril()
-    return causal & (segment[:, :, None] == segment[:, None, :])
+    distance = torch.arange(seq)[:, None] - torch.arange(seq)
+    seen = (distance >= 0) & ((distance <= left) | (left == -1))
+    return seen & (segment[:, :, None] == segment[:, None, :])
 
 
 @pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.unfused])
@@ -45,19 +46,27 @@ def test_attention_equals_the_naive_one_on_random_shapes(backend: AttnBackend) -
         batch, seq, groups, width = (draw.randint(1, top) for top in (3, 12, 3, 8))
         heads = groups * draw.randint(1, 3)
         fields: dict[str, Any] = {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": width}
-        core = DotProductAttention(small_config(**fields, attention_backend=backend), 1)
+        left = draw.randint(-1, seq)
+        window = draw.choice([(left, 0), (left, -1)] + [None] * (left == -1))
+        core = DotProductAttention(small_config(**fields, attention_backend=backend, window_size=window), 1)
         query, key, value = (
             torch.randn(seq, batch, n, width, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)
         )
         ends = borders(batch, seq, draw)
-        allowed = allowed_pairs(batch, seq, ends)
-        packed = PackedSeqParams(cu_seqlens_q=torch.tensor(ends, dtype=torch.int32))
-        wanted = naive(query, key, value, allowed)
-        upstream = torch.randn_like(wanted)
-        expected = torch.autograd.grad(wanted, (query, key, value), upstream)
-        for options in ({"packed_seq_params": packed}, {"attention_mask": ~allowed[:, None]}):
+        samples = list(range(0, batch * seq + 1, seq))
+        documents, unmasked = (allowed_pairs(batch, seq, cuts, -1)[:, None] for cuts in (ends, samples))
+        cases: list[tuple[list[int], dict[str, Any]]] = [
+            (ends, {"packed_seq_params": PackedSeqParams(cu_seqlens_q=torch.tensor(ends, dtype=torch.int32))}),
+            (ends, {"attention_mask": ~documents}),
+            (samples, {"attention_mask": ~unmasked}),
+            (samples, {}),
+        ]
+        for cuts, options in cases:
+            wanted = naive(query, key, value, allowed_pairs(batch, seq, cuts, left))
             found = core(query, key, value, **options)
             torch.testing.assert_close(found, wanted)
+            upstream = torch.randn_like(wanted)
+            expected = torch.autograd.grad(wanted, (query, key, value), upstream)
             torch.testing.assert_close(torch.autograd.grad(found, (query, key, value), upstream), expected)
 
 
@@ -72,6 +81,16 @@ def test_a_packed_document_equals_the_document_alone(positions: str) -> None:
         ids, wanted = (t.reshape(1, -1)[:, start:end] for t in (input_ids, labels))
         alone = model(ids, torch.arange(end - start)[None], None, labels=wanted)
         torch.testing.assert_close(losses.view(1, -1)[:, start:end], alone)
+
+
+def test_windows_of_layers_follow_the_pattern() -> None:
+    def windows(freq: object) -> list[bool]:
+        config = small_config(num_layers=4, window_size=(2, 0), window_attn_skip_freq=freq)
+        return [config.window_of_layer(number) is not None for number in (1, 2, 3, 4)]
+
+    assert windows(None) == [True] * 4
+    assert windows(2) == [True, False, True, False]
+    assert windows("[1]*3+[0]") == windows(4) == [True, True, True, False]
 
 
 def test_packed_attention_drops_out_in_training_only() -> None:

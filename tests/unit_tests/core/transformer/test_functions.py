@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.core.device import RowChunks
 from megatron.core.fusions import fused_bias_swiglu
@@ -13,7 +15,7 @@ from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_b
 from megatron.core.transformer.dot_product_attention import validate_backend
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.norms import LayerNorm, Norm, RMSNorm, rms_norm
-from megatron.core.transformer.rope import RotaryEmbedding, apply_rotary_pos_emb, split_and_rotate
+from megatron.core.transformer.rope import RotaryEmbedding, apply_rotary_pos_emb, scaled_frequencies, split_and_rotate
 from tests.unit_tests.core.models.small_models import small_config
 
 HALF = [torch.bfloat16, torch.float16]
@@ -36,6 +38,10 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return rms_norm(x, weight, eps=1e-5)
 
 
+def interleaved(x: Tensor) -> Tensor:
+    return apply_rotary_pos_emb(x, RotaryEmbedding(6, 8, rotary_interleaved=True, dtype=torch.float64)(4))
+
+
 def rotated(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return split_and_rotate(x, table(6, dtype=torch.promote_types(x.dtype, torch.float32))(4))
 
@@ -47,6 +53,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]]]] = {
     "weighted swiglu": (swiglu, [(9, 8), (9, 1)]),
     "split and rotate": (rotated, [(4, 2, 2, 4, 6)]),
     "split and rotate a third": (lambda x: split_and_rotate(x, table(6, 0.34)(4)), [(4, 2, 2, 4, 6)]),
+    "rotate interleaved": (interleaved, [(4, 2, 3, 6)]),
     "rotate": (lambda x: apply_rotary_pos_emb(x, table(6)(4)), [(4, 2, 3, 6)]),
 }
 
@@ -122,6 +129,18 @@ def test_rotation_turns_each_pair_by_its_angle() -> None:
     turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None, None, :]
     found = apply_rotary_pos_emb(x, table(6)(8))
     torch.testing.assert_close(found, torch.cat((turned.real, turned.imag), dim=-1))
+
+
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+@pytest.mark.parametrize("factor", [1.0, 8.0, 32.0])
+def test_scaled_frequencies_are_those_of_llama_3(base: float, factor: float) -> None:
+    parameters = {"rope_theta": base, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](
+        LlamaConfig(head_dim=128, rope_parameters=parameters), torch.device("cpu")
+    )
+    plain = base ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    torch.testing.assert_close(scaled_frequencies(plain, factor=factor), theirs.double(), rtol=1e-6, atol=0)
 
 
 def test_odd_rotary_width_is_refused() -> None:

@@ -1,0 +1,107 @@
+"""Settings of self-attention: heads, groups, norms, window and kernel; which positions there are is the model's."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
+from megatron.core.transformer.moe.moe_config import parse_moe_layer_freq
+
+
+@dataclass(kw_only=True)
+class AttentionConfig:
+    """What attention layers are made of, and which of them look no further than a window."""
+
+    cli_group: ClassVar[str] = "attention"
+
+    num_attention_heads: int = config_field(None, help="Query heads of each layer.", at_least=1)
+    num_query_groups: int | None = config_field(
+        None, help="Key/value heads of each layer; unset: one per query head.", at_least=1
+    )
+    kv_channels: int | None = config_field(
+        None, help="Width of one head; unset: hidden size / attention heads.", at_least=1
+    )
+    attention_dropout: float = config_field(0.1, help="Dropout of attention probabilities.", at_least=0, less_than=1)
+    attention_backend: AttnBackend = config_field(
+        AttnBackend.auto,
+        help="Attention kernel: auto lets torch choose; unfused and local are an fp32 reference.",
+        choices=tuple(AttnBackend),
+        parse=parse_attn_backend,
+    )
+    attention_softmax_in_fp32: bool = config_field(
+        False, help="Softmax of attention in fp32, which every kernel here does with or without it."
+    )
+    add_qkv_bias: bool = config_field(
+        False, help="Bias of the query, key and value projection where other layers have none."
+    )
+    qk_layernorm: bool = config_field(
+        False, help="Norm of each query and key over the width of its head, before positions enter."
+    )
+    rotary_interleaved: bool = config_field(
+        False, help="Neighbouring channels rotate against each other instead of the halves of a head."
+    )
+    window_size: tuple[int, int] | list[int] | None = config_field(
+        None,
+        help="Sliding window LEFT,0: a token sees itself and LEFT tokens before it; LEFT -1 is no limit.",
+        at_least=-1,
+        parse=lambda word: parse_window_size(word),  # defined below
+    )
+    window_attn_skip_freq: int | list[int] | str | None = config_field(
+        None,
+        help="Layers without the window: every Nth, or a pattern such as [1]*3+[0] with 0 for them; unset: none.",
+        parse=lambda word: parse_moe_layer_freq(word, field="window_attn_skip_freq"),
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+    def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
+        """The window of a layer, counted from 1; None where it sees everything."""
+        freq = self.window_attn_skip_freq
+        if self.window_size is None or self.window_size[0] == -1:
+            return None
+        assert not isinstance(freq, str), "patterns are lists once a configuration is built"
+        if isinstance(freq, int):
+            has_window = layer_number % freq != 0
+        else:
+            has_window = freq is None or freq[layer_number - 1] == 1
+        return (self.window_size[0], self.window_size[1]) if has_window else None
+
+
+def parse_window_size(word: str) -> tuple[int, int]:
+    """LEFT,RIGHT with or without parentheses as two integers; raises ValueError for anything else."""
+    parts = word.strip().strip("()[]").split(",")
+    try:
+        left, right = (int(part) for part in parts)
+    except ValueError:
+        raise ValueError(f"window_size is {word!r}: must be two integers LEFT,RIGHT such as 128,0") from None
+    return left, right
+
+
+def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers: int) -> None:
+    """Raises ValueError where heads do not divide what they share, or a window cannot be one of a decoder."""
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if config.kv_channels is None and hidden_size % heads:
+        raise ValueError(
+            f"hidden_size is {hidden_size}: must be divisible by num_attention_heads ({heads}), or give kv_channels"
+        )
+    if groups is not None and heads % groups:
+        raise ValueError(f"num_attention_heads is {heads}: must be divisible by num_query_groups ({groups})")
+    validate_window(config, num_layers=num_layers)
+
+
+def validate_window(config: AttentionConfig, *, num_layers: int) -> None:
+    """Raises ValueError for a window that looks ahead, or for a choice of layers that does not fit the model."""
+    size, freq = config.window_size, config.window_attn_skip_freq
+    if size is not None and (len(size) != 2 or size[1] > 0):
+        raise ValueError(f"window_size is {size}: must be (left, 0), layers do not look ahead")
+    if freq is None:
+        return
+    if size is None:
+        raise ValueError(f"window_attn_skip_freq is {freq}, but window_size is not given: give both or none")
+    if isinstance(freq, int) and freq < 1:
+        raise ValueError(f"window_attn_skip_freq is {freq}: must be at least 1")
+    if isinstance(freq, list) and (len(freq) != num_layers or not set(freq) <= {0, 1}):
+        raise ValueError(
+            f"window_attn_skip_freq is {freq}: must have a 1 (window) or 0 (none) for each of {num_layers} layers"
+        )
