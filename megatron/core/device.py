@@ -110,6 +110,46 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Host memory to copy to and from `device`: [num_bytes], uint8, on the CPU; with a GPU pinned."""
+    # Copies from and to memory that is not pinned would make the host wait for each of them.
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class CopyStream:
+    """Copies that run beside the device's main work, in the order they were asked for; on the CPU they run at once.
+
+    The GPU side has not been run yet.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> "torch.cuda.Event | None":
+        """Copies source to target, [N], uint8, one of them on the device, and returns what main_waits_for takes."""
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        # Without it the copy would read what the main stream has yet to write, or overwrite memory of freed tensors
+        # that its kernels are still reading.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            for tensor in (target, source):
+                if tensor.device.type == "cuda":
+                    # Without it the allocator would hand the memory out anew as soon as Python lets go of the tensor.
+                    tensor.record_stream(self._stream)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def main_waits_for(self, copied: "torch.cuda.Event | None") -> None:
+        """Work launched from now on starts after that copy; the host does not wait."""
+        if copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied)
+
+
 def use_deterministic_kernels() -> None:
     """Makes torch refuse kernels whose result depends on timing; call before the first CUDA call."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -87,14 +87,16 @@ class SelfAttention(MegatronModule):
         """
         query, key, value = self.get_query_key_value_tensors(hidden_states, rotary_pos_emb)
         # [S, B, N * D]
-        context = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
-        return self.linear_proj(context)
+        context = self.parts.core_attn(
+            self.core_attention, query, key, value, attention_mask, packed_seq_params=packed_seq_params
+        )
+        return self.parts.attn_proj(self.linear_proj, context)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states: [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], same dtype."""
-        mixed, _ = self.linear_qkv(hidden_states)  # [S, B, G * (q + 2) * D]
+        mixed, _ = self.parts.qkv_linear(self.linear_qkv, hidden_states)  # [S, B, G * (q + 2) * D]
         mixed = mixed.unflatten(-1, (self.num_groups, self.queries_per_group + 2, self.head_width))
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         if rotary_pos_emb is not None and not has_norms:

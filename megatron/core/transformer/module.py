@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.transformer.layer_parts import LayerParts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import ModelWrapper
 
@@ -15,6 +16,8 @@ class MegatronModule(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
+        # Inside a transformer block, those of its layer: see layer_arrangement.py.
+        self.parts = LayerParts()
 
 
 class Float16Module(ModelWrapper):

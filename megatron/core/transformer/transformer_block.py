@@ -1,13 +1,16 @@
 """A stack of transformer layers and the norm after the last; embeddings and output layer belong to the model."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.layer_arrangement import arrange_layers
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.rope import RotaryTable
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,6 +48,8 @@ class TransformerBlock(MegatronModule):
             build_module(layer, config=config, layer_number=offset + index + 1, pg_collection=pg_collection)
             for index, layer in enumerate(spec.layer_specs)
         )
+        has_experts = [any(isinstance(module, MoELayer) for module in layer.modules()) for layer in self.layers]
+        self.arrangement = arrange_layers(self.layers, config, has_experts=has_experts)
         self.final_layernorm = None
         if post_layer_norm and spec.layer_norm is not None:
             self.final_layernorm = build_module(
@@ -62,9 +67,18 @@ class TransformerBlock(MegatronModule):
         """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
         Returns [S, B, H], same dtype.
         """
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params)
+        self.arrangement.begin()
+        for segment in self.arrangement.segments:
+            layers = partial(self._run_layers, layers=segment.layers)
+            hidden_states = segment.run(
+                layers, hidden_states, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params
+            )
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+
+    def _run_layers(self, hidden_states: Tensor, *context: Any, layers: range, **packing: Any) -> Tensor:
+        for index in layers:
+            hidden_states = self.layers[index](hidden_states, *context, **packing)
+        return hidden_states
 
 
 def get_num_layers_to_build(config: TransformerConfig) -> int:

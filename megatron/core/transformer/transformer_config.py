@@ -19,14 +19,22 @@ from megatron.core.model_parallel_config import (
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention
 from megatron.core.transformer.moe.moe_config import (
     MoEConfig,
+    moe_layer_pattern,
     parse_moe_layer_freq,
     validate_grouped_gemm,
     validate_moe,
 )
+from megatron.core.transformer.offload_config import OffloadConfig, validate_offload, validate_offload_with_recompute
+from megatron.core.transformer.recompute_config import (
+    RecomputeConfig,
+    resolve_recompute,
+    validate_recompute,
+    validate_recompute_modules,
+)
 
 
 @dataclass(kw_only=True)
-class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig):
+class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, RecomputeConfig, OffloadConfig):
     """Everything a transformer block is built from.
 
     activation_func, gated_linear_unit: the feed-forward layers compute act(x W), or act(x W_gate) * (x W_up). An
@@ -81,6 +89,7 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig):
         if self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
+        validate_activation_memory(self)
         validate_grouped_gemm(self, hidden_size=self.hidden_size, itemsize=self.params_dtype.itemsize)
         if self.init_method is None:
             self.init_method = NormalInit(self.init_method_std)
@@ -98,3 +107,23 @@ class NormalInit:
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: any shape, any float dtype; filled in place from torch's generator."""
         return torch.nn.init.normal_(weight, std=self.std)
+
+
+def validate_activation_memory(config: TransformerConfig) -> None:
+    """Resolves short recompute flags; ValueError where recompute and offloading contradict each other or the model."""
+    experts = moe_layer_pattern(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else []
+    grouped = bool(experts) and config.moe_grouped_gemm
+    resolve_recompute(config)
+    validate_recompute(config, num_layers=config.num_layers)
+    validate_recompute_modules(
+        config,
+        has_experts=experts or [0] * config.num_layers,
+        grouped_gemm=grouped,
+        shared_experts=config.moe_shared_expert_intermediate_size is not None,
+    )
+    validate_offload(config, num_layers=config.num_layers, grouped_experts=grouped)
+    validate_offload_with_recompute(
+        config,
+        recompute_granularity=config.recompute_granularity,
+        recompute_modules=config.recompute_modules,
+    )

@@ -62,11 +62,14 @@ class TransformerLayer(MegatronModule):
         """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
         Returns [S, B, H], same dtype.
         """
-        normed = self.input_layernorm(hidden_states)
+        normed, release = self.parts.attn_norm(self.input_layernorm, hidden_states)
         attention_output = self.self_attention(
             normed, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params
         )
+        release(attention_output[0])
         # Asked each time: whether there is dropout depends on the mode of the moment.
         hidden_states = self.self_attn_bda(self.training)(attention_output, hidden_states, self.hidden_dropout)
-        mlp_output = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        normed, release = self.parts.mlp_norm(self.pre_mlp_layernorm, hidden_states)
+        mlp_output = self.parts.mlp(self.mlp, normed)
+        release(mlp_output[0])
         return self.mlp_bda(self.training)(mlp_output, hidden_states, self.hidden_dropout)

@@ -16,6 +16,7 @@ CHOICE_OWNERS: dict[str, dict[str, str]] = {
         "sinkhorn": "trainer",
     },
     "--optimizer": {"dist_muon": "ddp", "distributed_fused_adam": "adam"},
+    "--recompute-modules": {"mla_up_proj": "models"},
     "--position-embedding-type": {"yarn": "models"},
     "--tokenizer-type": {"SFTTokenizer": "trainer"},
     "--transformer-impl": {"transformer_engine": "models"},

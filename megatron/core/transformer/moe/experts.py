@@ -58,9 +58,14 @@ class GroupedMLP(MegatronModule):
         fc1 = self.weight1.view(self.num_local_experts, hidden, self.fc1_width)
         fc2 = self.weight2.view(self.num_local_experts, self.ffn_hidden_size, hidden)
         # [R, H] -> [R, 2F] -> [R, F] -> [R, H]; the weight is applied where rows are narrowest to keep.
-        gate_up = grouped_gemm(permuted_local_hidden_states, fc1, offsets=offsets)
-        act = self.activation(gate_up, bias=None, scale=permuted_probs.unsqueeze(-1))
-        return grouped_gemm(act, fc2, offsets=offsets), None
+        gate_up = self.parts.expert_fc1(grouped_gemm, permuted_local_hidden_states, fc1, offsets=offsets)
+        act, release = self.parts.moe_act(self._weighted_activation, gate_up, permuted_probs.unsqueeze(-1))
+        output = grouped_gemm(act, fc2, offsets=offsets)
+        release(output)
+        return output, None
+
+    def _weighted_activation(self, gate_up: Tensor, weights: Tensor) -> Tensor:
+        return self.activation(gate_up, bias=None, scale=weights)
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """The stacked tensors of all experts: fc1 [E, F, H] (gate and up apart where gated), fc2 [E, H, F]."""

@@ -73,5 +73,5 @@ class MoELayer(MegatronModule):
 
     def _shared_output(self, tokens: Tensor) -> Tensor:
         assert self.shared_experts is not None
-        output, bias = self.shared_experts(tokens)
+        output, bias = self.parts.shared_experts(self.shared_experts, tokens)
         return output if bias is None else output + bias

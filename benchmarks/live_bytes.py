@@ -1,0 +1,36 @@
+"""Counts the memory of tensors made in a block of code that are still alive at its end; knows nothing of models."""
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, notes the memory of every result; afterwards `total` says how much of it is held, by whomever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+        known = {_address(leaf) for leaf in arguments}
+        results = func(*args, **(kwargs or {}))
+        # A view makes nothing, nor does a write in place, or an argument that is given other memory.
+        known.update(map(_address, arguments))
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor) and _address(leaf) not in known:
+                self._made.setdefault(_address(leaf), StorageWeakRef(leaf.untyped_storage()))
+        return results
+
+    def total(self) -> int:
+        """Bytes that are alive now."""
+        storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values())
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,261 @@
+"""Random-number streams by name, and functions that run again in backward instead of keeping their tensors.
+
+Which parts of a model run again is decided in transformer/recompute.py.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from megatron.core.device import default_device, rng_state_bytes, set_rng_state_bytes
+
+_MODEL_PARALLEL_RNG = "model-parallel-rng"
+# Far from the seeds of neighbouring ranks and from the default stream's.
+_MODEL_PARALLEL_OFFSET, _EXPERT_PARALLEL_OFFSET = 2718, 1024
+
+RngStates = dict[str, list[Tensor]]
+
+
+class CudaRNGStatesTracker:
+    """Random-number streams by name beside the default one; on the CPU too, whatever the name says."""
+
+    def __init__(self) -> None:
+        self.states_: RngStates = {}
+
+    def reset(self) -> None:
+        """Forgets all streams."""
+        self.states_ = {}
+
+    def get_states(self) -> RngStates:
+        """Name to the states of the device's generators: each [N], uint8, on the CPU."""
+        return dict(self.states_)
+
+    def set_states(self, states: RngStates) -> None:
+        """Takes what get_states returned: each [N], uint8, on the CPU."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream; ValueError if the name is taken."""
+        if name in self.states_:
+            raise ValueError(f"the random-number stream {name!r} exists already: reset the tracker first")
+        with _default_stream_kept():
+            torch.manual_seed(seed)
+            self.states_[name] = rng_state_bytes(default_device())
+
+    @contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL_RNG) -> Iterator[None]:
+        """Inside, torch draws from the stream `name`, which goes on where it was left."""
+        if name not in self.states_:
+            raise ValueError(
+                f"there is no random-number stream {name!r}: call model_parallel_cuda_manual_seed, or add it"
+            )
+        with _default_stream_kept():
+            set_rng_state_bytes(self.states_[name], default_device())
+            try:
+                yield
+            finally:
+                self.states_[name] = rng_state_bytes(default_device())
+
+
+@functools.cache
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The streams of this process."""
+    return CudaRNGStatesTracker()
+
+
+def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0) -> None:
+    """Seeds the default stream, which the ranks of a tensor-parallel group share, and streams of each rank's own."""
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    torch.manual_seed(seed)
+    tracker.add("data-parallel-rng", seed)
+    tracker.add(_MODEL_PARALLEL_RNG, seed + _MODEL_PARALLEL_OFFSET + tp_rank)
+    tracker.add("expert-parallel-rng", seed + _EXPERT_PARALLEL_OFFSET + 100 * ep_rank + etp_rank)
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """function(*args), of which the arguments alone are kept; backward runs it again. args: any shape and dtype."""
+    if distribute_saved_activations:
+        raise ValueError("distribute_saved_activations is True: layers are not split over ranks yet, must be False")
+    return recompute(function, *args)
+
+
+def recompute(
+    function: Callable[..., Any],
+    *args: Any,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **kwargs: Any,
+) -> Any:
+    """As `checkpoint`; around: a context for the second run. Dropout draws the same numbers in both runs.
+
+    args, kwargs: tensors of any shape and dtype, or anything else. A parameter's gradient comes once, complete, as
+    without recompute: autograd sees one graph, the second run only fills in what it saved.
+    """
+    # Without gradients nothing would be saved, and states would be kept in vain.
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    second_run = _SecondRun(get_cuda_rng_tracker().get_states(), around)
+    return torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), second_run), **kwargs
+    )
+
+
+class CheckpointWithoutOutput:
+    """A function whose output is dropped once it was used; its consumer's backward gets it computed anew.
+
+    1. checkpoint: output = function(*args). Of its tensors only the arguments are kept.
+    2. The caller computes something from the output: that keeps the output, which is still there.
+    3. discard_output_and_register_recompute: frees the output's memory, until the gradient of the result arrives.
+    """
+
+    def __init__(self) -> None:
+        self._second_run: Callable[[], tuple[Tensor, ...]] | None = None
+        self._num_saved = 0
+        self._saved: dict[int, Tensor] = {}
+        # Storages, not tensors: a tensor would hold the graph that holds this object, and none would ever be freed.
+        self._outputs: list[torch.UntypedStorage] = []
+        self._output_bytes: list[int] = []
+
+    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
+        """run_function(*args): a tensor or a tuple of them, any shape and dtype; args: tensors, or anything else."""
+        if not torch.is_grad_enabled():
+            return run_function(*args)
+        rng = _RngSnapshot()
+        self._second_run = functools.partial(self._run_again, run_function, _Kept(args), rng=rng)
+        with torch.autograd.graph.saved_tensors_hooks(self._number, self._take):
+            output = run_function(*args)
+        self._outputs = [tensor.untyped_storage() for tensor in _as_tuple(output)]
+        self._output_bytes = [storage.nbytes() for storage in self._outputs]
+        arguments = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
+        if any(storage.data_ptr() in arguments for storage in self._outputs):
+            # An identity: its output is kept with its arguments, there is nothing to drop.
+            self._outputs, self._output_bytes = [], []
+        return output
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """Frees the output until backward reaches hook_tensor: any shape, float dtype, computed from the output.
+
+        All of the output's gradients must come through hook_tensor, and nobody else may read the output meanwhile.
+        """
+        if not self._outputs or not hook_tensor.requires_grad:
+            return
+        for storage in self._outputs:
+            storage.resize_(0)
+        hook_tensor.register_hook(self._refill)
+
+    def _number(self, tensor: Tensor) -> int:
+        self._num_saved += 1
+        return self._num_saved - 1
+
+    def _take(self, number: int) -> Tensor:
+        # Nobody discarded the output: then the function's own backward comes first.
+        self._refill(None)
+        if number not in self._saved:
+            raise RuntimeError("backward came a second time to a part that recomputes its output: it can run only once")
+        return self._saved.pop(number)
+
+    def _refill(self, grad: Tensor | None) -> None:
+        """The second run: `_saved` is filled, and the outputs' memory; everything else is let go."""
+        if self._second_run is None:
+            return
+        second_run, self._second_run = self._second_run, None
+        fresh = second_run()
+        for storage, num_bytes, tensor in zip(self._outputs, self._output_bytes, fresh):
+            if storage.nbytes() == 0:
+                storage.resize_(num_bytes)
+                # By storage: a write through a tensor would count as a change of what the consumer saved.
+                storage.copy_(tensor.untyped_storage())
+        self._outputs, self._output_bytes = [], []
+
+    def _run_again(self, function: Callable[..., Any], kept: "_Kept", *, rng: "_RngSnapshot") -> tuple[Tensor, ...]:
+        saved: list[Tensor] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never_unpacked)
+        with rng.drawn_again(), torch.enable_grad(), hooks:
+            output = function(*kept.detached())
+        assert len(saved) == self._num_saved, f"{len(saved)} tensors saved, {self._num_saved} the first time"
+        self._saved = dict(enumerate(saved))
+        return tuple(tensor.detach() for tensor in _as_tuple(output))
+
+
+class _RngSnapshot:
+    """The random-number states of the moment it is made."""
+
+    def __init__(self) -> None:
+        self._default, self._streams = rng_state_bytes(default_device()), get_cuda_rng_tracker().get_states()
+
+    @contextmanager
+    def drawn_again(self) -> Iterator[None]:
+        """Inside, the same numbers are drawn once more; afterwards all streams go on where they were."""
+        with _default_stream_kept(), _SecondRun(self._streams, nullcontext):
+            set_rng_state_bytes(self._default, default_device())
+            yield
+
+
+class _SecondRun:
+    """Named streams as they were in the first run, and what the caller wants around the second. May be used again."""
+
+    def __init__(self, streams: RngStates, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._streams, self._around = streams, around
+
+    def __enter__(self) -> None:
+        tracker = get_cuda_rng_tracker()
+        with ExitStack() as stack:
+            stack.callback(tracker.set_states, tracker.get_states())
+            tracker.set_states(self._streams)
+            stack.enter_context(self._around())
+            self._leave = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._leave.__exit__(*error)
+
+
+class _Kept:
+    """Arguments of a function, tensors among them as autograd keeps them: hooks on saved tensors may move them."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        anchor = torch.empty(0, requires_grad=True)
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        # The node holds the tensors; nothing ever runs its backward.
+        self._node = _SaveTensors.apply(anchor, *tensors).grad_fn
+        self._others = [None if isinstance(value, Tensor) else (value,) for value in args]
+        self._needs_grad = [tensor.requires_grad for tensor in tensors]
+
+    def detached(self) -> list[Any]:
+        """The arguments without their graphs; any shape and dtype."""
+        saved = (
+            value.detach().requires_grad_(needs) for value, needs in zip(self._node.saved_tensors, self._needs_grad)
+        )
+        return [next(saved) if other is None else other[0] for other in self._others]
+
+
+class _SaveTensors(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise AssertionError("only holds tensors")
+
+
+def _never_unpacked(_: Any) -> Tensor:
+    raise AssertionError("the second run's graph is dropped, not run backward")
+
+
+@contextmanager
+def _default_stream_kept() -> Iterator[None]:
+    states = rng_state_bytes(default_device())
+    try:
+        yield
+    finally:
+        set_rng_state_bytes(states, default_device())
+
+
+def _as_tuple(output: Any) -> tuple[Tensor, ...]:
+    return (output,) if isinstance(output, Tensor) else tuple(output)

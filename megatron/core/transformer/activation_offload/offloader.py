@@ -1,0 +1,196 @@
+"""Moves what chosen parts of layers save for backward to host memory and back, one layer ahead of backward.
+
+Which parts: plan.py. Where the bytes wait: host_buffers.py.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.core.device import CopyStream
+from megatron.core.transformer.activation_offload.host_buffers import HostBuffers
+
+
+class ActivationOffloader:
+    """One for all layers of a model chunk.
+
+    1. A part runs inside `saving`: each tensor that autograd saves becomes a _Saved of its memory, a _Block.
+    2. When the part ends, blocks that go to the host are copied there and let go of on the device.
+    3. Backward asks for the first tensor of a layer: the layer's blocks are fetched (they mostly are there already),
+       then those of the layer before it, while this one computes.
+    4. When autograd drops the last _Saved of a block, its memory is free, on the host too. So a step that stops half
+       way leaves nothing behind.
+    """
+
+    def __init__(self, owner: nn.Module, device: torch.device, *, min_elements: int) -> None:
+        """owner: its parameters and buffers stay on the device, as do tensors of fewer elements than min_elements."""
+        self.buffers = HostBuffers(device)
+        self.bytes_out = self.bytes_in = 0
+        self._owner, self._device, self._min_elements = owner, device, min_elements
+        self._copies = CopyStream(device)
+        self._pass = _Pass(frozenset())
+
+    def begin_pass(self) -> None:
+        """Call before the first layer of each forward pass."""
+        owned = [*self._owner.parameters(), *self._owner.buffers()]
+        self._pass = _Pass(frozenset(tensor.untyped_storage().data_ptr() for tensor in owned))
+
+    @contextmanager
+    def saving(self, layer: int, *, moves: bool) -> Iterator[None]:
+        """Around one part's forward. layer: index of its layer. moves: whether its tensors go to the host."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        current = self._pass
+        saved: list[tuple[_Block, Tensor]] = []
+
+        def pack(tensor: Tensor) -> Any:
+            return self._pack(tensor, current, layer=layer, saved=saved)
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+                yield
+            if moves:
+                # Not in pack: one block may come in several tensors, and may still be written to.
+                self._move_out(saved)
+        finally:
+            # Autograd keeps `pack`, and with it this list, as long as what was saved.
+            saved.clear()
+
+    def _pack(self, tensor: Tensor, current: "_Pass", *, layer: int, saved: list[tuple["_Block", Tensor]]) -> Any:
+        storage = tensor.untyped_storage()
+        if type(tensor) is not Tensor or storage.data_ptr() in current.owned or tensor.device != self._device:
+            return tensor
+        block = current.blocks.get(storage._cdata)
+        if block is None or block.version != tensor._version:
+            block = _Block(storage, tensor._version)
+            current.blocks[storage._cdata] = block
+        current.layers.setdefault(layer, weakref.WeakSet()).add(block)
+        saved.append((block, tensor.detach()))
+        return _Saved(block, current, layer=layer, dtype=tensor.dtype, view=_view_of(tensor))
+
+    def _move_out(self, saved: list[tuple["_Block", Tensor]]) -> None:
+        views: dict[_Block, dict[Any, int]] = {}
+        for block, tensor in saved:
+            if tensor._version != block.version:
+                raise RuntimeError(
+                    f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place by the part of "
+                    "the layer that saved it: it cannot be offloaded"
+                )
+            views.setdefault(block, {})[_view_of(tensor)] = tensor.numel() * tensor.element_size()
+        min_bytes = {block: self._min_elements * tensor.element_size() for block, tensor in saved}
+        for block, num_bytes in views.items():
+            # A small view of something large would drag all of it along, and free nothing while others use it.
+            if block.storage is not None and block.storage.nbytes() <= 2 * sum(num_bytes.values()):
+                if block.storage.nbytes() >= max(1, min_bytes[block]):
+                    self._copy_out(block, block.storage)
+
+    def _copy_out(self, block: "_Block", storage: torch.UntypedStorage) -> None:
+        num_bytes = storage.nbytes()
+        buffer = self.buffers.lend(num_bytes)
+        self._copies.copy(buffer[:num_bytes], _bytes_of(storage, self._device))
+        self.bytes_out += num_bytes
+        # Also where no backward ever comes: then autograd drops what it saved.
+        block.give_back = weakref.finalize(block, self.buffers.give_back, buffer)
+        block.give_back.atexit = False
+        block.host, block.storage = buffer[:num_bytes], None
+
+    @torch.no_grad()
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.current.reached is None or saved.layer < saved.current.reached:
+            self._reach(saved.current, saved.layer)
+        block = saved.block
+        self._copy_in(block)  # where backward comes out of turn
+        self._copies.main_waits_for(block.arrived)
+        offset, size, stride = saved.view
+        empty = torch.empty(0, dtype=saved.dtype, device=self._device)
+        return empty.set_(block.storage, offset, size, stride)
+
+    def _reach(self, current: "_Pass", layer: int) -> None:
+        """Backward has come to this layer: its blocks now, and those of the layer that backward comes to next."""
+        if self.bytes_out == 0:
+            raise ValueError(
+                f"min_offloaded_tensor_size is {self._min_elements} elements and no tensor that the offloaded parts "
+                "save is as large: lower it, or do not offload"
+            )
+        current.reached = layer
+        earlier = max((one for one in current.layers if one < layer), default=layer)
+        # One layer ahead: more would hold more layers on the device, which is what offloading avoids.
+        for blocks in (current.layers[layer], current.layers[earlier]):
+            for block in list(blocks):
+                self._copy_in(block)
+
+    def _copy_in(self, block: "_Block") -> None:
+        if block.host is None:
+            return
+        target = torch.empty(block.host.numel(), dtype=torch.uint8, device=self._device)
+        block.arrived = self._copies.copy(target, block.host)
+        self.bytes_in += target.numel()
+        block.storage, block.host = target.untyped_storage(), None
+        assert block.give_back is not None
+        block.give_back()
+
+
+@dataclass(frozen=True, eq=False)
+class Offloaded:
+    """A Run or RunAndRelease whose saved tensors are in the offloader's care."""
+
+    offloader: ActivationOffloader
+    inner: Callable[..., Any]
+    layer: int
+    moves: bool
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.offloader.saving(self.layer, moves=self.moves):
+            return self.inner(function, *args, **kwargs)
+
+
+class _Block:
+    """The memory of saved tensors: on the device (`storage`) or on the host (`host`), never neither."""
+
+    def __init__(self, storage: torch.UntypedStorage, version: int) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.version = version
+        self.host: Tensor | None = None
+        self.arrived: Any = None
+        self.give_back: weakref.finalize[Any, Any] | None = None
+        # Without it another tensor's storage could come to stand at this one's address and be taken for it.
+        self._address_kept = StorageWeakRef(storage)
+
+
+@dataclass
+class _Pass:
+    """One microbatch's forward and backward. owned: addresses of memory that is not activations.
+
+    reached: the layer that backward has come to, None before. blocks: by address, those that autograd still holds.
+    """
+
+    owned: frozenset[int]
+    reached: int | None = None
+    blocks: "weakref.WeakValueDictionary[int, _Block]" = field(default_factory=weakref.WeakValueDictionary)
+    layers: "dict[int, weakref.WeakSet[_Block]]" = field(default_factory=dict)
+
+
+class _Saved:
+    """What autograd holds instead of a tensor. view: offset, size, stride, in elements."""
+
+    __slots__ = ("block", "current", "layer", "dtype", "view")
+
+    def __init__(self, block: _Block, current: _Pass, *, layer: int, dtype: torch.dtype, view: tuple[Any, ...]) -> None:
+        self.block, self.current, self.layer, self.dtype, self.view = block, current, layer, dtype, view
+
+
+def _view_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -1,0 +1,87 @@
+"""Gives each layer of a block its runners: what is recomputed and what is offloaded, decided once.
+
+The two plans are made in recompute.py and activation_offload/plan.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from megatron.core.device import default_device
+from megatron.core.transformer.activation_offload import ActivationOffloader, Offloaded
+from megatron.core.transformer.activation_offload.plan import WHOLE_LAYER, plan_offload
+from megatron.core.transformer.layer_parts import LayerParts, Run, run
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.recompute import LayerRecompute, Recomputed, plan_recompute, recomputed_parts
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers that are run together, by index, and how."""
+
+    layers: range
+    run: Run = run
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A block's forward: `begin`, then each segment. offloader: None where nothing is offloaded."""
+
+    segments: tuple[Segment, ...]
+    begin: Callable[[], None]
+    offloader: ActivationOffloader | None = None
+
+
+def arrange_layers(layers: nn.ModuleList, config: TransformerConfig, *, has_experts: Sequence[bool]) -> Arrangement:
+    """Sets the parts of each layer that is a MegatronModule; has_experts: one entry a layer."""
+    recompute = plan_recompute(config, has_experts)
+    for layer, its in zip(layers, recompute):
+        use_parts(layer, replace(LayerParts(), **recomputed_parts(layer, its.modules)))
+    if config.fine_grained_activation_offloading or config.cpu_offloading_num_layers:
+        return _with_offloading(layers, config, has_experts=has_experts)
+    return Arrangement(_segments(layers, recompute), _nothing_to_begin)
+
+
+def use_parts(layer: nn.Module, parts: LayerParts) -> None:
+    """Gives the runners to everything inside the layer."""
+    for module in layer.modules():
+        if isinstance(module, MegatronModule):
+            module.parts = parts
+
+
+def _segments(layers: nn.ModuleList, plan: Sequence[LayerRecompute]) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    for number, indices in groupby(range(len(plan)), key=lambda index: plan[index].segment):
+        members = list(indices)
+        again: Run = run if number is None else Recomputed(tuple(layers[index] for index in members))
+        segments.append(Segment(range(members[0], members[-1] + 1), again))
+    return tuple(segments)
+
+
+def _with_offloading(layers: nn.ModuleList, config: TransformerConfig, *, has_experts: Sequence[bool]) -> Arrangement:
+    offloader = ActivationOffloader(layers, default_device(), min_elements=config.min_offloaded_tensor_size)
+    plan = plan_offload(config, has_experts)
+    runs: list[Run] = [run] * len(layers)
+    for index, (layer, moved) in enumerate(zip(layers, plan)):
+
+        def around(inner: Any, *, name: str, index: int = index, moved: frozenset[str] = moved) -> Offloaded:
+            # A part that keeps its tensors is watched too: it tells when backward comes near the others.
+            return Offloaded(offloader, inner, layer=index, moves=name in moved)
+
+        if config.cpu_offloading_num_layers:
+            runs[index] = around(run, name=WHOLE_LAYER) if index <= config.cpu_offloading_num_layers else run
+        elif isinstance(layer, MegatronModule):
+            parts = vars(layer.parts)
+            use_parts(
+                layer, replace(layer.parts, **{name: around(parts[name], name=name) for name in config.offload_modules})
+            )
+    segments = tuple(Segment(range(index, index + 1), one) for index, one in enumerate(runs))
+    return Arrangement(segments, offloader.begin_pass, offloader)
+
+
+def _nothing_to_begin() -> None:
+    pass

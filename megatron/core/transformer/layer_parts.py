@@ -1,0 +1,48 @@
+"""How each named part of a layer is run: as it is, recomputed in backward, or with its saved tensors on the host.
+
+What a layer's parts are is written in the layer; which runner each gets is decided in transformer_block.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+# Run(function, *args, **kwargs) returns function(*args, **kwargs).
+Run = Callable[..., Any]
+# RunAndRelease(function, *args) returns (function(*args), release). The caller hands release what it computed from
+# the output, a tensor that all of the output's gradients come through; the output may not be read after that.
+RunAndRelease = Callable[..., tuple[Any, Callable[[Tensor], None]]]
+
+
+def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs)."""
+    return function(*args, **kwargs)
+
+
+def run_and_keep(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Tensor], None]]:
+    """function(*args), which stays in memory as long as anyone needs it: any shape and dtype; and nothing to do."""
+    return function(*args), _release_nothing
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The runners of one layer's parts, by the names of --recompute-modules and --offload-modules.
+
+    mlp: the whole feed-forward layer, dense or with experts.
+    """
+
+    attn_norm: RunAndRelease = run_and_keep
+    qkv_linear: Run = run
+    core_attn: Run = run
+    attn_proj: Run = run
+    mlp_norm: RunAndRelease = run_and_keep
+    mlp: Run = run
+    expert_fc1: Run = run
+    moe_act: RunAndRelease = run_and_keep
+    shared_experts: Run = run
+
+
+def _release_nothing(consumed: Tensor) -> None:
+    pass

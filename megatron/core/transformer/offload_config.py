@@ -1,0 +1,110 @@
+"""Settings of activation offloading to host memory; the mechanism is in activation_offload/."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+# In the order in which they run in a layer.
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+_OF_EXPERTS = {"expert_fc1", "moe_act"}
+
+
+@dataclass(kw_only=True)
+class OffloadConfig:
+    """Which activations wait for backward in host memory."""
+
+    cli_group: ClassVar[str] = "activation offloading"
+
+    cpu_offloading_num_layers: int = config_field(
+        0,
+        help="Keep the activations of this many first layers in host memory between forward and backward.",
+        at_least=0,
+    )
+    fine_grained_activation_offloading: bool = config_field(
+        False, help="Keep the activations of --offload-modules in host memory between forward and backward."
+    )
+    offload_modules: list[str] = config_field(
+        default_factory=list,
+        help="Parts of a layer whose activations go to the host.",
+        choices=OFFLOAD_MODULES,
+        nargs="+",
+    )
+    activation_offload_fraction: float = config_field(
+        1.0, help="Share of those parts, over the layers but the last, that is offloaded.", more_than=0, at_most=1
+    )
+    min_offloaded_tensor_size: int = config_field(
+        1024 * 1024, help="Elements; smaller tensors stay where they are.", at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+def validate_offload(config: OffloadConfig, *, num_layers: int, grouped_experts: bool) -> None:
+    """Raises ValueError where the fields contradict each other or the rest of the model."""
+    whole = config.cpu_offloading_num_layers
+    if whole and config.fine_grained_activation_offloading:
+        raise ValueError(
+            f"cpu_offloading_num_layers is {whole} and fine_grained_activation_offloading is set: choose one of them"
+        )
+    if whole >= num_layers:
+        raise ValueError(
+            f"cpu_offloading_num_layers is {whole}: must be less than num_layers ({num_layers}), "
+            "since the backward of the last layer comes next"
+        )
+    if config.fine_grained_activation_offloading:
+        _validate_modules(config, num_layers=num_layers, grouped_experts=grouped_experts)
+        return
+    for name, default in (("offload_modules", []), ("activation_offload_fraction", 1.0)):
+        if vars(config)[name] != default:
+            raise ValueError(f"{name} is {vars(config)[name]}: needs fine_grained_activation_offloading")
+    if not whole and config.min_offloaded_tensor_size != 1024 * 1024:
+        raise ValueError(
+            f"min_offloaded_tensor_size is {config.min_offloaded_tensor_size}: "
+            "needs fine_grained_activation_offloading or cpu_offloading_num_layers"
+        )
+
+
+def _validate_modules(config: OffloadConfig, *, num_layers: int, grouped_experts: bool) -> None:
+    modules = set(config.offload_modules)
+    if not modules:
+        raise ValueError("fine_grained_activation_offloading is set and offload_modules is empty: name at least one")
+    if num_layers == 1:
+        raise ValueError(
+            "fine_grained_activation_offloading with num_layers 1 would move nothing: the last layer is never offloaded"
+        )
+    if modules & _OF_EXPERTS and not grouped_experts:
+        raise ValueError(
+            f"offload_modules has {min(modules & _OF_EXPERTS)}: the model needs grouped experts "
+            "(num_moe_experts and moe_grouped_gemm), or leave it out"
+        )
+    if "attn_proj" in modules and "core_attn" not in modules:
+        raise ValueError(
+            "offload_modules has attn_proj without core_attn: its input is the output of core_attn, "
+            "which that keeps too; add core_attn"
+        )
+
+
+def validate_offload_with_recompute(
+    config: OffloadConfig, *, recompute_granularity: str | None, recompute_modules: list[str] | None
+) -> None:
+    """Raises ValueError where what is offloaded would be recomputed."""
+    if recompute_granularity is not None and config.cpu_offloading_num_layers:
+        raise ValueError(
+            f"cpu_offloading_num_layers is {config.cpu_offloading_num_layers} and recompute_granularity is "
+            f"{recompute_granularity}: choose one of them"
+        )
+    if not config.fine_grained_activation_offloading:
+        return
+    if recompute_granularity == "full":
+        raise ValueError(
+            "fine_grained_activation_offloading is set and recompute_granularity is full, which keeps nothing of a "
+            "layer: use selective"
+        )
+    # The outer part runs again and makes what the inner one saves; a norm's dropped output is what qkv_linear saves.
+    for outer, inner in (("moe", "expert_fc1"), ("moe", "moe_act"), ("layernorm", "qkv_linear")):
+        if outer in (recompute_modules or []) and inner in config.offload_modules:
+            raise ValueError(
+                f"offload_modules has {inner} and recompute_modules has {outer}, which recomputes it: drop one of them"
+            )

@@ -1,0 +1,96 @@
+"""Which layers and parts run again in backward: the plan as data, and the runners that do it.
+
+The mechanism is tensor_parallel/random.py's; nothing here looks at tensors.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, recompute
+from megatron.core.transformer.recompute_config import RecomputeConfig
+
+_OF_DENSE_LAYERS = {"mlp"}
+_OF_EXPERT_LAYERS = {"moe", "moe_act", "shared_experts"}
+_INSIDE_MOE = {"moe_act", "shared_experts"}
+
+
+@dataclass(frozen=True)
+class LayerRecompute:
+    """What of one layer runs again in backward.
+
+    segment: layers of one number run again together, from the input of their first; None: not as a whole.
+    modules: parts that run again one by one, by their names in --recompute-modules.
+    """
+
+    segment: int | None = None
+    modules: frozenset[str] = frozenset()
+
+
+def plan_recompute(config: RecomputeConfig, has_experts: Sequence[bool]) -> list[LayerRecompute]:
+    """One entry a layer, in order; has_experts: for each layer, whether it is a mixture of experts."""
+    count = config.recompute_num_layers
+    if config.recompute_granularity == "full":
+        assert count is not None, "checked by validate_recompute"
+        if config.recompute_method == "uniform":
+            return [LayerRecompute(segment=index // count) for index in range(len(has_experts))]
+        return [LayerRecompute(segment=index if index < count else None) for index in range(len(has_experts))]
+    if config.recompute_granularity is None:
+        return [LayerRecompute() for _ in has_experts]
+    chosen = frozenset(config.recompute_modules or ())
+    # Whoever runs the whole layer of experts again has no use for parts of it.
+    of_experts = chosen - _OF_DENSE_LAYERS - (_INSIDE_MOE if "moe" in chosen else set())
+    return [LayerRecompute(modules=of_experts if experts else chosen - _OF_EXPERT_LAYERS) for experts in has_experts]
+
+
+def recomputed_parts(layer: nn.Module, modules: frozenset[str]) -> dict[str, Any]:
+    """Runners of LayerParts, by name, for the parts of a layer that run again."""
+    again = Recomputed((layer,))
+    runners: dict[str, Any] = {name: again for name in ("core_attn", "shared_experts") if name in modules}
+    if modules & {"mlp", "moe"}:
+        runners["mlp"] = again
+    if "layernorm" in modules:
+        runners |= {"attn_norm": run_and_recompute, "mlp_norm": run_and_recompute}
+    if "moe_act" in modules:
+        runners["moe_act"] = run_and_recompute
+    return runners
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputed:
+    """A Run that keeps the arguments alone. owners: modules whose recorders must not count the second run."""
+
+    owners: tuple[nn.Module, ...]
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return recompute(function, *args, around=partial(_counted_already, self.owners), **kwargs)
+
+
+def run_and_recompute(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Tensor], None]]:
+    """A RunAndRelease whose output is freed when released and computed again for backward; any shape and dtype."""
+    part = CheckpointWithoutOutput()
+    return part.checkpoint(function, *args), part.discard_output_and_register_recompute
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """A module that counts something in forward."""
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Inside, nothing is counted."""
+        ...
+
+
+@contextmanager
+def _counted_already(owners: tuple[nn.Module, ...]) -> Iterator[None]:
+    # Looked up now: a model hands its recorder to routers after its layers were made.
+    modules = {module for owner in owners for module in owner.modules()}
+    with ExitStack() as stack:
+        for module in modules:
+            if isinstance(module, Recorder):
+                stack.enter_context(module.recomputing())
+        yield

@@ -1,0 +1,92 @@
+"""Settings of activation recompute; what follows from them layer by layer is in recompute.py."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts")
+
+
+@dataclass(kw_only=True)
+class RecomputeConfig:
+    """Which activations are computed again in backward instead of kept."""
+
+    cli_group: ClassVar[str] = "activation recompute"
+
+    recompute_granularity: str | None = config_field(
+        None,
+        help="Compute activations again in backward: of whole layers, or of parts of each layer.",
+        choices=("full", "selective"),
+    )
+    recompute_method: str | None = config_field(
+        None,
+        help="With full: all layers in groups of --recompute-num-layers, or only that many first layers, one by one.",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = config_field(
+        None, help="Layers of a group (uniform), or layers that are recomputed at all (block).", at_least=1
+    )
+    recompute_modules: list[str] | None = config_field(
+        None, help="With selective: the parts of a layer; unset: core_attn.", choices=RECOMPUTE_MODULES, nargs="+"
+    )
+    recompute_activations: bool = config_field(False, help="Short for --recompute-granularity selective.")
+    moe_layer_recompute: bool = config_field(
+        False, help="Short for --recompute-granularity selective --recompute-modules moe."
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+def resolve_recompute(config: RecomputeConfig) -> None:
+    """Writes what the short flags stand for, and the default part, into the other fields; ValueError if they clash."""
+    short = "recompute_activations" if config.recompute_activations else "moe_layer_recompute"
+    if config.recompute_activations or config.moe_layer_recompute:
+        if config.recompute_granularity == "full":
+            raise ValueError(f"{short} is selective and recompute_granularity is full: choose one of them")
+        config.recompute_granularity = "selective"
+    if config.moe_layer_recompute:
+        config.recompute_modules = [*dict.fromkeys([*(config.recompute_modules or []), "moe"])]
+    if config.recompute_granularity == "selective" and config.recompute_modules is None:
+        config.recompute_modules = ["core_attn"]
+
+
+def validate_recompute(config: RecomputeConfig, *, num_layers: int) -> None:
+    """Raises ValueError where the fields contradict each other."""
+    granularity, given = config.recompute_granularity, config.recompute_num_layers
+    if granularity == "full":
+        if config.recompute_method is None or given is None:
+            raise ValueError(
+                f"recompute_granularity is full with recompute_method {config.recompute_method} and "
+                f"recompute_num_layers {given}: give both, for example uniform and 1"
+            )
+        if given > num_layers:
+            raise ValueError(f"recompute_num_layers is {given}: must be at most num_layers ({num_layers})")
+    elif config.recompute_method is not None or given is not None:
+        name = "recompute_num_layers" if config.recompute_method is None else "recompute_method"
+        raise ValueError(
+            f"{name} is {vars(config)[name]} and recompute_granularity is {granularity}: it belongs to full alone"
+        )
+    if config.recompute_modules is not None and granularity != "selective":
+        raise ValueError(
+            f"recompute_modules is {' '.join(config.recompute_modules)} and recompute_granularity is {granularity}: "
+            "must be selective"
+        )
+
+
+def validate_recompute_modules(
+    config: RecomputeConfig, *, has_experts: list[int], grouped_gemm: bool, shared_experts: bool
+) -> None:
+    """Raises ValueError for a part that no layer has; has_experts: 1 for each layer with experts, else 0."""
+    experts_are_grouped = 1 in has_experts and grouped_gemm
+    needs = {
+        "mlp": (0 in has_experts, "a dense layer"),
+        "moe": (1 in has_experts, "a layer with experts (num_moe_experts)"),
+        "moe_act": (experts_are_grouped, "grouped experts (num_moe_experts and moe_grouped_gemm)"),
+        "shared_experts": (1 in has_experts and shared_experts, "moe_shared_expert_intermediate_size"),
+    }
+    for module in config.recompute_modules or []:
+        there, what = needs.get(module, (True, ""))
+        if not there:
+            raise ValueError(f"recompute_modules has {module}: the model needs {what}, or leave it out")

@@ -1,0 +1,195 @@
+"""Recomputed and offloaded models: the same numbers as plain ones, bit for bit, from as many bytes as planned."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.live_bytes import LiveBytes
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.activation_offload.plan import plan_offload
+from megatron.core.transformer.offload_config import OffloadConfig
+from megatron.core.transformer.recompute import LayerRecompute, plan_recompute
+from megatron.core.transformer.recompute_config import RecomputeConfig
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, gradients, loss_of, small_config, small_model
+
+DENSE: dict[str, Any] = {"num_layers": 4, "hidden_dropout": 0.2, "attention_dropout": 0.2}
+MOE: dict[str, Any] = {
+    **DENSE,
+    **LLAMA_LIKE,
+    "num_moe_experts": 4,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_grouped_gemm": True,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_shared_expert_intermediate_size": 16,
+}
+HIDDEN_BYTES, NUM_LAYERS = 16 * 2 * 32 * 4, 4
+
+
+def full(method: str, layers: int) -> dict[str, Any]:
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+def offload(*modules: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": list(modules),
+        "min_offloaded_tensor_size": 0,
+        **fields,
+    }
+
+
+OF_ATTENTION = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+WHOLE_LAYERS = {"cpu_offloading_num_layers": 3, "min_offloaded_tensor_size": 0}
+SAVERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (MOE, full("uniform", 3)),
+    (DENSE, full("block", 2)),
+    (DENSE, {"recompute_activations": True}),
+    (DENSE, selective("layernorm", "mlp")),
+    (MOE, selective("layernorm", "moe_act", "shared_experts", "core_attn")),
+    (MOE, selective("mlp", "moe", "layernorm")),
+    (MOE, {"moe_layer_recompute": True}),
+    (MOE, offload(*OF_ATTENTION, "expert_fc1", "moe_act")),
+    (DENSE, offload(*OF_ATTENTION, activation_offload_fraction=0.5)),
+    (MOE, offload("attn_norm", "core_attn", "moe_act", **selective("layernorm", "moe_act", "core_attn"))),
+    (MOE, WHOLE_LAYERS),
+    (DENSE, WHOLE_LAYERS),
+]
+
+
+def trained(fields: dict[str, Any], *, frozen: str = "") -> dict[str, Any]:
+    """Losses of three microbatches and one evaluation, gradients, router losses, what torch draws next, hook calls."""
+    torch.manual_seed(11)
+    config = small_config(**fields)
+    model = small_model(config)
+    calls: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        if frozen and frozen in name:
+            parameter.requires_grad_(False)
+        else:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
+    losses = [step(model) for _ in range(3)]
+    with torch.no_grad():
+        losses.append(loss_of(model.eval()))
+    totals = model.aux_losses.take_totals()
+    return {"losses": losses, "grads": gradients(model), "aux": totals, "next": torch.rand(3), "calls": calls}
+
+
+def step(model: GPTModel) -> torch.Tensor:
+    loss = loss_of(model)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("case", range(len(SAVERS)))
+def test_numbers_are_those_of_the_plain_model(case: int, freeze: bool) -> None:
+    base, saver = SAVERS[case]
+    frozen = ("layernorm", "linear_qkv", "embedding")[case % 3] if freeze else ""
+    precision: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16} if case % 2 else {}
+    plain, saved = trained({**base, **precision}, frozen=frozen), trained({**base, **precision, **saver}, frozen=frozen)
+    assert saved["calls"] == plain["calls"] and set(plain["calls"].values()) == {3}
+    for part in ("losses", "grads", "aux", "next"):
+        torch.testing.assert_close(saved[part], plain[part], rtol=0, atol=0)
+
+
+def live_bytes(**fields: Any) -> int:
+    """Bytes that wait for backward after a forward pass; those in host buffers, which stand already, do not count."""
+    model = small_model(small_config(**{"num_layers": NUM_LAYERS, **fields}))
+    loss_of(model).backward()
+    with LiveBytes() as made:
+        loss = loss_of(model)
+    waiting = made.total()
+    loss.backward()
+    assert made.total() == loss.nbytes
+    return waiting
+
+
+def test_recompute_keeps_the_bytes_it_should() -> None:
+    plain = live_bytes()
+    layer = plain - live_bytes(num_layers=NUM_LAYERS - 1)
+    rest = plain - NUM_LAYERS * layer
+    assert layer > 10 * HIDDEN_BYTES
+    for count in range(1, NUM_LAYERS + 1):
+        assert live_bytes(**full("uniform", count)) == rest + -(-NUM_LAYERS // count) * HIDDEN_BYTES
+        assert live_bytes(**full("block", count)) == plain - count * (layer - HIDDEN_BYTES)
+    # The outputs of two norms, and their statistics [S, B], each a mean and a reciprocal deviation.
+    assert live_bytes(**selective("layernorm")) == plain - NUM_LAYERS * 2 * (HIDDEN_BYTES + 2 * HIDDEN_BYTES // 32)
+    # What lies between the feed-forward layer's input and its output: fc1 with its bias, and the activation.
+    assert live_bytes(**selective("mlp")) == plain - NUM_LAYERS * 2 * HIDDEN_BYTES * 48 // 32
+    moe = {**MOE, "moe_layer_freq": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    act = NUM_LAYERS * 2 * HIDDEN_BYTES * 48 // 32  # two rows a token
+    assert live_bytes(**moe, **selective("moe_act")) == live_bytes(**moe) - act
+    assert live_bytes(**moe, **selective("moe")) < live_bytes(**moe) - 2 * act
+
+
+def test_offloading_frees_all_but_the_last_layer() -> None:
+    plain = live_bytes()
+    layer = plain - live_bytes(num_layers=NUM_LAYERS - 1)
+    assert live_bytes(**offload("qkv_linear")) == plain - 3 * HIDDEN_BYTES
+    assert live_bytes(**offload("qkv_linear", activation_offload_fraction=0.3)) == plain - HIDDEN_BYTES
+    whole = live_bytes(cpu_offloading_num_layers=3, min_offloaded_tensor_size=0)
+    # A layer's output is the input of the next, which the last layer keeps.
+    assert plain - 3 * layer <= whole <= plain - 2 * layer
+    assert live_bytes(**offload("qkv_linear", min_offloaded_tensor_size=HIDDEN_BYTES // 4)) == plain - 3 * HIDDEN_BYTES
+    with pytest.raises(ValueError, match="min_offloaded_tensor_size is 1025 elements"):
+        live_bytes(**offload("qkv_linear", min_offloaded_tensor_size=HIDDEN_BYTES // 4 + 1))
+
+
+def test_plans_are_decided_layer_by_layer() -> None:
+    def modules(*names: str) -> LayerRecompute:
+        return LayerRecompute(modules=frozenset(names))
+
+    plans = [
+        ({}, [modules()] * 5),
+        (full("uniform", 2), [LayerRecompute(segment=number) for number in (0, 0, 1, 1, 2)]),
+        (full("block", 2), [LayerRecompute(segment=number) for number in (0, 1, None, None, None)]),
+        (
+            selective("mlp", "moe_act", "core_attn"),
+            [modules("mlp", "core_attn"), *[modules("moe_act", "core_attn")] * 4],
+        ),
+        (selective("moe", "moe_act", "shared_experts"), [modules(), *[modules("moe")] * 4]),
+    ]
+    for fields, plan in plans:
+        assert plan_recompute(RecomputeConfig(**fields), [False, True, True, True, True]) == plan
+    config = OffloadConfig(**offload("expert_fc1", "core_attn", activation_offload_fraction=0.6))
+    both, one = frozenset({"core_attn", "expert_fc1"}), frozenset({"core_attn"})
+    assert plan_offload(config, [False, True, True, True]) == [one, both, frozenset(), frozenset()]
+    assert plan_offload(OffloadConfig(cpu_offloading_num_layers=1), [True, True]) == [frozenset({"layer"}), frozenset()]
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "message"),
+    [
+        (DENSE, {"recompute_granularity": "full"}, "recompute_num_layers None: give both"),
+        (DENSE, full("block", 5), "recompute_num_layers is 5: must be at most num_layers .4."),
+        (DENSE, {"recompute_method": "uniform"}, "recompute_method is uniform and recompute_granularity is None"),
+        (DENSE, {**selective("mlp"), "recompute_num_layers": 1}, "recompute_num_layers is 1 .* belongs to full"),
+        (DENSE, {"recompute_modules": ["mlp"]}, "recompute_modules is mlp and recompute_granularity is None"),
+        (DENSE, {**full("block", 1), "recompute_activations": True}, "recompute_activations is selective"),
+        (DENSE, selective("mla_up_proj"), "must be one of core_attn, moe_act, layernorm, mlp, moe, shared_experts"),
+        (DENSE, selective("moe"), "recompute_modules has moe: the model needs a layer with experts"),
+        ({**MOE, "moe_layer_freq": 1}, selective("mlp"), "recompute_modules has mlp: the model needs a dense layer"),
+        ({**MOE, "moe_grouped_gemm": False}, selective("moe_act"), "the model needs grouped experts"),
+        (DENSE, {"fine_grained_activation_offloading": True}, "offload_modules is empty"),
+        (DENSE, {"offload_modules": ["core_attn"]}, "needs fine_grained_activation_offloading"),
+        (DENSE, {"min_offloaded_tensor_size": 1}, "needs fine_grained_activation_offloading or cpu_offloading"),
+        (DENSE, offload("attn_proj"), "attn_proj without core_attn"),
+        (DENSE, offload("expert_fc1"), "the model needs grouped experts"),
+        (DENSE, offload("core_attn", num_layers=1), "num_layers 1 would move nothing"),
+        (DENSE, offload("core_attn", **WHOLE_LAYERS), "choose one of them"),
+        (DENSE, {"cpu_offloading_num_layers": 4}, "cpu_offloading_num_layers is 4: must be less than num_layers .4."),
+        (DENSE, {**WHOLE_LAYERS, "recompute_activations": True}, "cpu_offloading_num_layers is 3 and recompute_gran"),
+        (DENSE, offload("core_attn", **full("block", 1)), "full, which keeps nothing"),
+        (MOE, offload("moe_act", **selective("moe")), "offload_modules has moe_act and recompute_modules has moe"),
+    ],
+)
+def test_contradictions_are_refused(base: dict[str, Any], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small_config(**{**base, **fields})
