@@ -25,6 +25,10 @@ _NOT_IN_WEIGHTS = (
     "seq_length",
     "make_vocab_size_divisible_by",
     "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
 )
 # A model with another value of one of these has other weights, or weights of another meaning.
 _SAME_MODEL = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_IN_WEIGHTS), "unpadded_vocab_size")

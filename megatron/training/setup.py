@@ -160,6 +160,8 @@ def get_model(
     model: nn.Module = model_provider(pre_process=True, post_process=True).to(default_device())
     group = get_process_groups().dp
     check_weights_agree(model, group)
+    if isinstance(model, RecordsAuxLosses):
+        model.aux_losses.data_parallel_group = group
     if args.fp16 or args.bf16:
         model = Float16Module(get_model_config(model), model)
     return PlainDataParallel(

@@ -3,16 +3,28 @@
 How they are reduced is the wrapper's work.
 """
 
+from typing import Protocol, runtime_checkable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.collectives import group_size
 from megatron.core.distributed.plain_data_parallel import PlainDataParallel
+from megatron.core.utils import unwrap_model
+
+
+@runtime_checkable
+class FinalizesStep(Protocol):
+    """A model that changes by itself once a step, as routers with an expert bias do."""
+
+    def finalize_step(self) -> None:
+        """After the step's gradients are reduced, before the optimizer; also of steps that the optimizer skips."""
+        ...
 
 
 def finalize_model_grads(model: list[nn.Module], num_tokens: torch.Tensor | None = None) -> None:
-    """Reduces the gradients of all chunks over their data-parallel groups. Collective.
+    """Reduces the gradients of all chunks over their data-parallel groups and ends the models' step. Collective.
 
     num_tokens: None for the mean over ranks. With calculate_per_token_loss, [], integer or floating point, the tokens
     in the losses that this rank summed: the sum over ranks is divided by the tokens of all (1 if there are none).
@@ -30,6 +42,9 @@ def finalize_model_grads(model: list[nn.Module], num_tokens: torch.Tensor | None
         chunk.finish_grad_sync()
         if num_tokens is not None:
             chunk.scale_gradients(1.0 / _total_tokens(num_tokens, chunk.group))
+        inner = unwrap_model(chunk)
+        if isinstance(inner, FinalizesStep):
+            inner.finalize_step()
 
 
 def _total_tokens(num_tokens: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

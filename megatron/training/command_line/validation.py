@@ -13,7 +13,8 @@ from megatron.core.batch_schedule import build_batch_schedule
 from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
 from megatron.core.num_microbatches_calculator import NumMicroBatches
 from megatron.core.transformer.moe.moe_config import MoEConfig
-from megatron.training.command_line.config_builder import build_every_config, flags_named_in_errors
+from megatron.core.transformer.moe.router_config import RouterConfig
+from megatron.training.command_line.config_builder import build_every_config, config_from_args, flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flag_table import flags_of_class
 
@@ -177,10 +178,10 @@ def check_query_groups(args: argparse.Namespace) -> None:
 def check_experts(args: argparse.Namespace) -> None:
     """Flags of expert layers are contradictory in a dense model, not ignored; a router must be able to learn."""
     if args.num_experts is not None:
-        if args.moe_router_topk == 1:
+        if config_from_args(RouterConfig, args).has_constant_weights:
             raise CommandLineError(
                 "--moe-router-topk is 1: the weight of a single expert is always 1, so its router would not learn; "
-                "must be at least 2"
+                "must be at least 2, or add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
             )
         return
     # A value equal to the default may come from a file of --print-config.

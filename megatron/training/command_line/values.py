@@ -10,11 +10,6 @@ from megatron.training.command_line.flag_table import Flag, FlagTable
 
 # Values that Megatron's flag takes and a later issue brings. Megatron's other values are never available.
 CHOICE_OWNERS: dict[str, dict[str, str]] = {
-    "--moe-router-load-balancing-type": {
-        "seq_aux_loss": "trainer",
-        "global_aux_loss": "trainer",
-        "sinkhorn": "trainer",
-    },
     "--optimizer": {"dist_muon": "ddp", "distributed_fused_adam": "adam"},
     "--recompute-modules": {"mla_up_proj": "models"},
     "--position-embedding-type": {"yarn": "models"},

@@ -108,6 +108,10 @@ class GPTModel(MegatronModule):
         # Contiguous: loss functions of existing scripts flatten it with view(-1).
         return losses.t().contiguous()
 
+    def finalize_step(self) -> None:
+        """What the model does once a step, after its gradients are reduced: the routers' biases move. Collective."""
+        self.aux_losses.finalize_step()
+
     def shared_embedding_or_output_weight(self) -> Tensor:
         """The weight of the output layer: [V, H], parameter dtype; the word embeddings' where they are tied."""
         if self.share_embeddings_and_output_weights:
@@ -147,7 +151,8 @@ class GPTModel(MegatronModule):
 
     def _share_recorder(self) -> None:
         """Hands one recorder to every router."""
-        self.aux_losses = AuxLossRecorder(self.config.num_layers, self.embedding.word_embeddings.weight.device)
+        device, num_experts = self.embedding.word_embeddings.weight.device, self.config.num_moe_experts or 0
+        self.aux_losses = AuxLossRecorder(self.config.num_layers, device, num_experts=num_experts)
         for number, layer in enumerate(self.decoder.layers, start=1):
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.router.report_to(self.aux_losses, layer_number=number)

@@ -1,18 +1,22 @@
-"""Losses that hang inside the model: their formulas, their way into backward, and the record of their values.
+"""Losses that hang inside the model: their formulas, their way into backward, and what a step's record keeps of them.
 
-Which router adds which loss is in router.py; the step's loss scale comes from the training schedule.
+Which router adds which loss is in router.py and load_balancing.py; the loss scale comes from the training schedule.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.device import default_device
 
 LOAD_BALANCING_LOSS = "load_balancing_loss"
+SEQ_LOAD_BALANCING_LOSS = "seq_load_balancing_loss"
+GLOBAL_LOAD_BALANCING_LOSS = "global_load_balancing_loss"
 Z_LOSS = "z_loss"
 
 
@@ -38,22 +42,50 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
     return torch.logsumexp(logits, dim=-1).square().mean() * z_loss_coeff
 
 
+@dataclass(frozen=True)
+class LayerTotals:
+    """What the layers of a model recorded in a step, on the device.
+
+    losses: by name, [L, 2], fp64: sum and count of each layer. tokens_per_expert: [L, E], int64.
+    """
+
+    losses: dict[str, Tensor]
+    tokens_per_expert: Tensor
+
+
 class AuxLossRecorder(nn.Module):
-    """One per model chunk: the factor of auxiliary gradients, and sums of the losses per layer, all on the device."""
+    """One per model chunk: the factor of auxiliary gradients, and what its routers count in a step, on the device.
+
+    Losses are kept until they are taken, tokens per expert until `finalize_step`.
+    data_parallel_group: the ranks whose micro-batches make up a step; None for this rank alone.
+    """
 
     backward_scale: Tensor
     sums: Tensor
     counts: Tensor
+    tokens_per_expert: Tensor
+    global_tokens_per_expert: Tensor
+    num_microbatches: Tensor
 
-    def __init__(self, num_layers: int, device: torch.device | None = None) -> None:
+    def __init__(self, num_layers: int, device: torch.device | None = None, *, num_experts: int = 0) -> None:
         super().__init__()
         device = device or default_device()
-        self.names = (LOAD_BALANCING_LOSS, Z_LOSS)
+        self.names = (LOAD_BALANCING_LOSS, SEQ_LOAD_BALANCING_LOSS, GLOBAL_LOAD_BALANCING_LOSS, Z_LOSS)
+        self.data_parallel_group: dist.ProcessGroup | None = None
+        self._bias_updates: dict[int, Callable[[Tensor], None]] = {}
         self._recording = True
-        zeros = torch.zeros(len(self.names), num_layers, dtype=torch.float32, device=device)
-        self.register_buffer("backward_scale", torch.ones((), dtype=torch.float64, device=device), persistent=False)
-        self.register_buffer("sums", zeros, persistent=False)
-        self.register_buffer("counts", zeros.clone(), persistent=False)
+        losses = torch.zeros(len(self.names), num_layers, dtype=torch.float32, device=device)
+        tokens = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+        buffers = {
+            "backward_scale": torch.ones((), dtype=torch.float64, device=device),
+            "sums": losses,
+            "counts": losses.clone(),
+            "tokens_per_expert": tokens,
+            "global_tokens_per_expert": tokens.clone(),
+            "num_microbatches": torch.zeros(num_layers, dtype=torch.int64, device=device),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
 
     def set_backward_scale(self, scale: Tensor) -> None:
         """Sets what auxiliary gradients are multiplied with from now on; scale: scalar or [1], any float dtype."""
@@ -87,6 +119,40 @@ class AuxLossRecorder(nn.Module):
         self.sums[row, layer_number - 1] += value.detach()
         self.counts[row, layer_number - 1] += 1
 
+    def count_tokens(self, tokens_per_expert: Tensor, *, layer_number: int) -> None:
+        """Adds one microbatch's tokens; tokens_per_expert: [E], int64, on the device; layer_number: from 1."""
+        if self._recording:
+            self.tokens_per_expert[layer_number - 1] += tokens_per_expert
+
+    def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int) -> Tensor:
+        """The mean of `tokens_per_expert`, [E], int64, over the ranks and the step's microbatches so far. Collective.
+
+        Returns [E], fp64. layer_number: from 1.
+        """
+        layer = layer_number - 1
+        if self._recording:
+            self.global_tokens_per_expert[layer] += self._summed(tokens_per_expert)
+            self.num_microbatches[layer] += 1
+        return self.global_tokens_per_expert[layer].double() / (self.num_microbatches[layer] * self._num_ranks)
+
+    def update_bias_with(self, update: Callable[[Tensor], None], *, layer_number: int) -> None:
+        """Has `update` called at the end of each step with the layer's tokens per expert over all ranks, [E], int64."""
+        self._bias_updates[layer_number] = update
+
+    def finalize_step(self) -> None:
+        """Ends a step, after its last microbatch: moves the biases, forgets the tokens. Collective."""
+        if self._bias_updates:
+            totals = self._summed(self.tokens_per_expert)
+            for layer_number, update in self._bias_updates.items():
+                update(totals[layer_number - 1])
+        for tokens in (self.tokens_per_expert, self.global_tokens_per_expert, self.num_microbatches):
+            tokens.zero_()
+
+    def layer_totals(self) -> LayerTotals:
+        """What was recorded since losses were last taken and the last step ended, by layer, of this rank."""
+        losses = torch.stack([self.sums.double(), self.counts.double()], dim=2)  # [names, L, 2]
+        return LayerTotals(dict(zip(self.names, losses.unbind(), strict=True)), self.tokens_per_expert.clone())
+
     def take_totals(self) -> dict[str, Tensor]:
         """Each loss's (sum, count) over layers and microbatches since the last call: [2], fp64, on the device."""
         # [names, 2]; fp64, because these are summed over ranks next.
@@ -94,6 +160,17 @@ class AuxLossRecorder(nn.Module):
         self.sums.zero_()
         self.counts.zero_()
         return dict(zip(self.names, totals.unbind(), strict=True))
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self.data_parallel_group is None else dist.get_world_size(self.data_parallel_group)
+
+    def _summed(self, tokens: Tensor) -> Tensor:
+        """Over the ranks. Whole numbers: the same sum in any order."""
+        total = tokens.clone()
+        if self._num_ranks > 1:
+            dist.all_reduce(total, group=self.data_parallel_group)
+        return total
 
 
 class _AttachLoss(torch.autograd.Function):

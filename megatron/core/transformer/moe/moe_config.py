@@ -1,14 +1,12 @@
 """Settings of mixture-of-experts layers; the dense layers' are in ../transformer_config.py."""
 
-import math
 import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.transformer.moe.capacity_config import CapacityConfig, validate_capacity
-
-LOAD_BALANCING_TYPES = ("aux_loss", "none")
+from megatron.core.transformer.moe.router_config import RouterConfig, validate_router
 
 # One token of a layer pattern: a list, an integer, an operator or a parenthesis.
 _TOKEN = re.compile(r"\s*(\[[\d\s,]*\]|\d+|[+*()])")
@@ -16,8 +14,8 @@ _MAX_PATTERN_LAYERS = 100_000
 
 
 @dataclass(kw_only=True)
-class MoEConfig(CapacityConfig):
-    """How many experts, which layers have them, and how tokens are routed."""
+class MoEConfig(RouterConfig, CapacityConfig):
+    """How many experts, which layers have them, and how their matrix products run."""
 
     cli_group: ClassVar[str] = "moe"
 
@@ -36,19 +34,6 @@ class MoEConfig(CapacityConfig):
     moe_ffn_hidden_size: int | None = config_field(
         None, help="Width inside one expert; unset: that of the dense layers.", at_least=1
     )
-    moe_router_topk: int = config_field(2, help="Experts that each token goes to.", at_least=1)
-    moe_router_load_balancing_type: str | list[str] = config_field(
-        "aux_loss", help="How the router is kept balanced.", choices=LOAD_BALANCING_TYPES, nargs="+"
-    )
-    moe_aux_loss_coeff: float | list[float] = config_field(
-        0.0,
-        help="Weight of the load-balancing loss, one per balancing type; 1e-2 is a good start.",
-        at_least=0,
-        nargs="+",
-    )
-    moe_z_loss_coeff: float | None = config_field(
-        None, help="Weight of the loss that keeps router logits small; 1e-3 is a good start.", at_least=0
-    )
     moe_shared_expert_intermediate_size: int | None = config_field(
         None,
         help="Width of a shared expert that every token sees, of all of them together; unset: there is none.",
@@ -63,11 +48,6 @@ class MoEConfig(CapacityConfig):
 
     def __post_init__(self) -> None:
         validate_fields(self)
-
-    def aux_loss_coefficient(self, balancing_type: str) -> float:
-        """Weight of one load-balancing loss; 0 where the type is not used."""
-        types, coefficients = _as_list(self.moe_router_load_balancing_type), _as_list(self.moe_aux_loss_coeff)
-        return float(dict(zip(types, coefficients, strict=True)).get(balancing_type, 0.0))
 
 
 def parse_moe_layer_freq(word: str, *, field: str = "moe_layer_freq") -> int | list[int]:
@@ -100,17 +80,13 @@ def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -
         if config.moe_grouped_gemm:
             raise ValueError("moe_grouped_gemm is set but num_moe_experts is not: give --num-experts or drop the flag")
         return
-    if config.moe_router_topk > config.num_moe_experts:
-        raise ValueError(
-            f"moe_router_topk is {config.moe_router_topk}: must be at most num_moe_experts ({config.num_moe_experts})"
-        )
     if config.moe_grouped_gemm and add_bias_linear:
         raise ValueError("moe_grouped_gemm has no biases: set add_bias_linear=False (--disable-bias-linear)")
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError("moe_shared_expert_gate is True: needs a moe_shared_expert_intermediate_size")
     validate_moe_layer_freq(config, num_layers)
+    validate_router(config, num_experts=config.num_moe_experts)
     validate_capacity(config)
-    validate_aux_loss(config)
 
 
 def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int) -> None:
@@ -140,29 +116,6 @@ def validate_moe_layer_freq(config: MoEConfig, num_layers: int) -> None:
         )
     if set(pattern) - {0, 1}:
         raise ValueError(f"moe_layer_freq is {freq!r}: entries must be 0 (dense) or 1 (experts)")
-
-
-def validate_aux_loss(config: MoEConfig) -> None:
-    """Raises ValueError unless there is one finite coefficient per balancing type."""
-    types, coefficients = _as_list(config.moe_router_load_balancing_type), _as_list(config.moe_aux_loss_coeff)
-    if len(types) != len(coefficients):
-        raise ValueError(
-            f"moe_aux_loss_coeff has {len(coefficients)} values: must have one per moe_router_load_balancing_type "
-            f"({', '.join(map(str, types))})"
-        )
-    if len(set(types)) < len(types):
-        raise ValueError(f"moe_router_load_balancing_type is {types}: must name each type once")
-    if dict(zip(types, coefficients)).get("none"):
-        raise ValueError(
-            f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff} but moe_router_load_balancing_type is none: "
-            "must be 0, or choose aux_loss"
-        )
-    if not all(math.isfinite(float(value)) for value in coefficients):
-        raise ValueError(f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff}: must be finite")
-
-
-def _as_list(value: object) -> list:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 # A reader instead of eval: the pattern comes from command lines and files.

@@ -61,7 +61,7 @@ class MoELayer(MegatronModule):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and no bias."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
-        probs, expert_indices = self.router(tokens)
+        probs, expert_indices = self.router(hidden_states)
         rows, tokens_per_expert, metadata = self.token_dispatcher.dispatch(
             tokens, probs=probs, expert_indices=expert_indices
         )

@@ -1,23 +1,28 @@
-"""Which experts each token goes to, with which weight; the losses' formulas are in aux_losses.py."""
+"""The router: its weights, bias and losses; what becomes of logits is in routing.py, balance in load_balancing.py."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.core.model_parallel_config import InitMethod
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.aux_losses import (
-    LOAD_BALANCING_LOSS,
-    Z_LOSS,
-    AuxLossRecorder,
-    switch_load_balancing_loss_func,
-    z_loss_func,
+from megatron.core.transformer.moe.aux_losses import Z_LOSS, AuxLossRecorder, z_loss_func
+from megatron.core.transformer.moe.load_balancing import (
+    LoadBalancing,
+    Routed,
+    get_updated_expert_bias,
+    with_even_loads,
 )
+from megatron.core.transformer.moe.routing import Route, build_route, build_sinkhorn_routes, count_tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(ABC, MegatronModule):
@@ -29,68 +34,106 @@ class Router(ABC, MegatronModule):
         self.num_experts, self.init_method = config.num_moe_experts, config.init_method
         self.weight = empty_parameter(self.num_experts, config.hidden_size, config=config)
         initialize_weight(self.weight, self.init_method, config=config)
+        self.dtype = None if config.moe_router_dtype is None else _DTYPES[config.moe_router_dtype]
+        self.jitter_eps = config.moe_input_jitter_eps or 0.0
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the random parameters start, by name."""
         return {"weight": self.init_method}
 
     def gating(self, tokens: Tensor) -> Tensor:
-        """Scores; tokens: [T, H], parameter dtype -> [T, E], fp32 (fp64 in fp64 models)."""
+        """Scores; tokens: [T, H], parameter dtype -> [T, E], fp32 (fp64 in fp64 models), or moe_router_dtype."""
+        if self.dtype is not None:
+            return _LinearIn.apply(tokens, self.weight, self.dtype)
         logits = F.linear(tokens, self.weight)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @abstractmethod
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits: [T, E], fp32 or fp64 -> weights [T, K], same dtype, and expert indices [T, K], int64."""
+        """logits: [S, B, E] or [T, E], fp32 or fp64 -> weights [T, K], same dtype, and expert indices [T, K], int64."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden_states: [*, H], parameter dtype -> weights [T, K], fp32 (fp64), and expert indices [T, K], int64."""
-        return self.routing(self.gating(hidden_states.reshape(-1, hidden_states.shape[-1])))
+        """hidden_states: [S, B, H] or [T, H], parameter dtype -> weights [T, K], fp32 (fp64 in fp64 models), and expert
+        indices [T, K], int64.
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self.training and self.jitter_eps > 0:
+            tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
+        weights, indices = self.routing(self.gating(tokens).view(*hidden_states.shape[:-1], -1))
+        # Experts multiply in fp32, or fp64 in fp64 models, in whatever precision the routing was.
+        return weights.to(torch.promote_types(self.weight.dtype, torch.float32)), indices
 
 
 class TopKRouter(Router):
-    """The K experts with the highest scores, weighted by a softmax over those K."""
+    """The K best experts of each token, weighted by their scores; which way is decided by the configuration.
+
+    expert_bias: [E], fp32, moved by the end of each step so that experts with few tokens are chosen more; None without
+    moe_router_enable_expert_bias.
+    """
+
+    expert_bias: Tensor | None
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
         self.topk = config.moe_router_topk
-        self.aux_loss_coeff = config.aux_loss_coefficient("aux_loss")
+        self.training_route, self.evaluation_route = _build_routes(config)
+        self.balancing = LoadBalancing(config)
         self.z_loss_coeff = config.moe_z_loss_coeff or 0.0
+        self.forces_balance = config.moe_router_force_load_balancing
+        self.counts_tokens = config.moe_router_enable_expert_bias or config.moe_per_layer_logging
+        bias = None
+        if config.moe_router_enable_expert_bias:
+            # fp32 in any model: steps of 1e-3 would be lost in half precision.
+            bias = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
+        self.register_buffer("expert_bias", bias)
         # A recorder of its own, so that a layer works outside a model; the model replaces it.
-        self.report_to(AuxLossRecorder(num_layers=1, device=self.weight.device), layer_number=1)
+        own = AuxLossRecorder(num_layers=1, device=self.weight.device, num_experts=self.num_experts)
+        self.report_to(own, layer_number=1)
 
     def report_to(self, recorder: AuxLossRecorder, *, layer_number: int) -> None:
-        """Hands the losses of this router to the model's recorder; layer_number: from 1."""
+        """Hands the losses and counts of this router to the model's recorder; layer_number: from 1."""
         self.aux_losses, self.layer_number = recorder, layer_number
+        if self.expert_bias is not None:
+            recorder.update_bias_with(self.update_expert_bias, layer_number=layer_number)
+
+    def update_expert_bias(self, tokens_per_expert: Tensor) -> None:
+        """Moves the bias by one step, in place; tokens_per_expert: [E], int64, of the whole step over all ranks."""
+        assert self.expert_bias is not None
+        rate = self.config.moe_router_bias_update_rate
+        self.expert_bias.copy_(get_updated_expert_bias(tokens_per_expert, self.expert_bias, rate))
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits: [T, E], fp32 or fp64 -> weights [T, K], same dtype, and expert indices [T, K], int64."""
-        # Losses are for the router's gradient: evaluation neither adds nor records them.
-        with_losses = self.training and torch.is_grad_enabled()
-        if with_losses and self.z_loss_coeff > 0:
+        """logits: [S, B, E] or [T, E], fp32 or fp64 -> weights [T, K], same dtype, and expert indices [T, K], int64.
+
+        Without sequences told apart, [T, E] is one sequence.
+        """
+        num_sequences = logits.shape[1] if logits.dim() == 3 else 1
+        logits = logits.flatten(0, -2)
+        if self.forces_balance:
+            logits = with_even_loads(logits, seed=self.layer_number)
+        # Losses and counts are for what a step learns: evaluation neither adds nor records them.
+        learning = self.training and torch.is_grad_enabled()
+        if learning and self.z_loss_coeff > 0:
             logits = self._add_z_loss(logits)  # the same values, one more edge to backward
-        weights, indices = topk_routing(logits, self.topk)
-        if with_losses and self.aux_loss_coeff > 0:
-            weights = self._add_load_balancing_loss(weights, logits=logits, indices=indices)
+        route = self.training_route if self.training else self.evaluation_route
+        weights, indices = route(logits, self.expert_bias)
+        if learning:
+            weights = self._add_balancing_losses(weights, Routed(logits, indices, num_sequences, self._average_counts))
+        if learning and self.counts_tokens:
+            self.aux_losses.count_tokens(count_tokens(indices, self.num_experts), layer_number=self.layer_number)
         return weights, indices
 
     def _add_z_loss(self, logits: Tensor) -> Tensor:
         loss = z_loss_func(logits, self.z_loss_coeff)
         return self._add_loss(logits, loss, name=Z_LOSS, coeff=self.z_loss_coeff, num_tokens=logits.shape[0])
 
-    def _add_load_balancing_loss(self, weights: Tensor, *, logits: Tensor, indices: Tensor) -> Tensor:
-        loss = switch_load_balancing_loss_func(
-            # Over all experts, unlike the weights: an expert that is not chosen must feel the loss too.
-            logits.softmax(dim=-1),
-            count_tokens(indices, self.num_experts),
-            total_num_tokens=logits.shape[0],
-            topk=self.topk,
-            num_experts=self.num_experts,
-            moe_aux_loss_coeff=self.aux_loss_coeff,
-        )
-        return self._add_loss(
-            weights, loss, name=LOAD_BALANCING_LOSS, coeff=self.aux_loss_coeff, num_tokens=logits.shape[0]
-        )
+    def _add_balancing_losses(self, weights: Tensor, routed: Routed) -> Tensor:
+        for name, loss, coeff in self.balancing.losses(routed):
+            weights = self._add_loss(weights, loss, name=name, coeff=coeff, num_tokens=weights.shape[0])
+        return weights
+
+    def _average_counts(self, tokens_per_expert: Tensor) -> Tensor:
+        return self.aux_losses.average_counts(tokens_per_expert, layer_number=self.layer_number)
 
     def _add_loss(self, activation: Tensor, loss: Tensor, *, name: str, coeff: float, num_tokens: int) -> Tensor:
         self.aux_losses.record(name, loss / coeff, layer_number=self.layer_number)
@@ -100,22 +143,33 @@ class TopKRouter(Router):
         return self.aux_losses.attach(activation, loss)
 
 
-def topk_routing(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """logits: [T, E], fp32 or fp64 -> softmax over the chosen K [T, K], same dtype, and indices [T, K], int64."""
-    # Softmax after the choice: the K weights of a token sum to one.
-    scores, indices = torch.topk(logits, k=topk, dim=-1)
-    return scores.softmax(dim=-1), indices
+def _build_routes(config: TransformerConfig) -> tuple[Route, Route]:
+    """For training and for evaluation."""
+    if config.uses_sinkhorn:
+        return build_sinkhorn_routes(config.moe_router_topk)
+    route = build_route(
+        config.moe_router_topk,
+        pre_softmax=config.moe_router_pre_softmax,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        scaling_factor=config.moe_router_topk_scaling_factor,
+        score_function=config.moe_router_score_function,
+    )
+    return route, route
 
 
-def topk_routing_with_score_function(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """topk_routing as dense tables: logits [T, E], any float dtype -> weights [T, E], same dtype, map [T, E], bool."""
-    weights, indices = topk_routing(logits.to(torch.promote_types(logits.dtype, torch.float32)), topk)
-    table = torch.zeros_like(logits).scatter(1, indices, weights.to(logits.dtype))
-    return table, torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
+class _LinearIn(torch.autograd.Function):
+    """tokens @ weight.T in another dtype, forward and backward; keeps tokens and weight in their own."""
 
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return F.linear(tokens.to(dtype), weight.to(dtype))
 
-def count_tokens(expert_indices: Tensor, num_experts: int) -> Tensor:
-    """Assignments of each expert; expert_indices: [T, K], int64 -> [E], int64, on the same device, without a sync."""
-    # Not bincount, which reads the largest index on the host.
-    experts = torch.arange(num_experts, device=expert_indices.device)
-    return (expert_indices.reshape(-1, 1) == experts).sum(dim=0)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        tokens, weight = ctx.saved_tensors
+        grad_tokens = (grad @ weight.to(grad.dtype)).to(tokens.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_tokens, grad_weight, None

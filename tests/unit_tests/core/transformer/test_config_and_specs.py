@@ -37,6 +37,38 @@ def test_unset_fields_follow_from_others() -> None:
         ({"hidden_dropout": 1.0}, "hidden_dropout is 1.0: must be less than 1"),
         ({"normalization": "BatchNorm"}, "normalization is 'BatchNorm': must be one of LayerNorm, RMSNorm"),
         ({"num_moe_experts": 2, "moe_router_topk": 3}, r"moe_router_topk is 3: must be at most num_moe_experts \(2\)"),
+        (
+            {"num_moe_experts": 4, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
+            r"moe_router_num_groups is 3: must divide num_moe_experts \(4\)",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 3},
+            "moe_router_group_topk is 3: must be at most .* and moe_router_topk",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
+            "moe_router_topk is 2: must be at most the 1 experts of moe_router_group_topk",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_router_bias_update_rate": 0.1},
+            "moe_router_bias_update_rate is 0.1 but moe_router_enable_expert_bias is not set",
+        ),
+        (
+            {
+                "num_moe_experts": 4,
+                "moe_router_load_balancing_type": ["sinkhorn", "aux_loss"],
+                "moe_aux_loss_coeff": [0.0, 0.0],
+            },
+            "sinkhorn must stand alone",
+        ),
+        (
+            {
+                "num_moe_experts": 4,
+                "moe_router_load_balancing_type": "sinkhorn",
+                "moe_router_score_function": "sigmoid",
+            },
+            "moe_router_score_function is sigmoid but moe_router_load_balancing_type is sinkhorn",
+        ),
         ({"moe_grouped_gemm": True}, "moe_grouped_gemm is set but num_moe_experts is not"),
         ({"num_moe_experts": 2, "moe_grouped_gemm": True}, "add_bias_linear=False"),
         ({"num_moe_experts": 2, "moe_layer_freq": [1]}, "moe_layer_freq has 1 entries.*num_layers is 2"),
@@ -44,7 +76,7 @@ def test_unset_fields_follow_from_others() -> None:
         ({"num_moe_experts": 2, "moe_layer_freq": 0}, "moe_layer_freq is 0: must be at least 1"),
         ({"num_moe_experts": 2, "moe_aux_loss_coeff": [0.1, 0.2]}, "moe_aux_loss_coeff has 2 values"),
         ({"num_moe_experts": 2, "moe_aux_loss_coeff": float("inf")}, "moe_aux_loss_coeff is inf"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "must be one of aux_loss, none"),
+        ({"moe_router_load_balancing_type": "quantile"}, "must be one of aux_loss, seq_aux_loss"),
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size is 2: .* must be 1"),
         ({"sequence_parallel": True}, "sequence_parallel is True: not available yet, must be False"),
         ({"grad_sync_func": print}, "grad_sync_func is .*: not available yet, must be None"),

@@ -159,12 +159,29 @@ def test_frozen_experts_and_inputs_without_gradient_work(grouped: bool) -> None:
         assert not layer(x)[0].requires_grad
 
 
-def test_grouped_layer_reads_nothing_on_the_host() -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001},
+        {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_router_dtype": "fp64",
+        },
+        {"moe_router_load_balancing_type": "sinkhorn", "moe_input_jitter_eps": 0.1},
+        {"moe_router_force_load_balancing": True, "moe_router_pre_softmax": True},
+    ],
+)
+def test_grouped_layer_reads_nothing_on_the_host(fields: dict[str, Any]) -> None:
     """Tensors without values cannot be read: a host read or a shape that depends on values raises."""
-    losses = {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
     with FakeTensorMode():
         # bf16: torch's fake grouped product knows no other dtype (2.13).
         x = torch.randn(3, 2, 32, dtype=torch.bfloat16, requires_grad=True)
-        moe_layer(grouped=True, params_dtype=torch.bfloat16, **losses)(x)[0].sum().backward()
+        layer = moe_layer(grouped=True, params_dtype=torch.bfloat16, **fields)
+        layer(x)[0].sum().backward()
+        layer.router.aux_losses.finalize_step()
         with pytest.raises(DataDependentOutputException):
             moe_layer(grouped=False, params_dtype=torch.bfloat16)(x)

@@ -13,7 +13,8 @@ from megatron.core.transformer.moe.permutation import (
     sort_by_expert,
     unpermute_tokens,
 )
-from megatron.core.transformer.moe.router import TopKRouter, count_tokens
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.routing import count_tokens
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, loss_of, small_config, small_model
 
 EXPERTS = 5
@@ -110,6 +111,7 @@ def _recording(router: TopKRouter, losses: list[torch.Tensor]):  # type: ignore[
 
     def with_losses(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, indices = routing(logits)
+        logits = logits.flatten(0, -2)
         counts = count_tokens(indices, 4)
         losses.append(switch_load_balancing_loss_func(logits.softmax(-1), counts, len(logits), 2, 4, 0.05))
         losses.append(z_loss_func(logits, 0.02))

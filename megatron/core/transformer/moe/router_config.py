@@ -1,0 +1,185 @@
+"""Settings of routers: scores, choice, weights, balance; which layers have experts is in moe_config.py."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+LOAD_BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+# Those without a loss.
+_LOSSLESS_TYPES = ("sinkhorn", "none")
+_BIAS_UPDATE_RATE = 1e-3
+
+
+@dataclass(kw_only=True)
+class RouterConfig:
+    """How tokens choose experts, with which weights, and what keeps the experts' loads even."""
+
+    cli_group: ClassVar[str] = "moe"
+
+    moe_router_topk: int = config_field(2, help="Experts that each token goes to.", at_least=1)
+    moe_router_score_function: str = config_field(
+        "softmax", help="From router logits to scores.", choices=("softmax", "sigmoid", "sqrtsoftplus")
+    )
+    moe_router_pre_softmax: bool = config_field(
+        False, help="Weights are a softmax over all experts, instead of one over the chosen."
+    )
+    moe_router_num_groups: int | None = config_field(
+        None, help="Groups of experts, of which each token may use --moe-router-group-topk.", at_least=1
+    )
+    moe_router_group_topk: int | None = config_field(
+        None, help="Groups that the experts of a token come from: those with the best experts.", at_least=1
+    )
+    moe_router_topk_scaling_factor: float | None = config_field(
+        None, help="Factor of all routing weights.", more_than=0
+    )
+    moe_router_dtype: str | None = config_field(
+        None,
+        help="Precision of the routing, its matrix product included; unset: the product is in the model's precision.",
+        choices=("fp32", "fp64"),
+    )
+    moe_router_enable_expert_bias: bool = config_field(
+        False, help="Balance by a bias that is added to an expert's scores for the choice, not for the weight."
+    )
+    moe_router_bias_update_rate: float = config_field(
+        _BIAS_UPDATE_RATE, help="What a step adds to the bias of an expert with few tokens.", at_least=0
+    )
+    moe_router_load_balancing_type: str | list[str] = config_field(
+        "aux_loss", help="How the router is kept balanced.", choices=LOAD_BALANCING_TYPES, nargs="+"
+    )
+    moe_aux_loss_coeff: float | list[float] = config_field(
+        0.0,
+        help="Weight of the load-balancing loss, one per balancing type; 1e-2 is a good start.",
+        at_least=0,
+        nargs="+",
+    )
+    moe_z_loss_coeff: float | None = config_field(
+        None, help="Weight of the loss that keeps router logits small; 1e-3 is a good start.", at_least=0
+    )
+    moe_input_jitter_eps: float | None = config_field(
+        None,
+        help="In training, multiply the router's input by uniform noise from 1 - eps to 1 + eps.",
+        at_least=0,
+        less_than=1,
+    )
+    moe_router_force_load_balancing: bool = config_field(
+        False, help="For benchmarks: route by noise instead of the logits, which loads all experts alike."
+    )
+    moe_per_layer_logging: bool = config_field(
+        False, flags=(), help="Log each layer's router losses and tokens per expert."
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+    def aux_loss_coefficient(self, balancing_type: str) -> float:
+        """Weight of one load-balancing loss; 0 where the type is not used."""
+        types, coefficients = _as_list(self.moe_router_load_balancing_type), _as_list(self.moe_aux_loss_coeff)
+        return float(dict(zip(types, coefficients, strict=True)).get(balancing_type, 0.0))
+
+    @property
+    def uses_sinkhorn(self) -> bool:
+        """Whether experts are chosen by the Sinkhorn normalisation instead of by the scores alone."""
+        return "sinkhorn" in _as_list(self.moe_router_load_balancing_type)
+
+    @property
+    def has_constant_weights(self) -> bool:
+        """Whether each token's one expert weighs 1 whatever the logits, so that the model cannot teach the router."""
+        after_choice = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
+        return self.moe_router_topk == 1 and after_choice and not self.uses_sinkhorn
+
+
+def validate_router(config: RouterConfig, *, num_experts: int) -> None:
+    """Raises ValueError where fields of the router contradict each other or the number of experts."""
+    if config.moe_router_topk > num_experts:
+        raise ValueError(
+            f"moe_router_topk is {config.moe_router_topk}: must be at most num_moe_experts ({num_experts})"
+        )
+    validate_groups(config, num_experts)
+    validate_expert_bias(config)
+    validate_aux_loss(config)
+    validate_sinkhorn(config)
+
+
+def validate_groups(config: RouterConfig, num_experts: int) -> None:
+    """Raises ValueError where a token cannot find its experts in the groups that it may use."""
+    groups, group_topk, topk = config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk
+    if groups is None and group_topk is None:
+        return
+    if groups is None or group_topk is None:
+        raise ValueError(
+            f"moe_router_num_groups is {groups} and moe_router_group_topk is {group_topk}: give both, or neither"
+        )
+    if num_experts % groups:
+        raise ValueError(f"moe_router_num_groups is {groups}: must divide num_moe_experts ({num_experts})")
+    if group_topk > min(groups, topk):
+        raise ValueError(
+            f"moe_router_group_topk is {group_topk}: must be at most moe_router_num_groups ({groups}) and "
+            f"moe_router_topk ({topk})"
+        )
+    if topk > group_topk * (num_experts // groups):
+        raise ValueError(
+            f"moe_router_topk is {topk}: must be at most the {group_topk * (num_experts // groups)} experts of "
+            f"moe_router_group_topk ({group_topk}) groups"
+        )
+
+
+def validate_expert_bias(config: RouterConfig) -> None:
+    """Raises ValueError where the bias cannot act, or is not there to be updated."""
+    if not config.moe_router_enable_expert_bias:
+        if config.moe_router_bias_update_rate != _BIAS_UPDATE_RATE:
+            raise ValueError(
+                f"moe_router_bias_update_rate is {config.moe_router_bias_update_rate} but "
+                "moe_router_enable_expert_bias is not set: set it, or leave out the rate"
+            )
+    elif config.moe_router_score_function == "softmax":
+        raise ValueError(
+            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid or sqrtsoftplus: a softmax's "
+            "scores are no measure of an expert alone"
+        )
+
+
+def validate_aux_loss(config: RouterConfig) -> None:
+    """Raises ValueError unless there is one finite coefficient per balancing type."""
+    types, coefficients = _as_list(config.moe_router_load_balancing_type), _as_list(config.moe_aux_loss_coeff)
+    if len(types) != len(coefficients):
+        raise ValueError(
+            f"moe_aux_loss_coeff has {len(coefficients)} values: must have one per moe_router_load_balancing_type "
+            f"({', '.join(map(str, types))})"
+        )
+    if len(set(types)) < len(types):
+        raise ValueError(f"moe_router_load_balancing_type is {types}: must name each type once")
+    for lossless in _LOSSLESS_TYPES:
+        if dict(zip(types, coefficients)).get(lossless):
+            raise ValueError(
+                f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff} but moe_router_load_balancing_type is {lossless}: "
+                "must be 0, or choose aux_loss"
+            )
+    if not all(math.isfinite(float(value)) for value in coefficients):
+        raise ValueError(f"moe_aux_loss_coeff is {config.moe_aux_loss_coeff}: must be finite")
+
+
+def validate_sinkhorn(config: RouterConfig) -> None:
+    """Raises ValueError where something else wants to choose or weigh the experts too."""
+    if not config.uses_sinkhorn:
+        return
+    if config.moe_router_load_balancing_type not in ("sinkhorn", ["sinkhorn"]):
+        raise ValueError(
+            f"moe_router_load_balancing_type is {config.moe_router_load_balancing_type}: sinkhorn must stand alone"
+        )
+    for name, plain in (
+        ("moe_router_score_function", "softmax"),
+        ("moe_router_pre_softmax", False),
+        ("moe_router_num_groups", None),
+        ("moe_router_topk_scaling_factor", None),
+    ):
+        if vars(config)[name] != plain:
+            raise ValueError(
+                f"{name} is {vars(config)[name]} but moe_router_load_balancing_type is sinkhorn, which chooses and "
+                f"weighs experts in its own way: leave {name} out"
+            )
+
+
+def _as_list(value: object) -> list:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,77 @@
+"""Routing as dense tables [T, E] under the names that Megatron users import; the layers here work on indices [T, K]."""
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.routing import build_route
+
+
+def topk_routing_with_score_function(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Weights and choice of every token as tables.
+
+    logits: [T, E], any float dtype; expert_bias: [E], fp32, with sigmoid and sqrtsoftplus alone.
+    Returns weights [T, E], the logits' dtype, zero where not chosen, and the map of the chosen [T, E], bool.
+    """
+    if expert_bias is not None and score_function == "softmax":
+        raise ValueError("expert_bias is given but score_function is softmax: must be sigmoid or sqrtsoftplus")
+    route = build_route(
+        topk,
+        pre_softmax=use_pre_softmax,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        scaling_factor=scaling_factor,
+        score_function=score_function,
+    )
+    weights, indices = route(logits.to(torch.promote_types(logits.dtype, torch.float32)), expert_bias)
+    table = torch.zeros_like(logits).scatter(1, indices, weights.to(logits.dtype))
+    return table, torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
+
+
+def permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Each token once per expert that it goes to, sorted by expert.
+
+    tokens: [T, H], any float dtype; routing_map: [T, E], bool; probs: [T, E], float, or None. Returns rows [R, H],
+    their weights [R] or None, and the token of each row [R], int64, all on the device.
+    num_out_tokens: R, where the caller knows it. NOTE: without it the host waits for the device to count the map.
+    """
+    by_expert = routing_map.t().reshape(-1)  # [E * T]
+    if num_out_tokens is None:
+        slots = by_expert.nonzero().view(-1)
+    else:
+        slots = by_expert.to(torch.uint8).sort(descending=True, stable=True).indices[:num_out_tokens]
+    sorted_indices = slots % tokens.shape[0]
+    weights = None if probs is None else probs.t().reshape(-1).index_select(0, slots)
+    return tokens.index_select(0, sorted_indices), weights, sorted_indices
+
+
+def unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    restore_shape: torch.Size,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+) -> Tensor:
+    """The sum of each token's rows, each times its weight if `probs` are given.
+
+    permuted_tokens: [R, H], any float dtype; sorted_indices: [R], int64; restore_shape: (T, H); probs: [T, E], float,
+    and with it routing_map: [T, E], bool. Returns [T, H], the rows' dtype.
+    """
+    if probs is not None:
+        if routing_map is None:
+            raise ValueError("probs is given but routing_map is not: the map says which weights the rows have")
+        _, weights, _ = permute(permuted_tokens.new_empty(probs.shape[0], 0), routing_map, probs, len(sorted_indices))
+        assert weights is not None
+        permuted_tokens = permuted_tokens * weights.unsqueeze(-1)
+    restored = permuted_tokens.new_zeros(restore_shape)
+    return restored.index_add(0, sorted_indices, permuted_tokens)

@@ -1,0 +1,106 @@
+"""What balances experts over ranks and micro-batches, against the same computed by one process from all choices."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
+from megatron.training.evaluation import evaluate_validation
+from megatron.training.training import train_step
+from tests.distributed.tiny_runs import started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
+from tests.unit_tests.core.transformer.moe import naive_router as naive
+
+RANKS, EXPERTS, RATE = 3, 4, 0.01
+BIASED: Flags = {
+    "micro-batch-size": 1,
+    "global-batch-size": 6,
+    "eval-interval": None,
+    "moe-router-score-function": "sigmoid",
+    "moe-router-enable-expert-bias": True,
+    "moe-router-bias-update-rate": RATE,
+}
+# From a scale of 2**32 every step overflows: the optimizer skips them all.
+PRECISIONS: dict[str, Flags] = {"fp32": {}, "skipped_fp16": {"fp16": True}}
+Choices = list[list[list[int]]]  # by step, then layer: the expert of each slot
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bias_follows_the_choices_of_all_ranks_and_microbatches(precision: str) -> None:
+    ranks = run_on_ranks(_biased_run, RANKS, command_line({**read_bases()["moe"], **BIASED, **PRECISIONS[precision]}))
+    expected = [torch.zeros(EXPERTS) for _ in range(2)]
+    for step in range(3):
+        for layer in range(2):
+            chosen = [expert for choices, _ in ranks for expert in choices[step][layer]]
+            loads = [chosen.count(expert) for expert in range(EXPERTS)]
+            mean = sum(loads) / EXPERTS
+            expected[layer] = expected[layer] + torch.tensor([RATE * ((n < mean) - (n > mean)) for n in loads])
+        for _, biases in ranks:
+            torch.testing.assert_close(biases[step], expected)
+    assert all(bias.any() for bias in expected)
+
+
+def _biased_run(argv: list[str]) -> tuple[Choices, list[list[Tensor]]]:
+    """Three steps with an evaluation after each; what training chose, and the biases after each step."""
+    steps: Choices = []
+    with started_run(argv) as run:
+        routers: list[Any] = [layer.mlp.router for layer in unwrap_model(run.model).decoder.layers]
+        for number, router in enumerate(routers):
+            router.register_forward_hook(
+                lambda router, _, out, number=number: (
+                    steps[-1][number].extend(out[1].flatten().tolist()) if router.training else None
+                )
+            )
+        biases = []
+        for _ in range(3):
+            steps.append([[], []])
+            train_step(run)
+            evaluate_validation(run)
+            biases.append([router.expert_bias.clone() for router in routers])
+    return steps, biases
+
+
+def test_global_loss_sees_all_ranks_and_the_microbatches_so_far() -> None:
+    logits = torch.randn(2, RANKS, 5, EXPERTS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    config = _global_config()
+    counts: list[list[int]] = []
+    ranks = run_on_ranks(_route_globally, RANKS, logits)
+    for microbatch in range(2):
+        rows = logits[microbatch].clone().requires_grad_()
+        per_rank = [naive.shares(rows[rank], config) for rank in range(RANKS)]
+        counts += [count for _, count in per_rank]
+        total = [sum(column) for column in zip(*counts, strict=True)]
+        losses = [naive.balancing_loss(probs, total, config) for probs, _ in per_rank]
+        for rank, loss in enumerate(losses):
+            (expected,) = torch.autograd.grad(0.5 * loss, rows, retain_graph=True)
+            value, grad = ranks[rank][microbatch]
+            assert value == pytest.approx(loss.item(), rel=1e-6)
+            torch.testing.assert_close(grad, expected[rank])
+
+
+def _global_config() -> Any:
+    kind = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.5}
+    return small_config(**LLAMA_LIKE, num_moe_experts=EXPERTS, params_dtype=torch.float64, **kind)
+
+
+def _route_globally(logits: Tensor) -> list[tuple[float, Tensor]]:
+    """The loss of each micro-batch [T, E] and its gradient; a second forward, as recomputing makes, changes nothing."""
+    router, found = TopKRouter(_global_config()), []
+    router.aux_losses.data_parallel_group = dist.group.WORLD
+    for microbatch in logits[:, dist.get_rank()]:
+        router.routing(microbatch.clone().requires_grad_())
+        rows = microbatch.clone().requires_grad_()
+        with router.aux_losses.recomputing():
+            weights, _ = router.routing(rows)
+        (weights * 0).sum().backward()
+        assert rows.grad is not None
+        found.append((router.aux_losses.take_totals()["global_load_balancing_loss"][0].item(), rows.grad))
+    router.aux_losses.finalize_step()
+    assert not router.aux_losses.global_tokens_per_expert.any() and not router.aux_losses.num_microbatches.any()
+    return found

@@ -1,0 +1,209 @@
+"""Every router option against routing token by token in fp64: weights, choice, losses and gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter
+
+from megatron.core.transformer.moe.load_balancing import get_updated_expert_bias
+from megatron.core.transformer.moe.moe_utils import permute, sinkhorn, topk_routing_with_score_function, unpermute
+from megatron.core.transformer.moe.router import TopKRouter
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
+from tests.unit_tests.core.transformer.moe import naive_router as naive
+
+INPUTS_PER_SHAPE, LOSSES = 50, ("aux_loss", "seq_aux_loss", "global_aux_loss")
+# Experts, top-k, groups, groups of a token, scaling: 20 shapes of 50 inputs each.
+SHAPES = [
+    (experts, topk, groups, group_topk, factor)
+    for experts, topk in ((4, 1), (6, 2), (8, 4), (12, 3))
+    for groups, group_topk, factor in (
+        (None, None, None),
+        (None, None, 2.5),
+        (2, 1, None),
+        (4 if experts == 8 else 2, min(2, topk), 0.7),
+        (experts if topk == 1 else 2, 1, None),
+    )
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "pre_softmax": {"moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid"},
+    "sqrtsoftplus": {"moe_router_score_function": "sqrtsoftplus"},
+    "biased": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "biased_sqrtsoftplus": {"moe_router_score_function": "sqrtsoftplus", "moe_router_enable_expert_bias": True},
+}
+
+
+def router_of(experts: int, **fields: Any) -> TopKRouter:
+    """A router in fp64."""
+    return TopKRouter(
+        small_config(**{**LLAMA_LIKE, "num_moe_experts": experts, "params_dtype": torch.float64, **fields})
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_router_agrees_with_a_loop_over_tokens(kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for number, (experts, topk, groups, group_topk, factor) in enumerate(SHAPES):
+        router = router_of(
+            experts,
+            moe_router_topk=topk,
+            moe_router_num_groups=groups,
+            moe_router_group_topk=group_topk,
+            moe_router_topk_scaling_factor=factor,
+            moe_router_load_balancing_type=list(LOSSES),
+            moe_aux_loss_coeff=[0.3, 0.5, 0.7],
+            moe_z_loss_coeff=0.2,
+            **KINDS[kind],
+        )
+        seen: list[list[int]] = []
+        for index in range(INPUTS_PER_SHAPE):
+            if router.expert_bias is not None:
+                router.expert_bias.normal_(0, 0.2, generator=generator)
+            logits = torch.randn(1 + number % 3, 2, experts, dtype=torch.float64, generator=generator).requires_grad_()
+            weights, indices = router.routing(logits)
+            # Graphs of single numbers are slow.
+            with torch.set_grad_enabled(index % 5 == 0):
+                _assert_same(router, logits, (weights, indices), seen)
+
+
+def _assert_same(router: TopKRouter, logits: Tensor, found: tuple[Tensor, Tensor], seen: list[list[int]]) -> None:
+    config, flat, (weights, indices) = router.config, logits.flatten(0, 1), found
+    choices = [naive.route_token(row, config, router.expert_bias) for row in flat]
+    assert indices.tolist() == [chosen for _, chosen in choices]
+    expected = torch.stack([torch.stack(values) for values, _ in choices])
+    torch.testing.assert_close(weights, expected)
+
+    probs, counts = naive.shares(flat, config)
+    seen.append(counts)
+    sequences = [naive.balancing_loss(*naive.shares(logits[:, b], config), config) for b in range(2)]
+    losses = {
+        "load_balancing_loss": (0.3, naive.balancing_loss(probs, counts, config)),
+        "seq_load_balancing_loss": (0.5, sum(sequences) / 2),
+        "global_load_balancing_loss": (0.7, naive.balancing_loss(probs, [sum(c) for c in zip(*seen)], config)),
+        "z_loss": (0.2, sum(row.exp().sum().log() ** 2 for row in flat) / len(flat)),
+    }
+    for name, (total, _) in router.aux_losses.take_totals().items():
+        assert total.item() == pytest.approx(losses[name][1].item(), rel=1e-5), name
+    if not torch.is_grad_enabled():
+        return
+    upstream = torch.linspace(-1, 1, weights.numel(), dtype=torch.float64).view_as(weights)
+    ours = torch.autograd.grad((weights * upstream).sum(), logits)[0]
+    total = (expected * upstream).sum() + sum(coefficient * loss for coefficient, loss in losses.values())
+    torch.testing.assert_close(ours, torch.autograd.grad(total, logits)[0])
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_agrees_with_a_loop_over_tokens(topk: int) -> None:
+    router = router_of(4, moe_router_topk=topk, moe_router_load_balancing_type="sinkhorn")
+    generator = torch.Generator().manual_seed(2)
+    for number in range(1000):
+        logits = torch.randn(2 + number % 9, 4, dtype=torch.float64, generator=generator).mul_(1.5).requires_grad_()
+        weights, indices = router.routing(logits)
+        choices = naive.route_sinkhorn(logits, topk)
+        assert indices.tolist() == [chosen for _, chosen in choices]
+        expected = torch.stack([torch.stack(values) for values, _ in choices])
+        torch.testing.assert_close(weights, expected)
+        if number % 5:
+            continue
+        both = [torch.autograd.grad(w.square().sum(), logits, retain_graph=True)[0] for w in (weights, expected)]
+        torch.testing.assert_close(*both)
+    loads = sinkhorn(logits.detach()).sum(dim=0)
+    torch.testing.assert_close(loads, torch.full((4,), 0.25, dtype=torch.float64), atol=1e-3, rtol=0)
+    router.eval()
+    assert torch.equal(router.routing(logits)[1], logits.topk(topk).indices)
+    # Peaked far beyond what exp can hold, and still shared.
+    assert torch.isfinite(sinkhorn(torch.tensor([[900.0, 0.0], [901.0, -900.0]]))).all()
+
+
+def test_bias_moves_by_the_sign_of_what_is_missing() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(1000):
+        counts = torch.randint(0, 4, (2, 3), generator=generator)
+        bias = torch.randn(2, 3, generator=generator)
+        mean = counts.double().mean(dim=1).tolist()
+        step = [[0.1 * ((c < m) - (c > m)) for c in row] for row, m in zip(counts.tolist(), mean, strict=True)]
+        torch.testing.assert_close(get_updated_expert_bias(counts, bias, 0.1), bias + torch.tensor(step))
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "fp32"), (torch.float32, "fp64"), (torch.float16, "fp64")])
+def test_gating_multiplies_in_the_dtype_that_is_asked_for(dtype: torch.dtype, name: str) -> None:
+    generator, exact = torch.Generator().manual_seed(4), {"fp32": torch.float32, "fp64": torch.float64}[name]
+    router = router_of(4, params_dtype=dtype, moe_router_dtype=name)
+    for _ in range(1000):
+        router.weight.data.normal_(generator=generator)
+        x = torch.randn(3, 32, generator=generator).to(dtype).requires_grad_()
+        logits, expected = router.gating(x), x.to(exact) @ router.weight.to(exact).t()
+        assert logits.dtype == exact and torch.equal(logits, expected)
+        ours, theirs = (torch.autograd.grad(y.square().sum(), (x, router.weight)) for y in (logits, expected))
+        torch.testing.assert_close(ours, theirs)
+    assert router(x)[0].dtype == torch.float32
+
+
+def test_jitter_scales_the_input_in_training_alone() -> None:
+    router = router_of(4, moe_input_jitter_eps=0.1, moe_router_topk=4)
+    for seed in range(1000):
+        x = torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        torch.manual_seed(seed)
+        weights, indices = router(x)
+        torch.manual_seed(seed)
+        noisy = (x * torch.empty_like(x).uniform_(0.9, 1.1)) @ router.weight.t()
+        torch.testing.assert_close(torch.zeros_like(weights).scatter(1, indices, weights), noisy.softmax(dim=-1))
+    router.eval()
+    torch.testing.assert_close(router(x)[0].sort().values, (x @ router.weight.t()).softmax(dim=-1).sort().values)
+
+
+def test_forced_balance_loads_experts_alike_and_draws_nothing() -> None:
+    router = router_of(8, moe_router_force_load_balancing=True, moe_per_layer_logging=True)
+    state = torch.get_rng_state()
+    skewed = torch.arange(8.0, dtype=torch.float64).repeat(4096, 1).requires_grad_()
+    weights, indices = router.routing(skewed)
+    assert torch.equal(state, torch.get_rng_state())
+    loads = router.aux_losses.layer_totals().tokens_per_expert[0]
+    assert loads.sum() == 8192 and (loads - 1024).abs().max() < 120
+    assert torch.equal(indices, router.routing(skewed)[1])
+    weights.square().sum().backward()
+    assert skewed.grad is not None and skewed.grad.abs().sum() > 0
+
+
+def test_grouped_routing_is_that_of_deepseek_v3() -> None:
+    shape = {"hidden_size": 32, "n_routed_experts": 16, "num_local_experts": 16}
+    config = DeepseekV3Config(**shape, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5)
+    theirs = DeepseekV3TopkRouter(config)
+    theirs.weight.data.normal_()
+    theirs.e_score_correction_bias.data.normal_(0, 0.2)
+    ours = router_of(
+        16,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk=4,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_router_topk_scaling_factor=2.5,
+        params_dtype=torch.float32,
+    )
+    ours.load_state_dict({"weight": theirs.weight, "expert_bias": theirs.e_score_correction_bias})
+    x = torch.randn(200, 32)
+    tables = [torch.zeros(200, 16).scatter(1, indices, weights) for weights, indices in (ours(x), theirs(x)[1:])]
+    torch.testing.assert_close(*tables)
+
+
+def test_tables_rows_and_back_hold_what_the_map_says() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for number in range(1000):
+        logits = torch.randn(1 + number % 5, 6, dtype=torch.float64, generator=generator)
+        probs, chosen = topk_routing_with_score_function(logits, 2, score_function="sigmoid", scaling_factor=3.0)
+        assert torch.equal(probs > 0, chosen) and torch.allclose(probs.sum(dim=1), torch.tensor(3.0).double())
+        tokens = torch.randn(len(logits), 3, dtype=torch.float64, generator=generator)
+        known = 2 * len(logits) if number % 2 else None
+        rows, weights, tokens_of_rows = permute(tokens, chosen, probs, known)
+        pairs = [(e, t) for e in range(6) for t in range(len(logits)) if chosen[t, e]]
+        assert tokens_of_rows.tolist() == [t for _, t in pairs]
+        assert torch.equal(rows, tokens[tokens_of_rows])
+        assert weights is not None and weights.tolist() == [probs[t, e].item() for e, t in pairs]
+        torch.testing.assert_close(unpermute(rows, tokens_of_rows, tokens.shape), 2 * tokens)
+        torch.testing.assert_close(unpermute(rows, tokens_of_rows, tokens.shape, probs, chosen), 3 * tokens)
+    with pytest.raises(ValueError, match="score_function is softmax"):
+        topk_routing_with_score_function(logits, 2, expert_bias=torch.zeros(6))
