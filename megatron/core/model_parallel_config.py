@@ -38,6 +38,10 @@ class ModelParallelConfig:
     cross_entropy_loss_fusion: bool = config_field(
         False, help="One pass from logits to losses, which is how losses are computed here with or without it."
     )
+    calculate_per_token_loss: bool = config_field(
+        False,
+        help="Weigh all tokens of a global batch alike, not its micro-batches, which may have unequal numbers of them.",
+    )
     params_dtype: torch.dtype = torch.float32
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -45,7 +49,6 @@ class ModelParallelConfig:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     sequence_parallel: bool = False
-    calculate_per_token_loss: bool = False
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     aux_loss_scale_func: Callable[[torch.Tensor], None] | None = None
     no_sync_func: Callable[[], AbstractContextManager[None]] | None = None

@@ -19,6 +19,24 @@ from megatron.training.exit_conditions import ExitConditions
 from megatron.training.train_state import TrainState
 
 
+class DeferredFinalizer:
+    """Stands in for finalize_model_grads in the schedule, and does its work once losses are known to be finite."""
+
+    def __init__(self, finalize: Callable[..., None]) -> None:
+        self._finalize = finalize
+        self._waiting: tuple[Any, ...] | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        """Keeps what the schedule hands over after the last backward: the chunks and their number of tokens."""
+        self._waiting = arguments
+
+    def finish(self) -> None:
+        """Finalizes the gradients of the last backward. Collective."""
+        assert self._waiting is not None, "no backward pass since the last step"
+        arguments, self._waiting = self._waiting, None
+        self._finalize(*arguments)
+
+
 @dataclass(kw_only=True)
 class TrainingRun:
     """The parts of one run and its counters; the iterators are set once the data position is known."""
@@ -31,7 +49,7 @@ class TrainingRun:
     scheduler: OptimizerParamScheduler | None
     batches: NumMicroBatches
     forward_step: Callable[..., Any]
-    finalize_model_grads: Callable[..., None]
+    finalize_model_grads: DeferredFinalizer
     groups: ProcessGroupCollection
     device: torch.device
     state: TrainState

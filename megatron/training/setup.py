@@ -48,7 +48,7 @@ from megatron.training.console import print_rank_0
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.global_vars import publish_tokenizer
 from megatron.training.initialize import seed_data_parallel_rank
-from megatron.training.run import TrainingRun
+from megatron.training.run import DeferredFinalizer, TrainingRun
 from megatron.training.step_statistics import RecordsAuxLosses
 from megatron.training.train_state import TrainState
 
@@ -90,12 +90,8 @@ def setup_run(
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks, model=model)
     config = get_model_config(model)
-    if config.calculate_per_token_loss:
-        # The data-parallel wrapper and the step divide by microbatches, not by tokens.
-        raise ValueError("calculate_per_token_loss is True: not available yet, must be False")
-    # Called by the training step once the losses are known to be finite; the schedule would call it before.
-    finalize = config.finalize_model_grads_func or finalize_model_grads
-    config.finalize_model_grads_func = None
+    finalize = DeferredFinalizer(config.finalize_model_grads_func or finalize_model_grads)
+    config.finalize_model_grads_func = finalize
     run = TrainingRun(
         args=args,
         training=training,
@@ -168,6 +164,7 @@ def get_model(
         model,
         group=group,
         deterministic=args.deterministic_mode,
+        calculate_per_token_loss=get_model_config(model).calculate_per_token_loss,
         # An overflow under fp16 is the loss scaler's business.
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not args.fp16,
     )

@@ -124,7 +124,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     statistics = reduce_statistics_sync(totals, run.groups.dp, optional=auxiliary.keys(), exit_reasons=reasons)
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, run.groups.dp, iteration=run.state.iteration + 1)
-    run.finalize_model_grads([run.model])
+    run.finalize_model_grads.finish()
 
     loss_scale = run.optimizer.get_loss_scale()
     updated, grad_norm, num_zeros = run.optimizer.step()

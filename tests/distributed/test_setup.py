@@ -3,11 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-from torch import nn
-
-import pretrain_gpt
-from megatron.core.utils import get_model_config
 from megatron.training.training import train_step
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import command_line, read_bases
@@ -16,27 +11,11 @@ from tests.harness import run_on_ranks
 FLAGS: dict[str, Any] = {"mock-data": True, "eval-iters": 0, "train-iters": 3}
 
 
-def test_a_model_that_counts_tokens_is_refused() -> None:
-    run_on_ranks(_refuse_per_token_loss, 1, command_line({**read_bases()["dense"], **FLAGS}))
-
-
 def test_arguments_tell_where_a_resumed_run_starts(tmp_path: Path) -> None:
     argv = command_line({**read_bases()["dense"], **FLAGS})
     batch, before, after = run_on_ranks(_resume, 1, argv, str(tmp_path))[0]
     assert before == (0, 0)
     assert after == (2, 2 * batch)
-
-
-def _refuse_per_token_loss(argv: list[str]) -> None:
-    with pytest.raises(ValueError, match="calculate_per_token_loss is True: not available yet, must be False"):
-        with started_run(argv, model_provider=_per_token_model):
-            pass
-
-
-def _per_token_model(pre_process: bool = True, post_process: bool = True) -> nn.Module:
-    model = pretrain_gpt.model_provider(pre_process, post_process)
-    get_model_config(model).calculate_per_token_loss = True
-    return model
 
 
 def _resume(argv: list[str], folder: str) -> tuple[int, tuple[int, int], tuple[int, int]]:

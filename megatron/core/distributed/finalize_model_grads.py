@@ -48,8 +48,8 @@ def finalize_model_grads(model: list[nn.Module], num_tokens: torch.Tensor | None
 
 
 def _total_tokens(num_tokens: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    # A copy, since the schedule's own count is reported too.
-    total = num_tokens.detach().to(torch.float32, copy=True)
+    # A copy, since the schedule's own count is reported too; fp64, for models in fp64 and for counts beyond 2^24.
+    total = num_tokens.detach().to(torch.float64, copy=True)
     if group_size(group) > 1:
         dist.all_reduce(total, group=group)
     # A step in which every token was masked has zero gradients, not NaN.

@@ -71,7 +71,7 @@ class PlainDataParallel(ModelWrapper):
             self._reduce(buffer.storage, self.group)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiplies all gradients; factor: a number or a tensor [], fp32."""
+        """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
         for buffer in self.grad_buffers:
             buffer.storage.mul_(factor)
 

@@ -77,7 +77,9 @@ class ScheduleRunner:
         scale = torch.ones((), dtype=torch.float64)
         if self.config.grad_scale_func is not None:
             scale = self.config.grad_scale_func(scale)
-        self.config.aux_loss_scale_func(scale / self.num_microbatches)
+        # The losses of single tokens are added up then, as the router adds up its own.
+        parts = 1 if self.config.calculate_per_token_loss else self.num_microbatches
+        self.config.aux_loss_scale_func(scale / parts)
 
     def _backward(self, loss: torch.Tensor) -> None:
         if self.config.grad_scale_func is not None:

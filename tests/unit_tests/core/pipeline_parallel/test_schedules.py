@@ -92,11 +92,14 @@ def test_per_token_loss_leaves_the_division_to_the_finalizer() -> None:
     finalized: list[Any] = []
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = lambda chunks, tokens: finalized.append((chunks, tokens))
+    scaled: list[torch.Tensor] = []
+    model.config.aux_loss_scale_func = scaled.append
     run(model, data)
     (gradient,) = torch.autograd.grad(sum(model(batch).square().sum() for batch in data), [model.weight])
     assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad, gradient, rtol=1e-12, atol=0)
     assert finalized[0][0] == [model] and finalized[0][1].item() == 8
+    assert [float(scale) for scale in scaled] == [1.0] * 3
 
 
 def test_reduction_is_deferred_until_the_last_backward() -> None:
