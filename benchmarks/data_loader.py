@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ BATCHES = {1024: 200, 4096: 50}
 BORDERS = {"reset_attention_mask": True, "create_attention_mask": False}
 EVERY = {"eod_mask_loss": True, "reset_position_ids": True, **BORDERS}
 MASKS = "eod_mask_loss, reset_position_ids, masks of S x S"
-OPTIONS: dict[str, dict[str, bool]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "eod_mask_loss": {"eod_mask_loss": True},
     "reset_position_ids": {"reset_position_ids": True},
