@@ -103,7 +103,10 @@ class DataConfig:
         """The blend of --data-path or of the file of --data-args-path. Raises OSError or ValueError naming the file."""
         if self.data_args_path is None:
             return get_blend_from_list(self.data_path)
-        words = Path(self.data_args_path).read_text(encoding="utf-8").split()
+        path = Path(self.data_args_path)
+        if not path.is_file():
+            raise FileNotFoundError(f"--data-args-path {path} does not exist: must be a file with words as --data-path")
+        words = path.read_text(encoding="utf-8").split()
         if not words:
             raise ValueError(f"--data-args-path {self.data_args_path} is empty: must hold words as for --data-path")
         return get_blend_from_list(words)

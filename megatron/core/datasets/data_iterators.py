@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.core.agreement import all_ranks_agree
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, Datasets
 from megatron.core.datasets.blended_megatron_dataset_config import Vocabulary
 from megatron.core.datasets.data_config import DataConfig
@@ -137,10 +138,9 @@ def build_train_valid_test_datasets(
     Raises ValueError or OSError on every rank when a file or a flag is not right.
     """
     cls = MockGPTDataset if config.mock_data else GPTDataset
-    built = BlendedMegatronDatasetBuilder(
-        cls, sizes, lambda: True, gpt_dataset_config(config, tokenizer, seed=seed), group=group
-    )
-    return built.build()
+    with all_ranks_agree(group):  # the file of --data-args-path may be missing on one node
+        dataset_config = gpt_dataset_config(config, tokenizer, seed=seed)
+    return BlendedMegatronDatasetBuilder(cls, sizes, lambda: True, dataset_config, group=group).build()
 
 
 def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) -> GPTDatasetConfig:
