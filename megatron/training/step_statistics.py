@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
+from megatron.core.transformer.moe.aux_losses import AuxLossRecorder, LayerTotals
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from megatron.training.exit_conditions import LOCAL_REASONS, ExitReason
 
@@ -26,6 +27,7 @@ class RecordsAuxLosses(Protocol):
     """A model whose layers add losses of their own; a script's model need not be one."""
 
     aux_losses: AuxLossRecorder
+    config: TransformerConfig
 
 
 class NonFiniteLossError(RuntimeError):
@@ -34,10 +36,16 @@ class NonFiniteLossError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Mean losses over the global batch, and why any rank wants to stop; None: go on."""
+    """Mean losses over the global batch, and why any rank wants to stop; None: go on.
+
+    per_layer: name to layer number, from 1, to value. expert_load: layer number to tokens per expert over all ranks.
+    Both are None where they were not asked for.
+    """
 
     losses: dict[str, float]
     exit_reason: ExitReason | None
+    per_layer: dict[str, dict[int, float]] | None = None
+    expert_load: dict[int, list[int]] | None = None
 
     @property
     def nan(self) -> bool:
@@ -63,25 +71,38 @@ def total_auxiliary_losses(model: nn.Module) -> Totals:
     return chunk.aux_losses.take_totals()
 
 
+def total_layers(model: nn.Module) -> LayerTotals | None:
+    """What each layer recorded, under --moe-per-layer-logging; call before total_auxiliary_losses takes it."""
+    chunk = unwrap_model(model)
+    if not isinstance(chunk, RecordsAuxLosses) or not chunk.config.moe_per_layer_logging:
+        return None
+    return chunk.aux_losses.layer_totals()
+
+
 def reduce_statistics_sync(
     totals: Totals,
     group: dist.ProcessGroup | None,
     *,
     optional: Collection[str] = (),
     exit_reasons: Sequence[bool] = (),
+    layers: LayerTotals | None = None,
 ) -> StepStatistics:
     """Sums `totals`, [2] fp64 each, over the ranks and reads the result; ranks must have the same names.
 
     A loss of no token at all is 0 (every one of them was masked), unless it is `optional`: then it is left out (a
     model without experts has no z-loss).
-    exit_reasons: which of LOCAL_REASONS hold on this rank.
+    exit_reasons: which of LOCAL_REASONS hold on this rank. layers: what each layer recorded, where that is wanted.
     NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py) and,
     unless the check for NaN is off, for the gradients before they are reduced (replica_checks.py).
     """
     names = list(totals)
     device = totals[names[0]].device if names else torch.device("cpu")
     flags = torch.tensor([float(holds) for holds in exit_reasons], dtype=torch.float64, device=device)
-    vector = torch.cat([*totals.values(), flags])  # [2 * names + reasons]
+    parts = [*totals.values(), flags]  # [2 * names + reasons]
+    if layers is not None:
+        # Exact up to 2^53 tokens.
+        parts += [layers.losses.flatten(), layers.tokens_per_expert.flatten().double()]
+    vector = torch.cat(parts)
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(vector, group=group)
     values = vector.tolist()
@@ -91,8 +112,27 @@ def reduce_statistics_sync(
         for i, name in enumerate(names)
         if counts[name] > 0 or name not in optional
     }
-    reasons = [reason for reason, count in zip(LOCAL_REASONS, values[2 * len(names) :]) if count > 0]
-    return StepStatistics(losses, exit_reason=reasons[0] if reasons else None)
+    rest = values[2 * len(names) :]
+    reasons = [reason for reason, holds, count in zip(LOCAL_REASONS, exit_reasons, rest) if count > 0]
+    exit_reason = reasons[0] if reasons else None
+    if layers is None:
+        return StepStatistics(losses, exit_reason)
+    per_layer, expert_load = _layer_figures(layers, rest[len(exit_reasons) :])
+    return StepStatistics(losses, exit_reason, per_layer, expert_load)
+
+
+def _layer_figures(
+    layers: LayerTotals, values: list[float]
+) -> tuple[dict[str, dict[int, float]], dict[int, list[int]]]:
+    """Mean losses and tokens per expert by layer, of those that have them; values: `layers` summed and flattened."""
+    num_layers, num_experts = layers.tokens_per_expert.shape
+    per_layer: dict[str, dict[int, float]] = {}
+    for index, (total, count) in enumerate(zip(values[0 : layers.losses.numel() : 2], values[1::2])):
+        if count > 0:
+            per_layer.setdefault(layers.names[index // num_layers], {})[index % num_layers + 1] = total / count
+    tokens = [int(value) for value in values[layers.losses.numel() :]]
+    rows = {number: tokens[(number - 1) * num_experts : number * num_experts] for number in range(1, num_layers + 1)}
+    return per_layer, {number: row for number, row in rows.items() if any(row)}
 
 
 def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, iteration: int) -> None:

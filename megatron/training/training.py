@@ -24,6 +24,7 @@ from megatron.training.step_statistics import (
     raise_non_finite_loss,
     reduce_statistics_sync,
     total_auxiliary_losses,
+    total_layers,
     total_reports,
 )
 
@@ -118,10 +119,12 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     )
 
     # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
-    auxiliary = total_auxiliary_losses(run.model)
+    layers, auxiliary = total_layers(run.model), total_auxiliary_losses(run.model)
     reasons = run.exit_conditions.local_reasons()
     totals = {**total_reports(reports), **auxiliary}
-    statistics = reduce_statistics_sync(totals, run.groups.dp, optional=auxiliary.keys(), exit_reasons=reasons)
+    statistics = reduce_statistics_sync(
+        totals, run.groups.dp, optional=auxiliary.keys(), exit_reasons=reasons, layers=layers
+    )
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, run.groups.dp, iteration=run.state.iteration + 1)
     run.finalize_model_grads.finish()
@@ -146,5 +149,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         skipped=not updated,
         nan=statistics.nan,
         weight_decay=weight_decay,
+        per_layer=statistics.per_layer,
+        expert_load=statistics.expert_load,
     )
     return report, statistics.exit_reason

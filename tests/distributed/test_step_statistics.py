@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.training.exit_conditions import ExitReason
 from megatron.training.step_statistics import (
     NonFiniteLossError,
@@ -47,6 +48,24 @@ def test_error_names_rank_and_microbatch_on_every_rank() -> None:
     with pytest.raises(NonFiniteLossError) as caught:
         run_on_ranks(report_nan_on_one_rank, 3)
     assert "iteration 7: rank 2: microbatch 1 (lm loss is nan)" in str(caught.value)
+
+
+def statistics_of_layers() -> StepStatistics:
+    """Layers 1 and 3 of 3 have experts; rank r saw r tokens more at expert 1, and a loss of r in one microbatch."""
+    recorder, rank = AuxLossRecorder(3, torch.device("cpu"), num_experts=2), dist.get_rank()
+    for layer in (1, 3):
+        recorder.record("z_loss", torch.tensor(float(rank * layer)), layer_number=layer)
+        recorder.count_tokens(torch.tensor([layer, layer + rank]), layer_number=layer)
+    layers, totals = recorder.layer_totals(), recorder.take_totals()
+    return reduce_statistics_sync(totals, dist.group.WORLD, optional=totals, exit_reasons=[False, True], layers=layers)
+
+
+def test_layers_are_told_apart_and_exit_reasons_stay_what_they_are() -> None:
+    results = run_on_ranks(statistics_of_layers, 3)
+    assert results[0] == results[1] == results[2]
+    assert results[0].per_layer == {"z_loss": {1: 1.0, 3: 3.0}} and results[0].losses == {"z_loss": 2.0}
+    assert results[0].expert_load == {1: [3, 6], 3: [9, 12]}
+    assert results[0].exit_reason is ExitReason.DURATION
 
 
 def test_one_process_alone_needs_no_group() -> None:

@@ -146,6 +146,12 @@ def _quiet(runner: Runner, _: bool) -> None:
         assert not any(one.stdout for one in run.outcomes[1:]), run.written()
 
 
+def _logs(runner: Runner, names: list[str]) -> None:
+    """Each step's line has these fields, with something in them."""
+    for iteration, step in runner.plain.steps.items():
+        assert all(step.get(name) for name in names), f"step {iteration} has {sorted(step)}"
+
+
 def _output(runner: Runner, pattern: str) -> None:
     """Rank 0 printed something that matches."""
     assert re.search(pattern, runner.plain.outcomes[0].stdout), runner.plain.written()
@@ -173,6 +179,7 @@ EXPECTATIONS: dict[str, Callable[[Runner, Any], None]] = {
     "loss_below": _loss_below,
     "validation_loss_below": _validation_loss_below,
     "steps": _steps,
+    "logs": _logs,
     "output": _output,
     "quiet": _quiet,
 }

@@ -37,6 +37,7 @@ class TensorBoardLog(Callback):
             "grad-norm": report.grad_norm,
             "iteration-time": report.seconds,
             "tokens-per-second": report.tokens / report.seconds,
+            **_layer_scalars(report),
         }
         for tag, value in scalars.items():
             if value is not None:
@@ -57,3 +58,15 @@ class TensorBoardLog(Callback):
     def _add(self, tag: str, value: float, *, step: int) -> None:
         assert self._writer is not None, "the writer is opened by on_train_start"
         self._writer.add_scalar(tag, value, step)
+
+
+def _layer_scalars(report: StepReport) -> dict[str, float]:
+    """By Megatron's tags, which count layers from 0: router losses, and the busiest expert's tokens over the mean."""
+    scalars = {
+        f"moe/{name}_layer_{number - 1}": value
+        for name, values in (report.per_layer or {}).items()
+        for number, value in values.items()
+    }
+    for number, tokens in (report.expert_load or {}).items():
+        scalars[f"moe/load_imbalance_layer_{number - 1}"] = max(tokens) * len(tokens) / sum(tokens)
+    return scalars

@@ -44,12 +44,13 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerTotals:
-    """What the layers of a model recorded in a step, on the device.
+    """What the layers of a model recorded in a step, on the device, in the order of layers.
 
-    losses: by name, [L, 2], fp64: sum and count of each layer. tokens_per_expert: [L, E], int64.
+    losses: [names, L, 2], fp64: sum and count of each layer. tokens_per_expert: [L, E], int64.
     """
 
-    losses: dict[str, Tensor]
+    names: tuple[str, ...]
+    losses: Tensor
     tokens_per_expert: Tensor
 
 
@@ -151,7 +152,7 @@ class AuxLossRecorder(nn.Module):
     def layer_totals(self) -> LayerTotals:
         """What was recorded since losses were last taken and the last step ended, by layer, of this rank."""
         losses = torch.stack([self.sums.double(), self.counts.double()], dim=2)  # [names, L, 2]
-        return LayerTotals(dict(zip(self.names, losses.unbind(), strict=True)), self.tokens_per_expert.clone())
+        return LayerTotals(self.names, losses, self.tokens_per_expert)
 
     def take_totals(self) -> dict[str, Tensor]:
         """Each loss's (sum, count) over layers and microbatches since the last call: [2], fp64, on the device."""

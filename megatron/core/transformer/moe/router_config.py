@@ -66,9 +66,7 @@ class RouterConfig:
     moe_router_force_load_balancing: bool = config_field(
         False, help="For benchmarks: route by noise instead of the logits, which loads all experts alike."
     )
-    moe_per_layer_logging: bool = config_field(
-        False, flags=(), help="Log each layer's router losses and tokens per expert."
-    )
+    moe_per_layer_logging: bool = config_field(False, help="Log each layer's router losses and tokens per expert.")
 
     def __post_init__(self) -> None:
         validate_fields(self)
