@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.packed_attention import attend_by_segment, attend_varlen, has_varlen_kernel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.window_attention import attend_in_window, whole_samples
+from megatron.core.transformer.window_attention import attend_in_blocks, attend_in_window, whole_samples
 
 
 class DotProductAttention(nn.Module):
@@ -46,7 +46,9 @@ class DotProductAttention(nn.Module):
         self.attend: Callable[..., Tensor] = reference_attention if plain else self._torch_attention
         self.window = config.window_of_layer(layer_number)
         if self.window is not None:
-            self.attend = partial(attend_in_window, attend=self.attend, window=self.window)
+            # The reference stays plain: one mask, no blocks.
+            windowed = attend_in_window if plain else attend_in_blocks
+            self.attend = partial(windowed, attend=self.attend, window=self.window)
         self.may_use_varlen = config.attention_backend in (AttnBackend.auto, AttnBackend.flash)
 
     def forward(
