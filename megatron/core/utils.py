@@ -31,6 +31,24 @@ def unwrap_model(model: nn.Module | list[nn.Module]) -> Any:
     return model
 
 
+def get_attr_wrapped_model(
+    model: nn.Module, attr: str, *, allow_none: bool = True, return_model_obj: bool = False
+) -> Any:
+    """`attr` of a wrapped model: of the outermost of wrappers and model that has it; None where none has.
+
+    allow_none: a value of None counts as having it. return_model_obj: give what has it instead of the value.
+    Raises ValueError for a list of models.
+    """
+    if isinstance(model, list):
+        raise ValueError("get_attr_wrapped_model was given a list of models: must be one of them")
+    holder: Any = model
+    while not hasattr(holder, attr) or (not allow_none and getattr(holder, attr) is None):
+        if not isinstance(holder, (ModelWrapper, TorchDistributedDataParallel)):
+            return None
+        holder = holder.module
+    return holder if return_model_obj else getattr(holder, attr)
+
+
 def get_model_config(model: nn.Module) -> Any:
     """The `config` of a model, looked up through its wrappers."""
     return unwrap_model(model).config

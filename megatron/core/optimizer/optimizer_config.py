@@ -32,7 +32,10 @@ class OptimizerConfig(MuonConfig):
         None, at_least=0, help="Lowest learning rate of word embeddings and output layer; unset: --min-lr."
     )
     weight_decay: float = config_field(
-        0.01, at_least=0, help="Weight decay; biases and one-dimensional parameters are never decayed."
+        0.01, at_least=0, help="Weight decay; biases and one-dimensional parameters are not decayed."
+    )
+    apply_wd_to_qk_layernorm: bool = config_field(
+        False, help="Weight decay of the norms that --qk-layernorm adds, too."
     )
     adam_beta1: float = config_field(0.9, at_least=0, less_than=1, help="Decay of Adam's first moment.")
     adam_beta2: float = config_field(0.999, at_least=0, less_than=1, help="Decay of Adam's second moment.")

@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 # Names under which GPTModel and its kin keep the weights that meet the vocabulary.
 _VOCABULARY = ("*word_embeddings.weight", "*output_layer.weight")
+_HEAD_NORMS = ("*.q_layernorm.*", "*.k_layernorm.*")
 _EMBEDDINGS = ("*embeddings.weight", "*output_layer.weight")
 
 
@@ -99,7 +100,8 @@ class ParamGrouping:
 
     def key_of(self, name: str, param: nn.Parameter) -> GroupKey:
         """The group of a parameter; name: without wrapper prefixes, param: any shape and dtype."""
-        merged = ParamGroupOverride(wd_mult=1.0 if weight_decays(name, param) else 0.0)
+        decays = weight_decays(name, param) or (self._config.apply_wd_to_qk_layernorm and _fits(name, _HEAD_NORMS))
+        merged = ParamGroupOverride(wd_mult=1.0 if decays else 0.0)
         decoupled = self._config.decoupled_lr is not None and _fits(name, _VOCABULARY)
         if decoupled:
             # Without a minimum of their own these fall to the common one, as in Megatron.

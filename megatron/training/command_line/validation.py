@@ -36,7 +36,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     derive_length(args)
     check_rotation(args)
     check_positions(args)
-    check_query_groups(args)
+    check_attention(args)
     check_experts(args)
     check_schedule(args)
     derive_shapes(args)
@@ -167,7 +167,11 @@ def check_rotation(args: argparse.Namespace) -> None:
             raise CommandLineError(f"{flag} needs --position-embedding-type rope: add it, or drop {flag}")
 
 
-def check_query_groups(args: argparse.Namespace) -> None:
+def check_attention(args: argparse.Namespace) -> None:
+    if args.apply_wd_to_qk_layernorm and not args.qk_layernorm:
+        raise CommandLineError(
+            "--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop the decay of its norms"
+        )
     # 1 is what Megatron's own default passes along in scripts that print their arguments; it means "not given".
     if not args.group_query_attention and args.num_query_groups not in (None, 1):
         raise CommandLineError(

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron.core.distributed import PlainDataParallel
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import divide, get_model_config, unwrap_model
+from megatron.core.utils import divide, get_attr_wrapped_model, get_model_config, unwrap_model
 from tests.unit_tests.core.models.small_models import small_config
 
 
@@ -25,6 +25,19 @@ def test_wrappers_are_taken_off_and_parts_of_the_model_are_not() -> None:
     assert unwrap_model(wrapped) is model and unwrap_model(model) is model
     assert unwrap_model([wrapped, model]) == [model, model]
     assert get_model_config(wrapped) is model.config
+
+
+def test_attributes_are_found_through_wrappers() -> None:
+    model = ModelWithAPartNamedModule()
+    vars(model).update(pre_process=True, hint=None)
+    wrapped = Float16Module(model.config, model)
+    assert get_attr_wrapped_model(wrapped, "pre_process") is True
+    assert get_attr_wrapped_model(wrapped, "pre_process", return_model_obj=True) is model
+    assert get_attr_wrapped_model(wrapped, "hint", return_model_obj=True) is model
+    assert get_attr_wrapped_model(wrapped, "hint", allow_none=False, return_model_obj=True) is None
+    assert get_attr_wrapped_model(wrapped, "weight") is None
+    with pytest.raises(ValueError, match="was given a list"):
+        get_attr_wrapped_model([wrapped], "config")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("denominator", [0, -2, 4])

@@ -57,6 +57,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             "--position-embedding-type",
             ["--rotary-interleaved needs --position-embedding-type rope"],
         ),
+        ("--apply-wd-to-qk-layernorm", "", ["--apply-wd-to-qk-layernorm needs --qk-layernorm"]),
         ("--window-size 4", "", ["--window-size", "'4': must be two integers LEFT,RIGHT"]),
         ("--window-size 4,1", "", ["--window-size is (4, 1)"]),
         ("--moe-grouped-gemm", "", ["--moe-grouped-gemm needs --num-experts"]),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, ParamKey
+from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from tests.unit_tests.core.models.small_models import small_config, small_model
 from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
@@ -54,6 +55,14 @@ def test_overrides_match_by_name_attribute_and_shape_and_the_later_wins():
     assert found.keys() == expected.keys()
     for name, rates in expected.items():
         assert found[name] == pytest.approx(rates), name
+
+
+@pytest.mark.parametrize("applies", [False, True])
+def test_norms_of_queries_and_keys_decay_where_asked(applies):
+    grouping = ParamGrouping(OptimizerConfig(lr=0.1, apply_wd_to_qk_layernorm=applies))
+    norms = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.bias", "input_layernorm.weight")
+    factors = [grouping.key_of(f"decoder.layers.0.{name}", torch.ones(4)).override.wd_mult for name in norms]
+    assert factors == [float(applies), float(applies), 0.0]
 
 
 def test_a_step_with_overrides_equals_torch_with_such_groups():
