@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.datasets.blended_dataset import BlendedDataset, blend_indices
+from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSequences
 from megatron.core.datasets.splits import DEFAULT_SPLIT, split_documents
 from megatron.core.datasets.utils import Blend, Split
@@ -57,7 +58,26 @@ class BlendedMegatronDatasetBuilder:
             with all_ranks_agree(self.group):
                 if is_my_turn and self.is_built_on_rank():
                     datasets = self._build_splits()
+        self._require_same_loss_masks(datasets)
         return datasets
+
+    def _require_same_loss_masks(self, datasets: Datasets) -> None:
+        """Raises DataError on every rank where the masks beside the tokens are missing on some: nothing else would."""
+        parts = [
+            part for whole in datasets for part in (whole.datasets if isinstance(whole, BlendedDataset) else [whole])
+        ]
+        mine = [part.has_loss_mask for part in parts if isinstance(part, GPTDataset)]
+        found: list[list[bool]] = [mine]
+        if dist.is_initialized():
+            found = [[]] * dist.get_world_size(self.group)
+            dist.all_gather_object(found, mine, group=self.group)
+        built = [masks for masks in found if masks]
+        without = [rank for rank, masks in enumerate(found) if masks and masks != [any(some) for some in zip(*built)]]
+        if without:
+            raise DataError(
+                f"ranks {', '.join(map(str, without))} lack loss masks that others have: PREFIX_loss_mask.bin and .idx "
+                "must lie beside the data on every node, or on none"
+            )
 
     def _build_splits(self) -> Datasets:
         if self.config.blend_per_split is not None:

@@ -119,6 +119,11 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self._gpt_indices.shuffle)
 
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether loss masks lie beside the tokens."""
+        return self._learned is not None
+
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """tokens, labels, position_ids: [S] int64; loss_mask: [S] float32; and what the class says of borders."""
         text = self.sample_tokens(idx)

@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.data_iterators import stack_samples
 from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -15,6 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 from megatron.training.utils import get_ltor_masks_and_position_ids
 from tests.counts import long_count
+from tests.harness import launch_on_ranks
 from tests.unit_tests.core.datasets.corpora import VOCABULARY, dataset_config, write_corpus
 
 EOD = VOCABULARY.eod
@@ -131,6 +134,19 @@ def test_half_a_pair_of_masks_is_no_pair(tmp_path: Path) -> None:
     (tmp_path / "a_loss_mask.bin").unlink()
     with pytest.raises(FileNotFoundError, match="a_loss_mask.bin does not exist"):
         dataset_of(tmp_path / "a", 40)
+
+
+def build_with_masks_on_one_rank(folder: str) -> None:
+    config = dataset_config(Path(folder) / ("b" if dist.get_rank() == 1 else "a"))
+    BlendedMegatronDatasetBuilder(GPTDataset, [20, 5, 0], lambda: dist.get_rank() != 2, config).build()
+
+
+def test_masks_that_one_node_lacks_fail_every_rank(tmp_path: Path) -> None:
+    for name in "ab":
+        documents = write_corpus(tmp_path / name)
+    write_masks(tmp_path / "a", [document % 2 for document in documents])
+    for outcome in launch_on_ranks(build_with_masks_on_one_rank, 3, str(tmp_path)):
+        assert isinstance(outcome.error, DataError) and "ranks 1 lack loss masks" in str(outcome.error)
 
 
 def test_borders_need_a_tokenizer() -> None:
