@@ -111,9 +111,15 @@ def facts(run: RunLog) -> list[tuple[str, str]]:
         ("processes", _number(environment.get("world_size"), "{:,}")),
         ("peak memory", _peak_memory(run)),
         ("skipped steps", _skipped(run)),
-        ("started", str(run.record["started"])[:16].replace("T", " ") if run.record.get("started") else None),
+        ("started", _started(run.record)),
     ]
     return [(name, value) for name, value in found if value is not None]
+
+
+def _started(record: dict[str, Any]) -> str | None:
+    starts = record.get("starts") or [record]
+    first = str(starts[0].get("started") or "")[:16].replace("T", " ")
+    return (first + (f", resumed {len(starts) - 1} x" if len(starts) > 1 else "")) or None
 
 
 def _steps(run: RunLog, planned: Any) -> str:

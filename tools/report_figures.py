@@ -207,7 +207,8 @@ def _frame(figure: Figure) -> dict[str, Any]:
 def run_names(runs: Sequence[RunLog]) -> list[str]:
     """A name for each run: the shortest ends of their folders that tell them apart."""
     parts = [run.path.absolute().parent.parts for run in runs]
-    for length in range(1, max(map(len, parts)) + 1):
+    # One name alone is often just "checkpoints".
+    for length in range(1 if len(runs) > 1 else 2, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names

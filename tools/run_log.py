@@ -1,6 +1,9 @@
-"""Reads what a run wrote about itself, complete or cut short: steps.jsonl and run.json. Nothing is drawn here."""
+"""Reads what a run wrote about itself, complete or cut short: steps.jsonl and run.json, or a console log of Megatron's
+format. Nothing is drawn here.
+"""
 
 import json
+import re
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +17,10 @@ RECORD_NAME = "run.json"
 # Fields of time and place, which no two runs share; those that end in a slash hold several.
 TIMINGS = ("seconds", "tokens_per_second", "tflops", "mfu", "timers/", "rank_times/", "memory/")
 MAX_BINS = 128
+# Megatron-LM's console log: the line of a step, a number in it, the line of an evaluation.
+STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
+STEP_NUMBER = re.compile(r"([a-zA-Z_ ]+): +([-+0-9.eEnainf]+) *(?:\||$)")
+EVALUATION_LINE = re.compile(r"(validation|test) loss at iteration (\d+).*?lm loss value: +(\S+)")
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ def read_run(place: Path) -> RunLog:
     reader = _Reader()
     with path.open("rb") as file:
         for line in file:
-            reader.read_line(line)
+            (reader.read_line if path.suffix == ".jsonl" else reader.read_console_line)(line)
     series = {name: _rising(steps, values) for name, (steps, values) in reader.columns.items()}
     if not series:
         raise ValueError(f"{path} has no line of a training step or an evaluation yet")
@@ -176,6 +183,16 @@ class _Reader:
                     self.per_layer.setdefault(loss, LayerTable()).add(step, rows)
             elif name != "iteration":
                 self._add(name, value, step=step)
+
+    def read_console_line(self, line: bytes) -> None:
+        """Takes a step's or an evaluation's line; anything else is what programs print besides."""
+        text = line.decode("utf-8", errors="replace")
+        if step := STEP_LINE.search(text):
+            for name, value in STEP_NUMBER.findall(step[2]):
+                self._add(name.strip().replace(" ", "_"), value, step=int(step[1]))
+        elif evaluation := EVALUATION_LINE.search(text):
+            split = "test" if "on test set" in text else evaluation[1]
+            self._add(f"{split}_loss", evaluation[3], step=int(evaluation[2]))
 
     def _add(self, name: str, value: Any, *, step: int) -> None:
         if isinstance(value, dict):

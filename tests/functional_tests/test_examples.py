@@ -1,6 +1,7 @@
 """Every script of examples/ runs in a small size and shows what it says it shows."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,14 @@ def test_own_script_has_its_own_model_loss_flag_and_callback(tmp_path: Path) -> 
     assert run.exit_codes == [0, 0], run.written()
     assert all(0 <= step["accuracy"] <= 1 for step in run.steps.values()) and len(run.steps) == 6
     assert run.outcomes[0].stdout.count("best step: ") == 1
+
+
+def test_the_code_of_the_library_page_runs(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec("".join(blocks), {})
+    loss, *tensors = capsys.readouterr().out.splitlines()
+    assert float(loss.split()[1]) < 1 and any(line.startswith("embedding.word_embeddings.weight") for line in tensors)
 
 
 def test_every_example_is_executable_or_a_module() -> None:

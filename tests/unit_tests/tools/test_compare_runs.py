@@ -77,6 +77,22 @@ def test_a_step_logged_twice_counts_as_it_was_last(tmp_path: Path) -> None:
     assert run.num_unreadable == 2
 
 
+def test_a_console_log_of_megatron_is_a_log_too(tmp_path: Path, capsys) -> None:
+    text = "".join(
+        f" [2026-01-01 00:00:00] iteration {n:8}/      20 | consumed samples: {4 * n:12} | elapsed time per iteration"
+        f" (ms): 13.5 | throughput per GPU (TFLOP/s/GPU): 3.1 | learning rate: {1e-3 * n:.6E} | global batch size: 4 | "
+        f"lm loss: {5 + 1 / n:.6E} | loss scale: 1.0 | grad norm: {1 / n:.3f} | number of nan iterations:   0 |\n"
+        for n in range(1, 6)
+    )
+    validation = " validation loss at iteration 5 on test set | lm loss value: 5.1E+00 | lm loss PPL: 1.6E+02 |\n"
+    (tmp_path / "m.log").write_text(f"using world size: 1\n{text}{validation}")
+    run = read_run(tmp_path / "m.log")
+    assert run.steps.tolist() == [1, 2, 3, 4, 5] and run.series["test_loss"].values.tolist() == [5.1]
+    ours = write_run(tmp_path / "ours", range(1, 6))
+    assert compare_runs.main([str(ours), str(tmp_path / "m.log"), "--rtol", "3e-3"]) == 0
+    assert "first in lm_loss" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_commit_has_the_losses_of_these_files_and_a_changed_number_is_found(tmp_path, capsys, monkeypatch) -> None:
     verdict = same_losses.verdict
