@@ -18,8 +18,8 @@ from megatron.core.utils import unwrap_model
 class FinalizesStep(Protocol):
     """A model that changes by itself once a step, as routers with an expert bias do."""
 
-    def finalize_step(self) -> None:
-        """After the step's gradients are reduced, before the optimizer; also of steps that the optimizer skips."""
+    def finalize_step(self, group: dist.ProcessGroup | None) -> None:
+        """After gradients are reduced over `group`, before the optimizer; also of steps that the optimizer skips."""
         ...
 
 
@@ -44,7 +44,7 @@ def finalize_model_grads(model: list[nn.Module], num_tokens: torch.Tensor | None
             chunk.scale_gradients(1.0 / _total_tokens(num_tokens, chunk.group))
         inner = unwrap_model(chunk)
         if isinstance(inner, FinalizesStep):
-            inner.finalize_step()
+            inner.finalize_step(chunk.group)
 
 
 def _total_tokens(num_tokens: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

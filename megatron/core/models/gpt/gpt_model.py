@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -108,9 +109,9 @@ class GPTModel(MegatronModule):
         # Contiguous: loss functions of existing scripts flatten it with view(-1).
         return losses.t().contiguous()
 
-    def finalize_step(self) -> None:
-        """What the model does once a step, after its gradients are reduced: the routers' biases move. Collective."""
-        self.aux_losses.finalize_step()
+    def finalize_step(self, group: ProcessGroup | None) -> None:
+        """What the model does once a step, after its gradients are reduced over `group`: the routers' biases move."""
+        self.aux_losses.finalize_step(group)
 
     def shared_embedding_or_output_weight(self) -> Tensor:
         """The weight of the output layer: [V, H], parameter dtype; the word embeddings' where they are tied."""

@@ -58,7 +58,7 @@ class AuxLossRecorder(nn.Module):
     """One per model chunk: the factor of auxiliary gradients, and what its routers count in a step, on the device.
 
     Losses are kept until they are taken, tokens per expert until `finalize_step`.
-    data_parallel_group: the ranks whose micro-batches make up a step; None for this rank alone.
+    data_parallel_group: the ranks that `average_counts` averages over; None for this rank alone.
     """
 
     backward_scale: Tensor
@@ -132,18 +132,21 @@ class AuxLossRecorder(nn.Module):
         """
         layer = layer_number - 1
         if self._recording:
-            self.global_tokens_per_expert[layer] += self._summed(tokens_per_expert)
-            self.num_microbatches[layer] += 1
-        return self.global_tokens_per_expert[layer].double() / (self.num_microbatches[layer] * self._num_ranks)
+            self.global_tokens_per_expert[layer] += _summed(tokens_per_expert, self.data_parallel_group)
+            self.num_microbatches[layer] += _num_ranks(self.data_parallel_group)
+        return self.global_tokens_per_expert[layer].double() / self.num_microbatches[layer]
 
     def update_bias_with(self, update: Callable[[Tensor], None], *, layer_number: int) -> None:
         """Has `update` called at the end of each step with the layer's tokens per expert over all ranks, [E], int64."""
         self._bias_updates[layer_number] = update
 
-    def finalize_step(self) -> None:
-        """Ends a step, after its last microbatch: moves the biases, forgets the tokens. Collective."""
+    def finalize_step(self, group: dist.ProcessGroup | None) -> None:
+        """Ends a step, after its last microbatch: moves the biases, forgets the tokens. Collective.
+
+        group: the data-parallel ranks, whose tokens count together; None for this rank alone.
+        """
         if self._bias_updates:
-            totals = self._summed(self.tokens_per_expert)
+            totals = _summed(self.tokens_per_expert, group)
             for layer_number, update in self._bias_updates.items():
                 update(totals[layer_number - 1])
         for tokens in (self.tokens_per_expert, self.global_tokens_per_expert, self.num_microbatches):
@@ -162,16 +165,17 @@ class AuxLossRecorder(nn.Module):
         self.counts.zero_()
         return dict(zip(self.names, totals.unbind(), strict=True))
 
-    @property
-    def _num_ranks(self) -> int:
-        return 1 if self.data_parallel_group is None else dist.get_world_size(self.data_parallel_group)
 
-    def _summed(self, tokens: Tensor) -> Tensor:
-        """Over the ranks. Whole numbers: the same sum in any order."""
-        total = tokens.clone()
-        if self._num_ranks > 1:
-            dist.all_reduce(total, group=self.data_parallel_group)
-        return total
+def _num_ranks(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _summed(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Over the ranks. Whole numbers: the same sum in any order."""
+    total = tokens.clone()
+    if _num_ranks(group) > 1:
+        dist.all_reduce(total, group=group)
+    return total
 
 
 class _AttachLoss(torch.autograd.Function):
