@@ -20,8 +20,8 @@ _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 def has_varlen_kernel(query: Tensor, *, dropout: float) -> bool:
     """Whether torch's variable-length kernel takes such queries: [*, D], any dtype."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.device.type == "cuda" and half and query.shape[-1] % 8 == 0 and dropout == 0
+    half, width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
+    return query.device.type == "cuda" and half and width % 8 == 0 and width <= 256 and dropout == 0
 
 
 def attend_varlen(

@@ -87,10 +87,11 @@ def test_agrees_with_the_plain_model_of_the_benchmarks() -> None:
         {"add_bias_linear": False, "add_qkv_bias": True, "num_query_groups": 2},
         {"normalization": "RMSNorm", "num_query_groups": 1, "kv_channels": 16},
         LLAMA_LIKE,
+        {**LLAMA_LIKE, "qk_layernorm": True, "window_size": (4, 0), "rotary_interleaved": True},
         {**EXPERTS, "moe_grouped_gemm": True},
         {**EXPERTS, "add_bias_linear": True, "moe_layer_freq": 2},
     ],
-    ids=["gelu-biases", "qkv-bias", "rmsnorm-wide-heads", "llama", "grouped", "sequential-biases"],
+    ids=["gelu-biases", "qkv-bias", "rmsnorm-wide-heads", "llama", "norms-and-window", "grouped", "sequential-biases"],
 )
 def test_fp32_gradients_agree_with_fp64(fields: dict[str, Any], tied: bool, positions: str) -> None:
     arguments = {"share_embeddings_and_output_weights": tied, "position_embedding_type": positions}
