@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.core.device import CopyStream
 from megatron.core.transformer.activation_offload.host_buffers import HostBuffers
 
+_DENSE = torch.contiguous_format
+
 
 class ActivationOffloader:
     """One for all layers of a model chunk.
@@ -48,7 +50,7 @@ class ActivationOffloader:
             yield
             return
         current = self._pass
-        saved: list[tuple[_Block, Tensor]] = []
+        saved: list[tuple[_Saved, Tensor]] = []
 
         def pack(tensor: Tensor) -> Any:
             return self._pack(tensor, current, layer=layer, saved=saved)
@@ -63,7 +65,7 @@ class ActivationOffloader:
             # Autograd keeps `pack`, and with it this list, as long as what was saved.
             saved.clear()
 
-    def _pack(self, tensor: Tensor, current: "_Pass", *, layer: int, saved: list[tuple["_Block", Tensor]]) -> Any:
+    def _pack(self, tensor: Tensor, current: "_Pass", *, layer: int, saved: list[tuple["_Saved", Tensor]]) -> Any:
         storage = tensor.untyped_storage()
         if type(tensor) is not Tensor or storage.data_ptr() in current.owned or tensor.device != self._device:
             return tensor
@@ -72,24 +74,39 @@ class ActivationOffloader:
             block = _Block(storage, tensor._version)
             current.blocks[storage._cdata] = block
         current.layers.setdefault(layer, weakref.WeakSet()).add(block)
-        saved.append((block, tensor.detach()))
-        return _Saved(block, current, layer=layer, dtype=tensor.dtype, view=_view_of(tensor))
+        block.num_saved += 1
+        handle = _Saved(block, current, layer=layer, dtype=tensor.dtype, view=_view_of(tensor))
+        saved.append((handle, tensor.detach()))
+        return handle
 
-    def _move_out(self, saved: list[tuple["_Block", Tensor]]) -> None:
-        views: dict[_Block, dict[Any, int]] = {}
-        for block, tensor in saved:
-            if tensor._version != block.version:
+    def _move_out(self, saved: list[tuple["_Saved", Tensor]]) -> None:
+        users: dict[_Block, list[tuple[_Saved, Tensor]]] = {}
+        for one, tensor in saved:
+            if tensor._version != one.block.version:
                 raise RuntimeError(
                     f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place by the part of "
                     "the layer that saved it: it cannot be offloaded"
                 )
-            views.setdefault(block, {})[_view_of(tensor)] = tensor.numel() * tensor.element_size()
-        min_bytes = {block: self._min_elements * tensor.element_size() for block, tensor in saved}
-        for block, num_bytes in views.items():
-            # A small view of something large would drag all of it along, and free nothing while others use it.
-            if block.storage is not None and block.storage.nbytes() <= 2 * sum(num_bytes.values()):
-                if block.storage.nbytes() >= max(1, min_bytes[block]):
-                    self._copy_out(block, block.storage)
+            users.setdefault(one.block, []).append((one, tensor))
+        for block, readers in users.items():
+            views = {one.view: tensor for one, tensor in readers if tensor.numel() >= self._min_elements}
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in views.values())
+            if block.storage is None or num_bytes == 0:
+                continue
+            if block.storage.nbytes() <= 2 * num_bytes:
+                self._copy_out(block, block.storage)
+            elif block.num_saved == len(readers):
+                # Little of a large memory is read: moving that little lets go of all of it.
+                self._copy_out_views([one for one, _ in readers if one.view in views], views)
+
+    def _copy_out_views(self, readers: list["_Saved"], views: dict[Any, Tensor]) -> None:
+        own: dict[Any, Tensor] = {view: tensor.clone(memory_format=_DENSE) for view, tensor in views.items()}
+        blocks = {view: _Block(tensor.untyped_storage(), tensor._version) for view, tensor in own.items()}
+        for one in readers:
+            one.block, one.view = blocks[one.view], _view_of(own[one.view])
+            one.current.layers[one.layer].add(one.block)
+        for view, block in blocks.items():
+            self._copy_out(block, own[view].untyped_storage())
 
     def _copy_out(self, block: "_Block", storage: torch.UntypedStorage) -> None:
         num_bytes = storage.nbytes()
@@ -158,7 +175,7 @@ class _Block:
 
     def __init__(self, storage: torch.UntypedStorage, version: int) -> None:
         self.storage: torch.UntypedStorage | None = storage
-        self.version = version
+        self.version, self.num_saved = version, 0
         self.host: Tensor | None = None
         self.arrived: Any = None
         self.give_back: weakref.finalize[Any, Any] | None = None
