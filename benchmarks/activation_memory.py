@@ -124,7 +124,7 @@ class Row:
         return self.block(hidden, None, self.rotary(SEQUENCE))
 
 
-def build(model: str, setting: str, fields: dict[str, Any]) -> Row:
+def build(model: str, setting: str, *, fields: dict[str, Any]) -> Row:
     """The layers under one setting, warmed up, with their bytes counted."""
     config = TransformerConfig(**{**LAYERS, **fields})
     block = TransformerBlock(config, get_gpt_decoder_block_spec(config), post_layer_norm=False)
@@ -151,7 +151,7 @@ def main() -> None:
     keep_cpu_heap()
     figures = []
     for model, (fields, settings) in MODELS.items():
-        rows = [build(model, name, {**fields, **setting}) for name, setting in {"plain": {}, **settings}.items()]
+        rows = [build(model, name, fields={**fields, **setting}) for name, setting in {"plain": {}, **settings}.items()]
         for _ in range(options.rounds):
             for row in rows:
                 row.step()
