@@ -15,7 +15,7 @@ from megatron.core.datasets.data_iterators import build_train_valid_test_dataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.training import get_args, get_tokenizer, pretrain
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import config_from_args
 from megatron.training.errors import exit_on_user_error
 from megatron.training.gpt_builder import build_gpt
@@ -53,7 +53,8 @@ def forward_step(
     data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
 ) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]]:
     """Runs one micro-batch; returns per-token losses [B, S] fp32 and the function that sums them."""
-    batch = get_batch(data_iterator, next(model.parameters()).device)
+    with get_timers()("batch-generator", log_level=2):
+        batch = get_batch(data_iterator, next(model.parameters()).device)
     borders = batch.get("cu_seqlens")
     losses = model(
         batch["tokens"],

@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,6 +46,28 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads)"
+
+
+# Dense bf16 operations a second by product name, from the makers' data sheets; the first that the name contains counts.
+_PEAK_TFLOPS = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.4),
+    ("H200", 989.4),
+    ("H800", 989.4),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("MI300X", 1307.4),
+)
+
+
+def peak_bf16_tflops(name: str) -> float | None:
+    """Highest 10^12 dense bf16 operations a second of the device of that name; None for one not in the table."""
+    return next((peak for part, peak in _PEAK_TFLOPS if part in name), None)
 
 
 def prepare_device(device: torch.device) -> None:
@@ -93,6 +116,46 @@ def set_rng_state_bytes(states: list[torch.Tensor], device: torch.device) -> Non
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
+
+
+# A moment: seconds of the host's clock on the CPU, an event in the current stream of a GPU.
+TimeMark = float | torch.cuda.Event
+
+
+def mark_time(device: torch.device) -> TimeMark:
+    """This moment of `device`, as its stream reaches it; waits for nothing."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: TimeMark, end: TimeMark) -> float:
+    """Seconds between two moments of one device; waits until a GPU has reached the later one."""
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return start.elapsed_time(end) / 1000.0
+    assert isinstance(start, float) and isinstance(end, float), "moments of two devices"
+    return end - start
+
+
+def memory_bytes(device: torch.device) -> dict[str, int]:
+    """Memory by kind: what torch holds of a GPU, and how much of the process is in memory; peaks since the start."""
+    memory = {}
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        memory = {
+            "allocated": stats.get("allocated_bytes.all.current", 0),
+            "max_allocated": stats.get("allocated_bytes.all.peak", 0),
+            "reserved": stats.get("reserved_bytes.all.current", 0),
+            "max_reserved": stats.get("reserved_bytes.all.peak", 0),
+        }
+    if sys.platform == "linux":
+        with open("/proc/self/statm", encoding="ascii") as stream:
+            memory["rss"] = int(stream.read().split()[1]) * resource.getpagesize()
+    memory["peak_rss"] = peak_memory_bytes(torch.device("cpu"))
+    return memory
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -6,11 +6,13 @@ Shapes of the network are in transformer/transformer_config.py.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from dataclasses import field as plain_field
 from typing import ClassVar
 
 import torch
 
 from megatron.core.config_field import config_field, validate_fields
+from megatron.core.timers import Timers
 
 # Fills a weight of any shape and float dtype in place.
 InitMethod = Callable[[torch.Tensor], object]
@@ -22,7 +24,8 @@ class ModelParallelConfig:
 
     The callables are set by the training loop: `grad_scale_func` multiplies the loss before backward,
     `aux_loss_scale_func` receives the same factor for losses that hang inside the model, `no_sync_func` defers
-    gradient reduction to the last microbatch, `finalize_model_grads_func` runs after the last one.
+    gradient reduction to the last microbatch, `finalize_model_grads_func` runs after the last one. `timers` measure
+    the passes.
     """
 
     cli_group: ClassVar[str] = "mixed precision and determinism"
@@ -54,6 +57,7 @@ class ModelParallelConfig:
     no_sync_func: Callable[[], AbstractContextManager[None]] | None = None
     grad_sync_func: Callable[..., None] | None = None
     finalize_model_grads_func: Callable[..., None] | None = None
+    timers: Timers = plain_field(default_factory=Timers)
 
     def __post_init__(self) -> None:
         validate_fields(self)

@@ -1,4 +1,4 @@
-"""Settings of the training program itself: batches, checkpoints, log and process group.
+"""Settings of the training program itself: batches, checkpoints and process group; the log's are in logging_config.py.
 
 Settings of the model, the optimizer and the data live beside their code in megatron/core.
 """
@@ -135,20 +135,6 @@ class CheckpointConfig:
     no_save_rng: bool = config_field(False, help="Leave the random-number state out of checkpoints.")
     no_load_optim: bool = config_field(False, help="Do not load the optimizer's state.")
     no_load_rng: bool = config_field(False, help="Do not load the random-number state.")
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
-
-
-@dataclass(kw_only=True)
-class LoggingConfig:
-    """What is reported while training runs."""
-
-    cli_group: ClassVar[str] = "logging"
-
-    log_interval: int = config_field(100, help="Steps between log lines.", at_least=1)
-    tensorboard_dir: str | None = config_field(None, help="Folder for TensorBoard files; unset: none are written.")
-    tensorboard_log_interval: int = config_field(1, help="Steps between TensorBoard points.", at_least=1)
 
     def __post_init__(self) -> None:
         validate_fields(self)

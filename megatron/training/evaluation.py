@@ -3,25 +3,29 @@
 from collections.abc import Iterator
 from typing import Any
 
+from torch.profiler import record_function
+
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.callbacks import EvaluationReport
 from megatron.training.run import TrainingRun
 from megatron.training.step_statistics import reduce_statistics_sync, total_reports
 
 
+@record_function("evaluate")
 def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> dict[str, float]:
     """Mean of each loss over `iterations` global batches; the model is left in training mode."""
     forward_backward = get_forward_backward_func()
     reports = []
     run.model.eval()
-    for _ in range(iterations):
-        reports += forward_backward(
-            forward_step_func=run.forward_step,
-            data_iterator=iterator,
-            model=run.model,
-            num_microbatches=run.batches.final_num_microbatches,
-            forward_only=True,
-        )
+    with run.timers.paused():
+        for _ in range(iterations):
+            reports += forward_backward(
+                forward_step_func=run.forward_step,
+                data_iterator=iterator,
+                model=run.model,
+                num_microbatches=run.batches.final_num_microbatches,
+                forward_only=True,
+            )
     run.model.train()
     return reduce_statistics_sync(total_reports(reports), run.groups.dp).losses
 

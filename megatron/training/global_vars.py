@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.training.timers import Timers
+from megatron.core.timers import Timers
 
 
 @dataclass
@@ -19,8 +19,12 @@ _HOLDER = _Holder()
 
 def publish_run(args: argparse.Namespace | None) -> None:
     """Makes the run that is starting known to scripts; None when it has ended."""
-    _HOLDER.args, _HOLDER.tokenizer = args, None
-    _HOLDER.timers = None if args is None else Timers()
+    _HOLDER.args, _HOLDER.tokenizer, _HOLDER.timers = args, None, None
+
+
+def publish_timers(timers: Timers) -> None:
+    """Makes the timers of the run known to scripts."""
+    _HOLDER.timers = timers
 
 
 def publish_tokenizer(tokenizer: Any) -> None:
@@ -36,9 +40,9 @@ def get_args() -> argparse.Namespace:
 
 
 def get_timers() -> Timers:
-    """The run's timers, for a script's own use; RuntimeError before initialize_megatron."""
+    """The run's timers; RuntimeError before pretrain() has made them."""
     if _HOLDER.timers is None:
-        raise RuntimeError("timers do not exist yet: call initialize_megatron() first")
+        raise RuntimeError("timers do not exist yet: pretrain() makes them, before it calls a provider")
     return _HOLDER.timers
 
 

@@ -1,8 +1,8 @@
 """TrainingRun: everything a training loop works with, gathered once by the setup and handed down by argument."""
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ from megatron.core.num_microbatches_calculator import NumMicroBatches, update_nu
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.callbacks import CallbackList
+from megatron.core.timers import Timers
+from megatron.training.callbacks import CallbackList, StepReport
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.exit_conditions import ExitConditions
+from megatron.training.meters import Meter
 from megatron.training.train_state import TrainState
 
 
@@ -55,6 +57,8 @@ class TrainingRun:
     state: TrainState
     callbacks: CallbackList
     exit_conditions: ExitConditions
+    timers: Timers = field(default_factory=Timers)
+    meters: Sequence[Meter] = ()
     train_iterator: Iterator[Any] | None = None
     valid_iterator: Iterator[Any] | None = None
     test_iterator: Iterator[Any] | None = None
@@ -95,6 +99,12 @@ class TrainingRun:
         update_num_microbatches(self.state.consumed_train_samples)
         self.state.skipped_iterations += not updated
         self.state.nan_iterations += nan
+
+    def measured(self, report: StepReport) -> StepReport:
+        """The report with what the flags want to know besides; collective."""
+        for meter in self.meters:
+            report = meter.measure(report)
+        return report
 
     def load_checkpoint(self) -> None:
         """Continues from --load, in place; nothing happens without --load. Collective."""

@@ -1,17 +1,13 @@
-"""Builds the parts of a run from its arguments: tokenizer, model, optimizer, schedule, data, callbacks.
+"""Builds the parts of a run from its arguments: tokenizer, model, optimizer, schedule, data.
 
 The loop that uses them is training.py's.
 """
 
 import argparse
-import functools
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 
 from megatron.core.agreement import all_ranks_agree
@@ -29,26 +25,24 @@ from megatron.core.optimizer_param_scheduler import (
     get_optimizer_param_scheduler,
 )
 from megatron.core.parallel_state import get_process_groups
+from megatron.core.timers import Timers
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_size_with_padding
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.arguments import config_from_args
-from megatron.training.callbacks import Callback, CallbackList
-from megatron.training.callbacks.console_log import ConsoleLog
-from megatron.training.callbacks.jsonl_log import JsonlLog
-from megatron.training.callbacks.progress_bar import ProgressBar
-from megatron.training.callbacks.run_file import RunFile, describe_run
-from megatron.training.callbacks.tensorboard_log import TensorBoardLog
+from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
-from megatron.training.config import CheckpointConfig, LoggingConfig, TrainingConfig
-from megatron.training.console import print_rank_0
+from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.exit_conditions import ExitConditions
-from megatron.training.global_vars import publish_tokenizer
+from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.initialize import seed_data_parallel_rank
+from megatron.training.logging_config import LoggingConfig
+from megatron.training.meters import build_meters
 from megatron.training.run import DeferredFinalizer, TrainingRun
+from megatron.training.setup_callbacks import setup_callbacks
 from megatron.training.step_statistics import RecordsAuxLosses
 from megatron.training.train_state import TrainState
 
@@ -70,6 +64,9 @@ def setup_run(
     if args.save is not None and not args.skip_train:
         refuse_checkpoints_of_another_run(args.save, continued_from=None if args.finetune else args.load)
     publish_tokenizer(setup_tokenizer(args))
+    logging = config_from_args(LoggingConfig, args)
+    timers = Timers(logging.timing_log_level, logging.timing_log_option, device=default_device())
+    publish_timers(timers)
     batches = init_num_microbatches_calculator(
         dist.get_rank(),
         args.rampup_batch_size,
@@ -87,6 +84,8 @@ def setup_run(
         model, optimizer, scheduler = setup_model_and_optimizer(
             model_provider, ModelType.encoder_or_decoder, args=args, config_overrides=config_overrides
         )
+        optimizer.config.timers = timers
+    get_model_config(model).timers = timers
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks, model=model)
     config = get_model_config(model)
@@ -107,6 +106,8 @@ def setup_run(
         state=TrainState(),
         callbacks=every_callback,
         exit_conditions=ExitConditions(training),
+        timers=timers,
+        meters=build_meters(logging, args, model=model, optimizer=optimizer, timers=timers, device=default_device()),
     )
     seed_data_parallel_rank(args.seed, dist.get_rank(run.groups.dp))
     run.load_checkpoint()
@@ -212,25 +213,3 @@ def split_sizes(training: TrainingConfig, batches: BatchSchedule) -> list[int]:
     train = 0 if training.skip_train else training.train_samples or batches.samples_after(train_iters)
     evaluation = training.eval_iters * batches.final_size
     return [train, evaluations * evaluation, evaluation]
-
-
-def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, model: nn.Module) -> CallbackList:
-    """Logs and display of rank 0; other ranks only run what the script adds."""
-    if dist.get_rank() != 0:
-        return CallbackList(tuple(extra))
-    logging = config_from_args(LoggingConfig, args)
-    console = Console(highlight=False, soft_wrap=True)
-    write: Callable[[str], None] = print_rank_0
-    callbacks: list[Callback] = []
-    # None where the launcher closed it.
-    if sys.stdout is not None and sys.stdout.isatty():
-        callbacks.append(ProgressBar(console))
-        # Through the same console, so that lines scroll above the bar instead of through it.
-        write = functools.partial(console.print, markup=False)
-    callbacks.append(ConsoleLog(logging.log_interval, train_iters=args.train_iters or 0, write=write))
-    folder = logging.tensorboard_dir or args.save
-    if folder is not None:
-        callbacks += [RunFile(Path(folder), record=describe_run(args, model)), JsonlLog(Path(folder))]
-    if logging.tensorboard_dir is not None:
-        callbacks.append(TensorBoardLog(logging.tensorboard_dir, interval=logging.tensorboard_log_interval))
-    return CallbackList((*callbacks, *extra))

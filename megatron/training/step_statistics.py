@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder, LayerTotals
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -79,6 +80,7 @@ def total_layers(model: nn.Module) -> LayerTotals | None:
     return chunk.aux_losses.layer_totals()
 
 
+@record_function("reduce_statistics_sync")
 def reduce_statistics_sync(
     totals: Totals,
     group: dist.ProcessGroup | None,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.profiler import record_function
 
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ConfigOverrides
@@ -82,8 +83,9 @@ def train(run: TrainingRun) -> ExitReason | None:
         if run.owes_evaluation:
             evaluate_validation(run)
         while state.iteration < run.train_iters and reason is None:
+            run.callbacks.on_step_start(state.iteration)
             report, reason = train_step(run)
-            run.callbacks.on_step_end(report)
+            run.callbacks.on_step_end(run.measured(report))
             if run.owes_evaluation and reason is not ExitReason.SIGNAL:
                 evaluate_validation(run)
             if exits.at_interval(state.iteration):
@@ -99,6 +101,7 @@ def train(run: TrainingRun) -> ExitReason | None:
     return reason
 
 
+@record_function("train_step")
 def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     """One optimizer step over a global batch; returns what it did and why any rank wants to stop.
 
@@ -111,12 +114,13 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     batch_size = run.global_batch_size
     run.optimizer.zero_grad()
 
-    reports = get_forward_backward_func()(
-        forward_step_func=run.forward_step,
-        data_iterator=run.train_iterator,
-        model=run.model,
-        num_microbatches=run.num_microbatches,
-    )
+    with run.timers("forward-backward", log_level=1):
+        reports = get_forward_backward_func()(
+            forward_step_func=run.forward_step,
+            data_iterator=run.train_iterator,
+            model=run.model,
+            num_microbatches=run.num_microbatches,
+        )
 
     # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
     layers, auxiliary = total_layers(run.model), total_auxiliary_losses(run.model)
@@ -127,10 +131,12 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     )
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, run.groups.dp, iteration=run.state.iteration + 1)
-    run.finalize_model_grads.finish()
+    with run.timers("all-grads-sync", log_level=1):
+        run.finalize_model_grads.finish()
 
     loss_scale = run.optimizer.get_loss_scale()
-    updated, grad_norm, num_zeros = run.optimizer.step()
+    with run.timers("optimizer", log_level=1):
+        updated, grad_norm, num_zeros = run.optimizer.step()
     if updated:
         run.scheduler.step(increment=batch_size)
     run.count_step(updated=updated, nan=statistics.nan)

@@ -164,6 +164,7 @@ _LOG_LINES = (
     r" \[[-0-9]+ [:0-9]+\] iteration +\d+/ +\d+ \| consumed samples: .* \| lm loss: ",
     r"[ -]*validation loss at iteration \d+ ",
     r"-+$",
+    r"\[Rank 0\] \(after \d+ iterations\) memory \(MB\) \|",
     r"  successfully saved checkpoint from iteration +\d+$",
     r"  exiting at iteration \d+: ",
     r"There is no checkpoint in .*: starting from scratch\.$",

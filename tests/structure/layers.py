@@ -27,7 +27,8 @@ LAYERS = (
     Layer(
         1,
         "base",
-        r"megatron\.core\.(activations|agreement|batch_schedule|checksum|config_field|device|packed_seq_params|utils|weight_matrices)",
+        r"megatron\.core\.(activations|agreement|batch_schedule|checksum|config_field|device"
+        r"|packed_seq_params|timers|utils|weight_matrices)",
     ),
     Layer(1, "base", r"megatron\.core\.datasets\.(utils|splits)"),  # what the words of --split and --data-path mean
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),

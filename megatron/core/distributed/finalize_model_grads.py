@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 
 from megatron.core.distributed.collectives import group_size
 from megatron.core.distributed.plain_data_parallel import PlainDataParallel
@@ -23,6 +24,7 @@ class FinalizesStep(Protocol):
         ...
 
 
+@record_function("finalize_model_grads")
 def finalize_model_grads(model: list[nn.Module], num_tokens: torch.Tensor | None = None) -> None:
     """Reduces the gradients of all chunks over their data-parallel groups and ends the models' step. Collective.
 

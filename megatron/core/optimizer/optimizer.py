@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, sharded_tensors
@@ -78,6 +79,7 @@ class MegatronOptimizer:
         # In fp32, or a scaled fp16 loss would overflow before its gradients do.
         return loss if self.grad_scaler is None else loss.float() * self._loss_scale
 
+    @record_function("MegatronOptimizer.step")
     def step(self) -> tuple[bool, float, float | None]:
         """Updates the parameters from reduced gradients: (whether it did, gradient norm, zeros if configured).
 
@@ -88,7 +90,8 @@ class MegatronOptimizer:
         for run in self._runs:
             run.check_attached()
         # One pass for both: a norm is finite only if every gradient is.
-        scaled_norm = self._grad_norm()
+        with self.config.timers("optimizer-clip-main-grad", log_level=1):
+            scaled_norm = self._grad_norm()
         found_inf = not math.isfinite(scaled_norm)
         grad_norm = scaled_norm / self._loss_scale
         divisor = self._loss_scale / self._clip_coefficient(grad_norm)
@@ -98,8 +101,10 @@ class MegatronOptimizer:
         if found_inf:
             return False, grad_norm, None
         # Before the update, which may overwrite gradients with unscaled ones.
-        num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
-        self._update(divisor)
+        with self.config.timers("optimizer-count-zeros", log_level=1):
+            num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
+        with self.config.timers("optimizer-inner-step", log_level=1):
+            self._update(divisor)
         return True, grad_norm, num_zeros
 
     def params_norm(self) -> float:

@@ -3,13 +3,14 @@
 Learning-rate and weight-decay schedules are in megatron/core/optimizer_param_scheduler.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.optimizer.muon_config import MuonConfig
+from megatron.core.timers import Timers
 
 
 @dataclass(kw_only=True)
@@ -59,6 +60,7 @@ class OptimizerConfig(MuonConfig):
     params_dtype: torch.dtype = config_field(torch.float32, flags=(), help="Type of the model's parameters.")
     deterministic_mode: bool = config_field(False, flags=(), help="Accumulate norms in fp64.")
     log_num_zeros_in_grad: bool = config_field(False, flags=(), help="Let step() count zeros in the gradient.")
+    timers: Timers = field(default_factory=Timers)
 
     def __post_init__(self) -> None:
         validate_fields(self)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, validate_schedule
@@ -53,10 +54,13 @@ class ScheduleRunner:
 
     def _execute(self, action: Action) -> None:
         if action.kind is ActionKind.FORWARD:
-            self._losses[action.microbatch] = self._forward()
+            with self.config.timers("forward-compute", log_level=2):
+                self._losses[action.microbatch] = self._forward()
         else:
-            self._backward(self._losses.pop(action.microbatch))
+            with self.config.timers("backward-compute", log_level=2):
+                self._backward(self._losses.pop(action.microbatch))
 
+    @record_function("ScheduleRunner._forward")
     def _forward(self) -> torch.Tensor:
         self._set_aux_loss_scale()
         output, loss_function = self.forward_step(self.data_iterator, self.model)
@@ -81,6 +85,7 @@ class ScheduleRunner:
         parts = 1 if self.config.calculate_per_token_loss else self.num_microbatches
         self.config.aux_loss_scale_func(scale / parts)
 
+    @record_function("ScheduleRunner._backward")
     def _backward(self, loss: torch.Tensor) -> None:
         if self.config.grad_scale_func is not None:
             loss = self.config.grad_scale_func(loss)

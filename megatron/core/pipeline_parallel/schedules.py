@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from megatron.core.model_parallel_config import validate_callables
 from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
@@ -24,6 +25,7 @@ def get_forward_backward_func() -> Callable[..., list[dict[str, torch.Tensor]]]:
     return forward_backward_no_pipelining
 
 
+@record_function("forward_backward_no_pipelining")
 def forward_backward_no_pipelining(
     *,
     forward_step_func: ForwardStep,

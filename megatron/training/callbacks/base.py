@@ -26,6 +26,7 @@ class StepReport:
     after the step. tflops: 10^12 operations a second of one device; mfu: their share of its peak. memory: bytes of
     this rank by kind. timers: milliseconds a step by timer, of the slowest rank, mean since the last log line.
     expert_load: layer number to tokens per expert over all ranks. per_layer: name to layer number to value.
+    notes: lines for the console below that of the step.
     """
 
     iteration: int
@@ -50,6 +51,7 @@ class StepReport:
     rank_times: RankTimes | None = None
     expert_load: dict[int, list[int]] | None = None
     per_layer: dict[str, dict[int, float]] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,9 @@ class Callback:
 
     def on_train_start(self, start: RunStart) -> None:
         """Before the first step."""
+
+    def on_step_start(self, iteration: int) -> None:
+        """Before each training step; `iteration` steps are done."""
 
     def on_step_end(self, report: StepReport) -> None:
         """After each training step."""
@@ -105,6 +110,11 @@ class CallbackList(Callback):
         """See Callback."""
         for callback in self.callbacks:
             callback.on_train_start(start)
+
+    def on_step_start(self, iteration: int) -> None:
+        """See Callback."""
+        for callback in self.callbacks:
+            callback.on_step_start(iteration)
 
     def on_step_end(self, report: StepReport) -> None:
         """See Callback."""

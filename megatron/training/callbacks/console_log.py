@@ -48,17 +48,20 @@ class ConsoleLog(Callback):
     def _flush(self) -> None:
         if self._reports:
             self.write(format_training_line(self._reports, self.train_iters))
+            for note in (note for report in self._reports for note in report.notes):
+                self.write(note)
             self._reports.clear()
 
 
 def format_training_line(reports: list[StepReport], train_iters: int) -> str:
     """One log line for consecutive steps; field names and order are Megatron-LM's."""
     last = reports[-1]
-    milliseconds = 1000.0 * sum(report.seconds for report in reports) / len(reports)
+    seconds = sum(report.seconds for report in reports)
     fields = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{train_iters:8d}",
         f" consumed samples: {last.consumed_samples:12d}",
-        f" elapsed time per iteration (ms): {milliseconds:.1f}",
+        f" elapsed time per iteration (ms): {1000.0 * seconds / len(reports):.1f}",
+        *_throughput_fields(reports, seconds),
         f" learning rate: {last.learning_rate:.6E}",
         f" global batch size: {last.global_batch_size:5d}",
         *(f" {name}: {value:.6E}" for name, value in mean_losses(reports).items()),
@@ -67,9 +70,28 @@ def format_training_line(reports: list[StepReport], train_iters: int) -> str:
     ]
     if last.num_zeros is not None:
         fields.append(f" num zeros: {last.num_zeros}")
+    if last.params_norm is not None:
+        fields.append(f" params norm: {last.params_norm:.3f}")
     fields.append(f" number of skipped iterations: {sum(report.skipped for report in reports):3d}")
     fields.append(f" number of nan iterations: {sum(report.nan for report in reports):3d}")
     return " |".join(fields) + " |"
+
+
+def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:
+    """Operations a second over the whole interval, where the steps know theirs."""
+    fields = []
+    means = {
+        name: sum((vars(report)[name] or 0.0) * report.seconds for report in reports) / seconds
+        for name in ("tflops", "mfu")
+        if vars(reports[-1])[name] is not None
+    }
+    if "tflops" in means:
+        # A CPU's share of one would read as nothing.
+        digits = 1 if means["tflops"] >= 1 else 4
+        fields.append(f" throughput per GPU (TFLOP/s/GPU): {means['tflops']:.{digits}f}")
+    if "mfu" in means:
+        fields.append(f" MFU (%): {100.0 * means['mfu']:.1f}")
+    return fields
 
 
 def mean_losses(reports: list[StepReport]) -> dict[str, float]:
@@ -81,15 +103,21 @@ def mean_losses(reports: list[StepReport]) -> dict[str, float]:
 
 
 def format_evaluation_line(report: EvaluationReport) -> str:
-    """One line with value and perplexity of each loss of the split."""
+    """One line with each value of the split, and the perplexity of those that are losses."""
     where = f"iteration {report.iteration}"
     if report.final:
         where += f" on {report.split} set"
     parts = [f"validation loss at {where}"]
     for name, value in report.losses.items():
         parts.append(f"{name} value: {value:.6E}")
-        parts.append(f"{name} PPL: {perplexity(value):.6E}")
+        if is_loss(name):
+            parts.append(f"{name} PPL: {perplexity(value):.6E}")
     return " " + " | ".join(parts) + " | "
+
+
+def is_loss(name: str) -> bool:
+    """Whether a script's value of that name is a loss, by its last word: an accuracy has no perplexity."""
+    return name.endswith("loss")
 
 
 def perplexity(loss: float) -> float:

@@ -1,13 +1,16 @@
 """Scalars of the run for TensorBoard, under the tags that Megatron users' dashboards know."""
 
+import torch.distributed as dist
+
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
-from megatron.training.callbacks.console_log import perplexity
+from megatron.training.callbacks.console_log import is_loss, perplexity
+from megatron.training.logging_config import LoggingConfig
 
 
 class TensorBoardLog(Callback):
-    """Writes every `interval` iterations to `folder`."""
+    """Writes every `tensorboard_log_interval` iterations to `folder`."""
 
-    def __init__(self, folder: str, *, interval: int) -> None:
+    def __init__(self, folder: str, config: LoggingConfig) -> None:
         try:
             # Optional, and a second to import: only runs that ask for it pay.
             from torch.utils.tensorboard import SummaryWriter
@@ -16,38 +19,59 @@ class TensorBoardLog(Callback):
                 f"--tensorboard-dir is {folder}: the package tensorboard is missing, install megatron-stash[report]"
             ) from error
 
-        self.interval = interval
+        self.config = config
         self._folder = folder
         self._open = SummaryWriter
         self._writer: SummaryWriter | None = None
 
     def on_train_start(self, start: RunStart) -> None:
         """Opens the event file; points of an earlier run past the start are hidden by `purge_step`."""
-        self._writer = self._open(self._folder, purge_step=start.iteration + 1)
+        self._writer = self._open(
+            self._folder, purge_step=start.iteration + 1, max_queue=self.config.tensorboard_queue_size
+        )
 
     def on_step_end(self, report: StepReport) -> None:
-        """Writes losses, learning rate, norm and speed."""
-        if report.iteration % self.interval:
+        """Writes losses, learning rate, norm, speed, and what flags add."""
+        if report.iteration % self.config.tensorboard_log_interval:
             return
-        scalars = {
+        scalars: dict[str, float | None] = {
             **report.losses,
             "learning-rate": report.learning_rate,
             "batch-size": report.global_batch_size,
-            "loss-scale": report.loss_scale,
             "grad-norm": report.grad_norm,
             "iteration-time": report.seconds,
             "tokens-per-second": report.tokens / report.seconds,
             **_layer_scalars(report),
+            "num-zeros": report.num_zeros,
+            "params-norm": report.params_norm,
+            "throughput": report.tflops,
+            "mfu": report.mfu,
+            "decoupled-learning-rate": report.decoupled_learning_rate,
+            **self._optional_scalars(report),
         }
         for tag, value in scalars.items():
             if value is not None:
                 self._add(tag, value, step=report.iteration)
 
+    def _optional_scalars(self, report: StepReport) -> dict[str, float]:
+        scalars: dict[str, float] = {}
+        if self.config.log_loss_scale_to_tensorboard:
+            scalars["loss-scale"] = report.loss_scale
+        if self.config.log_world_size_to_tensorboard:
+            scalars["world-size"] = dist.get_world_size()
+        if self.config.log_memory_to_tensorboard:
+            memory = report.memory or {}
+            scalars |= {f"mem-{kind.replace('_', '-')}-bytes": value for kind, value in memory.items()}
+        if self.config.log_timers_to_tensorboard:
+            scalars |= {f"{name}-time": ms / 1000.0 for name, ms in (report.timers or {}).items()}
+        return scalars
+
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Writes loss and perplexity of the split."""
+        """Writes the values of the split, and their perplexity if asked to."""
         for name, value in report.losses.items():
             self._add(f"{name} {report.split}", value, step=report.iteration)
-            self._add(f"{name} {report.split} ppl", perplexity(value), step=report.iteration)
+            if self.config.log_validation_ppl_to_tensorboard and is_loss(name):
+                self._add(f"{name} {report.split} ppl", perplexity(value), step=report.iteration)
 
     def on_run_end(self) -> None:
         """Writes what is buffered and closes the file."""

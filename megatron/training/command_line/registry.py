@@ -18,9 +18,9 @@ from megatron.training.config import (
     CheckpointConfig,
     CommandLineConfig,
     DistributedConfig,
-    LoggingConfig,
     TrainingConfig,
 )
+from megatron.training.logging_config import LoggingConfig
 
 # Groups of --help appear in this order.
 CONFIG_CLASSES: tuple[type, ...] = (

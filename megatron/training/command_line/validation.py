@@ -39,6 +39,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_attention(args)
     check_experts(args)
     check_schedule(args)
+    check_logging(args)
     derive_shapes(args)
     derive_run_state(args)
     # Last, because it needs the derived values; a wrong field stops the run before any process group exists.
@@ -220,6 +221,11 @@ def check_checkpoints(args: argparse.Namespace) -> None:
         raise CommandLineError("--skip-train evaluates what --load holds: give the folder of the checkpoint")
     if args.save_interval is not None and args.save is None:
         raise CommandLineError("--save-interval needs --save: give the folder for the checkpoints")
+
+
+def check_logging(args: argparse.Namespace) -> None:
+    if args.log_progress and args.save is None:
+        raise CommandLineError("--log-progress needs --save: progress.txt stands beside the checkpoints")
 
 
 def derive_shapes(args: argparse.Namespace) -> None:

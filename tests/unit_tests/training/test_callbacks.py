@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,8 +16,10 @@ from megatron.training.callbacks import CallbackList, EvaluationReport, RankTime
 from megatron.training.callbacks.console_log import ConsoleLog, format_evaluation_line, format_training_line
 from megatron.training.callbacks.jsonl_log import JsonlLog
 from megatron.training.callbacks.progress_bar import ProgressBar
+from megatron.training.callbacks.progress_file import last_stretch
 from megatron.training.callbacks.run_file import RunFile
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
+from megatron.training.logging_config import LoggingConfig
 
 STEP = StepReport(
     iteration=3,
@@ -46,6 +49,49 @@ def test_training_line_has_the_fields_that_parsers_of_megatron_logs_expect() -> 
     assert re.fullmatch(expected, line)
 
 
+# How users' scripts take numbers out of a log.
+USERS_PATTERNS = {
+    r"iteration\s+(\d+)/\s*\d+": "4",
+    r"consumed samples:\s+(\d+)": "24",
+    r"elapsed time per iteration \(ms\): ([\d.]+)": "500.0",
+    r"learning rate: ([\d.]+E[+-]\d+)": "3.000000E-04",
+    r"global batch size:\s+(\d+)": "8",
+    r"lm loss: ([\d.]+E[+-]\d+) \|": "2.000000E+00",
+    r"loss scale: ([\d.]+)": "1.0",
+    r"grad norm: ([\d.]+)": "1.235",
+    r"number of skipped iterations:\s+(\d+)": "0",
+    r"number of nan iterations:\s+(\d+)": "0",
+}
+PATTERNS_OF_FLAGS = {
+    r"num zeros: (\d+)": "7",
+    r"params norm: ([\d.]+)": "12.500",
+    r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)": "150.0",
+    r"MFU \(%\): ([\d.]+)": "45.0",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "patterns"),
+    [
+        ({}, USERS_PATTERNS),
+        (
+            {"num_zeros": 7, "params_norm": 12.5, "tflops": 200.0, "mfu": 0.6, "notes": ("a note",)},
+            USERS_PATTERNS | PATTERNS_OF_FLAGS,
+        ),
+    ],
+)
+def test_patterns_that_users_have_find_every_number(fields: dict[str, Any], patterns: dict[str, str]) -> None:
+    lines: list[str] = []
+    log = ConsoleLog(2, train_iters=100, write=lines.append)
+    # Throughput is that of the interval: a slow step weighs more.
+    slow = {name: fields[name] / 2 for name in ("tflops", "mfu") if name in fields}
+    log.on_step_end(replace(STEP, **slow))
+    log.on_step_end(replace(STEP, iteration=4, **fields))
+    found = {pattern: re.findall(pattern, lines[0]) for pattern in patterns}
+    assert found == {pattern: [value] for pattern, value in patterns.items()}
+    assert tuple(lines[1:]) == fields.get("notes", ())
+
+
 def test_skipped_steps_are_counted_but_not_averaged() -> None:
     skipped = replace(STEP, losses={"lm loss": math.inf, "z_loss": 1.0}, skipped=True, nan=True)
     line = format_training_line([skipped, STEP, skipped], 100)
@@ -57,6 +103,8 @@ def test_skipped_steps_are_counted_but_not_averaged() -> None:
 def test_validation_line_has_loss_and_perplexity() -> None:
     line = format_evaluation_line(EVALUATION)
     assert line == " validation loss at iteration 4 | lm loss value: 1.500000E+00 | lm loss PPL: 4.481689E+00 | "
+    ours = format_evaluation_line(replace(EVALUATION, losses={"lm loss": 1.5, "accuracy": 0.5}))
+    assert "lm loss PPL: 4.481689E+00 | accuracy value: 5.000000E-01 | " in ours and "accuracy PPL" not in ours
     final = format_evaluation_line(replace(EVALUATION, split="test", final=True))
     assert "validation loss at iteration 4 on test set |" in final
 
@@ -116,6 +164,19 @@ def test_run_file_lists_every_start_until_a_run_begins_anew(tmp_path: Path) -> N
     assert starts == [[0], [0, 4], [0, 4, 6], [0]]
 
 
+def test_cumulative_throughput_counts_from_the_first_job_on_as_many_devices() -> None:
+    lines = [
+        "2026-01-01 00:00:00\tJob ID: 1\t# GPUs: 8\tStarting job",
+        "2026-01-02 00:00:00\tJob ID: 1\t# GPUs: 8\tSaved checkpoint\tFloating-point operations: 1.50e+20",
+        "something that a user noted",
+        "2026-01-03 00:00:00\tJob ID: 2\t# GPUs: 16\tStarting job",
+        "2026-01-04 00:00:00\tJob ID: 3\t# GPUs: 16\tStarting job",
+    ]
+    stretch = last_stretch("\n".join(lines), 16)
+    assert stretch is not None and (stretch.start.day, stretch.flops) == (3, 1.5e20)
+    assert last_stretch("\n".join(lines), 8) is None
+
+
 def test_not_a_number_is_valid_json_for_strict_readers(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path)
     log.on_train_start(RunStart(iteration=0, train_iters=9))
@@ -125,17 +186,22 @@ def test_not_a_number_is_valid_json_for_strict_readers(tmp_path: Path) -> None:
     assert record["lm_loss"] == "NaN" and record["grad_norm"] == "Infinity"
 
 
-def test_tensorboard_holds_every_scalar_under_its_tag(tmp_path: Path) -> None:
-    log = TensorBoardLog(str(tmp_path), interval=2)
+@pytest.mark.parametrize("switches", [{}, {"log_validation_ppl_to_tensorboard": True}])
+def test_tensorboard_holds_every_scalar_under_its_tag(tmp_path: Path, switches: dict[str, bool]) -> None:
+    flags = {"log_timers_to_tensorboard": True, "log_memory_to_tensorboard": True, **switches}
+    log = TensorBoardLog(str(tmp_path), LoggingConfig(tensorboard_log_interval=2, **flags))
     log.on_train_start(RunStart(iteration=0, train_iters=9))
     for iteration in (1, 2, 3, 4):
-        log.on_step_end(replace(STEP, iteration=iteration))
-    log.on_evaluation_end(EVALUATION)
+        measured = {"params_norm": 3.0, "memory": {"max_allocated": 7}, "timers": {"optimizer": 500.0}}
+        log.on_step_end(replace(STEP, iteration=iteration, **measured))
+    log.on_evaluation_end(replace(EVALUATION, losses={"lm loss": 1.5, "accuracy": 0.5}))
     log.on_run_end()
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert {"lm loss", "z_loss", "learning-rate", "grad-norm", "lm loss validation ppl"} <= set(
-        events.Tags()["scalars"]
-    )
+    tags = set(events.Tags()["scalars"])
+    assert {"lm loss", "z_loss", "learning-rate", "grad-norm", "params-norm", "loss-scale"} <= tags
+    assert ("lm loss validation ppl" in tags) == bool(switches) and "accuracy validation ppl" not in tags
+    last = {tag: events.Scalars(tag)[-1].value for tag in ("mem-max-allocated-bytes", "optimizer-time")}
+    assert last == {"mem-max-allocated-bytes": 7.0, "optimizer-time": 0.5}
     assert [event.step for event in events.Scalars("lm loss")] == [2, 4]
 
 

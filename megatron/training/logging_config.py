@@ -1,0 +1,50 @@
+"""Settings of what a run reports of itself: log, TensorBoard, timers, profiler, memory; and of Python's own pauses."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """What is reported while training runs."""
+
+    cli_group: ClassVar[str] = "logging"
+
+    log_interval: int = config_field(100, help="Steps between log lines.", at_least=1)
+    log_throughput: bool = config_field(
+        False, help="Log operations a second per device (TFLOP/s), and their share of a known GPU's bf16 peak."
+    )
+    log_params_norm: bool = config_field(False, help="Log the 2-norm of all parameters after each step.")
+    log_num_zeros_in_grad: bool = config_field(False, help="Log how many elements of the gradient are exactly zero.")
+    log_progress: bool = config_field(False, help="Append starts and checkpoints to progress.txt in --save.")
+    timing_log_level: int = config_field(
+        0,
+        help="0: no timers; 1: the parts of a step; 2: also each micro-batch's forward, backward and data.",
+        choices=(0, 1, 2),
+    )
+    timing_log_option: str = config_field(
+        "minmax",
+        help="Times in the log: the slowest rank's, the fastest and slowest ranks', or all ranks'.",
+        choices=("max", "minmax", "all"),
+    )
+    tensorboard_dir: str | None = config_field(None, help="Folder for TensorBoard files; unset: none are written.")
+    tensorboard_log_interval: int = config_field(1, help="Steps between TensorBoard points.", at_least=1)
+    tensorboard_queue_size: int = config_field(
+        1000, help="TensorBoard points held in memory before they are written.", at_least=1
+    )
+    log_timers_to_tensorboard: bool = config_field(False, help="Write the timers of --timing-log-level to TensorBoard.")
+    log_loss_scale_to_tensorboard: bool = config_field(
+        True,
+        flags=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
+        help="Leave the loss scale out of TensorBoard.",
+    )
+    log_validation_ppl_to_tensorboard: bool = config_field(
+        False, help="Write the perplexity of evaluations to TensorBoard."
+    )
+    log_memory_to_tensorboard: bool = config_field(False, help="Write memory by kind to TensorBoard.")
+    log_world_size_to_tensorboard: bool = config_field(False, help="Write the number of processes to TensorBoard.")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)

@@ -1,0 +1,163 @@
+"""What a step's report holds beside what the step knows itself: each meter adds one thing that a flag asks for.
+
+Meters run on every rank after each step and may be collective; printing and writing is the callbacks' work.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.device import device_name, memory_bytes, peak_bf16_tflops
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from megatron.core.timers import Timers, format_times
+from megatron.training.callbacks import RankTimes, StepReport
+from megatron.training.flops import num_floating_point_operations
+from megatron.training.logging_config import LoggingConfig
+
+# The timers of a step in the order of the log; a timer that never ran is not shown.
+STEP_TIMERS = (
+    "forward-backward",
+    "forward-compute",
+    "backward-compute",
+    "batch-generator",
+    "all-grads-sync",
+    "optimizer-clip-main-grad",
+    "optimizer-count-zeros",
+    "optimizer-inner-step",
+    "optimizer",
+)
+# Those in which a rank of a data-parallel group waits for no other.
+_OWN_WORK = ("forward-backward", "optimizer")
+_MEMORY_WORDS = {
+    "allocated": "allocated",
+    "max_allocated": "max allocated",
+    "reserved": "reserved",
+    "max_reserved": "max reserved",
+    "rss": "resident",
+    "peak_rss": "max resident",
+}
+
+
+class Meter(Protocol):
+    """Adds one thing to the report of a step."""
+
+    def measure(self, report: StepReport) -> StepReport:
+        """The report with what this meter measured; collective."""
+
+
+def build_meters(
+    logging: LoggingConfig,
+    args: argparse.Namespace,
+    *,
+    model: nn.Module,
+    optimizer: MegatronOptimizer | None,
+    timers: Timers,
+    device: torch.device,
+) -> list[Meter]:
+    """The meters that the flags ask for; memory is always measured, at log lines."""
+    meters: list[Meter] = [MemoryMeter(device, logging.log_interval)]
+    if logging.log_throughput:
+        meters.append(ThroughputMeter(args, device_name(device), world_size=dist.get_world_size()))
+    if logging.log_params_norm and optimizer is not None:
+        meters.append(ParamsNormMeter(optimizer, model))
+    if logging.timing_log_level > 0:
+        meters.append(TimerMeter(timers, logging.log_interval))
+    return meters
+
+
+class ThroughputMeter:
+    """Operations a second of one device and their share of its peak (MFU), where that is known."""
+
+    def __init__(self, args: argparse.Namespace, name: str, *, world_size: int) -> None:
+        # Linear in the batch, which may grow in the course of a run.
+        self._tflop_per_sample = num_floating_point_operations(args, 1) / 1e12 / world_size
+        self._peak = peak_bf16_tflops(name)
+
+    def measure(self, report: StepReport) -> StepReport:
+        """Sets tflops and mfu."""
+        tflops = self._tflop_per_sample * report.global_batch_size / report.seconds
+        return replace(report, tflops=tflops, mfu=None if self._peak is None else tflops / self._peak)
+
+
+class ParamsNormMeter:
+    """2-norm of all parameters: trained ones as the optimizer holds them, frozen ones as the model does."""
+
+    def __init__(self, optimizer: MegatronOptimizer, model: nn.Module) -> None:
+        self._optimizer = optimizer
+        self._frozen = [param.detach() for param in model.parameters() if not param.requires_grad]
+
+    def measure(self, report: StepReport) -> StepReport:
+        """Sets params_norm."""
+        frozen = get_grad_norm_fp32(self._frozen, accumulate_in=torch.float64) if self._frozen else 0.0
+        return replace(report, params_norm=math.hypot(self._optimizer.params_norm(), frozen))
+
+
+class MemoryMeter:
+    """Bytes by kind on this rank at each log line, and a line for the console below the first."""
+
+    def __init__(self, device: torch.device, interval: int) -> None:
+        self._device = device
+        self._interval = interval
+        self._told = False
+
+    def measure(self, report: StepReport) -> StepReport:
+        """Sets memory."""
+        if report.iteration % self._interval:
+            return report
+        memory = memory_bytes(self._device)
+        # A notice of every line would say the same again: memory settles in the first steps.
+        notes = () if self._told else (memory_line(memory, report.iteration, on_gpu=self._device.type == "cuda"),)
+        self._told = True
+        return replace(report, memory=memory, notes=(*report.notes, *notes))
+
+
+def memory_line(memory: dict[str, int], iteration: int, *, on_gpu: bool) -> str:
+    """The line under the first log line: a GPU's memory, or the process's on the CPU."""
+    kinds = [kind for kind in memory if kind.endswith("rss") != on_gpu]
+    figures = [f" {_MEMORY_WORDS[kind]}: {memory[kind] / 2**20:.1f}" for kind in kinds]
+    return " |".join([f"[Rank 0] (after {iteration} iterations) memory (MB)", *figures])
+
+
+class TimerMeter:
+    """Gathers the timers of all ranks at log lines, and says which rank worked longest."""
+
+    def __init__(self, timers: Timers, interval: int) -> None:
+        self._timers = timers
+        self._interval = interval
+        self._steps = 0
+
+    def measure(self, report: StepReport) -> StepReport:
+        """Sets timers and rank_times: means over the steps since the last line."""
+        self._steps += 1
+        if report.iteration % self._interval:
+            return report
+        seconds = self._timers.seconds_by_rank(STEP_TIMERS)
+        milliseconds = {name: 1000.0 * max(ranks) / self._steps for name, ranks in seconds.items() if any(ranks)}
+        times = rank_times([[1000.0 * t / self._steps for t in seconds[name]] for name in _OWN_WORK])
+        notes = [format_times(seconds, self._timers.log_option, normalizer=self._steps)]
+        if len(seconds[_OWN_WORK[0]]) > 1:
+            notes.append(slowest_rank_line(times))
+        self._steps = 0
+        return replace(report, timers=milliseconds, rank_times=times, notes=(*report.notes, *notes))
+
+
+def rank_times(milliseconds: Sequence[Sequence[float]]) -> RankTimes:
+    """The fastest and the slowest rank by the sum over rows; milliseconds: [timers][ranks]."""
+    totals = [sum(column) for column in zip(*milliseconds, strict=True)]
+    fastest, slowest = (totals.index(choose(totals)) for choose in (min, max))
+    return RankTimes(min_ms=totals[fastest], min_rank=fastest, max_ms=totals[slowest], max_rank=slowest)
+
+
+def slowest_rank_line(times: RankTimes) -> str:
+    """The line that names the ranks, for the console."""
+    return (
+        f"work of a rank per iteration (ms), waiting left out | fastest: rank {times.min_rank}, {times.min_ms:.1f} | "
+        f"slowest: rank {times.max_rank}, {times.max_ms:.1f} |"
+    )

@@ -1,0 +1,50 @@
+"""Builds the callbacks of a run from its arguments: logs and display on rank 0, the rest where it belongs."""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+from megatron.training.arguments import config_from_args
+from megatron.training.callbacks import Callback, CallbackList
+from megatron.training.callbacks.console_log import ConsoleLog
+from megatron.training.callbacks.jsonl_log import JsonlLog
+from megatron.training.callbacks.progress_bar import ProgressBar
+from megatron.training.callbacks.progress_file import ProgressFile
+from megatron.training.callbacks.run_file import RunFile, describe_run
+from megatron.training.callbacks.tensorboard_log import TensorBoardLog
+from megatron.training.console import print_rank_0
+from megatron.training.logging_config import LoggingConfig
+
+
+def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, model: nn.Module) -> CallbackList:
+    """All callbacks of this rank, those of the script last."""
+    return CallbackList((*_first_rank_callbacks(args, model), *extra))
+
+
+def _first_rank_callbacks(args: argparse.Namespace, model: nn.Module) -> list[Callback]:
+    if dist.get_rank() != 0:
+        return []
+    logging = config_from_args(LoggingConfig, args)
+    console = Console(highlight=False, soft_wrap=True)
+    write: Callable[[str], None] = print_rank_0
+    callbacks: list[Callback] = []
+    # None where the launcher closed it.
+    if sys.stdout is not None and sys.stdout.isatty():
+        callbacks.append(ProgressBar(console))
+        # Through the same console, so that lines scroll above the bar instead of through it.
+        write = functools.partial(console.print, markup=False)
+    callbacks.append(ConsoleLog(logging.log_interval, train_iters=args.train_iters or 0, write=write))
+    folder = logging.tensorboard_dir or args.save
+    if folder is not None:
+        callbacks += [RunFile(Path(folder), record=describe_run(args, model)), JsonlLog(Path(folder))]
+    if logging.tensorboard_dir is not None:
+        callbacks.append(TensorBoardLog(logging.tensorboard_dir, logging))
+    if logging.log_progress:
+        callbacks.append(ProgressFile(Path(args.save), args))
+    return callbacks
