@@ -112,6 +112,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     learning_rate, weight_decay = (run.optimizer.param_groups[0][name] for name in ("lr", "weight_decay"))
     # Of this step: counting it moves the run on to the next batch size.
     batch_size = run.global_batch_size
+    decoupled_learning_rate = run.optimizer.decoupled_learning_rate
     run.optimizer.zero_grad()
 
     with run.timers("forward-backward", log_level=1):
@@ -157,5 +158,6 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         weight_decay=weight_decay,
         per_layer=statistics.per_layer,
         expert_load=statistics.expert_load,
+        decoupled_learning_rate=decoupled_learning_rate,
     )
     return report, statistics.exit_reason

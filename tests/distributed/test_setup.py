@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from megatron.core.optimizer import ParamGroupOverride, ParamKey
 from megatron.training.training import train_step
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import command_line, read_bases
@@ -26,3 +27,20 @@ def _resume(argv: list[str], folder: str) -> tuple[int, tuple[int, int], tuple[i
         run.save_checkpoint()
     with started_run([*argv, "--load", folder]) as run:
         return run.global_batch_size, before, (run.args.iteration, run.args.consumed_train_samples)
+
+
+def test_overrides_of_a_script_reach_the_optimizer_and_may_change_when_it_resumes(tmp_path: Path) -> None:
+    argv = command_line({**read_bases()["llama"], **FLAGS, "decoupled-lr": 0.5})
+    assert run_on_ranks(_rates_across_a_resume, 1, argv, str(tmp_path)) == [([0.005, 0.25, 0.01], [0.01, 0.5, 0.03])]
+
+
+def _rates_across_a_resume(argv: list[str], folder: str) -> tuple[list[float], list[float]]:
+    norms = ParamKey(name="*layernorm.weight")
+    seen = []
+    for where, factor in (("--save", 2.0), ("--load", 3.0)):
+        with started_run([*argv, where, folder], config_overrides={norms: ParamGroupOverride(lr_mult=factor)}) as run:
+            train_step(run)
+            assert run.optimizer is not None
+            seen.append([group["lr"] for group in run.optimizer.param_groups if group["params"]])
+            run.save_checkpoint()
+    return seen[0], seen[1]

@@ -15,6 +15,7 @@ import pretrain_gpt
 from megatron.core import parallel_state
 from megatron.core.distributed import PlainDataParallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.training.callbacks import StepReport
 from megatron.training.global_vars import publish_run
 from megatron.training.initialize import initialize_megatron
@@ -31,11 +32,12 @@ def started_run(
     *,
     forward_step: Callable[..., Any] = pretrain_gpt.forward_step,
     model_provider: Callable[..., nn.Module] = pretrain_gpt.model_provider,
+    config_overrides: ConfigOverrides | None = None,
 ) -> Iterator[TrainingRun]:
     """A run set up as `pretrain` does, in the process group that the harness made, which it leaves as it was."""
     try:
         args = initialize_megatron(argv=argv)
-        run = setup_run(args, model_provider, forward_step_func=forward_step)
+        run = setup_run(args, model_provider, forward_step_func=forward_step, config_overrides=config_overrides)
         setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
         yield run
     finally:

@@ -63,6 +63,11 @@ class MegatronOptimizer:
         """The torch optimizers' groups; a schedule writes `lr` and `weight_decay` into them."""
         return [group for rule in self._rules for group in rule.optimizer.param_groups]
 
+    @property
+    def decoupled_learning_rate(self) -> float | None:
+        """Current learning rate of the parameters of --decoupled-lr; None without it."""
+        return next((group["lr"] for group in self.param_groups if group.get("is_decoupled_lr")), None)
+
     def zero_grad(self) -> None:
         """Forgets all gradients; call before the first microbatch."""
         for buffer in self._grad_buffers:

@@ -191,6 +191,8 @@ NO_EFFECT_HINTS = {
     "--spec": "the layer spec is chosen by the model flags",
     "--yaml-cfg": "use --config",
     "--test-mode": "use --skip-train",
+    "--muon-coefficient-type": "Newton-Schulz steps have the coefficients of torch.optim.Muon",
+    "--muon-scalar-optimizer": "what Muon leaves out goes to AdamW",
     "--wandb-project": "use --tensorboard-dir",
     "--pretrained-checkpoint": "use --load with --finetune",
 }

@@ -1,6 +1,7 @@
 """Learning rate and weight decay against values worked out by hand."""
 
 import math
+import random
 
 import pytest
 
@@ -112,6 +113,33 @@ def test_under_a_ramp_iterations_and_samples_give_the_same_schedule():
     assert seen[0] == seen[1]
     assert [group["lr"] == 1.0 for group in seen[0]] == [False] * 3 + [True] * 5 + [False] * 4
     assert seen[0][0]["weight_decay"] == 0.0 and scheduler.get_wd() == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_schedules_give_the_plain_formulas(seed):
+    rng = random.Random(seed)
+    style, growth = rng.choice(["linear", "cosine", "inverse-square-root"]), rng.choice(["linear", "cosine"])
+    warmup, decay, low, high = rng.randint(0, 90), rng.randint(100, 200), rng.random() * 0.1, 0.1 + rng.random()
+    start, end, length = rng.random(), 1.0 + rng.random(), rng.randint(50, 250)
+    scheduler = schedule(style, max_lr=high, min_lr=low, lr_warmup_steps=warmup, lr_decay_steps=decay,
+                         start_wd=start, end_wd=end, wd_incr_steps=length, wd_incr_style=growth)  # fmt: skip
+    down = {"linear": lambda p: 1 - p, "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2}
+    step = 0
+    while step < 260:
+        if warmup and step <= warmup:
+            rate = high * step / warmup
+        elif step > decay:
+            rate = low
+        elif style == "inverse-square-root":
+            rate = max(low, high * math.sqrt(max(warmup, 1) / max(step, 1)))
+        else:
+            rate = low + (high - low) * down[style]((step - warmup) / (decay - warmup))
+        group = scheduler.optimizer.param_groups[0]
+        assert group["lr"] == pytest.approx(rate, rel=1e-12)
+        assert group["weight_decay"] == pytest.approx(start + (end - start) * (1 - down[growth](min(1, step / length))))
+        increment = rng.randint(1, 30)
+        scheduler.step(increment)
+        step += increment
 
 
 def resumed(saved, **changes):
