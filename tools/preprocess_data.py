@@ -1,27 +1,22 @@
 """Turns text into token files: `python tools/preprocess_data.py --input corpus.jsonl --output-prefix my ...`.
 
-Writes PREFIX_text_document.bin and .idx; the same bytes for any number of workers. Trains nothing.
+Writes PREFIX_text_document.bin and .idx; the same bytes for any number of workers and partitions. Trains nothing.
 """
 
 import argparse
 import functools
-import itertools
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -29,69 +24,76 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
+from megatron.core.checksum import file_crc32  # noqa: E402
 from megatron.core.config_field import field_spec  # noqa: E402
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path  # noqa: E402
-from megatron.core.datasets.text_files import (  # noqa: E402
-    BadLine,
-    RawDocument,
-    decode_document,
-    find_text_files,
-    read_raw_documents,
+from megatron.core.datasets.indexed_dataset import (  # noqa: E402
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    get_bin_path,
+    get_idx_path,
 )
-from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer  # noqa: E402
+from megatron.core.datasets.loss_masks import loss_mask_prefix  # noqa: E402
+from megatron.core.datasets.text_files import find_text_files, is_json  # noqa: E402
+from megatron.core.tokenizers import TokenizerConfig  # noqa: E402
+from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer  # noqa: E402
+from tools.packing import Chat, packed  # noqa: E402
+from tools.partitions import Piece, Workspace, cut, documents, publish  # noqa: E402
+from tools.token_chunks import (  # noqa: E402
+    EncodedChunk,
+    EncodeSettings,
+    chunks,
+    encode_chunk,
+    map_in_order,
+    template_for,
+    tokenizer_for,
+)
 
 TOKENIZER_FIELDS = {field.name: spec for field in fields(TokenizerConfig) if (spec := field_spec(field)) is not None}
-CHUNK_BYTES = 256 << 10  # of text, for one worker at a time
-CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy while one has a slow chunk
 NAMED_BAD_LINES = 10
-
-
-@dataclass(frozen=True)
-class EncodeSettings:
-    """What a worker has to know; small, since it goes along with every chunk."""
-
-    tokenizer: tuple[tuple[str, Any], ...]  # fields of its TokenizerConfig
-    append_eod: bool
-    json_key: str
-
-
-@dataclass
-class EncodedChunk:
-    """Tokens of consecutive documents, in the dtype of the output file, and what was left out."""
-
-    tokens: np.ndarray
-    lengths: list[int] = field(default_factory=list)
-    bad_lines: list[BadLine] = field(default_factory=list)
-    num_empty: int = 0
-    num_bytes: int = 0
+COUNT_WORDS = {
+    "empty": "empty ones left out",
+    "without an answer": "chats without an answer left out",
+    "cut": "longer chats cut",
+    "too long": "longer chats left out",
+    "filling": "tokens of filling",
+}
+# Raised when equal input and settings give other bytes than before: finished partitions are then not used.
+VERSION = 1
 
 
 @dataclass
 class Summary:
-    """What became of the input."""
+    """What became of the input; `counts` by the names of COUNT_WORDS, `first_bad` names some of the bad lines."""
 
     num_documents: int = 0
     num_tokens: int = 0
-    num_empty: int = 0
     num_bad: int = 0
-    first_bad: list[BadLine] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    first_bad: list[str] = field(default_factory=list)
 
-    def add(self, chunk: EncodedChunk) -> None:
-        self.num_documents += len(chunk.lengths)
-        self.num_tokens += len(chunk.tokens)
-        self.num_empty += chunk.num_empty
-        self.num_bad += len(chunk.bad_lines)
-        self.first_bad += chunk.bad_lines[: NAMED_BAD_LINES - len(self.first_bad)]
+    def add(self, other: "Summary") -> None:
+        self.num_documents += other.num_documents
+        self.num_tokens += other.num_tokens
+        self.num_bad += other.num_bad
+        self.counts = dict(Counter(self.counts) + Counter(other.counts))
+        self.first_bad += other.first_bad[: NAMED_BAD_LINES - len(self.first_bad)]
+
+    def add_chunk(self, chunk: EncodedChunk) -> None:
+        # To name a line may take a look into its file.
+        named = [str(line) for line in chunk.bad_lines[: NAMED_BAD_LINES - len(self.first_bad)]]
+        self.add(Summary(len(chunk.lengths[0]), chunk.num_tokens, len(chunk.bad_lines), dict(chunk.counts), named))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 also where lines were skipped, 1 where nothing could be written."""
     options = parse_options(argv)
+    # One process a worker: the tokenizers library would start threads of its own in each.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     start = time.perf_counter()
-    prefix = f"{options.output_prefix}_{options.json_keys[0]}_document"
     try:
         with terminate_as_interrupt():
-            summary = preprocess(options, prefix)
+            settings = encode_settings(options)
+            summary = preprocess(options, settings)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -99,109 +101,233 @@ def main(argv: list[str] | None = None) -> int:
         print("error: a worker process was killed (memory?): try fewer --workers", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+        kept = workspace_folder(options).exists()
+        print(f"interrupted: {'the same command continues' if kept else 'nothing was written'}", file=sys.stderr)
         return 130
-    report(summary, prefix, seconds=time.perf_counter() - start)
+    prefixes = [f"{options.output_prefix}_{name}" for name in settings.names]
+    report(summary, prefixes, is_packed=options.pack_length is not None, seconds=time.perf_counter() - start)
     return 0
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help=".jsonl or .txt files, or folders of them")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="key of the text in JSON lines (default: text)")
+    add("--input", nargs="+", required=True, metavar="PATH", help=".jsonl or .txt files, also .gz, folders or patterns")
+    add("--json-keys", nargs="+", metavar="KEY", help="keys of the texts in JSON lines, a pair of files each (text)")
+    add("--chat-key", metavar="KEY", help="key of chats in JSON lines: writes tokens and loss masks")
+    add("--chat-template", metavar="FILE", help="Jinja template of chats (default: that of the tokenizer)")
+    add("--pack-length", type=int, metavar="TOKENS", help="pack whole chats into documents of this length")
     for name, spec in TOKENIZER_FIELDS.items():
-        kind = int if spec.at_least is not None else str
-        add(
-            "--" + name.replace("_", "-"),
-            type=kind,
-            choices=spec.choices,
-            required=name == "tokenizer_type",
-            help=spec.help,
-        )
+        flag, kind = "--" + name.replace("_", "-"), str if spec.at_least is None else int
+        add(flag, type=kind, choices=spec.choices, required=name == "tokenizer_type", help=spec.help)
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    add("--output-prefix", required=True, help="writes PREFIX_text_document.bin and .idx")
+    add("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    add("--partitions", type=int, default=1, help="parts of the input; a stopped run continues with the next (1)")
+    add("--keep-sequential-samples", action="store_true", help="as always: documents keep their order")
+    for flag in ("--split-sentences", "--keep-newlines"):
+        add(flag, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if len(options.json_keys) > 1:
-        parser.error("several --json-keys are not available yet: give one")
-    if not options.output_prefix:
-        parser.error("--output-prefix is empty: give the path that the names of the files begin with")
-    if options.workers < 1:
-        parser.error(f"--workers is {options.workers}: must be at least 1")
+    problem = wrong_options(options)
+    if problem is not None:
+        parser.error(problem)
     return options
 
 
-def preprocess(options: argparse.Namespace, prefix: str) -> Summary:
-    """Encodes all input into PREFIX.bin and .idx. Raises ValueError or OSError; then neither file is touched."""
-    settings = EncodeSettings(
-        tokenizer=tuple((name, vars(options)[name]) for name in TOKENIZER_FIELDS),
-        append_eod=options.append_eod,
-        json_key=options.json_keys[0],
-    )
+def wrong_options(options: argparse.Namespace) -> str | None:
+    """What is wrong with the command line, in words for its user."""
+    for name in ("workers", "partitions", "pack_length"):
+        value = vars(options)[name]
+        if value is not None and value < 1:
+            return f"--{name.replace('_', '-')} is {value}: must be at least 1"
+    if not options.output_prefix:
+        return "--output-prefix is empty: give the path that the names of the files begin with"
+    if options.split_sentences or options.keep_newlines:
+        return "sentences are for BERT, which is not trained here: remove --split-sentences and --keep-newlines"
+    if options.chat_key is None and (options.chat_template or options.pack_length):
+        return "--chat-template and --pack-length are for chats: give their key with --chat-key"
+    if options.chat_key is not None and options.json_keys is not None:
+        return f"--chat-key {options.chat_key} contradicts --json-keys: a run makes chats or texts"
+    if len(set(options.json_keys or ())) < len(options.json_keys or ()):
+        return f"--json-keys {' '.join(options.json_keys)} names a key twice"
+    return None
+
+
+def encode_settings(options: argparse.Namespace) -> EncodeSettings:
+    """What the workers do. Raises ValueError or OSError for a tokenizer or template that cannot be used."""
+    tokenizer = tuple((name, vars(options)[name]) for name in TOKENIZER_FIELDS)
+    if options.chat_key is None:
+        return EncodeSettings(tokenizer, options.append_eod, tuple(options.json_keys or ("text",)))
+    template = chat_template(options, tokenizer)
+    # Packed chats have borders by their eods alone.
+    append_eod = options.append_eod or options.pack_length is not None
+    settings = EncodeSettings(tokenizer, append_eod, (options.chat_key,), template)
+    template_for(settings)
+    return settings
+
+
+def chat_template(options: argparse.Namespace, tokenizer_fields: tuple[tuple[str, Any], ...]) -> str:
+    """The text of --chat-template, or the tokenizer's own template."""
+    tokenizer = tokenizer_for(tokenizer_fields)
+    if options.tokenizer_type == "NullTokenizer":
+        raise ValueError("--chat-key contradicts --tokenizer-type NullTokenizer, which reads ids, not text")
+    if options.chat_template is not None:
+        if not Path(options.chat_template).is_file():
+            raise FileNotFoundError(f"--chat-template {options.chat_template} does not exist: must be a Jinja file")
+        return Path(options.chat_template).read_text(encoding="utf-8")
+    own = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    if own is None:
+        raise ValueError(f"{tokenizer.name} has no chat template: give a Jinja file with --chat-template")
+    return own
+
+
+def preprocess(options: argparse.Namespace, settings: EncodeSettings) -> Summary:
+    """Encodes all input into PREFIX_*.bin and .idx. Raises ValueError or OSError; then none of them is touched."""
     # Made before workers are forked: they inherit it and need not read its file again.
-    dtype = DType.optimal_dtype(tokenizer_for(settings).vocab_size)
+    tokenizer_for(settings.tokenizer)
     files = find_text_files(options.input)
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    summary = Summary()
-    encode = functools.partial(encode_chunk, settings)
-    with IndexedDatasetBuilder(get_bin_path(prefix), dtype=dtype) as builder, progress_bar(files) as advance:
-        for chunk in map_in_order(encode, chunks(files), workers=options.workers):
-            builder.add_documents(chunk.tokens, chunk.lengths)
-            summary.add(chunk)
-            advance(chunk.num_bytes)
+    text_file = next((path for path in files if not is_json(path)), None)
+    if text_file is not None and len(settings.names) > 1:
+        raise ValueError(f"{text_file} has no keys: --chat-key and several --json-keys need .jsonl files")
+    plan = plan_of(options, settings, files=files)
+    with Workspace(workspace_folder(options), plan, names=settings.names) as space, progress_bar(files) as advance:
+        summary = encode_partitions(
+            space, cut(files, options.partitions), settings=settings, options=options, advance=advance
+        )
         if summary.num_documents == 0:
             raise ValueError(nothing_found(summary, options.input))
-        builder.finalize(get_idx_path(prefix))
+        part = "0"
+        if options.partitions > 1 or options.pack_length:
+            part = "merged"
+            merge(space, settings, options=options, summary=summary)
+        outputs = {name: f"{options.output_prefix}_{name}" for name in settings.names}
+        stale = [loss_mask_prefix(path) for path in outputs.values()]
+        # Loss masks first: tokens that open alone would be learned whole.
+        publish(
+            [(space.prefix(part, name), path) for name, path in reversed(outputs.items())],
+            stale=[path for path in stale if path not in outputs.values()],
+        )
     return summary
 
 
-def chunks(files: Iterable[Path]) -> Iterator[list[RawDocument]]:
-    """The documents of all files in order, in lists of about 256 KiB."""
-    chunk: list[RawDocument] = []
-    size = 0
-    for document in itertools.chain.from_iterable(map(read_raw_documents, files)):
-        chunk.append(document)
-        size += len(document.data)
-        if size >= CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+def workspace_folder(options: argparse.Namespace) -> Path:
+    return Path(f"{options.output_prefix}_{options.chat_key or (options.json_keys or ['text'])[0]}.partitions")
 
 
-def map_in_order(
-    encode: Callable[[list[RawDocument]], EncodedChunk], items: Iterable[list[RawDocument]], *, workers: int
-) -> Iterator[EncodedChunk]:
-    """`map` over processes; results in the order of the items, only a few of which are read ahead."""
-    if workers == 1:
-        yield from map(encode, items)
-        return
-    fork = multiprocessing.get_context("fork")
-    waiting: deque[Future[EncodedChunk]] = deque()
-    with ProcessPoolExecutor(workers, mp_context=fork, initializer=follow_parent) as pool:
-        for item in items:
-            waiting.append(pool.submit(encode, item))
-            if len(waiting) >= CHUNKS_IN_FLIGHT * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+def plan_of(options: argparse.Namespace, settings: EncodeSettings, *, files: Iterable[Path]) -> dict[str, Any]:
+    """All that the tokens depend on, as JSON."""
+    return {
+        "version": VERSION,
+        "settings": asdict(settings),
+        "tokenizer_files": [[str(path), file_crc32(path)] for path in tokenizer_files(options)],
+        "partitions": options.partitions,
+        "files": [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in files],
+    }
 
 
-def follow_parent() -> None:
-    """A worker outlives signals to the whole job, and ends when its parent has ended, however that was."""
-    # Ctrl-C reaches every process of the terminal; the parent alone reacts, and ends the pool.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+def tokenizer_files(options: argparse.Namespace) -> list[Path]:
+    """The files that the tokenizer is made of."""
+    given = [Path(path) for path in (options.tokenizer_model, options.vocab_file, options.merge_file) if path]
+    inside = [path for folder in given if folder.is_dir() for path in folder.glob("*.json")]
+    beside = [path.with_name("tokenizer_config.json") for path in given if path.is_file()]
+    return sorted(path for path in {*given, *inside, *beside} if path.is_file())
 
 
-def end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "runs in a worker"
-    parent.join()
-    # The pool's queue never ends: its writing end is open in every worker.
-    os._exit(1)
+def encode_partitions(
+    space: Workspace,
+    partitions: list[list[Piece]],
+    *,
+    settings: EncodeSettings,
+    options: argparse.Namespace,
+    advance: Callable[[int], None],
+) -> Summary:
+    """Encodes what is not finished yet, and sums up all."""
+    if space.started_with:
+        print(f"continuing: {space.started_with} of {len(partitions)} partitions are done", file=sys.stderr)
+    summary = Summary()
+    for number, pieces in enumerate(partitions):
+        if number not in space.finished():
+            prefixes = [space.prefix(str(number), name) for name in settings.names]
+            done = encode_pieces(pieces, prefixes, settings=settings, workers=options.workers, advance=advance)
+            space.finish(number, asdict(done))
+        summary.add(Summary(**space.finished()[number]))
+    return summary
+
+
+def encode_pieces(
+    pieces: list[Piece],
+    prefixes: list[str],
+    *,
+    settings: EncodeSettings,
+    workers: int,
+    advance: Callable[[int], None],
+) -> Summary:
+    """Writes the pairs of one partition."""
+    summary = Summary()
+    encode = functools.partial(encode_chunk, settings)
+    with ExitStack() as stack:
+        builders = [
+            stack.enter_context(IndexedDatasetBuilder(get_bin_path(prefix), dtype=dtype))
+            for prefix, dtype in zip(prefixes, settings.dtypes)
+        ]
+        for chunk in map_in_order(encode, chunks(documents(pieces)), workers=workers):
+            for builder, tokens, lengths in zip(builders, chunk.arrays, chunk.lengths):
+                builder.add_documents(tokens, lengths)
+            summary.add_chunk(chunk)
+            advance(chunk.num_bytes)
+        for builder, prefix in zip(builders, prefixes):
+            builder.finalize(get_idx_path(prefix))
+    return summary
+
+
+def merge(space: Workspace, settings: EncodeSettings, *, options: argparse.Namespace, summary: Summary) -> None:
+    """Writes the pairs of all partitions as one part, "merged", packed where that is asked for."""
+    with ExitStack() as stack:
+        builders = {
+            name: stack.enter_context(IndexedDatasetBuilder(get_bin_path(space.prefix("merged", name)), dtype=dtype))
+            for name, dtype in zip(settings.names, settings.dtypes)
+        }
+        if options.pack_length is not None:
+            chats = stored_chats(space, settings.names, count=options.partitions)
+            pack(chats, list(builders.values()), length=options.pack_length, settings=settings, summary=summary)
+        else:
+            for name, builder in builders.items():
+                for number in range(options.partitions):
+                    builder.add_index(space.prefix(str(number), name))
+        for name, builder in builders.items():
+            builder.finalize(get_idx_path(space.prefix("merged", name)))
+
+
+def pack(
+    chats: Iterator[Chat],
+    builders: list[IndexedDatasetBuilder],
+    *,
+    length: int,
+    settings: EncodeSettings,
+    summary: Summary,
+) -> None:
+    """Adds packed documents to the builders of tokens and of masks; `summary` then counts these."""
+    tokenizer = tokenizer_for(settings.tokenizer)
+    fill = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
+    counts: Counter[str] = Counter()
+    tokens, masks = builders
+    summary.num_documents = 0
+    for document in packed(chats, length=length, fill=fill, counts=counts):
+        tokens.add_documents(document.tokens, [length])
+        masks.add_documents(document.mask, [length])
+        summary.num_documents += 1
+    if summary.num_documents == 0:
+        raise ValueError(f"--pack-length is {length}: no chat has an answer that begins within it")
+    summary.num_tokens = summary.num_documents * length
+    summary.counts |= counts
+
+
+def stored_chats(space: Workspace, names: Sequence[str], *, count: int) -> Iterator[Chat]:
+    """The chats of all partitions, in order."""
+    for number in range(count):
+        tokens, masks = (IndexedDataset(space.prefix(str(number), name)) for name in names)
+        for index in range(len(tokens)):
+            yield Chat(tokens[index], masks[index])
 
 
 @contextmanager
@@ -212,36 +338,6 @@ def terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> EncodedChunk:
-    """Tokens of the documents that have text. Runs in a worker."""
-    tokenizer = tokenizer_for(settings)
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    pieces: list[np.ndarray] = []
-    chunk = EncodedChunk(tokens=np.empty(0, dtype))
-    for raw in documents:
-        chunk.num_bytes += len(raw.data)
-        text, bad_lines = decode_document(raw, json_key=settings.json_key)
-        chunk.bad_lines += bad_lines
-        if not text.strip():
-            chunk.num_empty += not bad_lines
-            continue
-        try:
-            tokens = tokenizer.tokenize(text)
-        except ValueError as error:
-            chunk.bad_lines.append(BadLine(raw.path, raw.line, str(error)))
-            continue
-        pieces.append(np.asarray(tokens + [tokenizer.eod] if settings.append_eod else tokens, dtype=dtype))
-    chunk.lengths = [len(piece) for piece in pieces]
-    chunk.tokens = np.concatenate(pieces) if pieces else chunk.tokens
-    return chunk
-
-
-@functools.cache
-def tokenizer_for(settings: EncodeSettings) -> Tokenizer:
-    """One tokenizer per process."""
-    return build_tokenizer(TokenizerConfig(**dict(settings.tokenizer)))
 
 
 @contextmanager
@@ -257,20 +353,31 @@ def progress_bar(files: Iterable[Path]) -> Iterator[Callable[[int], None]]:
 
 def nothing_found(summary: Summary, inputs: list[str]) -> str:
     bad = "".join(f"\n  {line}" for line in summary.first_bad)
-    return f"no document in {', '.join(inputs)}: {summary.num_bad} bad lines, {summary.num_empty} empty documents{bad}"
+    empty = summary.counts.get("empty", 0)
+    unanswered = summary.counts.get("without an answer", 0)
+    chats = f", {unanswered} chats without an answer" if unanswered else ""
+    return f"no document in {', '.join(inputs)}: {summary.num_bad} bad lines, {empty} empty documents{chats}{bad}"
 
 
-def report(summary: Summary, prefix: str, *, seconds: float) -> None:
+def report(summary: Summary, prefixes: list[str], *, is_packed: bool, seconds: float) -> None:
     """One line on what was written, with the flag that reads it; skipped lines on standard error."""
     for line in summary.first_bad:
         print(f"skipped {line}", file=sys.stderr)
     if summary.num_bad:
         print(f"skipped {summary.num_bad:,} bad lines in all", file=sys.stderr)
-    empty = f", {summary.num_empty:,} empty ones left out" if summary.num_empty else ""
-    size = Path(get_bin_path(prefix)).stat().st_size / 1e6
+    if is_packed and summary.counts.get("eod inside"):
+        print(
+            f"note: {summary.counts['eod inside']:,} chats have the end-of-document token inside, where "
+            "--reset-attention-mask would cut them: give the tokenizer an eos_token that its template does not write",
+            file=sys.stderr,
+        )
+    found = [(summary.counts.get(name, 0), words) for name, words in COUNT_WORDS.items()]
+    counts = "".join(f", {count:,} {words}" for count, words in found if count)
+    size = sum(Path(get_bin_path(prefix)).stat().st_size for prefix in prefixes) / 1e6
+    flags = " ".join(prefix for prefix in prefixes if not prefix.endswith("_loss_mask"))
     print(
-        f"{summary.num_documents:,} documents{empty}, {summary.num_tokens:,} tokens, {size:.1f} MB, {seconds:.1f} s: "
-        f"--data-path {prefix}"
+        f"{summary.num_documents:,} documents{counts}, {summary.num_tokens:,} tokens, {size:.1f} MB, {seconds:.1f} s: "
+        f"--data-path {flags}"
     )
 
 

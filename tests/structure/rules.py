@@ -22,7 +22,15 @@ from tests.structure.measure import (
 )
 
 # Packages that an import inside a function may name: they are not there on every machine.
-OPTIONAL_PACKAGES = {"triton", "transformer_engine", "sentencepiece", "tiktoken", "transformers", "matplotlib"}
+OPTIONAL_PACKAGES = {
+    "triton",
+    "transformer_engine",
+    "sentencepiece",
+    "tiktoken",
+    "transformers",
+    "matplotlib",
+    "jinja2",
+}
 OPTIONAL_MODULES = {"torch.utils.tensorboard"}  # needs the package tensorboard
 # Methods whose parameters torch decides: nn.Module, autograd.Function, torch.distributed.checkpoint's planners.
 FRAMEWORK_SIGNATURES = {"forward", "backward", "setup_context", "set_up_planner"}

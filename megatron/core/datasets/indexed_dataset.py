@@ -20,6 +20,9 @@ from megatron.core.datasets.index_file import (
     read_index,
 )
 
+# Of a pair that is added to another, at a time.
+_COPY_BYTES = 1 << 22
+
 __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
 
 
@@ -181,9 +184,15 @@ class IndexedDatasetBuilder:
                 f"{path_prefix} holds {np.dtype(other.index.dtype).name}: must be {np.dtype(self.dtype).name}"
             )
         first = len(self.sequence_lengths)
-        # Sequence by sequence, not file by file: a .bin may hold its sequences in any order.
-        for idx in range(len(other)):
-            self._file.write(memoryview(other._bytes.read(int(other.index.pointers[idx]), self._num_bytes(other, idx))))
+        if np.array_equal(other.index.pointers, contiguous_pointers(other.index.lengths, self.dtype)):
+            total = int(other.index.lengths.sum(dtype=np.int64)) * DType.size(self.dtype)
+            for start in range(0, total, _COPY_BYTES):
+                self._file.write(other._bytes.read(start, min(_COPY_BYTES, total - start)))
+        else:
+            # A .bin may hold its sequences in any order.
+            for idx in range(len(other)):
+                start = int(other.index.pointers[idx])
+                self._file.write(memoryview(other._bytes.read(start, self._num_bytes(other, idx))))
         self.sequence_lengths.extend(other.index.lengths.tolist())
         self.document_indices.extend((first + other.index.documents[1:]).tolist())
         if other.index.modes is not None:

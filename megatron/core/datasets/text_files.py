@@ -2,18 +2,21 @@
 
 A line of a .jsonl file (.json is read the same way) is an object with a document in one of its keys. A .txt file is
 cut at blank lines: a document is as many paragraphs as reach 4 KiB. Text without blank lines is cut behind the line
-that reaches 64 KiB. The documents of a .txt file put together are the file, byte for byte.
+that reaches 64 KiB. The documents of a .txt file put together are the file, byte for byte. Each may be compressed: .gz.
 """
 
+import glob
+import gzip
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 JSON_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIXES = (".txt",)
+COMPRESSED = ".gz"
 SHORTEST_TEXT = 4 << 10
 LONGEST_TEXT = 64 << 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -21,68 +24,139 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class RawDocument:
-    """Undecoded bytes and where they stand: `line` counts from 1."""
+    """Undecoded bytes and where they stand: `line` counts from 1, behind byte `begin` of the file."""
 
     path: Path
     line: int
     data: bytes
+    begin: int = 0
 
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that gives no text, and why."""
+    """A line that gives no text, and why; `line` and `begin` as in RawDocument."""
 
     path: Path
     line: int
     reason: str
+    begin: int = 0
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.reason}"
+        """With the line in the whole file: reads what lies before `begin`, to count its lines."""
+        before = 0 if self.begin == 0 else 1 + _count_lines(self.path, self.begin - 1)
+        return f"{self.path}:{before + self.line}: {self.reason}"
 
 
 def find_text_files(inputs: Iterable[str]) -> list[Path]:
-    """The files named, and those inside the folders named (sorted by path). Raises OSError or ValueError."""
+    """The files named or matching patterns, and those inside folders, sorted. Raises OSError or ValueError."""
     files: list[Path] = []
     for name in inputs:
         # Path("") is the current folder, with whatever text it holds.
         if not name:
             raise ValueError("an input is empty: must be a file or a folder")
-        path = Path(name)
-        if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix in JSON_SUFFIXES + TEXT_SUFFIXES)
-            if not inside:
-                raise ValueError(f"{path} has no file that ends in {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}")
-            files += inside
-        elif not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist")
-        elif path.suffix not in JSON_SUFFIXES + TEXT_SUFFIXES:
-            raise ValueError(f"{path} must end in {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}")
-        else:
-            files.append(path)
+        # A file may be named like a pattern.
+        matching = [] if Path(name).exists() else sorted(glob.glob(name))
+        for path in map(Path, matching or [name]):
+            files += _files_of(path)
     return files
 
 
-def read_raw_documents(path: Path) -> Iterator[RawDocument]:
-    """The documents of one file in order; holds one at a time in memory. Blank lines of a .jsonl file are left out."""
-    with open(path, "rb") as file:
-        if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
-            file.seek(0)
-        if path.suffix in TEXT_SUFFIXES:
+def is_json(path: Path) -> bool:
+    """Whether a file has a document a line; else it is one text."""
+    return _kind(path) in JSON_SUFFIXES
+
+
+def can_be_cut(path: Path) -> bool:
+    """Whether parts of a file can be read alone: where documents begin must show, and bytes be those on disk."""
+    return path.suffix in JSON_SUFFIXES
+
+
+def read_raw_documents(path: Path, *, begin: int = 0, end: int | None = None) -> Iterator[RawDocument]:
+    """The documents of a file that start in bytes `begin` to `end` (None: its end), in order, one at a time.
+
+    Blank lines of a .jsonl file are left out. Only what `can_be_cut` has a begin or an end.
+    """
+    with cast(BinaryIO, gzip.open(path) if path.suffix == COMPRESSED else open(path, "rb")) as file:
+        if begin > 0:
+            # The line that holds the byte before belongs to whoever reads that; it may end with it.
+            file.seek(begin - 1)
+            position = begin - 1 + len(file.readline())
+        elif file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK:
+            position = len(_BYTE_ORDER_MARK)
+        else:
+            position = file.seek(0)
+        if not is_json(path):
             yield from _cut_text(file, path)
             return
         for line, data in enumerate(file, 1):
+            if end is not None and position >= end:
+                return
+            position += len(data)
             if data.strip():
-                yield RawDocument(path, line, data)
+                yield RawDocument(path, line, data, begin)
 
 
 def decode_document(raw: RawDocument, *, json_key: str) -> tuple[str, list[BadLine]]:
     """The text of a document, "" where it has none, and its bad lines, which the text leaves out."""
-    if raw.path.suffix in TEXT_SUFFIXES:
-        return _decode_text(raw)
+    texts, bad_lines = decode_texts(raw, (json_key,))
+    return texts[0], bad_lines
+
+
+def decode_texts(raw: RawDocument, keys: Sequence[str]) -> tuple[list[str], list[BadLine]]:
+    """As decode_document, for several keys of a line at once. A text file has no keys: `keys` must be one."""
+    if not is_json(raw.path):
+        text, bad_lines = _decode_text(raw)
+        return [text], bad_lines
     try:
-        return _json_text(raw.data, json_key), []
+        record = decode_record(raw, keys)
+        return [_text_of(record, key) for key in keys], []
     except ValueError as error:
-        return "", [BadLine(raw.path, raw.line, str(error))]
+        return [""] * len(keys), [BadLine(raw.path, raw.line, str(error), raw.begin)]
+
+
+def decode_record(raw: RawDocument, keys: Sequence[str]) -> dict[str, Any]:
+    """The object of a .jsonl line, which has `keys`; ValueError says what it is instead."""
+    try:
+        record = json.loads(raw.data.decode().strip())
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(error)) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError("JSON is nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}: must be an object with key {keys[0]!r}")
+    for key in keys:
+        if key not in record:
+            raise ValueError(f"no key {key!r}; found {', '.join(map(repr, list(record)[:5])) or 'none'}")
+    return record
+
+
+def _files_of(path: Path) -> list[Path]:
+    kinds = JSON_SUFFIXES + TEXT_SUFFIXES
+    if path.is_dir():
+        inside = sorted(file for file in path.rglob("*") if _kind(file) in kinds)
+        if not inside:
+            raise ValueError(f"{path} has no file that ends in {', '.join(kinds)}")
+        return inside
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    if _kind(path) not in kinds:
+        raise ValueError(f"{path} must end in {', '.join(kinds)}, or that and {COMPRESSED}")
+    return [path]
+
+
+def _kind(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix == COMPRESSED else path.suffix
+
+
+def _count_lines(path: Path, end: int) -> int:
+    count = 0
+    with open(path, "rb") as file:
+        while end > 0 and (data := file.read(min(end, 1 << 20))):
+            count += data.count(b"\n")
+            end -= len(data)
+    return count
 
 
 def _cut_text(file: BinaryIO, path: Path) -> Iterator[RawDocument]:
@@ -124,20 +198,8 @@ def _decode_text(raw: RawDocument) -> tuple[str, list[BadLine]]:
     return "".join(good), bad
 
 
-def _json_text(data: bytes, key: str) -> str:
-    try:
-        value = json.loads(data.decode().strip())
-    except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(error)) from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError("JSON is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"a JSON {type(value).__name__}: must be an object with key {key!r}")
-    if key not in value:
-        raise ValueError(f"no key {key!r}; found {', '.join(map(repr, list(value)[:5])) or 'none'}")
-    text = value[key]
+def _text_of(record: dict[str, Any], key: str) -> str:
+    text = record[key]
     if not isinstance(text, str):
         raise ValueError(f"key {key!r} is {type(text).__name__}: must be text")
     try:

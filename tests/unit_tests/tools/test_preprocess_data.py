@@ -13,7 +13,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.byte_level_tokenizer import ByteLevelTokenizer
-from tools import preprocess_data
+from tools import preprocess_data, token_chunks
 
 TEXTS = [f"document {number}: " + "gr\u00fc\u00dfe \U0001f600 " * (number % 97) for number in range(4000)]
 BYTE_LEVEL = ("--tokenizer-type", "ByteLevelTokenizer", "--append-eod")
@@ -112,7 +112,11 @@ def test_wrong_flags_are_one_line_and_status_1(tmp_path: Path, capsys, monkeypat
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("--json-keys", "a", "b"), "not available yet"),
+        (("--json-keys", "a", "a"), "names a key twice"),
+        (("--partitions", "0"), "--partitions is 0"),
+        (("--split-sentences",), "sentences are for BERT"),
+        (("--pack-length", "8"), "are for chats"),
+        (("--chat-key", "a", "--json-keys", "b"), "--chat-key a contradicts --json-keys"),
         (("--workers", "0"), "--workers is 0"),
         (("--output-prefix", ""), "--output-prefix is empty"),
     ],
@@ -124,7 +128,7 @@ def test_flags_that_cannot_be_honoured_are_refused(tmp_path: Path, capsys, words
 
 
 def test_a_worker_that_is_killed_is_an_error_not_a_hang(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(preprocess_data, "decode_document", lambda *_, **__: os._exit(9))
+    monkeypatch.setattr(token_chunks, "decode_texts", lambda *_, **__: os._exit(9))
     file = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     assert run(tmp_path, "--input", file, *BYTE_LEVEL, "--workers", 2)[0] == 1
     assert "a worker process was killed" in capsys.readouterr().err
@@ -144,7 +148,7 @@ def test_a_run_that_is_stopped_leaves_the_old_files_and_no_process(tmp_path: Pat
     # The workers hold the other end of this pipe: it ends when they have.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not any(path.stat().st_size for path in tmp_path.glob("*.partial-*")):
+    while not any(path.stat().st_size for path in tmp_path.rglob("*.partial-*")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(number)
@@ -152,7 +156,7 @@ def test_a_run_that_is_stopped_leaves_the_old_files_and_no_process(tmp_path: Pat
     killed = number == signal.SIGKILL
     assert (process.returncode, written) == ((-9, "") if killed else (130, "interrupted: nothing was written\n"))
     assert [Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")] == before
-    assert killed or not list(tmp_path.glob("*.partial-*"))
+    assert killed or not list(tmp_path.rglob("*.partial-*"))
 
 
 @pytest.mark.slow

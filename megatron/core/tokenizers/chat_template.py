@@ -1,0 +1,120 @@
+"""Chat templates: messages to text, and which characters of it the assistant wrote. Tokens are the tokenizer's.
+
+Templates are Jinja, in the dialect of transformers: {% generation %} marks what the assistant writes,
+raise_exception() refuses a conversation. They run in a sandbox.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.tokenizers.base_tokenizer import PIP_EXTRA
+
+# Not characters: Unicode keeps these two for programs, and text never holds them.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+_END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
+_NO_PREFIX = (
+    "the template writes earlier messages otherwise when later ones follow, so that the assistant's tokens cannot be "
+    "told: mark them in the template with {% generation %} and {% endgeneration %}"
+)
+
+
+class ChatTemplateError(ValueError):
+    """A template, or a conversation that it cannot write; the text says what is wrong."""
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as text, and the (begin, end) of what the assistant wrote in it, in characters and in order."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """A compiled template. names: special tokens that it may ask for, such as bos_token and eos_token.
+
+    Raises ChatTemplateError where the template is no Jinja, or the package jinja2 is missing.
+    """
+
+    def __init__(self, source: str, names: Mapping[str, str]) -> None:
+        self._names = dict(names)
+        self._marks_spans = _GENERATION.search(source) is not None
+        self._template = _compile(source)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> RenderedChat:
+        """variables: what else the template may ask for, such as tools. Raises ChatTemplateError."""
+        if self._marks_spans:
+            return _without_marks(self._text(messages, variables))
+        text = self._text(messages, variables)
+        spans = []
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            # What precedes a model's answer is what it is prompted with.
+            before = self._text(messages[:number], {**variables, "add_generation_prompt": True})
+            behind = self._text(messages[: number + 1], variables)
+            if not (text.startswith(behind) and behind.startswith(before)):
+                raise ChatTemplateError(_NO_PREFIX)
+            spans.append((len(before), len(behind)))
+        return RenderedChat(text, spans)
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        given = {"add_generation_prompt": False, "tools": None, "documents": None, **self._names, **variables}
+        import jinja2
+
+        try:
+            text: str = self._template.render(messages=messages, **given)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ChatTemplateError(f"the chat template does not take this conversation: {error}") from error
+        if not self._marks_spans and (_BEGIN in text or _END in text):
+            raise ChatTemplateError("a message holds U+FDD0 or U+FDD1, which are no characters")
+        return text
+
+
+def _compile(source: str) -> Any:
+    try:
+        from jinja2 import TemplateSyntaxError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ChatTemplateError(f"chat templates need the package jinja2: {PIP_EXTRA}") from error
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    # Without strftime_now, which some templates ask for if it is there: equal input gives equal text on any day.
+    environment.globals |= {"raise_exception": _raise_exception, "assistant_text": _between_marks}
+    environment.filters["tojson"] = _to_json
+    marked = _GENERATION.sub(r"{%\1 call assistant_text() \2%}", source)
+    try:
+        return environment.from_string(_END_GENERATION.sub(r"{%\1 endcall \2%}", marked))
+    except TemplateSyntaxError as error:
+        raise ChatTemplateError(f"the chat template is no Jinja: {error.message} in line {error.lineno}") from error
+
+
+def _raise_exception(message: str) -> str:
+    raise ChatTemplateError(message)
+
+
+def _between_marks(caller: Any) -> str:
+    return f"{_BEGIN}{caller()}{_END}"
+
+
+def _to_json(value: Any, **settings: Any) -> str:
+    # Jinja's own writes < and > as escapes, for web pages.
+    return json.dumps(value, **{"ensure_ascii": False, **settings})
+
+
+def _without_marks(text: str) -> RenderedChat:
+    pieces = re.split(f"({_BEGIN}|{_END})", text)
+    if pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
+        raise ChatTemplateError("a message holds U+FDD0 or U+FDD1, which are no characters, or spans are nested")
+    spans = []
+    begin = 0
+    for number, piece in enumerate(pieces[::2]):
+        if number % 2 == 1 and piece:
+            spans.append((begin, begin + len(piece)))
+        begin += len(piece)
+    return RenderedChat("".join(pieces[::2]), spans)

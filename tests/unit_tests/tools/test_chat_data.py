@@ -1,0 +1,112 @@
+"""Chats of JSON lines become tokens, loss masks and packed documents; the loss of a run is that of the answers."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from tests.functional_tests.case import command_line, read_bases
+from tests.functional_tests.launch import run_program
+from tools import preprocess_data
+from tools.generate import load_model
+from tools.packing import Chat, packed
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+BYTES = ("--tokenizer-type", "ByteLevelTokenizer", "--workers", "1", "--chat-key", "messages")
+
+
+def chat(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def run(folder: Path, records: list, *words: str) -> list[tuple[str, str]]:
+    """(text of a document, where it is learned), the second in 0 and 1; the end of a document is shown as $."""
+    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "t.jinja").write_text(TEMPLATE)
+    files = ["--input", str(folder / "a.jsonl"), "--output-prefix", str(folder / "out")]
+    assert preprocess_data.main([*files, "--chat-template", str(folder / "t.jinja"), *BYTES, *words]) == 0
+    tokens, masks = (IndexedDataset(str(folder / f"out_messages_document{end}")) for end in ("", "_loss_mask"))
+    text = ["".join("$" if token == 256 else chr(token) for token in one) for one in tokens[:]]
+    return [(one, "".join(map(str, mask))) for one, mask in zip(text, masks[:])]
+
+
+def test_the_answers_alone_are_learned_and_what_cannot_be_read_is_named(tmp_path: Path, capsys) -> None:
+    shared = {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "rs"}]}
+    bad = [{"messages": "no"}, {"messages": [{"text": 1}]}, {"body": []}, {"messages": ["a"]}, {"messages": []}]
+    silent = {"messages": [{"role": "user", "content": "q"}]}
+    found = run(tmp_path, [chat("ab", "cd"), silent, shared, *bad], "--append-eod")
+    # The answer ends without a token of its own: the end of the document is part of it.
+    assert found == [("u:aba:cd$", "000000111"), ("u:qa:rs$", "00000111")]
+    out, err = capsys.readouterr()
+    assert "2 documents, 1 chats without an answer left out, 17 tokens" in out and "skipped 5 bad lines" in err
+    for line, reason in (
+        (4, "must be a list of messages"),
+        (5, "must have role and content"),
+        (6, "no key 'messages'"),
+    ):
+        assert any(f"a.jsonl:{line}: " in word and reason in word for word in err.splitlines())
+
+
+def test_packed_documents_hold_whole_chats_each_with_its_end(tmp_path: Path, capsys) -> None:
+    records = [chat("a", "1" * 9), chat("b", "2"), chat("c", "3" * 30), chat("d", "4" * 2), chat("e" * 30, "5")]
+    found = run(tmp_path, records, "--pack-length", "16")
+    assert [text for text, _ in found] == ["u:aa:" + "1" * 9 + "$$", "u:ba:2$u:da:44$$", "u:ca:" + "3" * 11]
+    assert found[1][1] == "0000011000001110"
+    assert (
+        "3 documents, 1 longer chats cut, 1 longer chats left out, 2 tokens of filling, 48" in capsys.readouterr().out
+    )
+
+
+@given(lengths=st.lists(st.integers(1, 12), max_size=40), capacity=st.integers(12, 30))
+def test_packing_keeps_every_chat_once_and_fills_half_at_least(lengths: list[int], capacity: int) -> None:
+    chats = [Chat(np.full(length, number + 1), np.ones(length)) for number, length in enumerate(lengths)]
+    documents = list(packed(chats, length=capacity, fill=0, counts=Counter()))
+    assert all(len(one.tokens) == len(one.mask) == capacity for one in documents)
+    assert all(((one.tokens == 0) == (one.mask == 0)).all() for one in documents)
+    runs = Counter(int(token) for one in documents for token in one.tokens if token)
+    assert runs == Counter({number + 1: length for number, length in enumerate(lengths)})
+    assert all(sum((chat.tokens[0] == one.tokens).any() for one in documents) == 1 for chat in chats)
+    # No two documents that could be one, but for the last.
+    assert len(documents) <= 1 or sum(lengths) > capacity * len(documents) / 2
+
+
+@pytest.mark.parametrize("borders", [[], ["--no-create-attention-mask-in-dataloader"]])
+def test_the_loss_of_a_run_is_the_mean_over_the_answers_of_the_chats_alone(tmp_path: Path, borders: list[str]) -> None:
+    long, short = chat("what?", "yes, of co"), chat("who", "me")
+    documents = run(tmp_path, [long, short] * 5, "--pack-length", "32")
+    assert len(documents) == 5 and len(set(documents)) == 1
+    flags = {
+        **read_bases()["llama"],
+        "mock-data": None,
+        "vocab-size": None,
+        "tokenizer-type": "ByteLevelTokenizer",
+        "data-path": tmp_path / "out_messages_document",
+        "split": "100,0,0",
+        "train-iters": 1,
+        "lr": 1e-30,
+        "min-lr": 0,
+        "lr-warmup-iters": 0,
+        "eval-iters": 0,
+        "save": tmp_path / "saved",
+    }
+    finished = run_program([*command_line(flags), "--reset-position-ids", "--reset-attention-mask", *borders], 1, folder=tmp_path / "run")
+    assert finished.exit_codes == [0], finished.written()
+    model, _ = load_model(str(tmp_path / "saved"), step=None, moved={})
+    losses = []
+    for record in (long, short):
+        question, answer = (message["content"] for message in record["messages"])
+        tokens = torch.tensor([[*f"u:{question}a:{answer}".encode(), 256]])
+        with torch.no_grad():
+            logits = model(tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None], None)
+        every = torch.nn.functional.cross_entropy(logits[0, :, :257], tokens[0, 1:], reduction="none")
+        losses += every[-len(answer) - 1 :].tolist()
+    assert finished.steps[1]["lm_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)

@@ -1,0 +1,141 @@
+"""Parts of the input that are encoded one after the other, and the folder that keeps finished ones for the next run.
+
+What a part becomes is not known here.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
+from megatron.core.datasets.text_files import RawDocument, can_be_cut, read_raw_documents
+
+PLAN, LOCK = "plan.json", "lock"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The documents of a file that start in bytes `begin` to `end` (None: its end)."""
+
+    path: Path
+    begin: int = 0
+    end: int | None = None
+
+
+def cut(files: Sequence[Path], count: int) -> list[list[Piece]]:
+    """`count` partitions of about equal bytes, which in order are the files in order. Some may be empty.
+
+    Files that cannot be cut, compressed ones and .txt, lie in the partition that they start in.
+    """
+    sizes = [path.stat().st_size for path in files]
+    total = max(1, sum(sizes))
+    partitions: list[list[Piece]] = [[] for _ in range(count)]
+    start = 0
+    for path, size in zip(files, sizes):
+        first, last = (min(count - 1, place * count // total) for place in (start, start + max(0, size - 1)))
+        if not can_be_cut(path) or first == last:
+            partitions[first].append(Piece(path))
+        else:
+            borders = [0, *(-(-number * total // count) - start for number in range(first + 1, last + 1)), None]
+            for number, begin, end in zip(range(first, last + 1), borders, borders[1:]):
+                partitions[number].append(Piece(path, begin or 0, end))
+        start += size
+    return partitions
+
+
+def documents(pieces: Sequence[Piece]) -> Iterator[RawDocument]:
+    """The documents of a partition, in order."""
+    for piece in pieces:
+        yield from read_raw_documents(piece.path, begin=piece.begin, end=piece.end)
+
+
+class Workspace:
+    """A folder of finished partitions, each a .bin/.idx pair of every name, which one process at a time may use.
+
+    Partitions that were made from another `plan` (any JSON) are removed when it is opened. `started_with` is the
+    number that were there.
+    """
+
+    def __init__(self, folder: Path, plan: dict[str, Any], *, names: Sequence[str]) -> None:
+        self.folder = folder
+        self.names = tuple(names)
+        # As it will be read: tuples as lists.
+        self._plan = json.loads(json.dumps(plan))
+        self._lock: TextIO | None = None
+        self.started_with = 0
+
+    def __enter__(self) -> "Workspace":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.folder / LOCK, "w", encoding="utf-8")
+        try:
+            # Not flock: workers would inherit that, and outlive a killed parent for a moment.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise ValueError(f"{self.folder} is in use: another run writes the same --output-prefix") from error
+        if self._stored(PLAN) != self._plan:
+            for path in self.folder.iterdir():
+                if path.name != LOCK:
+                    path.unlink()
+            self._store(PLAN, self._plan)
+        self.started_with = len(self.finished())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._lock is not None
+        # What one more run would only make again is not kept.
+        if kind is None or not self.finished() or issubclass(kind, ValueError):
+            shutil.rmtree(self.folder)
+        self._lock.close()
+
+    def prefix(self, part: str, name: str) -> str:
+        """Where the .bin and .idx of one output of a part lie."""
+        return str(self.folder / f"{part}.{name}")
+
+    def finish(self, number: int, facts: dict[str, Any]) -> None:
+        """Marks a partition, whose files are complete, as finished."""
+        self._store(f"{number}.json", facts)
+
+    def finished(self) -> dict[int, dict[str, Any]]:
+        """The facts of each finished partition in order, unless its files have been published since."""
+        numbers = sorted(int(path.stem) for path in self.folder.glob("[0-9]*.json"))
+        return {number: self._stored(f"{number}.json") for number in numbers if self._is_whole(str(number))}
+
+    def _is_whole(self, part: str) -> bool:
+        return all(IndexedDataset.exists(self.prefix(part, name)) for name in self.names)
+
+    def _stored(self, name: str) -> Any:
+        path = self.folder / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def _store(self, name: str, facts: Any) -> None:
+        partial = self.folder / f"{name}.partial"
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(facts, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self.folder / name)
+
+
+def publish(pairs: Sequence[tuple[str, str]], *, stale: Sequence[str] = ()) -> None:
+    """Moves .bin/.idx pairs, (from, to) prefixes, to their names; the last pair opens last, and none before its .bin.
+
+    Between the first and the last move no pair under these names opens, so that old and new never mix.
+    stale: prefixes of pairs that would not fit the new ones, and go.
+    """
+    # The pair that opens last closes first.
+    for prefix in (*(target for _, target in reversed(pairs)), *stale):
+        Path(get_idx_path(prefix)).unlink(missing_ok=True)
+    for prefix in stale:
+        Path(get_bin_path(prefix)).unlink(missing_ok=True)
+    for path_of in (get_bin_path, get_idx_path):
+        for source, target in pairs:
+            os.replace(path_of(source), path_of(target))

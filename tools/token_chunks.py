@@ -1,0 +1,227 @@
+"""Raw documents to tokens, in chunks and on several processes; reads no files and writes none.
+
+What the documents become is in EncodeSettings: the text of one or several keys, or chats with their loss masks.
+"""
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.indexed_dataset import DType
+from megatron.core.datasets.loss_masks import loss_mask_prefix
+from megatron.core.datasets.text_files import BadLine, RawDocument, decode_record, decode_texts
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
+from megatron.core.tokenizers.chat_template import ChatTemplate
+from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
+from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+
+CHUNK_BYTES = 256 << 10  # of text, for one worker at a time
+CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy while one has a slow chunk
+# Names that other data sets have for the parts of a message.
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+
+
+@dataclass(frozen=True)
+class EncodeSettings:
+    """What a worker has to know; small, since it goes along with every chunk."""
+
+    tokenizer: tuple[tuple[str, Any], ...]  # fields of its TokenizerConfig
+    append_eod: bool
+    json_keys: tuple[str, ...]
+    chat_template: str | None = None  # the one key then holds chats
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is written, by the ending of its prefix: tokens of each key, or tokens and loss masks of chats."""
+        documents = tuple(f"{key}_document" for key in self.json_keys)
+        return documents if self.chat_template is None else (*documents, loss_mask_prefix(documents[0]))
+
+    @property
+    def dtypes(self) -> tuple[type[np.number], ...]:
+        """The element types of `names`."""
+        tokens = DType.optimal_dtype(tokenizer_for(self.tokenizer).vocab_size)
+        return tuple(np.uint8 if name.endswith("_loss_mask") else tokens for name in self.names)
+
+
+@dataclass
+class EncodedChunk:
+    """What consecutive documents became: an array for each of the settings' names, all in `len(lengths[i])` pieces."""
+
+    arrays: list[np.ndarray] = field(default_factory=list)
+    lengths: list[list[int]] = field(default_factory=list)
+    bad_lines: list[BadLine] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    num_bytes: int = 0
+    num_tokens: int = 0
+
+
+def chunks(documents: Iterable[RawDocument]) -> Iterator[list[RawDocument]]:
+    """The documents in order, in lists of about 256 KiB."""
+    chunk: list[RawDocument] = []
+    size = 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document.data)
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def map_in_order(
+    encode: Callable[[list[RawDocument]], EncodedChunk], items: Iterable[list[RawDocument]], *, workers: int
+) -> Iterator[EncodedChunk]:
+    """`map` over processes; results in the order of the items, only a few of which are read ahead."""
+    if workers == 1:
+        yield from map(encode, items)
+        return
+    fork = multiprocessing.get_context("fork")
+    waiting: deque[Future[EncodedChunk]] = deque()
+    with ProcessPoolExecutor(workers, mp_context=fork, initializer=follow_parent) as pool:
+        for item in items:
+            waiting.append(pool.submit(encode, item))
+            if len(waiting) >= CHUNKS_IN_FLIGHT * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def follow_parent() -> None:
+    """A worker outlives signals to the whole job, and ends when its parent has ended, however that was."""
+    # Ctrl-C reaches every process of the terminal; the parent alone reacts, and ends the pool.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a worker"
+    parent.join()
+    # The pool's queue never ends: its writing end is open in every worker.
+    os._exit(1)
+
+
+def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> EncodedChunk:
+    """What the documents become, without those that have nothing to write. Runs in a worker."""
+    chunk = EncodedChunk(num_bytes=sum(len(raw.data) for raw in documents))
+    encode = encode_texts if settings.chat_template is None else encode_chats
+    for column, dtype in zip(encode(settings, documents, chunk=chunk), settings.dtypes):
+        chunk.lengths.append([len(piece) for piece in column])
+        chunk.arrays.append(np.concatenate(column).astype(dtype, copy=False) if column else np.empty(0, dtype))
+        chunk.num_tokens += 0 if dtype is np.uint8 else len(chunk.arrays[-1])
+    return chunk
+
+
+def encode_texts(
+    settings: EncodeSettings, documents: list[RawDocument], *, chunk: EncodedChunk
+) -> list[list[np.ndarray]]:
+    """Tokens of each key, [L] integers a document; bad and empty documents are noted in `chunk`."""
+    tokenizer = tokenizer_for(settings.tokenizer)
+    rows, sources = [], []
+    for raw in documents:
+        texts, bad_lines = decode_texts(raw, settings.json_keys)
+        chunk.bad_lines += bad_lines
+        # Without any of its texts a document is left out everywhere: document i of all keys is of one line.
+        if all(text.strip() for text in texts):
+            rows.append(texts)
+            sources.append(raw)
+        elif not bad_lines:
+            chunk.counts["empty"] += 1
+    found = _tokenize(tokenizer, rows, sources=sources, chunk=chunk)
+    end = [tokenizer.eod] if settings.append_eod else []
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    return [[np.asarray(row[i] + end, dtype=dtype) for row in found] for i in range(len(settings.json_keys))]
+
+
+def _tokenize(
+    tokenizer: BaseTokenizer, rows: list[list[str]], *, sources: list[RawDocument], chunk: EncodedChunk
+) -> list[list[list[int]]]:
+    if isinstance(tokenizer, (HuggingFaceTokenizer, GPT2BPETokenizer)):
+        columns = [tokenizer.tokenize_batch(texts) for texts in zip(*rows)]
+        return [list(row) for row in zip(*columns)]
+    found = []
+    for row, raw in zip(rows, sources):
+        try:
+            found.append([tokenizer.tokenize(text) for text in row])
+        except ValueError as error:
+            chunk.bad_lines.append(BadLine(raw.path, raw.line, str(error), raw.begin))
+    return found
+
+
+def encode_chats(
+    settings: EncodeSettings, documents: list[RawDocument], *, chunk: EncodedChunk
+) -> list[list[np.ndarray]]:
+    """Tokens and loss masks, [L] integers a chat. A mask is 1 where the assistant wrote the token.
+
+    Chats without such a token are left out and noted in `chunk`, as bad lines are.
+    """
+    assert settings.chat_template is not None
+    tokenizer = tokenizer_for(settings.tokenizer)
+    template = template_for(settings)
+    tokens, masks = [], []
+    for raw in documents:
+        try:
+            record = decode_record(raw, settings.json_keys)
+            chat = template.render(messages_of(record, settings.json_keys[0]), tools=record.get("tools"))
+            chat.text.encode()  # JSON may hold half a surrogate pair, which is no text
+        except (ValueError, TypeError) as error:
+            chunk.bad_lines.append(BadLine(raw.path, raw.line, str(error), raw.begin))
+            continue
+        found = tokenizer.tokenize_marked(chat.text, chat.spans)
+        ids, marks = found.ids, found.marks
+        # Nothing of this chat precedes its first token, which no model can learn to predict.
+        marks[:1] = [False] * len(marks[:1])
+        if not any(marks):
+            chunk.counts["without an answer"] += 1
+            continue
+        if settings.append_eod and ids[-1] != tokenizer.eod:
+            # Where the answer ends without a token of its own, this one ends it.
+            ids, marks = [*ids, tokenizer.eod], [*marks, marks[-1]]
+        chunk.counts["eod inside"] += tokenizer.eod in ids[:-1]
+        tokens.append(np.asarray(ids))
+        masks.append(np.asarray(marks))
+    return [tokens, masks]
+
+
+def messages_of(record: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The messages of a line, each with a role. Raises ValueError where that is not what it holds."""
+    messages = record[key]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"key {key!r} is {type(messages).__name__}: must be a list of messages, at least one")
+    return [_message(message, key) for message in messages]
+
+
+def _message(message: Any, key: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ValueError(f"key {key!r} holds a {type(message).__name__}: must be objects with role and content")
+    if "from" in message and "value" in message:
+        role = message["from"]
+        message = {"role": ROLES.get(role, role) if isinstance(role, str) else role, "content": message["value"]}
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"a message of {key!r} has the keys {sorted(message)}: must have role and content")
+    return message
+
+
+@functools.cache
+def tokenizer_for(fields: Sequence[tuple[str, Any]]) -> BaseTokenizer:
+    """One tokenizer per process."""
+    return build_tokenizer(TokenizerConfig(**dict(fields)))
+
+
+@functools.cache
+def template_for(settings: EncodeSettings) -> ChatTemplate:
+    """One compiled template per process."""
+    assert settings.chat_template is not None
+    return ChatTemplate(settings.chat_template, tokenizer_for(settings.tokenizer).special_names)
