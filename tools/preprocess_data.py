@@ -125,8 +125,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     add("--partitions", type=int, default=1, help="parts of the input; a stopped run continues with the next (1)")
     add("--keep-sequential-samples", action="store_true", help="as always: documents keep their order")
-    for flag in ("--split-sentences", "--keep-newlines"):
-        add(flag, action="store_true", help=argparse.SUPPRESS)
+    add("--split-sentences", action="store_true", help=argparse.SUPPRESS)
+    add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     problem = wrong_options(options)
     if problem is not None:

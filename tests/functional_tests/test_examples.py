@@ -47,6 +47,12 @@ def test_resume_finds_every_step_equal(tmp_path: Path) -> None:
     assert "All 20 steps are equal, bit for bit" in printed
 
 
+@pytest.mark.slow
+def test_sft_packs_chats_and_answers(tmp_path: Path) -> None:
+    printed = run_example("sft.sh", tmp_path, "--train-iters", "6", "--lr-warmup-iters", "2", "--log-interval", "3")
+    assert "500 documents" not in printed and "tokens of filling" in printed and "An answer:\nQ:17 A:" in printed
+
+
 def test_own_script_has_its_own_model_loss_flag_and_callback(tmp_path: Path) -> None:
     words = ["--mock-data", *SMALL, "--eval-iters", "1", "--num-workers", "0", "--label-smoothing", "0.2"]
     run = run_program(words, 2, folder=tmp_path, program="examples.own_script:main")

@@ -36,6 +36,9 @@ _MHC = "hyper-connections do not exist here: layers have one residual stream"
 _DATA_LISTS = "give the paths themselves: --data-path, or --train-data-path, --valid-data-path and --test-data-path"
 _FIM_TOKENS = "fill-in-the-middle data is not made here: prepare it before tools/preprocess_data.py"
 _TOKENIZER_FILE = "the tokenizer is used as its file defines it: put the setting into the file of --tokenizer-model"
+_CHATS = (
+    "chats become tokens and loss masks before training: tools/preprocess_data.py --chat-key messages; then --data-path"
+)
 _ROUTING_TRACE = "use --record-routing, which writes the routing of a run to a file"
 _FUSED_KERNELS = "kernels are chosen by the device here, not by flags: remove it"
 _DEEPEP = "the dispatcher is chosen by --moe-token-dispatcher-type; its back ends have no flags of their own here"
@@ -106,7 +109,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--run-workload-inspector-server", "inspect a run with --profile and --tensorboard-dir"),
     (r"--log-(device-memory-used|memory-interval)", "use --log-memory-to-tensorboard"),
     (r"--log-energy", "energy is not measured here: read it from nvidia-smi or the cluster"),
-    (r"--sft", "make the samples first: tools/preprocess_data.py writes the tokens, --data-path reads them"),
+    (r"--sft|--chat-template", _CHATS),
     (r"--(no-)?flight-recorder-", _FLIGHT),
     (r"--async-ckpt-", _ASYNC_TUNING),
     (r"--(no-)?ckpt-|--dist-ckpt-|--no-strict-fsdp-dtensor-load|--replication|--non-persistent-local-", _CANONICAL),
@@ -120,7 +123,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--dataloader-inter-document-masking", "use --reset-attention-mask and --reset-position-ids"),
     (r"--object-storage-cache-path", _MSC),
     (r"--null-tokenizer-pad-id", "samples are never padded: remove it"),
-    (r"--(tokenizer-|tiktoken-|no-tokenizer-|chat-template)", _TOKENIZER_FILE),
+    (r"--(tokenizer-|tiktoken-|no-tokenizer-)", _TOKENIZER_FILE),
     (
         r"--trust-remote-code",
         "code that comes with a tokenizer is never run: give its tokenizer.json as --tokenizer-model",
@@ -180,6 +183,9 @@ REFUSALS: tuple[tuple[str, str], ...] = (
 )
 
 GROUP_REFUSALS = {"biencoder": _RETRIEVAL, "vision": _VISION, "rl": _RL, "inference": _INFERENCE}
+
+# Values that Megatron's flag takes and this one never will, with what to do instead.
+VALUE_REFUSALS = {("--tokenizer-type", "SFTTokenizer"): f"give the tokenizer itself; {_CHATS}"}
 
 # Accepted flags that would change the model or its numbers elsewhere: the notice says what to do here.
 NO_EFFECT_HINTS = {

@@ -7,13 +7,13 @@ import enum
 from typing import Any
 
 from megatron.training.command_line.flag_table import Flag, FlagTable
+from megatron.training.command_line.refusals import VALUE_REFUSALS
 
 # Values that Megatron's flag takes and a later issue brings. Megatron's other values are never available.
 CHOICE_OWNERS: dict[str, dict[str, str]] = {
     "--optimizer": {"dist_muon": "ddp", "distributed_fused_adam": "adam"},
     "--recompute-modules": {"mla_up_proj": "models"},
     "--position-embedding-type": {"yarn": "models"},
-    "--tokenizer-type": {"SFTTokenizer": "trainer"},
     "--transformer-impl": {"transformer_engine": "models"},
 }
 _KIND_NAMES = {"int": "an integer", "float": "a number"}
@@ -47,6 +47,9 @@ def _choice_error(flag: Flag, word: str, *, table: FlagTable) -> str | None:
     owner = CHOICE_OWNERS.get(flag.flags[0], {}).get(word)
     if owner is not None:
         return f"{word!r} is {not_yet(owner, table)}"
+    advice = VALUE_REFUSALS.get((flag.flags[0], word))
+    if advice is not None:
+        return f"{word!r} is not available here; {advice}"
     # Enum choices are listed as `AttnBackend.flash`; users write `flash`.
     upstream = () if flag.known is None else flag.known.choices or ()
     if choice_names(flag) and word in {str(choice).rpartition(".")[2] for choice in upstream}:

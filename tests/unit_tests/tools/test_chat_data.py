@@ -98,7 +98,9 @@ def test_the_loss_of_a_run_is_the_mean_over_the_answers_of_the_chats_alone(tmp_p
         "eval-iters": 0,
         "save": tmp_path / "saved",
     }
-    finished = run_program([*command_line(flags), "--reset-position-ids", "--reset-attention-mask", *borders], 1, folder=tmp_path / "run")
+    finished = run_program(
+        [*command_line(flags), "--reset-position-ids", "--reset-attention-mask", *borders], 1, folder=tmp_path / "run"
+    )
     assert finished.exit_codes == [0], finished.written()
     model, _ = load_model(str(tmp_path / "saved"), step=None, moved={})
     losses = []
