@@ -37,7 +37,7 @@ _DATA_LISTS = "give the paths themselves: --data-path, or --train-data-path, --v
 _FIM_TOKENS = "fill-in-the-middle data is not made here: prepare it before tools/preprocess_data.py"
 _TOKENIZER_FILE = "the tokenizer is used as its file defines it: put the setting into the file of --tokenizer-model"
 _CHATS = (
-    "chats become tokens and loss masks before training: tools/preprocess_data.py --chat-key messages; then --data-path"
+    "tools/preprocess_data.py makes tokens and loss masks of chats before training (docs/chats.md), --data-path reads them"
 )
 _ROUTING_TRACE = "use --record-routing, which writes the routing of a run to a file"
 _FUSED_KERNELS = "kernels are chosen by the device here, not by flags: remove it"
