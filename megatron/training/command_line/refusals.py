@@ -36,9 +36,7 @@ _MHC = "hyper-connections do not exist here: layers have one residual stream"
 _DATA_LISTS = "give the paths themselves: --data-path, or --train-data-path, --valid-data-path and --test-data-path"
 _FIM_TOKENS = "fill-in-the-middle data is not made here: prepare it before tools/preprocess_data.py"
 _TOKENIZER_FILE = "the tokenizer is used as its file defines it: put the setting into the file of --tokenizer-model"
-_CHATS = (
-    "tools/preprocess_data.py makes tokens and loss masks of chats before training (docs/chats.md), --data-path reads them"
-)
+_CHATS = "tools/preprocess_data.py makes tokens and loss masks of chats before training (docs/chats.md), --data-path reads them"
 _ROUTING_TRACE = "use --record-routing, which writes the routing of a run to a file"
 _FUSED_KERNELS = "kernels are chosen by the device here, not by flags: remove it"
 _DEEPEP = "the dispatcher is chosen by --moe-token-dispatcher-type; its back ends have no flags of their own here"
