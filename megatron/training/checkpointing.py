@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
 from megatron.core.agreement import all_ranks_agree
-from megatron.core.device import seed_all
 from megatron.core.dist_checkpointing import (
     LogicalPiece,
     ShardedTensor,
@@ -36,6 +35,7 @@ from megatron.training.checkpoint_folder import (
 )
 from megatron.training.config import CheckpointConfig
 from megatron.training.console import print_rank_0
+from megatron.training.initialize import seed_data_parallel_rank
 from megatron.training.rng_state import restore_rng, rng_sharded_state
 from megatron.training.train_state import TrainState
 
@@ -277,8 +277,8 @@ def _reseed(group: dist.ProcessGroup | None, *, seed: int, iteration: int) -> No
         "dropout continues with fresh seeds."
     )
     rank = 0 if group is None else dist.get_rank(group)
-    # As a run starts (initialize.py), moved on by the iteration: the masks of step 0 must not come again.
-    seed_all(seed + 1_000_003 * rank + 7_919 * iteration)
+    # As a run starts, moved on by the iteration: the masks of step 0 must not come again.
+    seed_data_parallel_rank(seed + 7_919 * iteration, rank)
 
 
 def _rank() -> int:

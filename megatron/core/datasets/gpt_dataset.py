@@ -75,6 +75,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     outside the tokenizer's vocabulary; OSError where the cache cannot be written.
     """
 
+    unnamed = "data without a path"  # what errors call a dataset whose dataset_path is None
+
     def __init__(
         self,
         indexed_dataset: TokenSequences,
@@ -90,7 +92,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         self.num_samples = num_samples
         self.index_split = index_split
         self.config = config
-        self._where = f"{dataset_path or 'made-up data'} ({index_split.name})"
+        self._where = f"{dataset_path or self.unnamed} ({index_split.name})"
         self._vocab_size = None if config.tokenizer is None else config.tokenizer.vocab_size
         # Without a tokenizer no option asks for eod, and no token is negative.
         self._eod = -1 if config.tokenizer is None else config.tokenizer.eod
@@ -104,7 +106,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:
-        assert dataset_path is not None, "made-up data is MockGPTDataset's"
+        if dataset_path is None:
+            raise ValueError("dataset_path is None: must be the prefix of a .bin/.idx pair; MockGPTDataset needs none")
         dataset = IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
         if not np.issubdtype(dataset.index.dtype, np.integer):
             kind = np.dtype(dataset.index.dtype).name
@@ -253,6 +256,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 
 class MockGPTDataset(GPTDataset):
     """GPTDataset over MockGPTLowLevelDataset; needs config.tokenizer, reads and writes no files."""
+
+    unnamed = "made-up data"
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> TokenSequences:
