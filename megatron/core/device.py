@@ -158,6 +158,17 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
     return memory
 
 
+def start_cuda_profiler() -> None:
+    """Tells nsys, which was started with --capture-range=cudaProfilerApi, to begin."""
+    torch.cuda.profiler.start()
+
+
+def stop_cuda_profiler() -> None:
+    """Tells nsys to end, once the GPU has done what was launched."""
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Highest memory use so far: allocated bytes of a GPU, resident bytes of the process on the CPU."""
     if device.type == "cuda":

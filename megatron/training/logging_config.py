@@ -48,3 +48,57 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class ProfilingConfig:
+    """When which ranks record what their devices do."""
+
+    cli_group: ClassVar[str] = "profiling"
+
+    profile: bool = config_field(
+        False, help="Record steps: with --use-pytorch-profiler to a file, else for nsys (cudaProfilerApi)."
+    )
+    profile_step_start: int = config_field(10, help="Steps done before recording starts.", at_least=0)
+    profile_step_end: int = config_field(12, help="The last step that is recorded.", at_least=1)
+    profile_ranks: list[int] = config_field(
+        default_factory=list, help="Ranks that record; unset: rank 0.", at_least=0, nargs="+"
+    )
+    use_pytorch_profiler: bool = config_field(
+        False, help="Record with torch's profiler into the folder `profile` of --tensorboard-dir or --save."
+    )
+    pytorch_profiler_collect_shapes: bool = config_field(False, help="Record the shapes of operators' inputs.")
+    pytorch_profiler_collect_callstack: bool = config_field(False, help="Record the Python lines behind operators.")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        self.validate_steps()
+
+    def validate_steps(self) -> None:
+        if self.profile_step_end <= self.profile_step_start:
+            raise ValueError(
+                f"ProfilingConfig.profile_step_end is {self.profile_step_end}: must be more than "
+                f"profile_step_start, which is {self.profile_step_start}"
+            )
+
+
+@dataclass(kw_only=True)
+class GarbageCollectionConfig:
+    """When Python looks for objects that only hold each other."""
+
+    cli_group: ClassVar[str] = "training"
+
+    manual_gc: bool = config_field(
+        False, help="Collect garbage at fixed steps, on all ranks at once, instead of whenever Python likes."
+    )
+    manual_gc_interval: int = config_field(
+        0, help="Steps between collections of --manual-gc; 0: only around evaluations.", at_least=0
+    )
+    manual_gc_eval: bool = config_field(
+        True,
+        flags=("--no-manual-gc-eval", "--disable-manual-gc-eval"),
+        help="Do not collect before and after evaluations.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)

@@ -6,25 +6,51 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
+from megatron.core.device import default_device
 from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback, CallbackList
 from megatron.training.callbacks.console_log import ConsoleLog
 from megatron.training.callbacks.jsonl_log import JsonlLog
+from megatron.training.callbacks.manual_gc import ManualGC
+from megatron.training.callbacks.profile import NsysProfile, TorchProfile
 from megatron.training.callbacks.progress_bar import ProgressBar
 from megatron.training.callbacks.progress_file import ProgressFile
 from megatron.training.callbacks.run_file import RunFile, describe_run
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
 from megatron.training.console import print_rank_0
-from megatron.training.logging_config import LoggingConfig
+from megatron.training.logging_config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
 
 
 def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, model: nn.Module) -> CallbackList:
     """All callbacks of this rank, those of the script last."""
-    return CallbackList((*_first_rank_callbacks(args, model), *extra))
+    return CallbackList((*_first_rank_callbacks(args, model), *_every_rank_callbacks(args), *extra))
+
+
+def _every_rank_callbacks(args: argparse.Namespace) -> list[Callback]:
+    callbacks: list[Callback] = []
+    collection = config_from_args(GarbageCollectionConfig, args)
+    if collection.manual_gc:
+        callbacks.append(ManualGC(collection))
+    profiling = config_from_args(ProfilingConfig, args)
+    if profiling.profile and dist.get_rank() in (profiling.profile_ranks or [0]):
+        callbacks.append(_profile(profiling, args, device=default_device()))
+    return callbacks
+
+
+def _profile(config: ProfilingConfig, args: argparse.Namespace, *, device: torch.device) -> Callback:
+    if not config.use_pytorch_profiler:
+        if device.type == "cuda":
+            return NsysProfile(config)
+        print_rank_0("note: --profile without a GPU: torch's profiler records, as with --use-pytorch-profiler")
+    folder = args.tensorboard_dir or args.save
+    if folder is None:
+        raise ValueError("--profile needs --tensorboard-dir or --save: the trace is written there")
+    return TorchProfile(config, Path(folder) / "profile", rank=dist.get_rank(), device=device)
 
 
 def _first_rank_callbacks(args: argparse.Namespace, model: nn.Module) -> list[Callback]:

@@ -20,7 +20,7 @@ from megatron.training.config import (
     DistributedConfig,
     TrainingConfig,
 )
-from megatron.training.logging_config import LoggingConfig
+from megatron.training.logging_config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
 
 # Groups of --help appear in this order.
 CONFIG_CLASSES: tuple[type, ...] = (
@@ -35,6 +35,8 @@ CONFIG_CLASSES: tuple[type, ...] = (
     OptimizerParamSchedulerConfig,
     CheckpointConfig,
     LoggingConfig,
+    ProfilingConfig,
+    GarbageCollectionConfig,
     DistributedConfig,
 )
 

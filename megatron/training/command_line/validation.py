@@ -226,6 +226,11 @@ def check_checkpoints(args: argparse.Namespace) -> None:
 def check_logging(args: argparse.Namespace) -> None:
     if args.log_progress and args.save is None:
         raise CommandLineError("--log-progress needs --save: progress.txt stands beside the checkpoints")
+    absent = [rank for rank in args.profile_ranks if rank >= args.world_size]
+    if args.profile and absent:
+        raise CommandLineError(
+            f"--profile-ranks has {absent[0]}: must be below the {args.world_size} processes there are"
+        )
 
 
 def derive_shapes(args: argparse.Namespace) -> None:
