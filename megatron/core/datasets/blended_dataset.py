@@ -53,7 +53,8 @@ def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
     """
     shares = np.asarray(weights, dtype=np.float64)
     shares = shares / shares.sum()
-    given, behind = np.zeros(len(shares)), np.empty(len(shares))
+    # Without a share nothing is ever due: where all others have theirs, a tie at 0 must not go to such a dataset.
+    given, behind = np.where(shares > 0, 0.0, np.inf), np.empty(len(shares))
     dataset_index = np.empty(size, dtype=np.int16)
     for first in range(0, size, _STEPS_AT_ONCE):
         steps = np.maximum(np.arange(first, min(first + _STEPS_AT_ONCE, size), dtype=np.float64), 1.0)

@@ -82,9 +82,7 @@ class BlendedMegatronDatasetBuilder:
     def _build_splits(self) -> Datasets:
         if self.config.blend_per_split is not None:
             return self._build_separate_splits(self.config.blend_per_split)
-        blend = self.config.blend
-        prefixes: Sequence[str | None] = [None] if blend is None else blend[0]
-        weights = None if blend is None else blend[1]
+        prefixes, weights = _sets_to_read(self.config.blend)
         corpora = [self.cls.build_low_level_dataset(prefix, self.config) for prefix in prefixes]
         parts = [self._split(prefix, corpus) for prefix, corpus in zip(prefixes, corpora)]
         datasets: Datasets = []
@@ -99,12 +97,12 @@ class BlendedMegatronDatasetBuilder:
             raise ValueError("there is no training data: blend_per_split must start with a blend for training")
         datasets: Datasets = []
         for split, size, blend in zip(Split, self.sizes, blends):
-            sources = [] if blend is None or size == 0 else [self._whole_corpus(prefix) for prefix in blend[0]]
-            weights = None if blend is None else blend[1]
+            prefixes, weights = ([], None) if blend is None or size == 0 else _sets_to_read(blend)
+            sources = [self._whole_corpus(prefix) for prefix in prefixes]
             datasets.append(self._build_split(split, sources, size=size, weights=weights) if sources else None)
         return datasets
 
-    def _whole_corpus(self, prefix: str) -> "_Source":
+    def _whole_corpus(self, prefix: str | None) -> "_Source":
         corpus = self.cls.build_low_level_dataset(prefix, self.config)
         return _Source(prefix, corpus, range(self._num_documents(prefix, corpus)))
 
@@ -139,7 +137,7 @@ class BlendedMegatronDatasetBuilder:
             return self._build_one(split, sources[0], num_samples=size)
         weights = weights or [source.num_tokens() for source in sources]
         if size is None:
-            whole = [self._build_one(split, source, num_samples=None) for source, w in zip(sources, weights) if w > 0]
+            whole = [self._build_one(split, source, num_samples=None) for source in sources]
             return BlendedDataset(whole, [len(dataset) for dataset in whole], None, self.config)
         return self._build_blend(split, sources, size=size, weights=weights)
 
@@ -163,6 +161,17 @@ class BlendedMegatronDatasetBuilder:
         assert source.documents is not None
         documents = np.arange(source.documents.start, source.documents.stop, dtype=np.int32)
         return self.cls(source.corpus, source.prefix, documents, num_samples, split, self.config)
+
+
+def _sets_to_read(blend: Blend | None) -> tuple[Sequence[str | None], list[float] | None]:
+    """Prefixes and weights, without those of weight 0: such files need not exist. Prefix None is made-up data."""
+    if blend is None:
+        return [None], None
+    prefixes, weights = blend
+    if weights is None:
+        return prefixes, None
+    used = [(prefix, weight) for prefix, weight in zip(prefixes, weights) if weight > 0]
+    return [prefix for prefix, _ in used], [weight for _, weight in used]
 
 
 @dataclass(frozen=True)

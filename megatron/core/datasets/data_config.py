@@ -105,10 +105,16 @@ class DataConfig:
             return get_blend_from_list(self.data_path)
         path = Path(self.data_args_path)
         if not path.is_file():
-            raise FileNotFoundError(f"--data-args-path {path} does not exist: must be a file with words as --data-path")
-        words = path.read_text(encoding="utf-8").split()
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise FileNotFoundError(f"--data-args-path {path} {what}: must be a file with words as --data-path")
+        try:
+            words = path.read_text(encoding="utf-8").split()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--data-args-path {path} is not UTF-8 text: must hold words as for --data-path"
+            ) from error
         if not words:
-            raise ValueError(f"--data-args-path {self.data_args_path} is empty: must hold words as for --data-path")
+            raise ValueError(f"--data-args-path {path} is empty: must hold words as for --data-path")
         return get_blend_from_list(words)
 
     def blend_per_split(self) -> list[Blend | None] | None:

@@ -51,12 +51,20 @@ def test_weights_and_token_counts_decide_what_is_read(tmp_path: Path) -> None:
     prefixes = [str(tmp_path / name) for name in "ab"]
     write_corpus(Path(prefixes[0]), num_documents=300)
     write_corpus(Path(prefixes[1]), num_documents=100, seed=1)
-    for weights, share in (([0.9, 0.1], 0.9), ([0.0, 1.0], 0.0), (None, 0.75)):
+    for weights, share in (([0.9, 0.1], 0.9), (None, 0.75)):
         train, valid, test = build(dataset_config(None, blend=(prefixes, weights)), sizes=(2000, None, 0))
         assert len(train) == 2000 and test is None
-        index = np.bincount(train._dataset_index, minlength=2) if share else np.array([0, 2000])
-        assert index[0] / 2000 == pytest.approx(share, abs=0.05)
-        assert train[1999]["tokens"].shape == (8,) and len(valid) >= (20 if share == 0.0 else 70)
+        assert np.bincount(train._dataset_index)[0] / 2000 == pytest.approx(share, abs=0.05)
+        assert train[1999]["tokens"].shape == (8,) and len(valid) >= 70
+
+
+def test_data_of_weight_0_is_not_read_nor_missed(tmp_path: Path) -> None:
+    assert blend_indices([0.0, 1.0, 0.0], 5)[0].tolist() == [1] * 5
+    write_corpus(tmp_path / "a", num_documents=100)
+    blend = ([str(tmp_path / name) for name in ("missing", "a", "missing")], [0.0, 2.0, 0.0])
+    for fields in ({"blend": blend}, {"blend_per_split": [blend, blend, None], "split": None}):
+        train, valid, _ = build(dataset_config(None, **fields))
+        assert train.dataset_path == valid.dataset_path == blend[0][1]
 
 
 def test_parts_named_apart_are_read_whole_each_by_its_own_blend(tmp_path: Path) -> None:
@@ -69,8 +77,11 @@ def test_parts_named_apart_are_read_whole_each_by_its_own_blend(tmp_path: Path) 
     for dataset in (train.datasets[0], valid):
         assert set(dataset._gpt_indices.document.tolist()) == set(range(40))
     assert len(valid) == (sum(map(len, documents[0])) - 1) // 8
-    (tmp_path / "blend.txt").write_text(f"1 {prefixes[0]}\n3 {prefixes[1]}\n")
+    (tmp_path / "blend.txt").write_bytes(b"\xff")
     listed = DataConfig(seq_length=8, data_args_path=str(tmp_path / "blend.txt"))
+    with pytest.raises(ValueError, match="blend.txt is not UTF-8 text"):
+        listed.read_blend()
+    (tmp_path / "blend.txt").write_text(f"1 {prefixes[0]}\n3 {prefixes[1]}\n")
     train = build_train_valid_test_datasets(listed, VOCABULARY, sizes=[200, 10, 0], seed=7)[0]
     assert np.bincount(train._dataset_index).tolist() == [50, 150]
 
