@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
@@ -167,6 +168,16 @@ def stop_cuda_profiler() -> None:
     """Tells nsys to end, once the GPU has done what was launched."""
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
+
+
+def start_cuda_memory_history() -> None:
+    """Lets torch's allocator keep its last 100,000 actions, with the Python lines behind them."""
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def cuda_memory_snapshot() -> dict[str, Any]:
+    """What the allocator kept, as torch.cuda.memory describes it."""
+    return torch.cuda.memory._snapshot()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

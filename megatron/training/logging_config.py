@@ -70,6 +70,15 @@ class ProfilingConfig:
     pytorch_profiler_collect_shapes: bool = config_field(False, help="Record the shapes of operators' inputs.")
     pytorch_profiler_collect_callstack: bool = config_field(False, help="Record the Python lines behind operators.")
 
+    record_memory_history: bool = config_field(
+        False,
+        help="Record who takes and gives back memory: on a GPU all the time, on a CPU in the steps to be profiled.",
+    )
+    memory_snapshot_path: str = config_field(
+        "snapshot.pickle",
+        help="File of --record-memory-history; with several ranks, each puts its number into the name.",
+    )
+
     def __post_init__(self) -> None:
         validate_fields(self)
         self.validate_steps()

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron.training.callbacks import Callback, CallbackList
 from megatron.training.callbacks.console_log import ConsoleLog
 from megatron.training.callbacks.jsonl_log import JsonlLog
 from megatron.training.callbacks.manual_gc import ManualGC
+from megatron.training.callbacks.memory_history import CpuMemoryHistory, CudaMemoryHistory
 from megatron.training.callbacks.profile import NsysProfile, TorchProfile
 from megatron.training.callbacks.progress_bar import ProgressBar
 from megatron.training.callbacks.progress_file import ProgressFile
@@ -39,7 +41,27 @@ def _every_rank_callbacks(args: argparse.Namespace) -> list[Callback]:
     profiling = config_from_args(ProfilingConfig, args)
     if profiling.profile and dist.get_rank() in (profiling.profile_ranks or [0]):
         callbacks.append(_profile(profiling, args, device=default_device()))
+    if profiling.record_memory_history and dist.get_rank() in (profiling.profile_ranks or [0]):
+        callbacks.append(_memory_history(profiling, log_interval=args.log_interval, device=default_device()))
     return callbacks
+
+
+def _memory_history(config: ProfilingConfig, *, log_interval: int, device: torch.device) -> Callback:
+    path = Path(config.memory_snapshot_path)
+    if len(config.profile_ranks) > 1:
+        path = path.with_name(f"{path.stem}_rank{dist.get_rank()}{path.suffix}")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(
+            f"--memory-snapshot-path is {config.memory_snapshot_path}: must be a file in a folder that can be written"
+        )
+    if device.type == "cuda":
+        return CudaMemoryHistory(path, log_interval=log_interval)
+    if config.profile:
+        raise ValueError(
+            "--record-memory-history and --profile are both given: without a GPU torch's profiler records either, "
+            "choose one"
+        )
+    return CpuMemoryHistory(path, config)
 
 
 def _profile(config: ProfilingConfig, args: argparse.Namespace, *, device: torch.device) -> Callback:

@@ -2,15 +2,18 @@
 
 import gc
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.cuda import _memory_viz
 from torch.profiler import record_function
 
 from megatron.training.callbacks import RunStart
 from megatron.training.callbacks.manual_gc import ManualGC
+from megatron.training.callbacks.memory_history import CpuMemoryHistory
 from megatron.training.callbacks.profile import TorchProfile
 from megatron.training.logging_config import GarbageCollectionConfig, ProfilingConfig
 from tests.unit_tests.training.test_callbacks import EVALUATION, STEP
@@ -29,6 +32,27 @@ def test_trace_holds_the_steps_asked_for_also_of_a_run_that_ends_early(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == [name]
     names = {event["name"] for event in json.loads((tmp_path / name).read_text())["traceEvents"]}
     assert {f"step {step}" for step in range(1, 7)} & names == {f"step {step}" for step in range(2, min(last, 3) + 1)}
+
+
+def test_memory_history_names_who_took_the_memory(tmp_path: Path) -> None:
+    history = CpuMemoryHistory(
+        tmp_path / "memory.pickle",
+        ProfilingConfig(profile_step_start=1, profile_step_end=2, record_memory_history=True),
+    )
+    for iteration in range(3):
+        history.on_step_start(iteration)
+        with record_function(f"step {iteration + 1}"):
+            kept = [torch.empty(1000 * (iteration + 1)), torch.empty(7)]
+            kept.pop(0)
+        history.on_step_end(replace(STEP, iteration=iteration + 1))
+    history.on_run_end()
+    snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    (actions,) = snapshot["device_traces"]
+    sizes = {size: [one for one in actions if one["size"] == size] for size in (4000, 8000, 12000)}
+    assert [one["action"] for one in sizes[8000]] == ["alloc", "free_completed"]
+    assert not sizes[4000] and not sizes[12000]
+    assert [frame["name"] for frame in sizes[8000][0]["frames"]] == ["aten::empty", "step 2"]
+    assert "free completed for a 7.8KiB" in _memory_viz.trace(snapshot)  # torch's own reader takes it
 
 
 @pytest.mark.parametrize(("interval", "around_evaluations", "expected"), [(2, True, 5), (3, False, 2), (0, True, 3)])
