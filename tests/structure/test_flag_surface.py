@@ -1,6 +1,7 @@
 """The command line changes by decision only: the frozen surface, the docs page, and what finished issues promised."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_finished_issues_left_no_flag_behind() -> None:
         if owner in COMPLETED_OWNERS
     ]
     assert not late + values, f"COMPLETED_OWNERS names an issue whose flags do not work: {late + values}"
+
+
+def test_every_flag_of_trainers_is_run_by_a_case_and_explained_on_a_page() -> None:
+    root = Path(__file__).resolve().parents[2]
+    cases = "".join(path.read_text() for path in (root / "tests/functional_tests").rglob("*.yaml"))
+    pages = "".join(path.read_text() for path in (root / "docs").glob("*.md") if path != DOCS_FILE)
+    flags = [f.flags[0] for f in flag_table().flags if f.known is not None and f.known.owner == "trainer"]
+    unrun = [flag for flag in flags if not re.search(rf"\b{flag.removeprefix('--')}: ", cases)]
+    unexplained = [flag for flag in flags if not re.search(rf"{flag}(?![\w-])", pages)]
+    assert not unrun and not unexplained, f"no case has {unrun}, no page in docs/ has {unexplained}"
 
 
 @pytest.mark.skipif(not UPSTREAM_FILE.exists(), reason="the list of known flags is not beside this checkout")
