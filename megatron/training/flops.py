@@ -7,7 +7,7 @@ import argparse
 
 from torch import nn
 
-from megatron.core.transformer.moe.moe_config import moe_layer_pattern
+from megatron.core.transformer.moe.moe_config import layers_with_experts
 
 # A multiply-add is two operations; backward makes a product for the input and one for the weights.
 _FLOPS_PER_MULTIPLY_ADD = 2
@@ -20,7 +20,7 @@ def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> 
     Counts the matrix products, attention with the half of its matrix that a causal mask leaves. Sliding windows,
     borders between packed samples, dropped tokens and recomputation are not taken into account.
     """
-    moe_layers = sum(moe_layer_pattern(args.moe_layer_freq, args.num_layers)) if args.num_experts else 0
+    moe_layers = sum(layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers))
     products = args.num_layers * _attention_products(args)
     products += (args.num_layers - moe_layers) * _mlp_products(args, args.ffn_hidden_size)
     if moe_layers:

@@ -1,11 +1,12 @@
 """Settings of self-attention: heads, groups, norms, window and kernel; which positions there are is the model's."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
-from megatron.core.transformer.moe.moe_config import parse_moe_layer_freq
+from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
 
 @dataclass(kw_only=True)
@@ -49,7 +50,7 @@ class AttentionConfig:
     window_attn_skip_freq: int | list[int] | str | None = config_field(
         None,
         help="Layers without the window: every Nth, or a pattern such as [1]*3+[0] with 0 for them; unset: none.",
-        parse=lambda word: parse_moe_layer_freq(word, field="window_attn_skip_freq"),
+        parse=partial(parse_layer_pattern, field="window_attn_skip_freq"),
     )
 
     def __post_init__(self) -> None:

@@ -76,14 +76,13 @@ def validate_recompute(config: RecomputeConfig, *, num_layers: int) -> None:
 
 
 def validate_recompute_modules(
-    config: RecomputeConfig, *, has_experts: list[int], grouped_gemm: bool, shared_experts: bool
+    config: RecomputeConfig, *, has_experts: list[int], grouped_experts: bool, shared_experts: bool
 ) -> None:
     """Raises ValueError for a part that no layer has; has_experts: 1 for each layer with experts, else 0."""
-    experts_are_grouped = 1 in has_experts and grouped_gemm
     needs = {
         "mlp": (0 in has_experts, "a dense layer"),
         "moe": (1 in has_experts, "a layer with experts (num_moe_experts)"),
-        "moe_act": (experts_are_grouped, "grouped experts (num_moe_experts and moe_grouped_gemm)"),
+        "moe_act": (grouped_experts, "grouped experts (num_moe_experts and moe_grouped_gemm)"),
         "shared_experts": (1 in has_experts and shared_experts, "moe_shared_expert_intermediate_size"),
     }
     for module in config.recompute_modules or []:

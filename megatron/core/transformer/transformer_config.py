@@ -17,10 +17,10 @@ from megatron.core.model_parallel_config import (
     validate_precision,
 )
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention
+from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import (
     MoEConfig,
-    moe_layer_pattern,
-    parse_moe_layer_freq,
+    layers_with_experts,
     validate_grouped_gemm,
     validate_moe,
 )
@@ -75,9 +75,9 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, Recompu
         validate_parallel_layout(self)
         validate_callables(self)
         if isinstance(self.moe_layer_freq, str):
-            self.moe_layer_freq = parse_moe_layer_freq(self.moe_layer_freq)
+            self.moe_layer_freq = parse_layer_pattern(self.moe_layer_freq, field="moe_layer_freq")
         if isinstance(self.window_attn_skip_freq, str):
-            self.window_attn_skip_freq = parse_moe_layer_freq(self.window_attn_skip_freq, field="window_attn_skip_freq")
+            self.window_attn_skip_freq = parse_layer_pattern(self.window_attn_skip_freq, field="window_attn_skip_freq")
         validate_attention(self, hidden_size=self.hidden_size, num_layers=self.num_layers)
         # Derived fields come after the checks that name what the user gave.
         if self.kv_channels is None:
@@ -111,17 +111,17 @@ class NormalInit:
 
 def validate_activation_memory(config: TransformerConfig) -> None:
     """Resolves short recompute flags; ValueError where recompute and offloading contradict each other or the model."""
-    experts = moe_layer_pattern(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else []
-    grouped = bool(experts) and config.moe_grouped_gemm
+    has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
+    grouped_experts = 1 in has_experts and config.moe_grouped_gemm
     resolve_recompute(config)
     validate_recompute(config, num_layers=config.num_layers)
     validate_recompute_modules(
         config,
-        has_experts=experts or [0] * config.num_layers,
-        grouped_gemm=grouped,
+        has_experts=has_experts,
+        grouped_experts=grouped_experts,
         shared_experts=config.moe_shared_expert_intermediate_size is not None,
     )
-    validate_offload(config, num_layers=config.num_layers, grouped_experts=grouped)
+    validate_offload(config, num_layers=config.num_layers, grouped_experts=grouped_experts)
     validate_offload_with_recompute(
         config,
         recompute_granularity=config.recompute_granularity,

@@ -7,7 +7,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
-from megatron.core.transformer.moe.moe_config import moe_layer_pattern
+from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.norms import Norm
@@ -26,8 +26,7 @@ def get_gpt_decoder_block_spec(
     # Two specs serve all layers: a spec is a description, building copies nothing from it.
     dense = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
     experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, config.qk_layernorm)
-    pattern = moe_layer_pattern(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else []
-    has_experts = pattern or [0] * config.num_layers
+    has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     return TransformerBlockSubmodules(
         layer_specs=[experts if with_experts else dense for with_experts in has_experts], layer_norm=Norm
     )

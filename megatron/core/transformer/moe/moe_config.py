@@ -1,16 +1,13 @@
 """Settings of mixture-of-experts layers; the dense layers' are in ../transformer_config.py."""
 
-import re
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
+from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.capacity_config import CapacityConfig, validate_capacity
 from megatron.core.transformer.moe.router_config import RouterConfig, validate_router
-
-# One token of a layer pattern: a list, an integer, an operator or a parenthesis.
-_TOKEN = re.compile(r"\s*(\[[\d\s,]*\]|\d+|[+*()])")
-_MAX_PATTERN_LAYERS = 100_000
 
 
 @dataclass(kw_only=True)
@@ -29,7 +26,7 @@ class MoEConfig(RouterConfig, CapacityConfig):
     moe_layer_freq: int | list[int] | str = config_field(
         1,
         help="Which layers have experts: N for every Nth from the first, or a pattern such as ([0]+[1]*3)*2.",
-        parse=lambda word: parse_moe_layer_freq(word),  # defined below
+        parse=partial(parse_layer_pattern, field="moe_layer_freq"),
     )
     moe_ffn_hidden_size: int | None = config_field(
         None, help="Width inside one expert; unset: that of the dense layers.", at_least=1
@@ -50,24 +47,14 @@ class MoEConfig(RouterConfig, CapacityConfig):
         validate_fields(self)
 
 
-def parse_moe_layer_freq(word: str, *, field: str = "moe_layer_freq") -> int | list[int]:
-    """An integer, or the list that a pattern of lists, +, * and parentheses stands for: "[0]+[1]*3" -> [0, 1, 1, 1].
-
-    Raises ValueError naming `field` where the word is neither.
-    """
-    stripped = word.strip()
-    if stripped.isdigit():
-        return int(stripped)
-    value = _PatternReader(stripped, field).read()
-    if not isinstance(value, list):
-        raise ValueError(f"{field} is {word!r}: must be an integer or a pattern of lists, such as [0]+[1]*3")
-    return value
-
-
-def moe_layer_pattern(moe_layer_freq: int | list[int] | str, num_layers: int) -> list[int]:
+def layers_with_experts(
+    num_experts: int | None, moe_layer_freq: int | list[int] | str, *, num_layers: int
+) -> list[int]:
     """1 for each layer with experts, 0 for each dense one; [num_layers]."""
+    if num_experts is None:
+        return [0] * num_layers
     if isinstance(moe_layer_freq, str):
-        moe_layer_freq = parse_moe_layer_freq(moe_layer_freq)
+        moe_layer_freq = parse_layer_pattern(moe_layer_freq, field="moe_layer_freq")
     if isinstance(moe_layer_freq, int):
         return [int(layer % moe_layer_freq == 0) for layer in range(num_layers)]
     return list(moe_layer_freq)
@@ -109,92 +96,10 @@ def validate_moe_layer_freq(config: MoEConfig, num_layers: int) -> None:
     if isinstance(freq, int) and freq < 1:
         raise ValueError(f"moe_layer_freq is {freq}: must be at least 1")
     # One entry a layer, also where the user gave one number.
-    pattern = moe_layer_pattern(freq, num_layers)
+    pattern = layers_with_experts(config.num_moe_experts, freq, num_layers=num_layers)
     if len(pattern) != num_layers:
         raise ValueError(
             f"moe_layer_freq has {len(pattern)} entries: must have one per layer, num_layers is {num_layers}"
         )
     if set(pattern) - {0, 1}:
         raise ValueError(f"moe_layer_freq is {freq!r}: entries must be 0 (dense) or 1 (experts)")
-
-
-# A reader instead of eval: the pattern comes from command lines and files.
-class _PatternReader:
-    """Recursive descent over a layer pattern: sum := product ("+" product)*, product := atom ("*" atom)*."""
-
-    def __init__(self, pattern: str, field: str) -> None:
-        self.pattern, self.field = pattern, field
-        self.tokens = self._split(pattern)
-
-    def read(self) -> int | list[int]:
-        value = self._sum()
-        if self.tokens:
-            raise self._error(f"unexpected {self.tokens[0]!r}")
-        return value
-
-    def _split(self, pattern: str) -> list[str]:
-        tokens, position = [], 0
-        while position < len(pattern):
-            match = _TOKEN.match(pattern, position)
-            if match is None:
-                raise self._error(f"cannot read {pattern[position:]!r}")
-            tokens.append(match.group(1))
-            position = match.end()
-        return tokens
-
-    def _sum(self) -> int | list[int]:
-        value = self._product()
-        while self._accept("+"):
-            other = self._product()
-            if isinstance(value, list) != isinstance(other, list):
-                raise self._error("a list and a number cannot be added")
-            value = value + other  # type: ignore[operator]
-        return value
-
-    def _product(self) -> int | list[int]:
-        value = self._atom()
-        while self._accept("*"):
-            other = self._atom()
-            if isinstance(value, list) and isinstance(other, list):
-                raise self._error("two lists cannot be multiplied")
-            value = self._repeated(value, other)
-        return value
-
-    def _repeated(self, left: int | list[int], right: int | list[int]) -> int | list[int]:
-        # The product's length is known before it is made: a slip of the finger must not fill the memory.
-        sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
-        if sizes[0] * sizes[1] > _MAX_PATTERN_LAYERS:
-            raise self._error(f"more than {_MAX_PATTERN_LAYERS} layers")
-        return left * right  # type: ignore[operator]
-
-    def _atom(self) -> int | list[int]:
-        if not self.tokens:
-            raise self._error("it ends too early")
-        token = self.tokens.pop(0)
-        if token == "(":
-            value = self._sum()
-            if not self._accept(")"):
-                raise self._error("a parenthesis is not closed")
-            return value
-        if token.startswith("["):
-            return self._list(token)
-        if token.isdigit():
-            return int(token)
-        raise self._error(f"unexpected {token!r}")
-
-    def _list(self, token: str) -> list[int]:
-        words = [word.strip() for word in token[1:-1].split(",")]
-        if words[-1] == "":  # "[]" and a trailing comma
-            words.pop()
-        if not all(word.isdigit() for word in words):
-            raise self._error(f"{token!r} is not a list of integers")
-        return [int(word) for word in words]
-
-    def _accept(self, token: str) -> bool:
-        if self.tokens and self.tokens[0] == token:
-            self.tokens.pop(0)
-            return True
-        return False
-
-    def _error(self, reason: str) -> ValueError:
-        return ValueError(f"{self.field} is {self.pattern!r}: {reason}; examples: 2, [1,0,1,0], ([0]+[1]*3)*2")

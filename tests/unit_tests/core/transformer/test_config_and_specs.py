@@ -1,4 +1,4 @@
-"""TransformerConfig's checks and derived fields, layer patterns, and building modules from specs."""
+"""TransformerConfig's checks and derived fields, and building modules from specs."""
 
 import types
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.moe.moe_config import moe_layer_pattern, parse_moe_layer_freq
+from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
@@ -88,43 +88,10 @@ def test_impossible_fields_are_named(fields: dict[str, Any], words: str) -> None
         small_config(**fields)
 
 
-@pytest.mark.parametrize(
-    ("word", "value"),
-    [
-        ("2", 2),
-        ("[0,1]", [0, 1]),
-        ("([0]+[1]*3)*2", [0, 1, 1, 1, 0, 1, 1, 1]),
-        (" [1] * 2 + 2*[0, 1,] ", [1, 1, 0, 1, 0, 1]),
-    ],
-)
-def test_layer_patterns_are_read(word: str, value: object) -> None:
-    assert parse_moe_layer_freq(word) == value
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "",
-        "-1",
-        "[0]+[1",
-        "([0]",
-        "[0])",
-        "[0]+1",
-        "[0]*[1]",
-        "2*3",
-        "[a]",
-        "[1]*999999999",
-        "__import__('os').getcwd()",
-    ],
-)
-def test_what_is_not_a_layer_pattern_is_refused(word: str) -> None:
-    with pytest.raises(ValueError, match="moe_layer_freq is"):
-        parse_moe_layer_freq(word)
-
-
 def test_every_nth_layer_has_experts_from_the_first() -> None:
-    assert moe_layer_pattern(1, 3) == [1, 1, 1]
-    assert moe_layer_pattern(3, 5) == [1, 0, 0, 1, 0]
+    assert layers_with_experts(2, 1, num_layers=3) == [1, 1, 1]
+    assert layers_with_experts(2, 3, num_layers=5) == [1, 0, 0, 1, 0]
+    assert layers_with_experts(None, 1, num_layers=2) == [0, 0]
     config = small_config(num_layers=4, num_moe_experts=2, moe_layer_freq="([0]+[1])*2")
     assert config.moe_layer_freq == [0, 1, 0, 1]
 

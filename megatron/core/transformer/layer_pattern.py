@@ -1,0 +1,106 @@
+"""Patterns that say layer by layer what a layer has: ([0]+[1]*3)*2 as text to a list of integers.
+
+What the integers mean is said where they are used: experts in moe/moe_config.py, windows in attention_config.py.
+"""
+
+import re
+
+# One token of a pattern: a list, an integer, an operator or a parenthesis.
+_TOKEN = re.compile(r"\s*(\[[\d\s,]*\]|\d+|[+*()])")
+_MAX_LAYERS = 100_000
+
+
+def parse_layer_pattern(word: str, *, field: str) -> int | list[int]:
+    """An integer, or the list that a pattern of lists, +, * and parentheses stands for: "[0]+[1]*3" -> [0, 1, 1, 1].
+
+    Raises ValueError naming `field` where the word is neither.
+    """
+    stripped = word.strip()
+    if stripped.isdigit():
+        return int(stripped)
+    value = _PatternReader(stripped, field).read()
+    if not isinstance(value, list):
+        raise ValueError(f"{field} is {word!r}: must be an integer or a pattern of lists, such as [0]+[1]*3")
+    return value
+
+
+# A reader instead of eval: the pattern comes from command lines and files.
+class _PatternReader:
+    """Recursive descent over a pattern: sum := product ("+" product)*, product := atom ("*" atom)*."""
+
+    def __init__(self, pattern: str, field: str) -> None:
+        self.pattern, self.field = pattern, field
+        self.tokens = self._split(pattern)
+
+    def read(self) -> int | list[int]:
+        value = self._sum()
+        if self.tokens:
+            raise self._error(f"unexpected {self.tokens[0]!r}")
+        return value
+
+    def _split(self, pattern: str) -> list[str]:
+        tokens, position = [], 0
+        while position < len(pattern):
+            match = _TOKEN.match(pattern, position)
+            if match is None:
+                raise self._error(f"cannot read {pattern[position:]!r}")
+            tokens.append(match.group(1))
+            position = match.end()
+        return tokens
+
+    def _sum(self) -> int | list[int]:
+        value = self._product()
+        while self._accept("+"):
+            other = self._product()
+            if isinstance(value, list) != isinstance(other, list):
+                raise self._error("a list and a number cannot be added")
+            value = value + other  # type: ignore[operator]
+        return value
+
+    def _product(self) -> int | list[int]:
+        value = self._atom()
+        while self._accept("*"):
+            other = self._atom()
+            if isinstance(value, list) and isinstance(other, list):
+                raise self._error("two lists cannot be multiplied")
+            value = self._repeated(value, other)
+        return value
+
+    def _repeated(self, left: int | list[int], right: int | list[int]) -> int | list[int]:
+        # The product's length is known before it is made: a slip of the finger must not fill the memory.
+        sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
+        if sizes[0] * sizes[1] > _MAX_LAYERS:
+            raise self._error(f"more than {_MAX_LAYERS} layers")
+        return left * right  # type: ignore[operator]
+
+    def _atom(self) -> int | list[int]:
+        if not self.tokens:
+            raise self._error("it ends too early")
+        token = self.tokens.pop(0)
+        if token == "(":
+            value = self._sum()
+            if not self._accept(")"):
+                raise self._error("a parenthesis is not closed")
+            return value
+        if token.startswith("["):
+            return self._list(token)
+        if token.isdigit():
+            return int(token)
+        raise self._error(f"unexpected {token!r}")
+
+    def _list(self, token: str) -> list[int]:
+        words = [word.strip() for word in token[1:-1].split(",")]
+        if words[-1] == "":  # "[]" and a trailing comma
+            words.pop()
+        if not all(word.isdigit() for word in words):
+            raise self._error(f"{token!r} is not a list of integers")
+        return [int(word) for word in words]
+
+    def _accept(self, token: str) -> bool:
+        if self.tokens and self.tokens[0] == token:
+            self.tokens.pop(0)
+            return True
+        return False
+
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"{self.field} is {self.pattern!r}: {reason}; examples: 2, [1,0,1,0], ([0]+[1]*3)*2")
