@@ -85,10 +85,10 @@ def setup_run(
             model_provider, ModelType.encoder_or_decoder, args=args, config_overrides=config_overrides
         )
         optimizer.config.timers = timers
-    get_model_config(model).timers = timers
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks, model=model)
     config = get_model_config(model)
+    config.timers = timers
     finalize = DeferredFinalizer(config.finalize_model_grads_func or finalize_model_grads)
     config.finalize_model_grads_func = finalize
     run = TrainingRun(

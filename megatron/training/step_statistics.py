@@ -64,20 +64,16 @@ def _total(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([p if p.numel() == 2 else torch.cat([p, torch.ones_like(p)]) for p in pairs]).sum(dim=0)
 
 
-def total_auxiliary_losses(model: nn.Module) -> Totals:
-    """Takes what the model's layers recorded since the last call, summed over layers and microbatches: [2], fp64."""
-    chunk = unwrap_model(model)
-    if not isinstance(chunk, RecordsAuxLosses):
-        return {}
-    return chunk.aux_losses.take_totals()
+def reduce_step_sync(
+    reports: Reports, model: nn.Module, *, group: dist.ProcessGroup | None, exit_reasons: Sequence[bool]
+) -> StepStatistics:
+    """The statistics of a training step, with what the model's layers recorded, which is taken from them.
 
-
-def total_layers(model: nn.Module) -> LayerTotals | None:
-    """What each layer recorded, under --moe-per-layer-logging; call before total_auxiliary_losses takes it."""
-    chunk = unwrap_model(model)
-    if not isinstance(chunk, RecordsAuxLosses) or not chunk.config.moe_per_layer_logging:
-        return None
-    return chunk.aux_losses.layer_totals()
+    reports: as for total_reports, fp32. NOTE: reads the device, see reduce_statistics_sync.
+    """
+    auxiliary, layers = _take_auxiliary_losses(model)
+    totals = {**total_reports(reports), **auxiliary}
+    return reduce_statistics_sync(totals, group, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers)
 
 
 @record_function("reduce_statistics_sync")
@@ -121,6 +117,16 @@ def reduce_statistics_sync(
         return StepStatistics(losses, exit_reason)
     per_layer, expert_load = _layer_figures(layers, rest[len(exit_reasons) :])
     return StepStatistics(losses, exit_reason, per_layer, expert_load)
+
+
+def _take_auxiliary_losses(model: nn.Module) -> tuple[Totals, LayerTotals | None]:
+    """What layers recorded since the last call, over all of them and, under --moe-per-layer-logging, of each."""
+    chunk = unwrap_model(model)
+    if not isinstance(chunk, RecordsAuxLosses):
+        return {}, None
+    # Before the totals are taken, which starts both anew.
+    layers = chunk.aux_losses.layer_totals() if chunk.config.moe_per_layer_logging else None
+    return chunk.aux_losses.take_totals(), layers
 
 
 def _layer_figures(

@@ -21,13 +21,7 @@ from megatron.training.flops import num_floating_point_operations
 from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.run import TrainingRun
 from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
-from megatron.training.step_statistics import (
-    raise_non_finite_loss,
-    reduce_statistics_sync,
-    total_auxiliary_losses,
-    total_layers,
-    total_reports,
-)
+from megatron.training.step_statistics import raise_non_finite_loss, reduce_step_sync
 
 __all__ = ["get_model", "num_floating_point_operations", "pretrain", "setup_model_and_optimizer", "train", "train_step"]
 
@@ -109,9 +103,8 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     """
     start = time.perf_counter()
     assert run.optimizer is not None and run.scheduler is not None, "--skip-train never steps"
-    learning_rate, weight_decay = (run.optimizer.param_groups[0][name] for name in ("lr", "weight_decay"))
-    # Of this step: counting it moves the run on to the next batch size.
-    batch_size = run.global_batch_size
+    # Of this step: the schedule moves the rates on, and counting the step the batch size.
+    rates, batch_size = dict(run.optimizer.param_groups[0]), run.global_batch_size
     decoupled_learning_rate = run.optimizer.decoupled_learning_rate
     run.optimizer.zero_grad()
 
@@ -124,12 +117,8 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         )
 
     # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
-    layers, auxiliary = total_layers(run.model), total_auxiliary_losses(run.model)
     reasons = run.exit_conditions.local_reasons()
-    totals = {**total_reports(reports), **auxiliary}
-    statistics = reduce_statistics_sync(
-        totals, run.groups.dp, optional=auxiliary.keys(), exit_reasons=reasons, layers=layers
-    )
+    statistics = reduce_step_sync(reports, run.model, group=run.groups.dp, exit_reasons=reasons)
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, run.groups.dp, iteration=run.state.iteration + 1)
     with run.timers("all-grads-sync", log_level=1):
@@ -147,7 +136,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         losses=statistics.losses,
         grad_norm=grad_norm,
         num_zeros=None if num_zeros is None else int(num_zeros),
-        learning_rate=learning_rate,
+        learning_rate=rates["lr"],
         loss_scale=float(loss_scale),
         global_batch_size=batch_size,
         consumed_samples=run.state.consumed_train_samples,
@@ -155,7 +144,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         seconds=time.perf_counter() - start,
         skipped=not updated,
         nan=statistics.nan,
-        weight_decay=weight_decay,
+        weight_decay=rates["weight_decay"],
         per_layer=statistics.per_layer,
         expert_load=statistics.expert_load,
         decoupled_learning_rate=decoupled_learning_rate,
