@@ -1,6 +1,6 @@
 """How each named part of a layer is run: as it is, recomputed in backward, or with its saved tensors on the host.
 
-What a layer's parts are is written in the layer; which runner each gets is decided in transformer_block.py.
+What a layer's parts are is written in the layer; which runner each gets is decided in layer_arrangement.py.
 """
 
 from collections.abc import Callable

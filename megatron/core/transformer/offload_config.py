@@ -7,7 +7,9 @@ from megatron.core.config_field import config_field, validate_fields
 
 # In the order in which they run in a layer.
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-_OF_EXPERTS = {"expert_fc1", "moe_act"}
+# Those that only layers with grouped experts have.
+EXPERT_MODULES = frozenset({"expert_fc1", "moe_act"})
+_MIN_ELEMENTS = 1024 * 1024
 
 
 @dataclass(kw_only=True)
@@ -34,7 +36,7 @@ class OffloadConfig:
         1.0, help="Share of those parts, over the layers but the last, that is offloaded.", more_than=0, at_most=1
     )
     min_offloaded_tensor_size: int = config_field(
-        1024 * 1024, help="Elements; smaller tensors stay where they are.", at_least=0
+        _MIN_ELEMENTS, help="Elements; smaller tensors stay where they are.", at_least=0
     )
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ def validate_offload(config: OffloadConfig, *, num_layers: int, grouped_experts:
     for name, default in (("offload_modules", []), ("activation_offload_fraction", 1.0)):
         if vars(config)[name] != default:
             raise ValueError(f"{name} is {vars(config)[name]}: needs fine_grained_activation_offloading")
-    if not whole and config.min_offloaded_tensor_size != 1024 * 1024:
+    if not whole and config.min_offloaded_tensor_size != _MIN_ELEMENTS:
         raise ValueError(
             f"min_offloaded_tensor_size is {config.min_offloaded_tensor_size}: "
             "needs fine_grained_activation_offloading or cpu_offloading_num_layers"
@@ -74,9 +76,9 @@ def _validate_modules(config: OffloadConfig, *, num_layers: int, grouped_experts
         raise ValueError(
             "fine_grained_activation_offloading with num_layers 1 would move nothing: the last layer is never offloaded"
         )
-    if modules & _OF_EXPERTS and not grouped_experts:
+    if modules & EXPERT_MODULES and not grouped_experts:
         raise ValueError(
-            f"offload_modules has {min(modules & _OF_EXPERTS)}: the model needs grouped experts "
+            f"offload_modules has {min(modules & EXPERT_MODULES)}: the model needs grouped experts "
             "(num_moe_experts and moe_grouped_gemm), or leave it out"
         )
     if "attn_proj" in modules and "core_attn" not in modules:

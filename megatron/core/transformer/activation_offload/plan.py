@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from megatron.core.transformer.offload_config import OFFLOAD_MODULES, OffloadConfig
+from megatron.core.transformer.offload_config import EXPERT_MODULES, OFFLOAD_MODULES, OffloadConfig
 
 WHOLE_LAYER = "layer"
-_OF_EXPERTS = ("expert_fc1", "moe_act")
 
 
 def plan_offload(config: OffloadConfig, has_experts: Sequence[bool]) -> list[frozenset[str]]:
@@ -23,7 +22,7 @@ def plan_offload(config: OffloadConfig, has_experts: Sequence[bool]) -> list[fro
         (index, name)
         for index in range(num_layers - 1)
         for name in OFFLOAD_MODULES
-        if name in config.offload_modules and (has_experts[index] or name not in _OF_EXPERTS)
+        if name in config.offload_modules and (has_experts[index] or name not in EXPERT_MODULES)
     ]
     chosen = parts[: math.ceil(config.activation_offload_fraction * len(parts))]
     return [frozenset(name for layer, name in chosen if layer == index) for index in range(num_layers)]

@@ -24,22 +24,21 @@ def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_
 
 def build_row_order(config: CapacityConfig, num_experts: int) -> RowOrder:
     """How slots become rows: one row each, or as many as the experts have room for; chosen once."""
-    factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
+    factor = config.moe_expert_capacity_factor
+    if factor is None:
+        return lambda probs, expert_indices: sort_by_expert(expert_indices, num_experts)
+    # With equal weights the first tokens stay.
+    rank = torch.Tensor.detach if config.moe_token_drop_policy == "probs" else torch.zeros_like
     order = _padded if config.moe_pad_expert_input_to_capacity else _dropped_sync
 
-    def every_slot(probs: Tensor, expert_indices: Tensor) -> tuple[PermutationMap, Tensor]:
-        return sort_by_expert(expert_indices, num_experts)
-
     def within_capacity(probs: Tensor, expert_indices: Tensor) -> tuple[PermutationMap, Tensor]:
-        assert factor is not None
         num_tokens = expert_indices.shape[0]
         # An expert gets a token once: room beyond that is never used.
         capacity = min(get_capacity(expert_indices.numel(), num_experts, factor), num_tokens)
-        weights = probs.detach() if policy == "probs" else torch.zeros_like(probs)
-        kept = kept_slots(weights, expert_indices, capacity=capacity)
+        kept = kept_slots(rank(probs), expert_indices, capacity=capacity)
         return order(expert_indices, kept, num_experts=num_experts, capacity=capacity)
 
-    return every_slot if factor is None else within_capacity
+    return within_capacity
 
 
 def kept_slots(weights: Tensor, expert_indices: Tensor, *, capacity: int) -> Tensor:

@@ -125,21 +125,22 @@ class TopKRouter(Router):
 
     def _add_z_loss(self, logits: Tensor) -> Tensor:
         loss = z_loss_func(logits, self.z_loss_coeff)
-        return self._add_loss(logits, loss, name=Z_LOSS, coeff=self.z_loss_coeff, num_tokens=logits.shape[0])
+        return self._add_loss(logits, loss, name=Z_LOSS, coeff=self.z_loss_coeff)
 
     def _add_balancing_losses(self, weights: Tensor, routed: Routed) -> Tensor:
         for name, loss, coeff in self.balancing.losses(routed):
-            weights = self._add_loss(weights, loss, name=name, coeff=coeff, num_tokens=weights.shape[0])
+            weights = self._add_loss(weights, loss, name=name, coeff=coeff)
         return weights
 
     def _average_counts(self, tokens_per_expert: Tensor) -> Tensor:
         return self.aux_losses.average_counts(tokens_per_expert, layer_number=self.layer_number)
 
-    def _add_loss(self, activation: Tensor, loss: Tensor, *, name: str, coeff: float, num_tokens: int) -> Tensor:
+    def _add_loss(self, activation: Tensor, loss: Tensor, *, name: str, coeff: float) -> Tensor:
+        """activation: [T, E] or [T, K], float -> the same, with an edge to the loss."""
         self.aux_losses.record(name, loss / coeff, layer_number=self.layer_number)
         if self.config.calculate_per_token_loss:
             # The main loss is then a sum over tokens that is divided by their number at the end of the step.
-            loss = loss * num_tokens
+            loss = loss * len(activation)
         return self.aux_losses.attach(activation, loss)
 
 
