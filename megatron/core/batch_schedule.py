@@ -42,20 +42,19 @@ class BatchSchedule:
             iterations -= taken
         return consumed
 
-    def iterations_within(self, samples: int) -> int:
-        """Steps that fit into `samples`: a last batch that would need more is not taken."""
-        iterations = consumed = 0
-        for size, steps in self._stretches():
-            fitting = (samples - consumed) // size
+    def iterations_within(self, samples: int, *, consumed: int = 0) -> int:
+        """Steps that fit into `samples` after the first `consumed`: a last batch that would need more is not taken."""
+        iterations = 0
+        for size, steps in self._stretches(consumed):
+            fitting = max(0, samples - consumed) // size
             if steps is None or fitting < steps:
                 return iterations + fitting
             iterations += steps
             consumed += steps * size
         raise AssertionError("the last stretch has no end")
 
-    def _stretches(self) -> Iterator[tuple[int, int | None]]:
-        """Each size and the number of steps with it, in order; None for the last, which has no end."""
-        consumed = 0
+    def _stretches(self, consumed: int = 0) -> Iterator[tuple[int, int | None]]:
+        """Each size and the number of steps with it from `consumed` on; None for the last, which has no end."""
         for size, following in zip_longest(self.sizes, self.starts[1:]):
             # A large batch may step over a whole phase: no steps then.
             steps = None if following is None else max(0, -(-(following - consumed) // size))

@@ -118,6 +118,12 @@ class TrainingRun:
             data_parallel_group=self.groups.dp,
         )
         update_num_microbatches(self.state.consumed_train_samples)
+        if self.training.train_samples is not None:
+            # The steps before may have had other batch sizes than this run's.
+            left = self.batches.running.iterations_within(
+                self.training.train_samples, consumed=self.state.consumed_train_samples
+            )
+            self.training.train_iters = self.args.train_iters = self.state.iteration + left
         # Scripts read these from the arguments, as in Megatron.
         self.args.iteration = self.state.iteration
         self.args.consumed_train_samples = self.state.consumed_train_samples

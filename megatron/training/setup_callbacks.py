@@ -87,7 +87,7 @@ def _first_rank_callbacks(args: argparse.Namespace, model: nn.Module) -> list[Ca
         callbacks.append(ProgressBar(console))
         # Through the same console, so that lines scroll above the bar instead of through it.
         write = functools.partial(console.print, markup=False)
-    callbacks.append(ConsoleLog(logging.log_interval, train_iters=args.train_iters or 0, write=write))
+    callbacks.append(ConsoleLog(logging.log_interval, write=write))
     folder = logging.tensorboard_dir or args.save
     if folder is not None:
         callbacks += [RunFile(Path(folder), record=describe_run(args, model)), JsonlLog(Path(folder))]

@@ -29,6 +29,23 @@ def _resume(argv: list[str], folder: str) -> tuple[int, tuple[int, int], tuple[i
         return run.global_batch_size, before, (run.args.iteration, run.args.consumed_train_samples)
 
 
+def test_a_run_in_samples_resumes_with_other_batches_for_the_samples_that_are_left(tmp_path: Path) -> None:
+    in_samples = {"train-iters": None, "lr-warmup-iters": None, "train-samples": 24}
+    argv = command_line({**read_bases()["dense"], **FLAGS, **in_samples})
+    # Two steps of 4 samples, then 16 samples in batches of 4, 2 and 6.
+    assert run_on_ranks(_ends_after_a_resume, 1, argv, str(tmp_path)) == [[6, 10, 4]]
+
+
+def _ends_after_a_resume(argv: list[str], folder: str) -> list[int]:
+    _resume(argv, folder)
+    ends = []
+    for batch in ("4", "2", "6"):
+        with started_run([*argv, "--load", folder, "--global-batch-size", batch]) as run:
+            assert run.args.train_iters == run.train_iters
+            ends.append(run.train_iters)
+    return ends
+
+
 def test_overrides_of_a_script_reach_the_optimizer_and_may_change_when_it_resumes(tmp_path: Path) -> None:
     argv = command_line({**read_bases()["llama"], **FLAGS, "decoupled-lr": 0.5})
     assert run_on_ranks(_rates_across_a_resume, 1, argv, str(tmp_path)) == [([0.005, 0.25, 0.01], [0.01, 0.5, 0.03])]

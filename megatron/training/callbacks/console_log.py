@@ -13,14 +13,15 @@ from megatron.training.callbacks.base import Callback, EvaluationReport, RunStar
 class ConsoleLog(Callback):
     """Prints one line every `log_interval` iterations: means over the interval, counts since the last line."""
 
-    def __init__(self, log_interval: int, *, train_iters: int, write: Callable[[str], None]) -> None:
+    def __init__(self, log_interval: int, *, write: Callable[[str], None]) -> None:
         self.log_interval = log_interval
-        self.train_iters = train_iters
+        self.train_iters = 0
         self.write = write
         self._reports: list[StepReport] = []
 
     def on_train_start(self, start: RunStart) -> None:
         """Starts an empty interval."""
+        self.train_iters = start.train_iters
         self._reports.clear()
 
     def on_step_end(self, report: StepReport) -> None:

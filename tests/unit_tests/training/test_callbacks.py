@@ -82,7 +82,7 @@ PATTERNS_OF_FLAGS = {
 )
 def test_patterns_that_users_have_find_every_number(fields: dict[str, Any], patterns: dict[str, str]) -> None:
     lines: list[str] = []
-    log = ConsoleLog(2, train_iters=100, write=lines.append)
+    log = ConsoleLog(2, write=lines.append)
     # Throughput is that of the interval: a slow step weighs more.
     slow = {name: fields[name] / 2 for name in ("tflops", "mfu") if name in fields}
     log.on_step_end(replace(STEP, **slow))
@@ -111,7 +111,7 @@ def test_validation_line_has_loss_and_perplexity() -> None:
 
 def test_console_prints_one_line_an_interval_and_the_rest_at_the_end() -> None:
     lines: list[str] = []
-    log = ConsoleLog(2, train_iters=5, write=lines.append)
+    log = ConsoleLog(2, write=lines.append)
     log.on_train_start(RunStart(iteration=0, train_iters=5))
     for iteration in range(1, 6):
         log.on_step_end(replace(STEP, iteration=iteration))
