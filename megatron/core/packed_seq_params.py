@@ -40,6 +40,9 @@ class PackedSeqParams:
         self.segment_lengths = [length for length in lengths if length]
         if self.max_seqlen_q is None:
             self.max_seqlen_q = max(lengths)
+        # A kernel told too little would leave out the rest without a word.
+        if self.max_seqlen_q < max(lengths):
+            raise ValueError(f"max_seqlen_q is {self.max_seqlen_q}: must be the longest segment's {max(lengths)}")
         if self.max_seqlen_kv is None:
             self.max_seqlen_kv = self.max_seqlen_q
 

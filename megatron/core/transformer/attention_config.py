@@ -94,8 +94,8 @@ def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers:
 def validate_window(config: AttentionConfig, *, num_layers: int) -> None:
     """Raises ValueError for a window that looks ahead, or for a choice of layers that does not fit the model."""
     size, freq = config.window_size, config.window_attn_skip_freq
-    if size is not None and (len(size) != 2 or size[1] > 0):
-        raise ValueError(f"window_size is {size}: must be (left, 0), layers do not look ahead")
+    if size is not None and (len(size) != 2 or size[1] > 0 or {type(number) for number in size} != {int}):
+        raise ValueError(f"window_size is {size}: must be (left, 0) in tokens, layers do not look ahead")
     if freq is None:
         return
     if size is None:

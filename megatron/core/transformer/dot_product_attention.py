@@ -177,4 +177,6 @@ def reference_attention(
         # The lowest finite value: a row with nothing allowed stays free of NaN.
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     probs = F.dropout(scores.softmax(dim=-1), p=dropout, training=dropout > 0)
-    return probs.to(query.dtype) @ value
+    context = probs.to(query.dtype) @ value
+    # Such a row becomes 0, as torch's kernels have it.
+    return context if allowed is None or is_causal else context.masked_fill(~allowed.any(-1, keepdim=True), 0)

@@ -46,10 +46,15 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.interleaved = rotary_interleaved
         rotated = int(kv_channels * rotary_percent)
-        if rotated % 2 or rotated == 0:
+        if rotated % 2 or not 0 < rotated <= kv_channels:
             raise ValueError(
-                f"kv_channels {kv_channels} x rotary_percent {rotary_percent} is {rotated}: must be even and positive"
+                f"kv_channels {kv_channels} x rotary_percent {rotary_percent} is {rotated}: "
+                f"must be even, from 2 to {kv_channels}"
             )
+        factors = {"seq_len_interpolation_factor": seq_len_interpolation_factor, "rotary_base": rotary_base}
+        for name, factor in {**factors, "rope_scaling_factor": rope_scaling_factor}.items():
+            if factor is not None and factor <= 0:
+                raise ValueError(f"{name} is {factor}: must be above 0")
         frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
         if rope_scaling_factor is not None:
             frequencies = scaled_frequencies(frequencies, factor=rope_scaling_factor)

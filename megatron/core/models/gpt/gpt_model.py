@@ -93,9 +93,12 @@ class GPTModel(MegatronModule):
         """input_ids, position_ids: [B, S], int64; attention_mask: bool, broadcastable to [B, 1, S, S], True where
         attention is forbidden, or None: causal; labels: [B, S], int64, below the unpadded vocabulary size.
         Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype.
+        Raises ValueError for masks and borders that do not fit input_ids.
         loss_mask: masking is the loss function's work; accepted for callers that pass it.
         packed_seq_params: segments that attention does not leave, instead of a mask.
         """
+        if attention_mask is not None:
+            _require_mask(attention_mask, input_ids.shape)
         if packed_seq_params is not None:
             packed_seq_params.require_samples(*input_ids.shape)
         hidden_states = self.embedding(input_ids, position_ids)
@@ -186,6 +189,18 @@ def _checked_position_embedding(kind: str) -> str:
     if kind not in POSITION_EMBEDDINGS:
         raise ValueError(f"position_embedding_type is {kind!r}: must be one of {', '.join(POSITION_EMBEDDINGS)}")
     return kind
+
+
+def _require_mask(mask: Tensor, tokens: torch.Size) -> None:
+    # By the shape that kernels broadcast to, [B, N, S, S]: as one of three, B would be taken for N.
+    batch, seq_length = tokens
+    full = (batch, 1, seq_length, seq_length)
+    fits = mask.dim() <= 4 and all(size in (1, wanted) for size, wanted in zip(mask.shape[::-1], full[::-1]))
+    if mask.dtype is not torch.bool or not fits:
+        raise ValueError(
+            f"attention_mask is {mask.dtype} of shape {list(mask.shape)}: must be torch.bool, True where attention is "
+            f"forbidden, of shape [micro-batch, 1, sequence, sequence] = {list(full)} or with 1 in place of a size"
+        )
 
 
 def _require_whole_model(*, pre_process: bool, post_process: bool) -> None:

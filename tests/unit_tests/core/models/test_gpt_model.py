@@ -192,6 +192,10 @@ def test_an_explicit_causal_mask_is_the_default() -> None:
     model = small_model(small_config(**LLAMA_LIKE, num_query_groups=2))
     forbidden = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
     torch.testing.assert_close(loss_of(model, attention_mask=forbidden), loss_of(model))
+    # Without the place for heads, as many samples as heads would each mask a head.
+    for wrong in (forbidden.float(), forbidden[0].expand(2, SEQ, SEQ), forbidden[..., :-1]):
+        with pytest.raises(ValueError, match=r"attention_mask is torch.* must be torch.bool.* \[2, 1, 16, 16\]"):
+            loss_of(model, attention_mask=wrong)
 
 
 @pytest.mark.parametrize("backend", list(AttnBackend))

@@ -29,6 +29,7 @@ def test_unset_fields_follow_from_others() -> None:
         ({"hidden_size": 33}, r"hidden_size is 33: must be divisible by num_attention_heads \(4\)"),
         ({"num_query_groups": 3}, r"num_attention_heads is 4: must be divisible by num_query_groups \(3\)"),
         ({"window_size": (4, 1)}, r"window_size is \(4, 1\): must be \(left, 0\)"),
+        ({"window_size": (4.5, 0)}, r"window_size is \(4.5, 0\): must be \(left, 0\) in tokens"),
         ({"window_size": (-2, 0)}, "window_size is -2: must be at least -1"),
         ({"window_attn_skip_freq": 2}, "window_attn_skip_freq is 2, but window_size is not given"),
         ({"window_size": (4, 0), "window_attn_skip_freq": [1]}, "must have a 1 .* for each of 2 layers"),

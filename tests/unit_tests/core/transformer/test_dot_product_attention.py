@@ -21,7 +21,8 @@ def naive(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
         group = head // (query.shape[2] // key.shape[2])
         q, k, v = query[:, :, head], key[:, :, group], value[:, :, group]  # [S, B, D]
         scores = torch.einsum("sbd,tbd->bst", q, k) / q.shape[-1] ** 0.5
-        probs = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        # A token that may see nothing gets 0.
+        probs = scores.masked_fill(~allowed, -1e30).softmax(-1).masked_fill(~allowed, 0)
         heads.append(torch.einsum("bst,tbd->sbd", probs, v))
     return torch.cat(heads, dim=-1)
 
@@ -58,14 +59,16 @@ def test_attention_equals_the_naive_one_on_random_shapes(backend: AttnBackend, m
         ends = borders(batch, seq, draw)
         samples = list(range(0, batch * seq + 1, seq))
         documents, unmasked = (allowed_pairs(batch, seq, cuts, -1)[:, None] for cuts in (ends, samples))
-        cases: list[tuple[list[int], dict[str, Any]]] = [
-            (ends, {"packed_seq_params": PackedSeqParams(cu_seqlens_q=torch.tensor(ends, dtype=torch.int32))}),
-            (ends, {"attention_mask": ~documents}),
-            (samples, {"attention_mask": ~unmasked}),
-            (samples, {}),
+        some, all_pairs = (allowed_pairs(batch, seq, cuts, left) for cuts in (ends, samples))
+        sees = torch.rand(batch, seq, 1) < 0.8
+        cases: list[tuple[Tensor, dict[str, Any]]] = [
+            (some, {"packed_seq_params": PackedSeqParams(cu_seqlens_q=torch.tensor(ends, dtype=torch.int32))}),
+            (some & sees, {"attention_mask": ~(documents & sees[:, None])}),
+            (all_pairs, {"attention_mask": ~unmasked}),
+            (all_pairs, {}),
         ]
-        for cuts, options in cases:
-            wanted = naive(query, key, value, allowed_pairs(batch, seq, cuts, left))
+        for allowed, options in cases:
+            wanted = naive(query, key, value, allowed)
             found = core(query, key, value, **options)
             torch.testing.assert_close(found, wanted)
             upstream = torch.randn_like(wanted)
@@ -117,6 +120,8 @@ def test_packed_attention_drops_out_in_training_only() -> None:
 def test_wrong_borders_are_named(ends: list[int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         PackedSeqParams(cu_seqlens_q=torch.tensor(ends)).require_samples(2, 16)
+    with pytest.raises(ValueError, match="max_seqlen_q is 3: must be the longest segment's 9"):
+        PackedSeqParams(cu_seqlens_q=torch.tensor([0, 9]), max_seqlen_q=3)
 
 
 def test_a_mask_and_borders_exclude_each_other() -> None:

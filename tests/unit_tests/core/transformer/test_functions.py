@@ -143,9 +143,17 @@ def test_scaled_frequencies_are_those_of_llama_3(base: float, factor: float) -> 
     torch.testing.assert_close(scaled_frequencies(plain, factor=factor), theirs.double(), rtol=1e-6, atol=0)
 
 
-def test_odd_rotary_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="kv_channels 5 x rotary_percent 1.0 is 5"):
-        RotaryEmbedding(5, 8)
+@pytest.mark.parametrize(
+    ("width", "arguments", "words"),
+    [
+        (5, {}, "kv_channels 5 x rotary_percent 1.0 is 5: must be even, from 2 to 5"),
+        (4, {"rotary_percent": 2.0}, "rotary_percent 2.0 is 8: must be even, from 2 to 4"),
+        (4, {"seq_len_interpolation_factor": 0}, "seq_len_interpolation_factor is 0: must be above 0"),
+    ],
+)
+def test_impossible_rotations_are_refused(width: int, arguments: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RotaryEmbedding(width, 8, **arguments)
 
 
 @pytest.mark.parametrize("backend", [AttnBackend.flash, AttnBackend.fused])
