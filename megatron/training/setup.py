@@ -19,11 +19,8 @@ from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
-from megatron.core.optimizer_param_scheduler import (
-    OptimizerParamScheduler,
-    OptimizerParamSchedulerConfig,
-    get_optimizer_param_scheduler,
-)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_optimizer_param_scheduler
+from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_size_with_padding

@@ -8,7 +8,7 @@ import functools
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.models.gpt.gpt_config import GPTModelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamSchedulerConfig
+from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.flag_table import FlagTable, build_flag_table

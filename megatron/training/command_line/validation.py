@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.training.command_line.config_builder import build_every_config, config_from_args, flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flag_table import flags_of_class
+from megatron.training.command_line.registry import flag_table
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
@@ -152,20 +153,19 @@ def check_rotation(args: argparse.Namespace) -> None:
     """Sets the kind of positions from the older flag for it; settings of a rotation need one."""
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
-    if args.rope_scaling_factor != 8.0 and not args.use_rope_scaling:
+    if _is_set(args, "rope_scaling_factor") and not args.use_rope_scaling:
         raise CommandLineError("--rope-scaling-factor needs --use-rope-scaling: add it, or drop the factor")
     if args.position_embedding_type == "rope":
         return
-    settings: dict[str, object] = {
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        "rotary_seq_len_interpolation_factor": None,
-        "use_rope_scaling": False,
-    }
-    for name, unused in settings.items():
-        if vars(args)[name] != unused:
+    for name in ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"):
+        if _is_set(args, name):
             flag = f"--{name.replace('_', '-')}"
             raise CommandLineError(f"{flag} needs --position-embedding-type rope: add it, or drop {flag}")
+
+
+def _is_set(args: argparse.Namespace, name: str) -> bool:
+    # A value equal to the default may come from a file of --print-config.
+    return bool(vars(args)[name] != flag_table().by_dest[name].default)
 
 
 def check_attention(args: argparse.Namespace) -> None:
@@ -189,9 +189,8 @@ def check_experts(args: argparse.Namespace) -> None:
                 "must be at least 2, or add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
             )
         return
-    # A value equal to the default may come from a file of --print-config.
     for flag in flags_of_class(MoEConfig, {}):
-        if vars(args)[flag.dest] != flag.default:
+        if _is_set(args, flag.dest):
             raise CommandLineError(f"{flag.flags[0]} needs --num-experts: add it, or drop {flag.flags[0]}")
 
 

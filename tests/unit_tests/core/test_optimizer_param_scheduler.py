@@ -8,9 +8,9 @@ import pytest
 from megatron.core.batch_schedule import constant_batch, ramp_up
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
-    OptimizerParamSchedulerConfig,
     get_optimizer_param_scheduler,
 )
+from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
 
 
 class Groups:
