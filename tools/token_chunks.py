@@ -22,8 +22,7 @@ from megatron.core.datasets.text_files import BadLine, RawDocument, decode_recor
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
 from megatron.core.tokenizers.chat_template import ChatTemplate
-from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.library_tokenizer import LibraryTokenizer
 
 CHUNK_BYTES = 256 << 10  # of text, for one worker at a time
 CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy while one has a slow chunk
@@ -148,7 +147,7 @@ def encode_texts(
 def _tokenize(
     tokenizer: BaseTokenizer, rows: list[list[str]], *, sources: list[RawDocument], chunk: EncodedChunk
 ) -> list[list[list[int]]]:
-    if isinstance(tokenizer, (HuggingFaceTokenizer, GPT2BPETokenizer)):
+    if isinstance(tokenizer, LibraryTokenizer):
         columns = [tokenizer.tokenize_batch(texts) for texts in zip(*rows)]
         return [list(row) for row in zip(*columns)]
     found = []

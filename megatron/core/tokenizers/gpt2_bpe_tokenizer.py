@@ -1,27 +1,23 @@
 """GPT-2's byte-level BPE from a vocabulary and a merges file, merged by the tokenizers library."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
+from megatron.core.tokenizers.library_tokenizer import LibraryTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-class GPT2BPETokenizer(BaseTokenizer):
+class GPT2BPETokenizer(LibraryTokenizer):
     """The ids of vocab.json; <|endoftext|> ends a document, and stays text where it stands in text."""
 
     bos: int | None = None
     pad: int | None = None
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
-        self.name = f"GPT2BPETokenizer {vocab_file}"
-        self._tokenizer = _read(Path(vocab_file), Path(merge_file))
-        self._vocab = self._tokenizer.get_vocab()
-        self.vocab_size = max(self._vocab.values(), default=-1) + 1
+        super().__init__(_read(Path(vocab_file), Path(merge_file)), name=f"GPT2BPETokenizer {vocab_file}")
         if END_OF_TEXT not in self._vocab:
             raise ValueError(f"{vocab_file} has no {END_OF_TEXT}, which ends documents")
         missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(self._vocab))
@@ -29,19 +25,6 @@ class GPT2BPETokenizer(BaseTokenizer):
             # The library would leave such bytes out of the tokens without a word.
             raise ValueError(f"{vocab_file} lacks {len(missing)} of the 256 byte tokens, {missing[0]!r} for one")
         self.eod = self._vocab[END_OF_TEXT]
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts))]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self._vocab
 
     @property
     def special_tokens(self) -> dict[str, int]:

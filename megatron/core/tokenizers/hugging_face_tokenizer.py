@@ -7,14 +7,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from megatron.core.tokenizers.base_tokenizer import BaseTokenizer, MarkedTokens
+from megatron.core.tokenizers.base_tokenizer import MarkedTokens
+from megatron.core.tokenizers.library_tokenizer import LibraryTokenizer
 
 EOD_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>")
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
 
 
-class HuggingFaceTokenizer(BaseTokenizer):
+class HuggingFaceTokenizer(LibraryTokenizer):
     """The tokenizer in a tokenizer.json, or in the folder that holds one.
 
     Special ids are those that a tokenizer_config.json beside it names, else the first of the usual names that the
@@ -24,11 +25,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     def __init__(self, path: str) -> None:
         self._path = _tokenizer_file(path)
-        self.name = f"HuggingFaceTokenizer {self._path}"
-        self._tokenizer = _read(self._path)
-        self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        # Not the number of entries: ids may have gaps, and the model needs a row for the highest one.
-        self.vocab_size = max(self._vocab.values(), default=-1) + 1
+        super().__init__(_read(self._path), name=f"HuggingFaceTokenizer {self._path}")
         self._settings = _read_settings(self._path.with_name("tokenizer_config.json"))
         named = self.special_names
         self.bos = self._find(named.get("bos_token"), BOS_NAMES)
@@ -37,20 +34,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
         if eod is None:
             raise ValueError(f"{self._path} has no end-of-document token: must have one of {', '.join(EOD_NAMES)}")
         self.eod = eod
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`tokenize` of each text, faster: what nobody reads here is not made."""
-        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts))]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self._vocab
 
     @property
     def special_names(self) -> dict[str, str]:
