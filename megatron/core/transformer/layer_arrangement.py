@@ -6,7 +6,6 @@ The two plans are made in recompute.py and activation_offload/plan.py.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 from torch import nn
 
@@ -65,20 +64,19 @@ def _segments(layers: nn.ModuleList, plan: Sequence[LayerRecompute]) -> tuple[Se
 def _with_offloading(layers: nn.ModuleList, config: TransformerConfig, *, has_experts: Sequence[bool]) -> Arrangement:
     offloader = ActivationOffloader(layers, default_device(), min_elements=config.min_offloaded_tensor_size)
     plan = plan_offload(config, has_experts)
+    # Layers and parts that keep their tensors are watched too: they tell when backward comes near the others.
     runs: list[Run] = [run] * len(layers)
-    for index, (layer, moved) in enumerate(zip(layers, plan)):
-
-        def around(inner: Any, *, name: str, index: int = index, moved: frozenset[str] = moved) -> Offloaded:
-            # A part that keeps its tensors is watched too: it tells when backward comes near the others.
-            return Offloaded(offloader, inner, layer=index, moves=name in moved)
-
-        if config.cpu_offloading_num_layers:
-            runs[index] = around(run, name=WHOLE_LAYER) if index <= config.cpu_offloading_num_layers else run
-        elif isinstance(layer, MegatronModule):
-            parts = vars(layer.parts)
-            use_parts(
-                layer, replace(layer.parts, **{name: around(parts[name], name=name) for name in config.offload_modules})
-            )
+    if config.cpu_offloading_num_layers:
+        for index in range(config.cpu_offloading_num_layers + 1):
+            runs[index] = Offloaded(offloader, run, layer=index, moves=WHOLE_LAYER in plan[index])
+    for index, layer in enumerate(layers):
+        if config.offload_modules and isinstance(layer, MegatronModule):
+            inner = vars(layer.parts)
+            around = {
+                name: Offloaded(offloader, inner[name], layer=index, moves=name in plan[index])
+                for name in config.offload_modules
+            }
+            use_parts(layer, replace(layer.parts, **around))
     segments = tuple(Segment(range(index, index + 1), one) for index, one in enumerate(runs))
     return Arrangement(segments, offloader.begin_pass, offloader)
 

@@ -69,9 +69,7 @@ def _dropped_sync(
     slot_of_row = slots[order]
     row_of_slot = torch.zeros_like(expert_indices).view(-1)
     row_of_slot[slot_of_row] = torch.arange(slot_of_row.numel(), device=slot_of_row.device)
-    permutation = PermutationMap(
-        slot_of_row // kept.shape[1], slot_of_row, row_of_slot.view(kept.shape), kept=kept.contiguous()
-    )
+    permutation = PermutationMap(slot_of_row // kept.shape[1], slot_of_row, row_of_slot.view(kept.shape), kept=kept)
     return permutation, count_sorted(sorted_experts, num_experts)
 
 
@@ -94,7 +92,7 @@ def _padded(expert_indices: Tensor, kept: Tensor, *, num_experts: int, capacity:
         slot_of_row // kept.shape[1],
         slot_of_row,
         row_of_slot.view(kept.shape),
-        kept=kept.contiguous(),
+        kept=kept,
         filled=filled,
     )
     return permutation, torch.full((num_experts,), capacity, dtype=torch.int64, device=slots.device)
