@@ -16,27 +16,10 @@ from megatron.core.timers import Timers
 from megatron.training.callbacks import CallbackList, StepReport
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig, TrainingConfig
+from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.meters import Meter
 from megatron.training.train_state import TrainState
-
-
-class DeferredFinalizer:
-    """Stands in for finalize_model_grads in the schedule, and does its work once losses are known to be finite."""
-
-    def __init__(self, finalize: Callable[..., None]) -> None:
-        self._finalize = finalize
-        self._waiting: tuple[Any, ...] | None = None
-
-    def __call__(self, *arguments: Any) -> None:
-        """Keeps what the schedule hands over after the last backward: the chunks and their number of tokens."""
-        self._waiting = arguments
-
-    def finish(self) -> None:
-        """Finalizes the gradients of the last backward. Collective."""
-        assert self._waiting is not None, "no backward pass since the last step"
-        arguments, self._waiting = self._waiting, None
-        self._finalize(*arguments)
 
 
 @dataclass(kw_only=True)

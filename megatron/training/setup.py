@@ -16,7 +16,7 @@ from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterator
 from megatron.core.device import default_device
 from megatron.core.distributed import PlainDataParallel, check_weights_agree, finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_optimizer_param_scheduler
@@ -33,12 +33,13 @@ from megatron.training.checkpointing import check_save_folder, refuse_checkpoint
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.config import CheckpointConfig, TrainingConfig
+from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.initialize import seed_data_parallel_rank
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
-from megatron.training.run import DeferredFinalizer, TrainingRun
+from megatron.training.run import TrainingRun
 from megatron.training.setup_callbacks import setup_callbacks
 from megatron.training.step_statistics import RecordsAuxLosses
 from megatron.training.train_state import TrainState
@@ -54,26 +55,12 @@ def setup_run(
 ) -> TrainingRun:
     """Builds everything but the data and loads the checkpoint, which sets the data position in `run.state`."""
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
-    if args.save is not None:
-        check_save_folder(args.save, flag="--save")
-    if args.tensorboard_dir is not None:
-        check_save_folder(args.tensorboard_dir, flag="--tensorboard-dir")
-    if args.save is not None and not args.skip_train:
-        refuse_checkpoints_of_another_run(args.save, continued_from=None if args.finetune else args.load)
-    publish_tokenizer(setup_tokenizer(args))
     logging = config_from_args(LoggingConfig, args)
+    check_folders(args)
+    publish_tokenizer(setup_tokenizer(args))
     timers = Timers(logging.timing_log_level, logging.timing_log_option, device=default_device())
     publish_timers(timers)
-    batches = init_num_microbatches_calculator(
-        dist.get_rank(),
-        args.rampup_batch_size,
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size,
-        data_parallel_size=args.data_parallel_size,
-        decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
-        step_batch_size_schedule=args.step_batch_size_schedule,
-        seq_length=args.seq_length,
-    )
+    batches = setup_batches(args)
     optimizer = scheduler = None
     if training.skip_train:
         model = get_model(model_provider, ModelType.encoder_or_decoder, args=args)
@@ -109,6 +96,30 @@ def setup_run(
     seed_data_parallel_rank(args.seed, dist.get_rank(run.groups.dp))
     run.load_checkpoint()
     return run
+
+
+def check_folders(args: argparse.Namespace) -> None:
+    """Raises where a folder cannot be written to, or holds the checkpoints of another run. Collective."""
+    if args.save is not None:
+        check_save_folder(args.save, flag="--save")
+    if args.tensorboard_dir is not None:
+        check_save_folder(args.tensorboard_dir, flag="--tensorboard-dir")
+    if args.save is not None and not args.skip_train:
+        refuse_checkpoints_of_another_run(args.save, continued_from=None if args.finetune else args.load)
+
+
+def setup_batches(args: argparse.Namespace) -> NumMicroBatches:
+    """The batch sizes of the run, which scripts ask for through num_microbatches_calculator.py."""
+    return init_num_microbatches_calculator(
+        dist.get_rank(),
+        args.rampup_batch_size,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
 
 
 def setup_model_and_optimizer(
