@@ -87,7 +87,8 @@ def test_special_tokens_in_a_template_become_their_ids(tmp_path: Path) -> None:
         found = tokenizer.tokenize_marked(chat.text, chat.spans)
         learned = [token for token, mark in zip(found.ids, found.marks) if mark]
         assert learned == [*tokenizer.tokenize_piece(" the fox "), tokenizer.eod]
-        assert found.ids.count(tokenizer.eod) == 1 and found.ids[0] == tokenizer.bos or tokenizer.bos is None
+        assert found.ids.count(tokenizer.eod) == 1
+        assert tokenizer.bos is None or found.ids[0] == tokenizer.bos
 
 
 @pytest.mark.parametrize(
