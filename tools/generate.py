@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing import load, load_common, model_sharded_te
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer  # noqa: E402
 from megatron.core.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from megatron.training.arguments import MODEL_SHAPE_DESTS, config_from_args, parse_args  # noqa: E402
+from megatron.training.arguments import config_from_args, parse_args  # noqa: E402
+from megatron.training.checkpoint_args import model_arguments  # noqa: E402
 from megatron.training.checkpoint_folder import find_checkpoint  # noqa: E402
 from megatron.training.command_line.flag_table import flags_of_class  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
@@ -88,8 +89,8 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
         raise ValueError(f"--load is {folder}: there is no checkpoint in it; give a folder that --save wrote")
     stored = load_common(found.path)["args"]
     args = parse_args(argv=[])
-    for name in (*MODEL_SHAPE_DESTS, "padded_vocab_size", "unpadded_vocab_size"):
-        # Older checkpoints lack what came later: its default is what they were trained with.
+    vars(args).update(model_arguments(stored, here=vars(args)))
+    for name in ("padded_vocab_size", "unpadded_vocab_size"):
         if name in stored:
             vars(args)[name] = stored[name]
     for name in TOKENIZER_DESTS:

@@ -32,6 +32,8 @@ _NOT_IN_WEIGHTS = (
 )
 # A model with another value of one of these has other weights, or weights of another meaning.
 _SAME_MODEL = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_IN_WEIGHTS), "unpadded_vocab_size")
+# Sinkhorn is no loss but a way to choose and weigh experts, in evaluation too; its flag has one coefficient a type.
+_BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"}
 # The optimizer's state is that of these values.
 _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
@@ -44,7 +46,7 @@ def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
-    """Sets the model-shape arguments (MODEL_SHAPE_DESTS) of `args` to those of the checkpoint in args.load.
+    """Sets the arguments of `args` that say which model it is to those of the checkpoint in args.load.
 
     For --use-checkpoint-args: call between parse_args and validate_args, on every rank by itself. Raises ValueError
     if there is no checkpoint.
@@ -54,10 +56,23 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError(f"--use-checkpoint-args: there is no checkpoint in --load {args.load}")
     stored = load_run_values(found.path)["args"]
     # The checkpoint wins over the command line, also where both speak: that is what the flag says.
-    for name in MODEL_SHAPE_DESTS:
-        if name in stored:
-            vars(args)[name] = stored[name]
+    vars(args).update(model_arguments(stored, here=vars(args)))
     return args
+
+
+def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a checkpoint's arguments, those that make a run with the arguments `here` compute its model.
+
+    MODEL_SHAPE_DESTS, and the way of balancing where only one of the two uses Sinkhorn. An older checkpoint lacks
+    what came later: it was trained with the defaults.
+    """
+    different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
+    names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS
+    return {name: stored[name] for name in names if name in stored}
+
+
+def _uses_sinkhorn(values: Mapping[str, Any]) -> bool:
+    return "sinkhorn" in (values.get("moe_router_load_balancing_type") or ())
 
 
 def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from megatron.core.dist_checkpointing import save
-from megatron.training.checkpoint_args import load_args_from_checkpoint
+from megatron.training.checkpoint_args import load_args_from_checkpoint, model_arguments
 from megatron.training.checkpoint_folder import (
     check_save_folder,
     clean_save_folder,
@@ -124,5 +124,9 @@ def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
     load_args_from_checkpoint(args)
     assert (args.num_layers, args.hidden_size, args.moe_layer_freq) == (3, 96, [0, 1, 1])
     assert (args.micro_batch_size, args.lr) == (2, 0.1)
+    # How a router is balanced is the run's matter, unless it is how experts are weighed.
+    plain, sinkhorn = ({"moe_router_load_balancing_type": kind} for kind in ("aux_loss", ["sinkhorn"]))
+    assert [model_arguments(plain, here=here) for here in ({}, sinkhorn)] == [{}, plain]
+    assert [model_arguments(sinkhorn, here=here) for here in (plain, sinkhorn)] == [sinkhorn, {}]
     with pytest.raises(ValueError, match="--use-checkpoint-args: there is no checkpoint in --load"):
         load_args_from_checkpoint(Args(load=str(tmp_path / "empty"), ckpt_step=None))
