@@ -45,7 +45,8 @@ def _mlp_products(args: argparse.Namespace, width: int) -> int:
 def _moe_products(args: argparse.Namespace) -> int:
     routed = args.moe_router_topk * _mlp_products(args, args.moe_ffn_hidden_size or args.ffn_hidden_size)
     shared = _mlp_products(args, args.moe_shared_expert_intermediate_size or 0)
-    return int(args.hidden_size * args.num_experts + routed + shared)
+    scores = args.hidden_size * (args.num_experts + args.moe_shared_expert_gate)
+    return int(scores + routed + shared)
 
 
 def count_parameters(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:

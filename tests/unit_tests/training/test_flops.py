@@ -28,7 +28,7 @@ def small_model(flags: str):
         "",
         "--group-query-attention --num-query-groups 2 --kv-channels 12 --swiglu --ffn-hidden-size 40",
         f"{EXPERTS} --swiglu --position-embedding-type rope",
-        f"{EXPERTS} --moe-shared-expert-intermediate-size 40",
+        f"{EXPERTS} --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
         f"{EXPERTS} --moe-layer-freq [0,1,1] --untie-embeddings-and-output-weights",
     ],
 )

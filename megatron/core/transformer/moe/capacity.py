@@ -33,8 +33,8 @@ def build_row_order(config: CapacityConfig, num_experts: int) -> RowOrder:
 
     def within_capacity(probs: Tensor, expert_indices: Tensor) -> tuple[PermutationMap, Tensor]:
         num_tokens = expert_indices.shape[0]
-        # An expert gets a token once: room beyond that is never used.
-        capacity = min(get_capacity(expert_indices.numel(), num_experts, factor), num_tokens)
+        # An expert gets a token once: room beyond that is never used, however large the factor.
+        capacity = min(get_capacity(expert_indices.numel(), num_experts, min(factor, num_experts)), num_tokens)
         kept = kept_slots(rank(probs), expert_indices, capacity=capacity)
         return order(expert_indices, kept, num_experts=num_experts, capacity=capacity)
 

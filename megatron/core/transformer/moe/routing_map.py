@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.moe.router_config import RouterConfig, validate_router
 from megatron.core.transformer.moe.routing import build_route
 
 
@@ -20,9 +21,17 @@ def topk_routing_with_score_function(
 
     logits: [T, E], any float dtype; expert_bias: [E], fp32, with sigmoid and sqrtsoftplus alone.
     Returns weights [T, E], the logits' dtype, zero where not chosen, and the map of the chosen [T, E], bool.
+    Raises ValueError where the router's settings of these names would be refused.
     """
-    if expert_bias is not None and score_function == "softmax":
-        raise ValueError("expert_bias is given but score_function is softmax: must be sigmoid or sqrtsoftplus")
+    settings = RouterConfig(
+        moe_router_topk=topk,
+        moe_router_num_groups=num_groups,
+        moe_router_group_topk=group_topk,
+        moe_router_topk_scaling_factor=scaling_factor,
+        moe_router_score_function=score_function,
+        moe_router_enable_expert_bias=expert_bias is not None,
+    )
+    validate_router(settings, num_experts=logits.shape[-1])
     route = build_route(
         topk,
         pre_softmax=use_pre_softmax,
@@ -72,6 +81,7 @@ def unpermute(
             raise ValueError("probs is given but routing_map is not: the map says which weights the rows have")
         _, weights, _ = permute(permuted_tokens.new_empty(probs.shape[0], 0), routing_map, probs, len(sorted_indices))
         assert weights is not None
-        permuted_tokens = permuted_tokens * weights.unsqueeze(-1)
+        # A weight in fp32 times a row in half precision is summed in half precision, as rows without weights are.
+        permuted_tokens = (permuted_tokens * weights.unsqueeze(-1)).to(permuted_tokens.dtype)
     restored = permuted_tokens.new_zeros(restore_shape)
     return restored.index_add(0, sorted_indices, permuted_tokens)

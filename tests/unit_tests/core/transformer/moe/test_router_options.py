@@ -205,5 +205,21 @@ def test_tables_rows_and_back_hold_what_the_map_says() -> None:
         assert weights is not None and weights.tolist() == [probs[t, e].item() for e, t in pairs]
         torch.testing.assert_close(unpermute(rows, tokens_of_rows, tokens.shape), 2 * tokens)
         torch.testing.assert_close(unpermute(rows, tokens_of_rows, tokens.shape, probs, chosen), 3 * tokens)
-    with pytest.raises(ValueError, match="score_function is softmax"):
-        topk_routing_with_score_function(logits, 2, expert_bias=torch.zeros(6))
+    halves = unpermute(rows.half(), tokens_of_rows, tokens.shape, probs.float(), chosen)
+    torch.testing.assert_close(halves, 3 * tokens.half(), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((2, False, None, None, None, "softmax", torch.zeros(6)), "moe_router_score_function sigmoid"),
+        ((7,), "moe_router_topk is 7"),
+        ((2, False, None, None, None, "relu"), "moe_router_score_function is 'relu'"),
+        ((2, False, 4, 1), "moe_router_num_groups is 4"),
+        ((1, False, 2, 2), "moe_router_group_topk is 2"),
+        ((4, False, 2, 1), "moe_router_topk is 4"),
+    ],
+)
+def test_tables_of_a_routing_that_cannot_be_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        topk_routing_with_score_function(torch.zeros(3, 6), *arguments)
