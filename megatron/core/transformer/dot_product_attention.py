@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.packed_attention import attend_by_segment, attend_varlen, has_varlen_kernel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.window_attention import attend_in_blocks, attend_in_window, whole_samples
+from megatron.core.transformer.window_attention import attend_in_blocks, attend_in_window
 
 
 class DotProductAttention(nn.Module):
@@ -49,6 +49,7 @@ class DotProductAttention(nn.Module):
             # The reference stays plain: one mask, no blocks.
             windowed = attend_in_window if plain else attend_in_blocks
             self.attend = partial(windowed, attend=self.attend, window=self.window)
+        self.samples: dict[tuple[int, int], PackedSeqParams] = {}
         self.may_use_varlen = config.attention_backend in (AttnBackend.auto, AttnBackend.flash)
 
     def forward(
@@ -73,8 +74,7 @@ class DotProductAttention(nn.Module):
             return self._packed(query, key=key, value=value, packed=packed_seq_params, mask_type=mask_type)
         if self.window is not None and attention_mask is None and self._has_varlen_kernel(query):
             # It skips what lies outside the window; torch's other kernels would need a mask, and compute all.
-            samples = whole_samples(query.shape[1], query.shape[0])
-            return self._packed(query, key=key, value=value, packed=samples, mask_type=mask_type)
+            return self._packed(query, key=key, value=value, packed=self._whole_samples(query), mask_type=mask_type)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [B, N or G, S, D]
         context = self.attend(
             q,
@@ -99,6 +99,14 @@ class DotProductAttention(nn.Module):
             return attend_varlen(query, **parts, scale=self.softmax_scale, window=window).flatten(2)
         attend = partial(self.attend, allowed=None, is_causal=is_causal, dropout=dropout, scale=self.softmax_scale)
         return attend_by_segment(query, **parts, attend=attend).flatten(2)
+
+    def _whole_samples(self, query: Tensor) -> PackedSeqParams:
+        """Samples as segments of one length each; made once for a shape, so that a GPU gets their borders once."""
+        seq_length, batch = query.shape[:2]
+        if (batch, seq_length) not in self.samples:
+            borders = torch.arange(0, (batch + 1) * seq_length, seq_length, dtype=torch.int32)
+            self.samples[batch, seq_length] = PackedSeqParams(cu_seqlens_q=borders)
+        return self.samples[batch, seq_length]
 
     def _has_varlen_kernel(self, query: Tensor) -> bool:
         return self.may_use_varlen and has_varlen_kernel(query, dropout=self.dropout if self.training else 0.0)

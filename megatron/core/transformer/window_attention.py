@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.packed_seq_params import PackedSeqParams
-
 # Rows of a block for narrow windows: fewer would make matrix products too small.
 _MIN_ROWS = 64
 
@@ -88,28 +86,11 @@ def attend_in_window(
 
 
 def band_mask(seq_length: int, *, left: int, looks_ahead: bool, device: torch.device) -> Tensor:
-    """[S, S], bool, on `device`: row i allows columns i - left to i, and all after i where it looks ahead.
-
-    A corner of a standing mask, which is the same for all layers, micro-batches and segments.
-    """
-    # Powers of two: segments of a hundred lengths share few masks.
-    size = 1 << (seq_length - 1).bit_length()
-    return _standing_band(size, left, looks_ahead=looks_ahead, device=device)[:seq_length, :seq_length]
-
-
-@functools.lru_cache(maxsize=16)
-def _standing_band(size: int, left: int, *, looks_ahead: bool, device: torch.device) -> Tensor:
-    band = torch.ones(size, size, dtype=torch.bool, device=device).triu_(-left)
+    """[S, S], bool, on `device`: row i allows columns i - left to i, and all after i where it looks ahead."""
+    band = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu_(-left)
     return band if looks_ahead else band.tril_()
 
 
-@functools.lru_cache(maxsize=16)
 def _block_band(rows: int, left: int, *, device: torch.device) -> Tensor:
     # Column 0 is what the first row sees furthest back.
     return torch.ones(rows, rows + left, dtype=torch.bool, device=device).triu_().tril_(left)
-
-
-@functools.lru_cache(maxsize=16)
-def whole_samples(batch: int, seq_length: int) -> PackedSeqParams:
-    """Samples as segments of one length each, for kernels that take segments."""
-    return PackedSeqParams(cu_seqlens_q=torch.arange(0, (batch + 1) * seq_length, seq_length, dtype=torch.int32))
