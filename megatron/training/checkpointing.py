@@ -156,6 +156,8 @@ def load_checkpoint(
         optimizer.load_state_dict(common["optimizer"])
     if taken.position:
         train_state.load_state_dict(common["train_state"])
+    weights_alone = "" if taken.position else ": its weights alone, training starts at iteration 0"
+    print_rank_0(f"  successfully loaded checkpoint from {config.load} at iteration {found.iteration}{weights_alone}")
     return train_state.iteration
 
 

@@ -71,7 +71,7 @@ def pretrain(
 def train(run: TrainingRun) -> ExitReason | None:
     """Steps from the current iteration to the last, or to an exit condition, which it returns."""
     state, exits = run.state, run.exit_conditions
-    saved_iteration = state.iteration
+    started_at = saved_iteration = state.iteration
     reason: ExitReason | None = None
     with exits.listening():
         if run.owes_evaluation:
@@ -90,6 +90,8 @@ def train(run: TrainingRun) -> ExitReason | None:
         if state.iteration != saved_iteration:
             run.save_checkpoint()
     run.callbacks.on_train_end()
+    if started_at >= run.train_iters:
+        print_rank_0(f"  nothing to train: iteration {started_at} of --train-iters {run.train_iters} is reached")
     if reason is not None:
         print_rank_0(f"  exiting at iteration {state.iteration}: {reason.value}")
     return reason

@@ -167,6 +167,7 @@ _LOG_LINES = (
     r"\[Rank 0\] \(after \d+ iterations\) memory \(MB\) \|",
     r"  successfully saved checkpoint from iteration +\d+$",
     r"  exiting at iteration \d+: ",
+    r"  successfully loaded checkpoint from .* at iteration \d+",
     r"There is no checkpoint in .*: starting from scratch\.$",
 )
 

@@ -144,7 +144,11 @@ def test_a_run_that_only_evaluates_needs_no_optimizer(tmp_path):
     assert run.load(tmp_path) == 2
 
 
-def test_saving_and_loading_print_nothing(tmp_path, capfd):
+def test_saving_prints_nothing_and_loading_what_it_took(tmp_path, capfd):
     SmallRun().train(1).save(tmp_path)
-    SmallRun().load(tmp_path)
     assert capfd.readouterr() == ("", "")
+    SmallRun().load(tmp_path)
+    loaded = f"  successfully loaded checkpoint from {tmp_path} at iteration 1"
+    assert capfd.readouterr() == (f"{loaded}\n", "")
+    SmallRun().load(tmp_path, finetune=True)
+    assert capfd.readouterr() == (f"{loaded}: its weights alone, training starts at iteration 0\n", "")
