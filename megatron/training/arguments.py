@@ -11,7 +11,7 @@ from typing import Any
 from megatron.training.command_line.config_builder import config_from_args, core_transformer_config_from_args
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flag_table import Flag, FlagState
-from megatron.training.command_line.parser import build_parser, check_leftovers
+from megatron.training.command_line.parser import REFUSED, build_parser, problems_of_leftovers
 from megatron.training.command_line.refusals import no_effect_notice
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
 from megatron.training.command_line.validation import read_launcher, validate_args
@@ -54,9 +54,10 @@ def parse_args(
         # Defaults, so that the command line wins without a word about precedence elsewhere.
         parser.set_defaults(**read_config_file(path, table=table, script_dests=script_dests))
     args, leftovers = parser.parse_known_args(words)
-    if not ignore_unknown_args:
-        check_leftovers(leftovers, parser, table=table)
-    _judge_values(args, [flag for flag in table.flags if flag.dest not in script_dests])
+    # All at once: a long launch script is then corrected once.
+    problems = [] if ignore_unknown_args else problems_of_leftovers(leftovers, parser, table=table)
+    problems += vars(args).pop(REFUSED, [])
+    _judge_values(args, [flag for flag in table.flags if flag.dest not in script_dests], problems=problems)
     # Before validation: half a configuration may be shown and completed by hand.
     if args.print_config:
         _print_and_exit(config_text(args, table=table, script_dests=script_dests))
@@ -91,10 +92,11 @@ def _config_path(words: Sequence[str]) -> str | None:
         return None
 
 
-def _judge_values(args: argparse.Namespace, flags: list[Flag]) -> None:
-    """Refuses values that nothing honours yet, and says once which flags change nothing."""
+def _judge_values(args: argparse.Namespace, flags: list[Flag], *, problems: list[str]) -> None:
+    """Refuses, with the problems known already, values that nothing honours yet; says which flags change nothing."""
     table = flag_table()
     without_effect = []
+    waiting: dict[str, list[str]] = {}
     for flag in flags:
         # Refused flags never get this far.
         if flag.state in (FlagState.WORKS, FlagState.REFUSED):
@@ -105,8 +107,12 @@ def _judge_values(args: argparse.Namespace, flags: list[Flag]) -> None:
             continue
         if flag.state is FlagState.NOT_YET:
             assert flag.known is not None and flag.known.owner is not None
-            raise CommandLineError(f"{flag.flags[0]}: {not_yet(flag.known.owner, table)}")
-        without_effect.append(flag)
+            waiting.setdefault(flag.known.owner, []).append(flag.flags[0])
+        else:
+            without_effect.append(flag)
+    problems = problems + [f"{', '.join(names)}: {not_yet(owner, table)}" for owner, names in waiting.items()]
+    if problems:
+        raise CommandLineError("; ".join(problems))
     if without_effect and is_first_rank():
         print(no_effect_notice(without_effect), file=sys.stderr, flush=True)
 

@@ -43,8 +43,11 @@ class _HelpFormatter(argparse.HelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
+REFUSED = "refused_flags"
+
+
 class _Refuse(argparse.Action):
-    """Ends parsing at a flag that this framework will not have."""
+    """Collects, under the name of REFUSED, why each flag that this framework will not have is refused."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag, **spec: Any) -> None:
         # Any number of words: the refusal is what matters, not whether the value is missing.
@@ -52,7 +55,7 @@ class _Refuse(argparse.Action):
         self.flag = flag
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        raise CommandLineError(f"{option_string}: {refusal(self.flag)}")
+        vars(namespace).setdefault(REFUSED, []).append(f"{option_string}: {refusal(self.flag)}")
 
 
 class _StoreUnwrapped(argparse.Action):
@@ -144,14 +147,12 @@ def flag_help(flag: Flag) -> str:
     return f"{text} (default: {text_of_value(flag.default).replace('%', '%%')})"
 
 
-def check_leftovers(leftovers: Sequence[str], parser: argparse.ArgumentParser, *, table: FlagTable) -> None:
-    """Raises CommandLineError if words were left over, naming the nearest flag."""
-    for word in leftovers:
-        if word.startswith("-"):
-            name = word.partition("=")[0]
-            raise CommandLineError(f"unknown flag {name}{did_you_mean(name, _known_words(parser, table))}")
-    if leftovers:
-        raise CommandLineError(f"unexpected word {leftovers[0]!r}: it belongs to no flag")
+def problems_of_leftovers(leftovers: Sequence[str], parser: argparse.ArgumentParser, *, table: FlagTable) -> list[str]:
+    """What is wrong with words that were left over: unknown flags with the nearest one, or else the first word."""
+    names = [word.partition("=")[0] for word in leftovers if word.startswith("-")]
+    if leftovers and not names:
+        return [f"unexpected word {leftovers[0]!r}: it belongs to no flag"]
+    return [f"unknown flag {name}{did_you_mean(name, _known_words(parser, table))}" for name in names]
 
 
 def _known_words(parser: argparse.ArgumentParser, table: FlagTable) -> list[str]:

@@ -16,7 +16,7 @@ from megatron.training.arguments import (
     validate_args,
 )
 from megatron.training.command_line.flag_table import Flag, FlagState
-from megatron.training.command_line.parser import build_parser
+from megatron.training.command_line.parser import REFUSED, build_parser
 from megatron.training.command_line.registry import CONFIG_CLASSES, flag_table
 from megatron.training.config import CheckpointConfig
 
@@ -97,6 +97,14 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--rl-profile", ["--rl-profile: not supported", "RL trainer"]),
         ("--batch-size 4", ["--micro-batch-size"]),
         ("--img-h", ["only text models"]),
+        (
+            "--num-layer 3 --sequence-parallel --batch-size 4 --context-parallel-size 2 --use-distributed-optimizer",
+            [
+                "unknown flag --num-layer; did you mean --num-layers?; --batch-size: not supported; ",
+                "; --sequence-parallel, --context-parallel-size: not yet in this version (planned:",
+                "; --use-distributed-optimizer: not yet",
+            ],
+        ),
         ("--softmax-type hard", ["--softmax-type", "vanilla"]),
     ],
 )
@@ -117,8 +125,8 @@ def test_every_accepted_flag_takes_megatrons_number_of_words_and_every_refused_f
     parser, _ = build_parser(flag_table(), None)
     for flag in flag_table().flags:
         if flag.state is FlagState.REFUSED:
-            with pytest.raises(CommandLineError, match="not supported; "):
-                parser.parse_known_args(_words_for(flag))
+            refused = vars(parser.parse_known_args(_words_for(flag))[0])[REFUSED]
+            assert len(refused) == 1 and "not supported; " in refused[0]
         elif flag.state is not FlagState.WORKS:
             args, leftovers = parser.parse_known_args([*_words_for(flag), "--unknown"])
             assert leftovers == ["--unknown"]
