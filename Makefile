@@ -5,6 +5,7 @@ VENV := .venv
 IN_VENV := $(VENV)/bin/python
 SOURCES := $(wildcard megatron tools benchmarks pretrain_gpt.py)
 DATA ?=
+MINUTES ?=
 BASE ?=
 
 .DEFAULT_GOAL := help
@@ -29,8 +30,8 @@ lock:  ## rewrite requirements/cpu.txt from what .venv holds
 	@$(IN_VENV) -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' >> $(VENV)/lock.txt
 	@mv $(VENV)/lock.txt requirements/cpu.txt
 
-train: env  ## pretrain a small mixture-of-experts GPT on real text (DATA=file.txt or file.jsonl: on yours)
-	$(IN_VENV) tools/quickstart.py $(if $(DATA),--data "$(DATA)")
+train: env  ## pretrain a small mixture-of-experts GPT on real text (DATA=file.txt or file.jsonl: on yours; MINUTES=2)
+	$(IN_VENV) tools/quickstart.py $(if $(DATA),--data "$(DATA)") $(if $(MINUTES),--minutes $(MINUTES))
 
 test: env  ## run every test
 	$(IN_VENV) -m pytest tests

@@ -125,6 +125,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     add("--partitions", type=int, default=1, help="parts of the input; a stopped run continues with the next (1)")
     add("--keep-sequential-samples", action="store_true", help="as always: documents keep their order")
+    add("--log-interval", type=int, help="accepted for old scripts: progress is not printed")
     add("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

@@ -80,7 +80,7 @@ def parse_options() -> argparse.Namespace:
     """The few choices that `make train` passes on."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--data", type=Path, help="a .txt or .jsonl file; default: the text that Python ships")
-    parser.add_argument("--minutes", type=int, default=4, help="training time of this call")
+    parser.add_argument("--minutes", type=int, default=4, help="training time of this call (4)")
     parser.add_argument("--processes", type=int, default=2, help="processes that torchrun starts")
     options = parser.parse_args()
     for name in ("minutes", "processes"):

@@ -44,7 +44,7 @@ class TokenizerConfig:
     tokenizer_type: str | None = config_field(
         None,
         help="ByteLevelTokenizer needs no file, NullTokenizer reads ids, GPT2BPETokenizer reads --vocab-file and "
-        "--merge-file, the others --tokenizer-model.",
+        "--merge-file and is taken where both are given, the others read --tokenizer-model.",
         choices=AVAILABLE,
     )
     tokenizer_model: str | None = config_field(
@@ -53,6 +53,9 @@ class TokenizerConfig:
     )
     vocab_file: str | None = config_field(None, help="The vocab.json of GPT2BPETokenizer.")
     merge_file: str | None = config_field(None, help="The merges.txt of GPT2BPETokenizer.")
+    tiktoken_pattern: str | None = config_field(
+        None, help="How TikTokenizer cuts text; there is one way.", choices=("v2",)
+    )
     null_tokenizer_eod_id: int | None = config_field(
         None, help="End-of-document id of NullTokenizer; by default the last one.", at_least=0
     )

@@ -51,7 +51,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--encoder-num-layers$|--decoder-num-layers$|--(en|de)coder-seq-length$", _ENCODER),
     (r"--use-dist-ckpt$", "checkpoints always are distributed ones: remove it"),
     (r"--dist-ckpt-format$", "it is the old name of --ckpt-format"),
-    (r"--no-position-embedding$", "use --position-embedding-type none"),
     (r"--rope-type$", "the kind of positions is chosen by --position-embedding-type"),
     (r"--(enable|external)-cuda-graph$", "it is the old name of --cuda-graph-impl"),
     (r"--cuda-graph-scope$", "it is the old name of --cuda-graph-modules"),
@@ -121,7 +120,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--dataloader-inter-document-masking", "use --reset-attention-mask and --reset-position-ids"),
     (r"--object-storage-cache-path", _MSC),
     (r"--null-tokenizer-pad-id", "samples are never padded: remove it"),
-    (r"--(tokenizer-|tiktoken-|no-tokenizer-)", _TOKENIZER_FILE),
+    (r"--(tokenizer-|tiktoken-num-|no-tokenizer-)", _TOKENIZER_FILE),
     (
         r"--trust-remote-code",
         "code that comes with a tokenizer is never run: give its tokenizer.json as --tokenizer-model",

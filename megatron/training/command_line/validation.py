@@ -32,6 +32,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     # From here on, each check may rely on what the ones before it made sure of.
     check_checkpoints(args)
     check_required(args)
+    check_tokenizer(args)
     check_data(args)
     check_batches(args)
     derive_length(args)
@@ -64,6 +65,12 @@ def check_required(args: argparse.Namespace) -> None:
         if name != "lr" and vars(args)[name] < 1:
             hint = "; --skip-train only evaluates" if name == "train_iters" else ""
             raise CommandLineError(f"--{name.replace('_', '-')} is {vars(args)[name]}: must be at least 1{hint}")
+
+
+def check_tokenizer(args: argparse.Namespace) -> None:
+    """Sets the type where scripts name it by its files alone."""
+    if args.tokenizer_type is None and args.vocab_file is not None and args.merge_file is not None:
+        args.tokenizer_type = "GPT2BPETokenizer"
 
 
 def check_data(args: argparse.Namespace) -> None:
@@ -157,6 +164,9 @@ def check_rotation(args: argparse.Namespace) -> None:
         raise CommandLineError("--rope-scaling-factor needs --use-rope-scaling: add it, or drop the factor")
     if args.position_embedding_type == "rope":
         return
+    # Old scripts give it beside rope, where it says nothing new.
+    if not args.add_position_embedding and args.position_embedding_type != "none":
+        raise CommandLineError("--no-position-embedding is no longer enough: add --position-embedding-type none")
     for name in ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"):
         if _is_set(args, name):
             flag = f"--{name.replace('_', '-')}"

@@ -49,6 +49,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ("--global-batch-size 3", "", ["--global-batch-size is 3", "--micro-batch-size (2)", "data-parallel size (1)"]),
         ("--max-position-embeddings 16", "", ["--seq-length is 32", "--max-position-embeddings (16)"]),
         ("", "--position-embedding-type", ["learned_absolute", "--max-position-embeddings"]),
+        ("--no-position-embedding", "--position-embedding-type", ["add --position-embedding-type none"]),
         ("--swiglu --squared-relu", "", ["--swiglu and --squared-relu"]),
         ("--rope-scaling-factor 4", "", ["--rope-scaling-factor needs --use-rope-scaling"]),
         ("--rotary-percent 0", "", ["--rotary-percent is 0.0: must be more than 0"]),
@@ -182,3 +183,8 @@ def test_defaults_of_a_script_fill_what_nobody_gave() -> None:
 )
 def test_errors_name_flags_where_fields_have_one(message: str, expected: str) -> None:
     assert with_flag_names(message, flag_table()) == expected
+
+
+def test_an_old_script_may_leave_out_the_tokenizer_type_and_give_no_position_embedding_beside_rope() -> None:
+    args = validated("--vocab-file v.json --merge-file m.txt --no-position-embedding", "--tokenizer-type --vocab-size")
+    assert (args.tokenizer_type, args.position_embedding_type) == ("GPT2BPETokenizer", "rope")

@@ -22,10 +22,17 @@ class GPTModelConfig:
         False, help="Share key/value heads among query heads: --num-query-groups of them."
     )
     max_position_embeddings: int | None = config_field(
-        None, help="Longest sequence the model can take; unset: the training sequence length.", at_least=1
+        None,
+        help="Longest sequence the model can take; unset: --seq-length, except for learned positions.",
+        at_least=1,
     )
     position_embedding_type: str = config_field(
         "learned_absolute", help="How positions enter the model.", choices=POSITION_EMBEDDINGS
+    )
+    add_position_embedding: bool = config_field(
+        True,
+        flags=("--no-position-embedding",),
+        help="Accepted for old scripts beside --position-embedding-type rope or none.",
     )
     use_rotary_position_embeddings: bool = config_field(
         False, help="The same as --position-embedding-type rope, which it overrules."
