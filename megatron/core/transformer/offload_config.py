@@ -43,9 +43,9 @@ class OffloadConfig:
         validate_fields(self)
 
 
-def validate_offload(config: OffloadConfig, *, num_layers: int, grouped_experts: bool) -> None:
-    """Raises ValueError where the fields contradict each other or the rest of the model."""
-    whole = config.cpu_offloading_num_layers
+def validate_offload(config: OffloadConfig, *, has_experts: list[int], grouped_experts: bool) -> None:
+    """Raises ValueError where the fields contradict each other or the model; has_experts: 1 or 0 for each layer."""
+    whole, num_layers = config.cpu_offloading_num_layers, len(has_experts)
     if whole and config.fine_grained_activation_offloading:
         raise ValueError(
             f"cpu_offloading_num_layers is {whole} and fine_grained_activation_offloading is set: choose one of them"
@@ -56,11 +56,13 @@ def validate_offload(config: OffloadConfig, *, num_layers: int, grouped_experts:
             "since the backward of the last layer comes next"
         )
     if config.fine_grained_activation_offloading:
-        _validate_modules(config, num_layers=num_layers, grouped_experts=grouped_experts)
+        _validate_modules(config, has_experts=has_experts, grouped_experts=grouped_experts)
         return
     for name, default in (("offload_modules", []), ("activation_offload_fraction", 1.0)):
         if vars(config)[name] != default:
-            raise ValueError(f"{name} is {vars(config)[name]}: needs fine_grained_activation_offloading")
+            given = vars(config)[name]
+            shown = " ".join(given) if isinstance(given, list) else given
+            raise ValueError(f"{name} is {shown}: needs fine_grained_activation_offloading")
     if not whole and config.min_offloaded_tensor_size != _MIN_ELEMENTS:
         raise ValueError(
             f"min_offloaded_tensor_size is {config.min_offloaded_tensor_size}: "
@@ -68,11 +70,11 @@ def validate_offload(config: OffloadConfig, *, num_layers: int, grouped_experts:
         )
 
 
-def _validate_modules(config: OffloadConfig, *, num_layers: int, grouped_experts: bool) -> None:
+def _validate_modules(config: OffloadConfig, *, has_experts: list[int], grouped_experts: bool) -> None:
     modules = set(config.offload_modules)
     if not modules:
         raise ValueError("fine_grained_activation_offloading is set and offload_modules is empty: name at least one")
-    if num_layers == 1:
+    if len(has_experts) == 1:
         raise ValueError(
             "fine_grained_activation_offloading with num_layers 1 would move nothing: the last layer is never offloaded"
         )
@@ -80,6 +82,11 @@ def _validate_modules(config: OffloadConfig, *, num_layers: int, grouped_experts
         raise ValueError(
             f"offload_modules has {min(modules & EXPERT_MODULES)}: the model needs grouped experts "
             "(num_moe_experts and moe_grouped_gemm), or leave it out"
+        )
+    if modules <= EXPERT_MODULES and 1 not in has_experts[:-1]:
+        raise ValueError(
+            f"offload_modules is {' '.join(config.offload_modules)}, and only the last layer, which is never "
+            "offloaded, has experts: add parts of other layers, or do not offload"
         )
     if "attn_proj" in modules and "core_attn" not in modules:
         raise ValueError(

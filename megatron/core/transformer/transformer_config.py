@@ -121,7 +121,7 @@ def validate_activation_memory(config: TransformerConfig) -> None:
         grouped_experts=grouped_experts,
         shared_experts=config.moe_shared_expert_intermediate_size is not None,
     )
-    validate_offload(config, num_layers=config.num_layers, grouped_experts=grouped_experts)
+    validate_offload(config, has_experts=has_experts, grouped_experts=grouped_experts)
     validate_offload_with_recompute(
         config,
         recompute_granularity=config.recompute_granularity,

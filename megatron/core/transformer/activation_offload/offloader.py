@@ -33,7 +33,7 @@ class ActivationOffloader:
     def __init__(self, owner: nn.Module, device: torch.device, *, min_elements: int) -> None:
         """owner: its parameters and buffers stay on the device, as do tensors of fewer elements than min_elements."""
         self.buffers = HostBuffers(device)
-        self.bytes_out = self.bytes_in = 0
+        self.bytes_out = self.bytes_in = self._largest = 0
         self._owner, self._device, self._min_elements = owner, device, min_elements
         self._copies = CopyStream(device)
         self._pass = _Pass(frozenset())
@@ -89,6 +89,7 @@ class ActivationOffloader:
                 )
             users.setdefault(one.block, []).append((one, tensor))
         for block, readers in users.items():
+            self._largest = max(self._largest, *(tensor.numel() for _, tensor in readers))
             views = {one.view: tensor for one, tensor in readers if tensor.numel() >= self._min_elements}
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in views.values())
             if block.storage is None or num_bytes == 0:
@@ -135,8 +136,11 @@ class ActivationOffloader:
         """Backward has come to this layer: its blocks now, and those of the layer that backward comes to next."""
         if self.bytes_out == 0:
             raise ValueError(
-                f"min_offloaded_tensor_size is {self._min_elements} elements and no tensor that the offloaded parts "
-                "save is as large: lower it, or do not offload"
+                f"min_offloaded_tensor_size is {self._min_elements} elements and the largest tensor that the offloaded "
+                f"parts save has {self._largest}: lower it, or do not offload"
+                if self._largest
+                else "nothing can be offloaded: the parts that offload_modules or cpu_offloading_num_layers chose save "
+                "no activations, as frozen layers do; choose other parts, or do not offload"
             )
         current.reached = layer
         earlier = max((one for one in current.layers if one < layer), default=layer)
