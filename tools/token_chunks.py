@@ -197,7 +197,9 @@ def encode_chats(
 def messages_of(record: dict[str, Any], key: str) -> list[dict[str, Any]]:
     """The messages of a line, each with a role. Raises ValueError where that is not what it holds."""
     messages = record[key]
-    if not isinstance(messages, list) or not messages:
+    if messages == []:
+        raise ValueError(f"key {key!r} is empty: must be a list of messages, at least one")
+    if not isinstance(messages, list):
         raise ValueError(f"key {key!r} is {type(messages).__name__}: must be a list of messages, at least one")
     return [_message(message, key) for message in messages]
 
