@@ -134,15 +134,17 @@ class TimerMeter:
         self._steps = 0
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets timers and rank_times: means over the steps since the last line."""
+        """Sets timers and, of several ranks, rank_times: means over the steps since the last line."""
         self._steps += 1
         if report.iteration % self._interval:
             return report
         seconds = self._timers.seconds_by_rank(STEP_TIMERS)
         milliseconds = {name: 1000.0 * max(ranks) / self._steps for name, ranks in seconds.items() if any(ranks)}
-        times = rank_times([[1000.0 * t / self._steps for t in seconds[name]] for name in _OWN_WORK])
         notes = [format_times(seconds, self._timers.log_option, normalizer=self._steps)]
+        times = None
+        # One process is the fastest and the slowest: neither figure says anything.
         if len(seconds[_OWN_WORK[0]]) > 1:
+            times = rank_times([[1000.0 * t / self._steps for t in seconds[name]] for name in _OWN_WORK])
             notes.append(slowest_rank_line(times))
         self._steps = 0
         return replace(report, timers=milliseconds, rank_times=times, notes=(*report.notes, *notes))
