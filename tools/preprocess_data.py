@@ -35,6 +35,7 @@ from megatron.core.datasets.indexed_dataset import (  # noqa: E402
 from megatron.core.datasets.loss_masks import loss_mask_prefix  # noqa: E402
 from megatron.core.datasets.text_files import find_text_files, is_json  # noqa: E402
 from megatron.core.tokenizers import TokenizerConfig  # noqa: E402
+from megatron.core.tokenizers.chat_template import read_template  # noqa: E402
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer  # noqa: E402
 from tools.packing import Chat, packed  # noqa: E402
 from tools.partitions import Piece, Workspace, cut, documents, publish  # noqa: E402
@@ -149,8 +150,16 @@ def wrong_options(options: argparse.Namespace) -> str | None:
         return "--chat-template and --pack-length are for chats: give their key with --chat-key"
     if options.chat_key is not None and options.json_keys is not None:
         return f"--chat-key {options.chat_key} contradicts --json-keys: a run makes chats or texts"
-    if len(set(options.json_keys or ())) < len(options.json_keys or ()):
-        return f"--json-keys {' '.join(options.json_keys)} names a key twice"
+    return wrong_keys(options.json_keys or [options.chat_key or "text"])
+
+
+def wrong_keys(keys: Sequence[str]) -> str | None:
+    """What is wrong with the keys of texts or chats."""
+    unusable = next((key for key in keys if not key or "/" in key), None)
+    if unusable is not None:
+        return f"the key {unusable!r} becomes a part of file names: must be a word without /"
+    if len(set(keys)) < len(keys):
+        return f"--json-keys {' '.join(keys)} names a key twice"
     return None
 
 
@@ -175,7 +184,7 @@ def chat_template(options: argparse.Namespace, tokenizer_fields: tuple[tuple[str
     if options.chat_template is not None:
         if not Path(options.chat_template).is_file():
             raise FileNotFoundError(f"--chat-template {options.chat_template} does not exist: must be a Jinja file")
-        return Path(options.chat_template).read_text(encoding="utf-8")
+        return read_template(Path(options.chat_template))
     own = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
     if own is None:
         raise ValueError(f"{tokenizer.name} has no chat template: give a Jinja file with --chat-template")

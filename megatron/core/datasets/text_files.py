@@ -9,6 +9,7 @@ import glob
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,16 @@ def can_be_cut(path: Path) -> bool:
 def read_raw_documents(path: Path, *, begin: int = 0, end: int | None = None) -> Iterator[RawDocument]:
     """The documents of a file that start in bytes `begin` to `end` (None: its end), in order, one at a time.
 
-    Blank lines of a .jsonl file are left out. Only what `can_be_cut` has a begin or an end.
+    Blank lines of a .jsonl file are left out. Only what `can_be_cut` has a begin or an end. Raises ValueError naming
+    a compressed file that is damaged.
     """
+    try:
+        yield from _read_raw_documents(path, begin=begin, end=end)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is cut short or no gzip file: {error}") from error
+
+
+def _read_raw_documents(path: Path, *, begin: int, end: int | None) -> Iterator[RawDocument]:
     with cast(BinaryIO, gzip.open(path) if path.suffix == COMPRESSED else open(path, "rb")) as file:
         if begin > 0:
             # The line that holds the byte before belongs to whoever reads that; it may end with it.

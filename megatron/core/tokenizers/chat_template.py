@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.core.tokenizers.base_tokenizer import PIP_EXTRA
@@ -20,6 +21,10 @@ _NO_PREFIX = (
     "the template writes earlier messages otherwise when later ones follow, so that the assistant's tokens cannot be "
     "told: mark them in the template with {% generation %} and {% endgeneration %}"
 )
+
+
+# What expressions of a template raise; 1 / 0 is one.
+_ERRORS_OF_TEMPLATES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 class ChatTemplateError(ValueError):
@@ -47,6 +52,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> RenderedChat:
         """variables: what else the template may ask for, such as tools. Raises ChatTemplateError."""
+        if any(mark in json.dumps([messages, variables], ensure_ascii=False, default=str) for mark in (_BEGIN, _END)):
+            raise ChatTemplateError("a message holds U+FDD0 or U+FDD1, which are no characters")
         if self._marks_spans:
             return _without_marks(self._text(messages, variables))
         text = self._text(messages, variables)
@@ -68,11 +75,17 @@ class ChatTemplate:
 
         try:
             text: str = self._template.render(messages=messages, **given)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, *_ERRORS_OF_TEMPLATES) as error:
             raise ChatTemplateError(f"the chat template does not take this conversation: {error}") from error
-        if not self._marks_spans and (_BEGIN in text or _END in text):
-            raise ChatTemplateError("a message holds U+FDD0 or U+FDD1, which are no characters")
         return text
+
+
+def read_template(path: Path) -> str:
+    """The text of a Jinja file. Raises OSError or ChatTemplateError."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ChatTemplateError(f"{path} is no Jinja template: must be text in UTF-8 ({error})") from error
 
 
 def _compile(source: str) -> Any:
@@ -110,7 +123,7 @@ def _to_json(value: Any, **settings: Any) -> str:
 def _without_marks(text: str) -> RenderedChat:
     pieces = re.split(f"({_BEGIN}|{_END})", text)
     if pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
-        raise ChatTemplateError("a message holds U+FDD0 or U+FDD1, which are no characters, or spans are nested")
+        raise ChatTemplateError("the template holds U+FDD0 or U+FDD1, which are no characters, or nests generation")
     spans = []
     begin = 0
     for number, piece in enumerate(pieces[::2]):

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megatron.core.tokenizers.base_tokenizer import MarkedTokens
+from megatron.core.tokenizers.chat_template import read_template
 from megatron.core.tokenizers.library_tokenizer import LibraryTokenizer
 
 EOD_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
@@ -50,7 +51,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         """The template in chat_template.jinja beside tokenizer.json, else the default one of tokenizer_config.json."""
         file = self._path.with_name("chat_template.jinja")
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return read_template(file)
         found = self._settings.get("chat_template")
         if isinstance(found, list):
             found = next((one.get("template") for one in found if one.get("name") == "default"), None)
@@ -62,10 +63,10 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         marks = [False] * len(found.ids)
         remaining = list(reversed(spans))
         for number, (begin, end) in enumerate(found.offsets):
-            while remaining and remaining[-1][1] <= begin:
+            # Bytes of one character share its offsets; blanks may have lost theirs (trim_offsets): (end, end).
+            while remaining and remaining[-1][1] <= min(begin, end - 1):
                 remaining.pop()
-            # Bytes of one character share its offsets; a token without a character is never marked.
-            marks[number] = bool(remaining) and begin < end and remaining[-1][0] < end
+            marks[number] = bool(remaining) and remaining[-1][0] < end
         return MarkedTokens(found.ids, marks)
 
     def _find(self, named: str | None, usual: tuple[str, ...]) -> int | None:
@@ -85,9 +86,13 @@ def _tokenizer_file(path: str) -> Path:
 def _read(path: Path) -> Tokenizer:
     text = path.read_bytes()
     try:
-        return Tokenizer.from_buffer(text)
+        tokenizer = Tokenizer.from_buffer(text)
     except ValueError as error:
         raise ValueError(f"{path} is no tokenizer.json: {error}") from error
+    # The file may ask for both, for models of short texts: documents would be cut, and filled up to their neighbours.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

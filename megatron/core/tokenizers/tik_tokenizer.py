@@ -3,7 +3,9 @@
 import base64
 import binascii
 import functools
+import itertools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,10 @@ PATTERN = "|".join(
         r"\s+",
     )
 )
+
+
+_MOST_BLANKS = 100_000
+_MANY_BLANKS = re.compile(rf"(\s{{{_MOST_BLANKS}}})")
 
 
 class TikTokenizer(BaseTokenizer):
@@ -61,6 +67,12 @@ class TikTokenizer(BaseTokenizer):
         return {text: token for token, text in enumerate((*SPECIAL_TOKENS, *fillers))}
 
     def tokenize(self, text: str) -> list[int]:
+        """As the library; blanks in a row are cut every 100,000, since it crashes at some hundred thousand."""
+        if len(text) <= _MOST_BLANKS:
+            return self._encode(text)
+        return list(itertools.chain.from_iterable(map(self._encode, _MANY_BLANKS.split(text))))
+
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._encoding.encode_ordinary(text)
         return ids
 

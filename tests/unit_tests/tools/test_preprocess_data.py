@@ -1,5 +1,6 @@
 """preprocess_data.py: the same bytes for any number of workers, and what it says about bad input."""
 
+import gzip
 import json
 import os
 import signal
@@ -93,6 +94,7 @@ def test_ids_of_a_null_tokenizer_that_do_not_exist_are_bad_lines(tmp_path: Path,
     [
         (("--input", "none.jsonl", *BYTE_LEVEL), "none.jsonl does not exist"),
         (("--input", "", *BYTE_LEVEL), "an input is empty"),
+        (("--input", "cut.jsonl.gz", *BYTE_LEVEL), "cut.jsonl.gz is cut short or no gzip file"),
         (("--input", "a.jsonl", "--tokenizer-type", "NullTokenizer"), "needs --vocab-size"),
         (
             ("--input", "a.jsonl", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"),
@@ -103,16 +105,18 @@ def test_ids_of_a_null_tokenizer_that_do_not_exist_are_bad_lines(tmp_path: Path,
 def test_wrong_flags_are_one_line_and_status_1(tmp_path: Path, capsys, monkeypatch, words, message) -> None:
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", ["text"])
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "text"}')[:-9])
     assert run(tmp_path, *words)[0] == 1
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "cut.jsonl.gz"]
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
         (("--json-keys", "a", "a"), "names a key twice"),
+        (("--json-keys", "a/b"), "the key 'a/b' becomes a part of file names"),
         (("--partitions", "0"), "--partitions is 0"),
         (("--split-sentences",), "sentences are for BERT"),
         (("--pack-length", "8"), "are for chats"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
@@ -48,6 +48,10 @@ def folder(tmp_path_factory) -> Path:
     trainer = trainers.BpeTrainer(special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
     library.train_from_iterator(TEXT, trainer)
     path = tmp_path_factory.mktemp("chat")
+    (path / "trimmed").mkdir()
+    library.post_processor = processors.ByteLevel(trim_offsets=True)
+    library.save(str(path / "trimmed/tokenizer.json"))
+    library.post_processor = processors.ByteLevel(trim_offsets=False)
     reference = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<|endoftext|>", bos_token="<s>")
     reference.chat_template = CHATML
     reference.save_pretrained(path)
@@ -66,6 +70,8 @@ def test_tokens_and_marks_are_those_of_transformers(folder: Path, turns: list[tu
     )
     assert chat.text == reference.apply_chat_template(messages(turns), tokenize=False)
     assert found.ids == wanted["input_ids"] and [int(mark) for mark in found.marks] == wanted["assistant_masks"]
+    # Also where blanks have no characters of their own.
+    assert HuggingFaceTokenizer(str(folder / "trimmed")).tokenize_marked(chat.text, chat.spans) == found
 
 
 @given(turns=CHATS, name=st.sampled_from(sorted(UNMARKED)))
@@ -101,11 +107,19 @@ def test_special_tokens_in_a_template_become_their_ids(tmp_path: Path) -> None:
         ("{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}", "mark them in the template"),
         ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
         ("{% generation %}{{ '\ufdd0' }}{% endgeneration %}", "which are no characters"),
+        ("{{ 1 / 0 }}", "does not take this conversation: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "does not take this conversation: maximum recursion"),
     ],
 )
 def test_templates_and_chats_that_do_not_fit_say_why(source: str, error: str) -> None:
     with pytest.raises(ChatTemplateError, match=error):
         ChatTemplate(source, {}).render(messages([("a", "b")]))
+
+
+@pytest.mark.parametrize("source", [CHATML, *UNMARKED.values()])
+def test_no_message_can_move_the_marks(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match="which are no characters"):
+        ChatTemplate(source, {}).render(messages([("a", "b\ufdd1c\ufdd0d")]))
 
 
 def test_a_template_is_found_in_each_place_that_transformers_knows(folder: Path, tmp_path: Path) -> None:

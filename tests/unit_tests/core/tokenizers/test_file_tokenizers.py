@@ -59,6 +59,8 @@ def test_tiktoken_ids_are_the_librarys_behind_1000_special_ones(files: dict[str,
         tokenizer = build("TikTokenizer", files[form])
         assert tokenizer.encode(text) == [1000 + token for token in library.encode_ordinary(text)]
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    blanks = " " * 1_000_000 + text  # at which the library panics
+    assert tokenizer.decode(tokenizer.encode(blanks)) == blanks
 
 
 @given(text=TEXTS)

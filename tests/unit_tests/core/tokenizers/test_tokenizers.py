@@ -48,6 +48,17 @@ def test_any_text_comes_back(folder: Path, text: str) -> None:
         assert all(0 <= token < tokenizer.vocab_size and token != tokenizer.eod for token in tokens)
 
 
+def test_a_file_that_cuts_and_fills_texts_gives_all_tokens_and_no_others(folder: Path, tmp_path: Path) -> None:
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    library.enable_truncation(2)
+    library.enable_padding()
+    library.save(str(tmp_path / "tokenizer.json"))
+    texts = ["hello", "hello world, hello"]
+    assert HuggingFaceTokenizer(str(tmp_path)).tokenize_batch(texts) == [
+        hugging_face(folder).tokenize(t) for t in texts
+    ]
+
+
 def test_the_byte_level_tokenizer_has_257_ids_and_shows_its_eod() -> None:
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer"))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.pad) == (257, 256, None, None)
