@@ -6,7 +6,7 @@ How a process splits a batch into microbatches is num_microbatches_calculator.py
 import bisect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 # Of token thresholds: "60B" is 60e9 tokens.
@@ -15,10 +15,14 @@ _TOKEN_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Batch sizes in samples, each from a number of consumed samples on: starts[0] is 0, starts never fall."""
+    """Batch sizes in samples, each from a number of consumed samples on: starts[0] is 0, starts never fall.
+
+    setting: what the user gave, for messages.
+    """
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
+    setting: str = "global_batch_size"
 
     def size_at(self, consumed_samples: int) -> int:
         """Samples of the step that begins after `consumed_samples`."""
@@ -31,7 +35,7 @@ class BatchSchedule:
 
     def rounded_down(self, multiple: int) -> "BatchSchedule":
         """The same schedule with each size a multiple of `multiple`."""
-        return BatchSchedule(self.starts, tuple(size // multiple * multiple for size in self.sizes))
+        return replace(self, sizes=tuple(size // multiple * multiple for size in self.sizes))
 
     def samples_after(self, iterations: int) -> int:
         """Samples consumed by the first `iterations` steps."""
@@ -85,7 +89,7 @@ def ramp_up(rampup_batch_size: Sequence[int], global_batch_size: int) -> BatchSc
     count = (global_batch_size - start) // increment
     # The k-th increment comes once k / count of the samples are consumed, rounded up to whole samples.
     starts = [-(-samples * k // count) if k else 0 for k in range(count + 1)]
-    return BatchSchedule(tuple(starts), tuple(start + increment * k for k in range(count + 1)))
+    return BatchSchedule(tuple(starts), tuple(start + increment * k for k in range(count + 1)), "rampup_batch_size")
 
 
 def parse_step_schedule(text: str, *, seq_length: int) -> BatchSchedule:
@@ -104,7 +108,7 @@ def parse_step_schedule(text: str, *, seq_length: int) -> BatchSchedule:
         raise ValueError(f"{shown}: thresholds must start at 0 and rise; in samples they are {list(starts)}")
     if min(sizes) < 1:
         raise ValueError(f"{shown}: batch sizes must be at least 1")
-    return BatchSchedule(starts, sizes)
+    return BatchSchedule(starts, sizes, "step_batch_size_schedule")
 
 
 def _threshold(number: str, unit: str, *, seq_length: int) -> int:

@@ -35,7 +35,8 @@ class NumMicroBatches:
 
     def _check_size(self, size: int) -> None:
         wanted = f"micro_batch_size ({self.micro_batch_size}) x data-parallel size ({self.data_parallel_size})"
-        which = "global_batch_size is" if len(self.schedule.sizes) == 1 else "the batch size becomes"
+        setting = self.schedule.setting
+        which = "global_batch_size is" if setting == "global_batch_size" else f"{setting}: the batch size becomes"
         if size < 1 or (self.decrease_if_needed and size < self.samples_per_round):
             raise ValueError(f"{which} {size}: must be at least {wanted if size >= 1 else 1}")
         if size % self.samples_per_round and not self.decrease_if_needed:

@@ -93,7 +93,11 @@ def _advice(names: list[str]) -> str:
 
 def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
     """Raises ValueError naming the arguments that make the checkpoint's optimizer state useless here."""
-    differences = _differences(args_to_json(args), stored, names=_SAME_OPTIMIZER)
+    names: tuple[str, ...] = _SAME_OPTIMIZER
+    if stored.get("optimizer") == "sgd" and stored.get("sgd_momentum") == 0:
+        # Without momentum nothing was stored that a run with momentum could go on from.
+        names = (*names, "sgd_momentum")
+    differences = _differences(args_to_json(args), stored, names=names)
     if differences:
         words = ", ".join(differences.values())
         raise ValueError(

@@ -63,7 +63,9 @@ def test_steps_change_at_their_thresholds_in_samples_or_tokens():
 
 def test_sizes_are_rounded_down_only_where_asked():
     settings = {"rampup_batch_size": [4, 1, 20], "global_batch_size": 7, "micro_batch_size": 2, "data_parallel_size": 2}
-    with pytest.raises(ValueError, match=r"the batch size becomes 5: must be a multiple of micro_batch_size \(2\)"):
+    with pytest.raises(
+        ValueError, match=r"rampup_batch_size: the batch size becomes 5: must be a multiple of micro_batch_size \(2\)"
+    ):
         calculator.init_num_microbatches_calculator(0, **settings)
     calculator.init_num_microbatches_calculator(0, **settings, decrease_batch_size_if_needed=True)
     calculator.update_num_microbatches(20)
