@@ -8,6 +8,7 @@ import torch
 import pretrain_gpt
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators, build_train_valid_test_datasets
+from megatron.core.timers import Timers
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from tests.functional_tests.corpora import EOD, write_corpora
 from tests.unit_tests.core.models.small_models import SEQ, small_config, small_model
@@ -16,8 +17,9 @@ from tests.unit_tests.core.models.small_models import SEQ, small_config, small_m
 @pytest.mark.parametrize("create_masks", [True, False], ids=["masks", "borders"])
 @pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
 def test_a_document_in_a_sample_has_the_losses_of_the_document_alone(
-    tmp_path: Path, positions: str, create_masks: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, positions: str, create_masks: bool
 ) -> None:
+    monkeypatch.setattr(pretrain_gpt, "get_timers", lambda: Timers(0))  # pretrain() makes them in a run
     write_corpora(tmp_path, {"a": {"longest": 9, "learned": "half"}})
     config = DataConfig(
         seq_length=SEQ,
