@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.run_log import LayerTable, RunLog, Series
+from tools.run_log import LOG_NAME, LayerTable, RunLog, Series
 
 MAX_POINTS = 1200  # of a line: more than the pixels it is drawn on
 MEDIAN_POINTS = 300
@@ -206,7 +206,9 @@ def _frame(figure: Figure) -> dict[str, Any]:
 
 def run_names(runs: Sequence[RunLog]) -> list[str]:
     """A name for each run: the shortest ends of their folders that tell them apart."""
-    parts = [run.path.absolute().parent.parts for run in runs]
+    # A console log is one file of its folder, a steps.jsonl stands for all of it.
+    paths = [run.path.absolute() for run in runs]
+    parts = [(path.parent if path.name == LOG_NAME else path).parts for path in paths]
     # One name alone is often just "checkpoints".
     for length in range(1 if len(runs) > 1 else 2, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -334,7 +336,7 @@ def expert_loads(run: RunLog) -> dict[str, Any] | None:
     table = run.expert_load
     if not table.sums:
         return None
-    means = table.means()
+    means = np.nan_to_num(table.means(), posinf=0.0)
     totals = means.sum(axis=-1, keepdims=True)
     shares = means * means.shape[-1] / np.where(totals == 0, 1, totals)
     unit = max(float(shares.max()), 1.0) / 65535

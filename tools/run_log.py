@@ -17,10 +17,14 @@ RECORD_NAME = "run.json"
 # Fields of time and place, which no two runs share; those that end in a slash hold several.
 TIMINGS = ("seconds", "tokens_per_second", "tflops", "mfu", "timers/", "rank_times/", "memory/")
 MAX_BINS = 128
-# Megatron-LM's console log: the line of a step, a number in it, the line of an evaluation.
+# Megatron-LM's console log: the line of a step, the line of an evaluation, and fields that have another name or unit.
 STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
-STEP_NUMBER = re.compile(r"([a-zA-Z_ ]+): +([-+0-9.eEnainf]+) *(?:\||$)")
 EVALUATION_LINE = re.compile(r"(validation|test) loss at iteration (\d+).*?lm loss value: +(\S+)")
+CONSOLE_NAMES = {
+    "elapsed time per iteration (ms)": ("seconds", 1e-3),
+    "throughput per GPU (TFLOP/s/GPU)": ("tflops", 1.0),
+    "MFU (%)": ("mfu", 1e-2),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,10 @@ class LayerTable:
     steps_per_bin: int = 1
 
     def add(self, step: int, rows: Mapping[str, Any]) -> None:
-        """Adds a step; one whose layers or experts are others than before is left out."""
+        """Adds a step; one whose layers or experts are others than before is left out.
+
+        Raises ValueError or TypeError for rows that are no numbers, or not as many in each layer.
+        """
         layers = sorted(map(int, rows))
         values = np.array([rows[str(layer)] for layer in layers], dtype=np.float64)
         if not self.sums:
@@ -167,20 +174,28 @@ class _Reader:
     def read_line(self, line: bytes) -> None:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             # A last line without its end is being written now.
             self.num_unreadable += line.endswith(b"\n")
             return
         step = record.get("iteration") if isinstance(record, dict) else None
-        if not isinstance(step, int):
+        if not isinstance(step, int) or not 0 <= step < 2**62:
             self.num_unreadable += 1
             return
+        try:
+            self._add_step(record, step=step)
+        except (ValueError, TypeError, AttributeError, OverflowError):
+            self.num_unreadable += 1  # a field of another shape; the fields before it count
+
+    def _add_step(self, record: dict[str, Any], *, step: int) -> None:
         for name, value in record.items():
             if name == "expert_load":
                 self.expert_load.add(step, value or {})
             elif name == "per_layer":
                 for loss, rows in (value or {}).items():
-                    self.per_layer.setdefault(loss, LayerTable()).add(step, rows)
+                    table = self.per_layer.get(loss) or LayerTable()
+                    table.add(step, rows)
+                    self.per_layer[loss] = table
             elif name != "iteration":
                 self._add(name, value, step=step)
 
@@ -188,8 +203,11 @@ class _Reader:
         """Takes a step's or an evaluation's line; anything else is what programs print besides."""
         text = line.decode("utf-8", errors="replace")
         if step := STEP_LINE.search(text):
-            for name, value in STEP_NUMBER.findall(step[2]):
-                self._add(name.strip().replace(" ", "_"), value, step=int(step[1]))
+            for field_text in step[2].split("|"):
+                name, _, value = field_text.rpartition(":")
+                name, scale = CONSOLE_NAMES.get(name.strip(), (name.strip().replace(" ", "_"), 1.0))
+                if name and (number := _number(value)) is not None:
+                    self._add(name, scale * number, step=int(step[1]))
         elif evaluation := EVALUATION_LINE.search(text):
             split = "test" if "on test set" in text else evaluation[1]
             self._add(f"{split}_loss", evaluation[3], step=int(evaluation[2]))
@@ -201,13 +219,20 @@ class _Reader:
             return
         if value is None or isinstance(value, list):
             return
-        try:
-            number = float(value)  # "NaN", "Infinity" and "-Infinity" are written as text
-        except ValueError:
+        number = _number(value)
+        if number is None:
             return
         steps, values = self.columns.setdefault(name, (array("q"), array("d")))
         steps.append(step)
         values.append(number)
+
+
+def _number(value: Any) -> float | None:
+    """Also "NaN", "Infinity" and "-Infinity", which are written as text; None where it is no number."""
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def _rising(steps: "array[int]", values: "array[float]") -> Series:

@@ -96,11 +96,12 @@ def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:
 
 
 def mean_losses(reports: list[StepReport]) -> dict[str, float]:
-    """Mean of each loss over the steps that updated the model; an interval of skipped steps shows nothing."""
-    used = [report for report in reports if not report.skipped]
-    if not used:
-        return {}
-    return {name: sum(report.losses[name] for report in used) / len(used) for name in used[-1].losses}
+    """Mean of each loss over the steps that have it and updated the model; of skipped steps nothing is shown."""
+    values: dict[str, list[float]] = {}
+    for report in reports:
+        for name, value in ({} if report.skipped else report.losses).items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def format_evaluation_line(report: EvaluationReport) -> str:

@@ -59,8 +59,10 @@ class JsonlLog(Callback):
         )
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Writes the split's loss under `validation_loss` or `test_loss`."""
-        self._write({"iteration": report.iteration, f"{report.split}_loss": report.losses["lm loss"]})
+        """Writes the split's loss under `validation_loss` or `test_loss`, a script's other values as `test_NAME`."""
+        words = {name: "loss" if name == "lm loss" else name.replace(" ", "_") for name in report.losses}
+        values = {f"{report.split}_{words[name]}": value for name, value in report.losses.items()}
+        self._write({"iteration": report.iteration, **values})
 
     def on_run_end(self) -> None:
         """Closes the file."""
@@ -87,14 +89,20 @@ def keep_lines_until(path: Path, iteration: int) -> None:
     """Rewrites the log without lines of later iterations, nor a last line that a kill cut short."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if record["iteration"] <= iteration:
-            kept.append(line)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    # Line by line: with the load of many experts a log is larger than memory.
+    with path.open("rb") as old, temporary.open("wb") as new:
+        for line in old:
+            step = _iteration(line)
+            if step is not None and step <= iteration:
+                new.write(line.rstrip(b"\n") + b"\n")
     temporary.replace(path)
+
+
+def _iteration(line: bytes) -> int | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    step = record.get("iteration") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None

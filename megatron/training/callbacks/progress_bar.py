@@ -36,7 +36,7 @@ class ProgressBar(Callback):
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
         """Keeps the latest validation loss in view."""
-        self._validation = f"  {report.split} {report.losses['lm loss']:.3f}"
+        self._validation = f"  {report.split} {report.losses.get('lm loss', float('nan')):.3f}"
         self._draw("training", completed=report.iteration)
 
     def on_run_end(self) -> None:

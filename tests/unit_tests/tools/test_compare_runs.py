@@ -1,12 +1,16 @@
 """compare_runs.py and same_losses.py: where runs part, in which field, by how much."""
 
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tools import compare_runs, same_losses
+from tools.report_figures import run_names
 from tools.run_log import read_run
 
 
@@ -81,13 +85,16 @@ def test_a_console_log_of_megatron_is_a_log_too(tmp_path: Path, capsys) -> None:
     text = "".join(
         f" [2026-01-01 00:00:00] iteration {n:8}/      20 | consumed samples: {4 * n:12} | elapsed time per iteration"
         f" (ms): 13.5 | throughput per GPU (TFLOP/s/GPU): 3.1 | learning rate: {1e-3 * n:.6E} | global batch size: 4 | "
-        f"lm loss: {5 + 1 / n:.6E} | loss scale: 1.0 | grad norm: {1 / n:.3f} | number of nan iterations:   0 |\n"
+        f"lm loss: {5 + 1 / n:.6E} | mtp_1 loss: {math.nan:.6E} | "
+        f"loss scale: 1.0 | grad norm: {1 / n:.3f} | number of nan iterations:   0 |\n"
         for n in range(1, 6)
     )
     validation = " validation loss at iteration 5 on test set | lm loss value: 5.1E+00 | lm loss PPL: 1.6E+02 |\n"
     (tmp_path / "m.log").write_text(f"using world size: 1\n{text}{validation}")
     run = read_run(tmp_path / "m.log")
     assert run.steps.tolist() == [1, 2, 3, 4, 5] and run.series["test_loss"].values.tolist() == [5.1]
+    assert np.isnan(run.series["mtp_1_loss"].values).all() and run.series["seconds"].values[0] == 0.0135
+    assert run_names([run, replace(run, path=tmp_path / "n.log")]) == ["m.log", "n.log"]
     ours = write_run(tmp_path / "ours", range(1, 6))
     assert compare_runs.main([str(ours), str(tmp_path / "m.log"), "--rtol", "3e-3"]) == 0
     assert "first in lm_loss" in capsys.readouterr().out

@@ -107,6 +107,19 @@ def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:
         assert message in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *('"expert_load": [[1]]', '"expert_load": {"a": [1]}', '"expert_load": {"1": [1], "2": [1, 2]}'),
+        *('"per_layer": [1]', '"per_layer": {"z": 3}', f'"lm_loss": {"9" * 400}', '"expert_load": {"1": [null, 2]}'),
+    ],
+)
+def test_a_field_of_another_shape_costs_its_line_alone(tmp_path: Path, fields: str) -> None:
+    run = read_run(write_run(tmp_path / "a", 3, extra=f'{{"iteration": 4, {fields}}}\n{{"iteration": {2**70}}}\n'))
+    assert run.num_unreadable == (1 if "null" in fields else 2) and run.steps.tolist() == [1, 2, 3]
+    assert "Loss" in report.page([run], javascript="")
+
+
 def test_a_run_is_found_by_its_checkpoints_and_by_the_folder_around_it(tmp_path: Path) -> None:
     log = write_run(tmp_path / "logs", 2) / "steps.jsonl"
     common = tmp_path / "save" / "iteration_0000002" / "common.json"

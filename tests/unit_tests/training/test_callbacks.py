@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.training.callbacks import CallbackList, EvaluationReport, RankTimes, RunStart, StepReport
 from megatron.training.callbacks.console_log import ConsoleLog, format_evaluation_line, format_training_line
-from megatron.training.callbacks.jsonl_log import JsonlLog
+from megatron.training.callbacks.jsonl_log import JsonlLog, keep_lines_until
 from megatron.training.callbacks.progress_bar import ProgressBar
 from megatron.training.callbacks.progress_file import last_stretch
 from megatron.training.callbacks.run_file import RunFile
@@ -98,6 +98,9 @@ def test_skipped_steps_are_counted_but_not_averaged() -> None:
     assert "lm loss: 2.000000E+00" in line
     assert re.search(r"skipped iterations: +2 \| number of nan iterations: +2", line)
     assert "lm loss" not in format_training_line([skipped], 100)
+    # A script may report a value at some steps alone.
+    rare = replace(STEP, losses={"lm loss": 4.0, "reward": 1.0})
+    assert "lm loss: 3.000000E+00 | reward: 1.000000E+00 |" in format_training_line([rare, STEP], 100)
 
 
 def test_validation_line_has_loss_and_perplexity() -> None:
@@ -121,19 +124,25 @@ def test_console_prints_one_line_an_interval_and_the_rest_at_the_end() -> None:
 
 
 def test_resume_drops_lines_past_its_start_and_a_line_cut_short(tmp_path: Path) -> None:
-    for start, end in ((0, 4), (2, 3)):
+    for start, end, torn in ((0, 4, b'{"iteration": 1, "lm_lo'), (2, 3, b"5\n\xff\0\n{}")):
         log = CallbackList((JsonlLog(tmp_path),))
         log.on_train_start(RunStart(iteration=start, train_iters=9))
         for iteration in range(start + 1, end + 1):
             log.on_step_end(replace(STEP, iteration=iteration, learning_rate=0.1 + start))
-        log.on_evaluation_end(replace(EVALUATION, iteration=end))
+        log.on_evaluation_end(replace(EVALUATION, iteration=end, losses={"lm loss": 1.5, "my value": 2.0}))
         log.on_run_end()
-        with log.callbacks[0].path.open("a") as stream:
-            stream.write('{"iteration": 1, "lm_lo')
-    records = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()[:-1]]
+        with (tmp_path / "steps.jsonl").open("ab") as stream:
+            stream.write(torn)
+    keep_lines_until(tmp_path / "steps.jsonl", 3)
+    text = (tmp_path / "steps.jsonl").read_text()
+    # The end of a line alone may be missing.
+    (tmp_path / "steps.jsonl").write_text(text.rstrip("\n"))
+    keep_lines_until(tmp_path / "steps.jsonl", 3)
+    assert (tmp_path / "steps.jsonl").read_text() == text
+    records = [json.loads(line) for line in text.splitlines()]
     assert [record["iteration"] for record in records] == [1, 2, 3, 3]
     assert [record["learning_rate"] for record in records[:3]] == [0.1, 0.1, 2.1]
-    assert records[3] == {"iteration": 3, "validation_loss": 1.5}
+    assert records[3] == {"iteration": 3, "validation_loss": 1.5, "validation_my_value": 2.0}
     assert records[0]["lm_loss"] == 2.0 and records[0]["tokens_per_second"] == 1024.0
 
 
