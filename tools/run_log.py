@@ -148,7 +148,7 @@ def find_log(place: Path) -> Path:
 
 def _logs_of_checkpoints(folder: Path) -> Iterator[Path]:
     """Where the checkpoints of `folder` say that their run logs to, oldest first."""
-    for common in sorted(folder.glob("iteration_*/common.json")):
+    for common in sorted(folder.glob("iter_*/common.json")):
         named = json.loads(common.read_text(encoding="utf-8")).get("args", {}).get("tensorboard_dir")
         if named:
             yield Path(named) / LOG_NAME

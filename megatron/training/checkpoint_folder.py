@@ -19,7 +19,7 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # What the tracker holds instead of a number for weights to start from.
 RELEASE = "release"
 # Seven digits and, after ten million steps, more.
-_ITERATION = r"iteration_(\d{7,})"
+_ITERATION = r"iter_(\d{7,})"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
 
 def iteration_folder(checkpoints_path: str | Path, iteration: int) -> Path:
     """Where the checkpoint of an iteration is."""
-    return Path(checkpoints_path) / f"iteration_{iteration:07d}"
+    return Path(checkpoints_path) / f"iter_{iteration:07d}"
 
 
 def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag: str = "--save") -> None:

@@ -94,7 +94,7 @@ def _resume_at(runner: Runner, steps: int | list[int]) -> None:
         assert_same_steps(second, whole)
         for iteration, losses in whole.validation_losses.items():
             assert second.validation_losses[iteration][: len(losses)] == losses, f"validation at step {iteration}"
-        folders = [runner.folder / one / "saved" / f"iteration_{max(whole.steps):07d}" for one in (name, "whole")]
+        folders = [runner.folder / one / "saved" / f"iter_{max(whole.steps):07d}" for one in (name, "whole")]
         assert_same_checkpoint(*folders)
 
 

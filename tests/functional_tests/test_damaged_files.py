@@ -17,7 +17,7 @@ from tests.functional_tests.launch import Run, run_program
 DENSE: Flags = read_bases()["dense"]
 DATA: Flags = {**DENSE, "mock-data": None, "split": "8,1,1"}
 STEPS = DENSE["train-iters"]
-ITERATION = f"iteration_{STEPS:07d}"
+ITERATION = f"iter_{STEPS:07d}"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 

@@ -38,7 +38,7 @@ def test_moe_logs_the_losses_of_its_router_on_two_processes(tmp_path: Path) -> N
     printed = run_example("moe.sh", tmp_path, *SMALL, "--num-layers", "4", "--micro-batch-size", "2")
     assert "load_balancing_loss: " in printed and "z_loss: " in printed
     # A file of tensors from each process.
-    assert len(list((tmp_path / "checkpoints" / "iteration_0000006").glob("__[01]_*.distcp"))) == 2
+    assert len(list((tmp_path / "checkpoints" / "iter_0000006").glob("__[01]_*.distcp"))) == 2
 
 
 @pytest.mark.slow

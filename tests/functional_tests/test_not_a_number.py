@@ -48,10 +48,10 @@ def test_a_nan_ends_every_rank_and_costs_no_saved_step(
         assert len(re.findall(where, outcome.stderr)) == 1, poisoned.written()
         assert "Traceback" not in outcome.stderr, poisoned.written()
     assert max(poisoned.steps) == STEP - 1
-    assert sorted(path.name for path in saved.glob("iteration_*")) == [f"iteration_{STEP - 1:07d}"]
+    assert sorted(path.name for path in saved.glob("iter_*")) == [f"iter_{STEP - 1:07d}"]
 
     # Only a checkpoint from before the NaN, whole and untouched, gives what a run without it gives.
     rest = run_program(argv, RANKS, folder=tmp_path)
     whole = run_program(command_line({**flags, "save": tmp_path / "whole"}), RANKS, folder=tmp_path / "whole")
     assert_same_steps(rest, whole)
-    assert_same_checkpoint(saved / f"iteration_{STEPS:07d}", tmp_path / "whole" / f"iteration_{STEPS:07d}")
+    assert_same_checkpoint(saved / f"iter_{STEPS:07d}", tmp_path / "whole" / f"iter_{STEPS:07d}")

@@ -58,5 +58,5 @@ def test_a_signalled_run_goes_on_bit_for_bit(base: str, signal_number: int, flag
 
     assert rest.exit_codes == [0, 0], rest.written()
     assert_same_steps(rest, whole)
-    last = f"iteration_{STEPS:07d}"
+    last = f"iter_{STEPS:07d}"
     assert_same_checkpoint(saved / last, tmp_path / "whole/saved" / last)

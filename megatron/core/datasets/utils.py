@@ -22,10 +22,14 @@ def get_blend_from_list(blend: list[str] | None) -> Blend | None:
     if blend is None:
         return None
     weights = [_as_number(word) for word in blend[0::2]]
-    if len(blend) % 2 or all(weight is None for weight in weights):
+    # One word alone is a prefix even if it looks like a number.
+    if len(blend) == 1 or all(weight is None for weight in weights):
         return blend, None
-    if any(weight is None for weight in weights):
-        raise ValueError(f"data path is {' '.join(blend)}: must be WEIGHT PREFIX pairs, or prefixes alone")
+    if len(blend) % 2 or any(weight is None for weight in weights):
+        raise ValueError(
+            f"data path is {' '.join(blend)}: must be WEIGHT PREFIX pairs, or prefixes alone "
+            "(a prefix that looks like a number: ./1)"
+        )
     return [prefix.strip() for prefix in blend[1::2]], [weight for weight in weights if weight is not None]
 
 

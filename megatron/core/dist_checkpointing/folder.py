@@ -2,7 +2,7 @@
 
 What the tensors are is not known here.
 
-[Note: Atomic folders] `iteration_0000100.incomplete-<id>` is being written and may be deleted; it gets its final name
+[Note: Atomic folders] `iter_0000100.incomplete-<id>` is being written and may be deleted; it gets its final name
 by one rename, when everything in it is on disk. To replace a checkpoint, the old folder steps aside as
 `.replaced-<id>` just before that rename; if the run is killed in between, readers use it and the next save puts it
 back. At every moment one of the two names holds a whole checkpoint.

@@ -122,7 +122,7 @@ def test_a_field_of_another_shape_costs_its_line_alone(tmp_path: Path, fields: s
 
 def test_a_run_is_found_by_its_checkpoints_and_by_the_folder_around_it(tmp_path: Path) -> None:
     log = write_run(tmp_path / "logs", 2) / "steps.jsonl"
-    common = tmp_path / "save" / "iteration_0000002" / "common.json"
+    common = tmp_path / "save" / "iter_0000002" / "common.json"
     common.parent.mkdir(parents=True)
     common.write_text(json.dumps({"args": {"tensorboard_dir": str(log.parent)}}))
     for place in (log, log.parent, tmp_path, tmp_path / "save"):

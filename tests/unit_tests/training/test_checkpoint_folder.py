@@ -38,7 +38,7 @@ def test_the_tracker_decides_and_a_step_overrules_it(tmp_path):
 def test_without_tracker_the_newest_complete_one_is_taken_and_named(tmp_path):
     assert found_iteration(tmp_path) is None
     make(tmp_path, 5, 10)
-    (tmp_path / "iteration_0000020").mkdir()
+    (tmp_path / "iter_0000020").mkdir()
     found = find_checkpoint(str(tmp_path))
     assert found is not None and found.iteration == 10 and "taking iteration 10" in (found.notice or "")
 
@@ -63,7 +63,7 @@ def test_release_is_iteration_zero(tmp_path):
 )
 def test_a_tracker_that_names_no_complete_checkpoint_is_an_error(tmp_path, text, message):
     make(tmp_path, 5)
-    (tmp_path / "iteration_0000020").mkdir()
+    (tmp_path / "iter_0000020").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises(ValueError, match=message):
         find_checkpoint(str(tmp_path))
@@ -74,9 +74,9 @@ def test_a_wrong_step_or_folder_says_what_would_be_right(tmp_path):
     with pytest.raises(ValueError, match="--ckpt-step is 6: .* complete iterations: 5"):
         find_checkpoint(str(tmp_path), step=6)
     with pytest.raises(ValueError, match="is one checkpoint: give the folder that holds it"):
-        find_checkpoint(str(tmp_path / "iteration_0000005"))
+        find_checkpoint(str(tmp_path / "iter_0000005"))
     with pytest.raises(ValueError, match="not one of a training run"):
-        load_run_values(tmp_path / "iteration_0000005")
+        load_run_values(tmp_path / "iter_0000005")
 
 
 def test_check_save_folder_makes_it_and_leaves_nothing(tmp_path):
@@ -90,7 +90,7 @@ def test_check_save_folder_makes_it_and_leaves_nothing(tmp_path):
 
 def test_clean_up_keeps_checkpoints_and_foreign_names(tmp_path):
     make(tmp_path, 5)
-    kept = ["iteration_0000005", "other.incomplete-0123456789ab"]
+    kept = ["iter_0000005", "other.incomplete-0123456789ab"]
     (tmp_path / kept[1]).mkdir()
     for name in ("latest_checkpointed_iteration.txt", "probe"):
         (tmp_path / f"{name}.incomplete-0123456789ab").write_text("")

@@ -31,7 +31,7 @@ def test_resume_at_any_step_continues_bit_for_bit(tmp_path, dtype, step):
     random.gauss(0, 1), numpy.random.normal()  # generators elsewhere than in the saved run
     assert resumed.load(tmp_path) == step
     assert_equal(resumed.train(4).snapshot(), expected)
-    assert folder == tmp_path / f"iteration_{step:07d}"
+    assert folder == tmp_path / f"iter_{step:07d}"
     assert get_checkpoint_tracker_filename(str(tmp_path)) == str(tmp_path / "latest_checkpointed_iteration.txt")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(step)
 
@@ -66,7 +66,7 @@ def test_weights_alone_may_change_precision_and_the_masters_follow(tmp_path):
 def test_what_was_not_saved_must_not_be_asked_for(tmp_path):
     saved = SmallRun().train(2)
     saved.save(tmp_path, no_save_optim=True, no_save_rng=True)
-    assert not [key for key in list_tensors(tmp_path / "iteration_0000002") if key.startswith(("optimizer.", "rng."))]
+    assert not [key for key in list_tensors(tmp_path / "iter_0000002") if key.startswith(("optimizer.", "rng."))]
     with pytest.raises(ValueError, match="no optimizer state: add --no-load-optim"):
         SmallRun().load(tmp_path)
     with pytest.raises(ValueError, match="no rng state: add --no-load-rng"):
@@ -128,13 +128,11 @@ def test_a_folder_without_checkpoints_starts_from_scratch_and_says_so(tmp_path, 
 
 
 def test_a_save_cleans_up_after_killed_ones_and_leaves_everything_else(tmp_path):
-    names = ["iteration_0000001.incomplete-0123456789ab", "iteration_0000001.incomplete-mine", "notes"]
+    names = ["iter_0000001.incomplete-0123456789ab", "iter_0000001.incomplete-mine", "notes"]
     for name in names:
         (tmp_path / name).mkdir()
     SmallRun().train(2).save(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == sorted(
-        [*names[1:], "iteration_0000002", "latest_checkpointed_iteration.txt"]
-    )
+    assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], "iter_0000002", "latest_checkpointed_iteration.txt"])
 
 
 def test_a_run_that_only_evaluates_needs_no_optimizer(tmp_path):

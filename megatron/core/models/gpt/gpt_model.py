@@ -91,7 +91,8 @@ class GPTModel(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """input_ids, position_ids: [B, S], int64; attention_mask: bool, broadcastable to [B, 1, S, S], True where
-        attention is forbidden, or None: causal; labels: [B, S], int64, below the unpadded vocabulary size.
+        attention is forbidden, or None: causal; labels: [B, S], int64, below the unpadded vocabulary size;
+        where one is negative (-100), the loss is 0.
         Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype.
         Raises ValueError for masks and borders that do not fit input_ids.
         loss_mask: masking is the loss function's work; accepted for callers that pass it.
@@ -108,9 +109,10 @@ class GPTModel(MegatronModule):
         logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
         if labels is None:
             return logits.transpose(0, 1).contiguous()
-        losses = consuming_cross_entropy(logits, labels.t(), num_classes=self.unpadded_vocab_size)  # [S, B]
+        # [S, B]
+        losses = consuming_cross_entropy(logits, labels.t().clamp(min=0), num_classes=self.unpadded_vocab_size)
         # Contiguous: loss functions of existing scripts flatten it with view(-1).
-        return losses.t().contiguous()
+        return losses.t().contiguous().masked_fill(labels < 0, 0)
 
     def finalize_step(self, group: ProcessGroup | None) -> None:
         """What the model does once a step, after its gradients are reduced over `group`: the routers' biases move."""

@@ -144,8 +144,9 @@ def test_blend_words() -> None:
     assert get_blend_from_list(["a"]) == (["a"], None)
     assert get_blend_from_list(["a", "b"]) == (["a", "b"], None)
     assert get_blend_from_list(["0.3", "a", "7", " b"]) == (["a", "b"], [0.3, 7.0])
-    with pytest.raises(ValueError, match="must be WEIGHT PREFIX pairs"):
-        get_blend_from_list(["0.3", "a", "b", "c"])
+    for wrong in (["0.3", "a", "b", "c"], ["0.3", "a", "0.7"]):
+        with pytest.raises(ValueError, match="must be WEIGHT PREFIX pairs"):
+            get_blend_from_list(wrong)
 
 
 @given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=3), num_documents=st.integers(0, 500))

@@ -206,6 +206,16 @@ def test_attention_backends_agree(backend: AttnBackend) -> None:
     torch.testing.assert_close(loss_of(model).double(), loss_of(reference), atol=1e-5, rtol=1e-5)
 
 
+def test_negative_labels_are_not_learned() -> None:
+    model, (tokens, positions, labels) = small_model(small_config()), small_batch()
+    keep = torch.arange(labels.numel()).view_as(labels) % 3 > 0
+    masked = model(tokens, positions, None, labels=labels) * keep
+    ignored = model(tokens, positions, None, labels=labels.where(keep, -100))
+    assert torch.equal(ignored, masked)
+    grads = [torch.autograd.grad(losses.sum(), list(model.parameters())) for losses in (ignored, masked)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*grads, strict=True))
+
+
 def test_dropout_acts_in_training_only() -> None:
     model = small_model(small_config(hidden_dropout=0.5, attention_dropout=0.5))
     assert loss_of(model) != loss_of(model)
