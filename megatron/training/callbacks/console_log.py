@@ -64,6 +64,7 @@ def format_training_line(reports: list[StepReport], train_iters: int) -> str:
         f" elapsed time per iteration (ms): {1000.0 * seconds / len(reports):.1f}",
         *_throughput_fields(reports, seconds),
         f" learning rate: {last.learning_rate:.6E}",
+        *_decoupled_fields(last),
         f" global batch size: {last.global_batch_size:5d}",
         *(f" {name}: {value:.6E}" for name, value in mean_losses(reports).items()),
         f" loss scale: {last.loss_scale:.1f}",
@@ -76,6 +77,11 @@ def format_training_line(reports: list[StepReport], train_iters: int) -> str:
     fields.append(f" number of skipped iterations: {sum(report.skipped for report in reports):3d}")
     fields.append(f" number of nan iterations: {sum(report.nan for report in reports):3d}")
     return " |".join(fields) + " |"
+
+
+def _decoupled_fields(last: StepReport) -> list[str]:
+    rate = last.decoupled_learning_rate
+    return [] if rate is None else [f" decoupled learning rate: {rate:.6E}"]
 
 
 def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:

@@ -47,6 +47,8 @@ def test_training_line_has_the_fields_that_parsers_of_megatron_logs_expect() -> 
         r"number of skipped iterations: +0 \| number of nan iterations: +0 \|"
     )
     assert re.fullmatch(expected, line)
+    line = format_training_line([replace(STEP, decoupled_learning_rate=5e-4)], 100)
+    assert "| learning rate: 3.000000E-04 | decoupled learning rate: 5.000000E-04 | global batch" in line
 
 
 # How users' scripts take numbers out of a log.
