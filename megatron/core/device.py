@@ -155,7 +155,8 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as stream:
             memory["rss"] = int(stream.read().split()[1]) * resource.getpagesize()
-    memory["peak_rss"] = peak_memory_bytes(torch.device("cpu"))
+    # The kernel counts the two in different places: the peak may lag behind by some pages.
+    memory["peak_rss"] = max(peak_memory_bytes(torch.device("cpu")), memory.get("rss", 0))
     return memory
 
 
