@@ -261,6 +261,9 @@ def _init_process_group(job: _Job, backend: str) -> None:
     dist.init_process_group(
         backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timedelta(seconds=job.timeout)
     )
+    # A rank that ends at once would close its sockets while others still connect to it.
+    store.set(f"connected {job.rank}", "")
+    store.wait([f"connected {rank}" for rank in range(job.world_size)])
 
 
 def _pickle(outcome: RankOutcome) -> bytes:
