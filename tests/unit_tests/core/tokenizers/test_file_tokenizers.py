@@ -51,6 +51,7 @@ def test_sentencepiece_ids_are_the_librarys(files: dict[str, Path], text: str) -
         assert tokenizer.decode(tokenizer.encode(text)) == library.decode(library.encode(text))
 
 
+@pytest.mark.slow
 @given(text=TEXTS)
 def test_tiktoken_ids_are_the_librarys_behind_1000_special_ones(files: dict[str, Path], text: str) -> None:
     plain = {token: rank for rank, token in enumerate(ranks())}
