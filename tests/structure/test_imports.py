@@ -3,6 +3,8 @@
 import importlib
 import os
 
+import pytest
+
 from tests.harness import run_on_ranks
 from tests.structure.measure import Source, read_sources
 
@@ -24,6 +26,7 @@ def _importable_alone(modules: list[str]) -> list[str]:
     return failed
 
 
+@pytest.mark.slow
 def test_every_module_imports_on_its_own() -> None:
     modules = [source.module for source in read_sources("megatron", "tools") if not _needs_optional_package(source)]
     assert run_on_ranks(_importable_alone, 1, modules, backend=None) == [[]]
