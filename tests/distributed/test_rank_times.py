@@ -1,6 +1,10 @@
-"""A slow rank shows in the log although all ranks wait for it in every step."""
+"""A slow rank shows in the log although all ranks wait for it in every step; on a clock that only the test moves."""
 
-import time
+import os
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.training.training import train_step
@@ -12,26 +16,34 @@ ARGV = (
     "--num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 3 "
     "--train-iters 2 --lr 0.1 --eval-iters 0 --log-interval 2 --timing-log-level 1"
 ).split()
-DELAY = 0.3
-
-
-def _late_forward_step(data_iterator, model):
-    if pretrain_gpt.get_args().rank == 1:
-        time.sleep(DELAY)
-    return pretrain_gpt.forward_step(data_iterator, model)
+WORK, LATE_WORK, WAITING = 0.125, 0.375, 0.25  # seconds
 
 
 def _two_steps():
-    with started_run(ARGV, forward_step=_late_forward_step) as run:
+    late, now, reduce = os.environ["RANK"] == "1", [0.0], dist.all_reduce
+
+    def forward_step(data_iterator, model):
+        now[0] += LATE_WORK if late else WORK
+        return pretrain_gpt.forward_step(data_iterator, model)
+
+    def all_reduce(*args, **kwargs):
+        now[0] += 0.0 if late else WAITING
+        return reduce(*args, **kwargs)
+
+    with (
+        patch("time.perf_counter", lambda: now[0]),
+        patch.object(dist, "all_reduce", all_reduce),
+        started_run(ARGV, forward_step=forward_step) as run,
+    ):
         return [run.measured(train_step(run)[0]) for _ in range(2)]
 
 
 def test_a_late_rank_is_named_and_the_waiting_of_the_others_is_not_their_work() -> None:
     for first, second in run_on_ranks(_two_steps, 3):
-        assert first.timers is None and first.seconds > DELAY
+        assert first.timers is None and first.seconds >= WORK + WAITING
         times = second.rank_times
-        assert times.max_rank == 1 and times.max_ms >= 1000 * DELAY
-        assert times.min_ms < 1000 * min(first.seconds, second.seconds)
+        assert (times.max_rank, times.max_ms) == (1, pytest.approx(1000 * LATE_WORK))
+        assert times.min_rank != 1 and times.min_ms == pytest.approx(1000 * WORK)
         assert second.timers.keys() == {
             *("forward-backward", "all-grads-sync", "optimizer"),
             *("optimizer-clip-main-grad", "optimizer-count-zeros", "optimizer-inner-step"),

@@ -99,7 +99,6 @@ def _route_globally(logits: Tensor) -> list[tuple[float, Tensor]]:
         with router.aux_losses.recomputing():
             weights, _ = router.routing(rows)
         (weights * 0).sum().backward()
-        assert rows.grad is not None
         found.append((router.aux_losses.take_totals()["global_load_balancing_loss"][0].item(), rows.grad))
     router.aux_losses.finalize_step(None)
     assert not router.aux_losses.global_tokens_per_expert.any() and not router.aux_losses.num_microbatches.any()

@@ -57,7 +57,6 @@ def _rates_across_a_resume(argv: list[str], folder: str) -> tuple[list[float], l
     for where, factor in (("--save", 2.0), ("--load", 3.0)):
         with started_run([*argv, where, folder], config_overrides={norms: ParamGroupOverride(lr_mult=factor)}) as run:
             train_step(run)
-            assert run.optimizer is not None
             seen.append([group["lr"] for group in run.optimizer.param_groups if group["params"]])
             run.save_checkpoint()
     return seen[0], seen[1]

@@ -6,6 +6,7 @@ No tokenizer is implemented here; what the framework itself asks of a tokenizer 
 import functools
 import itertools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ class MarkedTokens:
     marks: list[bool]
 
 
-class BaseTokenizer:
+class BaseTokenizer(ABC):
     """Subclasses set the fields below in __init__ or as class attributes, and implement tokenize, detokenize, vocab."""
 
     name: str
@@ -29,18 +30,18 @@ class BaseTokenizer:
     bos: int | None
     pad: int | None
 
+    @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """Token ids of plain text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def vocab(self) -> dict[str, int]:
         """Every token as readable text, with its id."""
-        raise NotImplementedError
 
     @functools.cached_property
     def inv_vocab(self) -> dict[int, str]:

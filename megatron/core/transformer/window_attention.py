@@ -25,17 +25,15 @@ def attend_in_blocks(
     is_causal: bool,
     attend: Callable[..., Tensor],
     window: tuple[int, int],
-    dropout: float,
-    scale: float,
+    **options: Any,
 ) -> Tensor:
     """What attend_in_window gives, from blocks of rows that see their own tokens and the window's before them.
 
-    query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S].
-    Returns [B, N, S, D], the query's dtype.
+    query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S];
+    options: dropout and scale, for `attend`. Returns [B, N, S, D], the query's dtype.
     """
     (batch, _, seq_length, _), left = query.shape, window[0]
     rows = max(left + 1, _MIN_ROWS)
-    options: dict[str, Any] = {"dropout": dropout, "scale": scale}
     masked: Callable[..., Tensor] = functools.partial(
         attend_in_window, attend=attend, window=window, is_causal=is_causal, **options
     )
@@ -69,20 +67,19 @@ def attend_in_window(
     is_causal: bool,
     attend: Callable[..., Tensor],
     window: tuple[int, int],
-    dropout: float,
-    scale: float,
+    **options: Any,
 ) -> Tensor:
     """`attend` with what lies outside the window forbidden too; sequences that fit into it need no mask.
 
-    query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S].
-    Returns [B, N, S, D], the query's dtype.
+    query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S];
+    options: dropout and scale, for `attend`. Returns [B, N, S, D], the query's dtype.
     """
     seq_length, (left, right) = query.shape[2], window
     looks_ahead = right == -1 and not is_causal
     if left + 1 < seq_length or not (is_causal or looks_ahead):
         band = band_mask(seq_length, left=left, looks_ahead=looks_ahead, device=query.device)
         allowed, is_causal = band if allowed is None else allowed & band, False
-    return attend(query, key=key, value=value, allowed=allowed, is_causal=is_causal, dropout=dropout, scale=scale)
+    return attend(query, key=key, value=value, allowed=allowed, is_causal=is_causal, **options)
 
 
 def band_mask(seq_length: int, *, left: int, looks_ahead: bool, device: torch.device) -> Tensor:

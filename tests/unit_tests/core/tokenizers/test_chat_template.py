@@ -62,7 +62,7 @@ def folder(tmp_path_factory) -> Path:
 def test_tokens_and_marks_are_those_of_transformers(folder: Path, turns: list[tuple[str, str]]) -> None:
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = HuggingFaceTokenizer(str(folder))
-    assert tokenizer.chat_template is not None
+    assert tokenizer.chat_template == CHATML
     chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_names).render(messages(turns))
     found = tokenizer.tokenize_marked(chat.text, chat.spans)
     wanted = reference.apply_chat_template(

@@ -94,7 +94,6 @@ def test_a_step_that_stops_half_way_leaves_nothing(stop: str) -> None:
         if fail == "backward":
             y.register_hook(interrupt)
         y.sum().backward()
-        assert x.grad is not None
         return x.grad
 
     def interrupt(_: Tensor) -> None:
