@@ -1,0 +1,1 @@
+"""Paged stashing: the live rows of what expert backward needs, in pages; knows torch and Triton alone."""

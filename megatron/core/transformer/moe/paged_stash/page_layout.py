@@ -1,0 +1,143 @@
+"""What host code and kernels agree on about pages: sizes, priorities, tensor records, counters. No tensors, no memory.
+
+A page is page_bytes bytes of one arena; ids 0 .. device_pages - 1 are device pages, the next host_pages ids host pages.
+A tensor of R live rows takes ceil(R * row_bytes / page_bytes) pages: rows follow each other in them without gaps and
+may straddle pages, whatever the dtype or width.
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+# Kernels copy words of this many bytes where sizes and addresses allow.
+ALIGNMENT = 16
+
+
+class Priority(enum.IntEnum):
+    """Which tensors of an expert group get pages first, and what happens to those that get none."""
+
+    INPUT = 0  # x and the weights of its rows: without them the step is void
+    GATE_UP = 1  # computed again from x
+    ACT = 2  # computed again from gate_up
+
+
+class Counter(enum.IntEnum):
+    """Indices into a pool's counters, int64: sums and maxima since the last reset, written by the planning kernel."""
+
+    VOID = 0  # tensors of Priority.INPUT without pages, and counts out of range: any makes the step void
+    BAD_COUNT = 1  # groups whose number of rows was negative or above the maximum
+    HIGH_WATER_DEVICE = 2  # pages
+    HIGH_WATER_HOST = 3  # pages
+    PLANNED_PAGES = 4  # pages given out, on both tiers
+    SPILLED_PAGES = 5  # those of them on the host tier
+    LIVE_BYTES = 6  # bytes of live rows in these pages; the rest are page tails
+    DROPPED_GATE_UP = 7  # tensors of this priority without pages
+    DROPPED_ACT = 8
+
+
+class Held(enum.IntEnum):
+    """Columns of a page table's record of one tensor, int64."""
+
+    PAGES = 0  # that it holds now
+    ROWS = 1  # live rows of this tensor at its planning
+    DROPPED = 2  # 1: it got no pages and must be computed again
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """Sizes of a pool's two tiers.
+
+    page_bytes: a positive multiple of 16. device_pages, host_pages: at least 0, together at least 1.
+    Raises ValueError otherwise.
+    """
+
+    page_bytes: int
+    device_pages: int
+    host_pages: int = 0
+
+    def __post_init__(self) -> None:
+        if self.page_bytes <= 0 or self.page_bytes % ALIGNMENT:
+            raise ValueError(f"page_bytes ({self.page_bytes}) must be a positive multiple of {ALIGNMENT}")
+        for name, pages in (("device_pages", self.device_pages), ("host_pages", self.host_pages)):
+            if not 0 <= pages < 2**31:
+                raise ValueError(f"{name} ({pages}) must be between 0 and 2**31 - 1")
+        if self.num_pages == 0:
+            raise ValueError("device_pages (0) + host_pages (0) must be at least 1: a pool needs a page")
+
+    @property
+    def num_pages(self) -> int:
+        """Of both tiers."""
+        return self.device_pages + self.host_pages
+
+    def pages_for(self, num_bytes: int) -> int:
+        """Pages that hold this many bytes."""
+        return -(-num_bytes // self.page_bytes)
+
+    def encode(self) -> list[int]:
+        """As the operators take it."""
+        return list(astuple(self))
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a group: max_rows rows of row_bytes bytes each, pitch_bytes apart in memory.
+
+    tokens_per_row: tokens that one row stands for: 32 for scales of 32 tokens each, 1 as a rule. Of num_rows live
+    tokens, ceil(num_rows / tokens_per_row) rows are live. Raises ValueError for impossible sizes.
+    """
+
+    row_bytes: int
+    pitch_bytes: int
+    max_rows: int
+    priority: Priority = Priority.INPUT
+    tokens_per_row: int = 1
+
+    def __post_init__(self) -> None:
+        if self.row_bytes < 1 or self.max_rows < 0 or self.tokens_per_row < 1:
+            raise ValueError(f"{self}: row_bytes and tokens_per_row must be at least 1, max_rows at least 0")
+        if self.pitch_bytes < self.row_bytes:
+            raise ValueError(f"pitch_bytes ({self.pitch_bytes}) must be at least row_bytes ({self.row_bytes})")
+
+    @property
+    def max_bytes(self) -> int:
+        """Of all its rows, live or not, without gaps."""
+        return self.max_rows * self.row_bytes
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest number of live tokens that it has room for."""
+        return self.max_rows * self.tokens_per_row
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor and where the page table keeps its record: page ids from table_start on, and row `slot` of `held`."""
+
+    spec: TensorSpec
+    table_start: int
+    slot: int
+
+    def encode(self) -> list[int]:
+        """Seven integers in the order of INTS_PER_TENSOR's names, as the operators take them."""
+        spec = self.spec
+        sizes = [spec.row_bytes, spec.pitch_bytes, spec.max_rows, spec.tokens_per_row, int(spec.priority)]
+        return [*sizes, self.table_start, self.slot]
+
+
+INTS_PER_TENSOR = 7
+
+
+def encode_tensors(tensors: Iterable[PlacedTensor]) -> list[int]:
+    """All tensors of a group, one after the other, as the operators take them."""
+    return [number for tensor in tensors for number in tensor.encode()]
+
+
+def decode_tensors(numbers: list[int]) -> list[PlacedTensor]:
+    """What encode_tensors made."""
+    decoded = []
+    for start in range(0, len(numbers), INTS_PER_TENSOR):
+        one = numbers[start : start + INTS_PER_TENSOR]
+        row_bytes, pitch_bytes, max_rows, tokens_per_row, priority, table_start, slot = one
+        spec = TensorSpec(row_bytes, pitch_bytes, max_rows, Priority(priority), tokens_per_row)
+        decoded.append(PlacedTensor(spec, table_start, slot))
+    return decoded
