@@ -1,0 +1,142 @@
+"""In which order expert groups run forward and backward in a step, and what that says about what comes next.
+
+Advice alone: a wrong guess costs time, never a result. No tensors, no streams; what is done with the advice is
+in stash_manager.py.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+Group = tuple[str, int]
+
+
+class EventKind(enum.Enum):
+    """What a group did."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True)
+class StashEvent:
+    """A pass of one expert group. instance: which forward of that name in the step this group was, from 0."""
+
+    kind: EventKind
+    name: str
+    instance: int
+
+    @property
+    def group(self) -> Group:
+        """What forward and backward have in common."""
+        return (self.name, self.instance)
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.name}.{self.instance}"
+
+
+class StashOrder:
+    """Follows a step event by event and predicts the next ones.
+
+    1. A list of events says what comes: one that was given, else the one seen in the last finished step.
+    2. Once an event is not the list's next, the list says nothing until the step ends: the guess is then that the
+       backward of a group is followed by that of the group that ran forward just before it, which holds inside
+       a micro-batch of any schedule.
+    3. finish_step() begins the next step: with the given list again, else with what was just seen.
+
+    A step may end before its list does, have no list, or have groups that never run backward: nothing raises. A
+    step without any backward teaches nothing, so that an evaluation between steps changes nothing.
+    """
+
+    def __init__(self, events: Sequence[StashEvent] | None = None) -> None:
+        self._learns = events is None
+        self._seen: list[StashEvent] = []
+        self._departed = False
+        self._forwards: dict[Group, int] = {}  # how many forwards of this step came before each group's own
+        self._waiting: dict[Group, None] = {}  # ran forward, not yet backward; in the order of their forwards
+        self._set_events(tuple(events or ()))
+
+    @property
+    def events(self) -> tuple[StashEvent, ...]:
+        """The list that this step began with: the same object as long as the list is the same."""
+        return self._events
+
+    @property
+    def departed(self) -> bool:
+        """Whether an event of this step was not the list's next."""
+        return self._departed
+
+    def observe(self, event: StashEvent) -> None:
+        """Must be called once for each event of the step, when it happens."""
+        position = len(self._seen)
+        self._departed = self._departed or position >= len(self._events) or self._events[position] != event
+        self._seen.append(event)
+        if event.kind is EventKind.FORWARD:
+            self._forwards[event.group] = len(self._forwards)
+            self._waiting[event.group] = None
+        else:
+            self._waiting.pop(event.group, None)
+
+    def is_backward_next(self, event: StashEvent) -> bool:
+        """Whether, after this forward, the same group's backward is the very next event. False where unknown."""
+        position = self._position(event)
+        if position is None or position + 1 >= len(self._events):
+            return False
+        following = self._events[position + 1]
+        return following.kind is EventKind.BACKWARD and following.group == event.group
+
+    def upcoming_backwards(self, event: StashEvent, count: int) -> list[StashEvent]:
+        """At most `count` backwards after this event, soonest first, none behind one whose forward is yet to come."""
+        position = self._position(event)
+        return self._guess(event, count) if position is None else self._listed_after(position, count)
+
+    def forward_index(self, event: StashEvent) -> int | None:
+        """This group's position among the forwards of `events`; None where it is unknown."""
+        return None if self._position(event) is None else self._forward_index.get(event.group)
+
+    def finish_step(self) -> None:
+        """The step is complete: the next one begins."""
+        if self._learns and any(event.kind is EventKind.BACKWARD for event in self._seen):
+            if self._departed or len(self._seen) != len(self._events):
+                self._set_events(tuple(self._seen))
+        self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """Forgets a step that did not come to its end: nothing is learned from it."""
+        self._seen = []
+        self._departed = False
+        self._forwards = {}
+        self._waiting = {}
+
+    def _set_events(self, events: tuple[StashEvent, ...]) -> None:
+        self._events = events
+        # Of a backward in two parts, the first counts.
+        self._positions = {event: position for position, event in reversed(list(enumerate(events)))}
+        forwards = (event.group for event in events if event.kind is EventKind.FORWARD)
+        self._forward_index = {group: index for index, group in enumerate(forwards)}
+
+    def _position(self, event: StashEvent) -> int | None:
+        if self._departed:
+            return None
+        if self._seen and self._seen[-1] == event:
+            return len(self._seen) - 1
+        return self._positions.get(event)
+
+    def _listed_after(self, position: int, count: int) -> list[StashEvent]:
+        found: list[StashEvent] = []
+        for later, event in enumerate(islice(self._events, position + 1, None), position + 1):
+            if len(found) == count:
+                break
+            if event.kind is EventKind.BACKWARD and self._positions[event] == later:
+                if event.group not in self._waiting:
+                    break
+                found.append(event)
+        return found
+
+    def _guess(self, event: StashEvent, count: int) -> list[StashEvent]:
+        own = self._forwards.get(event.group, 0)
+        if event.kind is EventKind.FORWARD:
+            return []
+        earlier = (group for group in reversed(self._waiting) if self._forwards[group] < own)
+        return [StashEvent(EventKind.BACKWARD, *group) for group in islice(earlier, count)]
