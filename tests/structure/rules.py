@@ -371,10 +371,16 @@ def _at(source: Source, function: Function) -> tuple[str, int, str]:
 
 
 def _framework_decides(function: Function) -> bool:
-    """Whether nn.Module, autograd or Python fixes the parameters."""
+    """Whether nn.Module, autograd, Python or Triton fixes the parameters."""
     name = function.node.name
     dunder = name.startswith("__") and name.endswith("__") and name != "__init__"
-    return function.in_class is not None and (name in FRAMEWORK_SIGNATURES or dunder)
+    kernel = any("jit" in _attributes(decorator) for decorator in function.node.decorator_list)
+    return kernel or (function.in_class is not None and (name in FRAMEWORK_SIGNATURES or dunder))
+
+
+def _attributes(decorator: ast.expr) -> list[str]:
+    """The parts of its dotted name, called or not: triton.jit(...) gives triton and jit."""
+    return dotted(decorator.func if isinstance(decorator, ast.Call) else decorator).split(".")
 
 
 def _mentions_tensor(function: Function) -> bool:

@@ -41,6 +41,7 @@ def breaks(rule: str, *texts: str) -> bool:
         ("keyword_only", "def f(a, b, c): pass", "def f(a, b, *rest, c): pass"),
         ("keyword_only", "class A:\n    def f(self, a, b, c): pass", "class A:\n    def f(self, a, b): pass"),
         ("keyword_only", "def forward(a, b, c): pass", "class A:\n    def forward(self, a, b, c): pass"),
+        ("keyword_only", "@cached\ndef f(a, b, c): pass", "@triton.jit\ndef f(a, b, c): pass"),
         ("return_values", "def f(): return 1, 2, 3, 4", "def f(): return 1, 2, 3"),
         ("tensor_docstring", 'def f(a: Tensor): "bf16"', 'def f(a: Tensor): "a: [T, H], bf16"'),
         ("tensor_docstring", 'def f(a: "list[torch.Tensor]"): "[T]"', "def _f(a: Tensor): pass"),

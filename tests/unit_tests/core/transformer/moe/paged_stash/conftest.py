@@ -1,0 +1,65 @@
+"""What the tests of the paged stash share: Triton kernels that run on the CPU, beside compiled ones."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+
+PACKAGE = "megatron.core.transformer.moe.paged_stash"
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """`interpreted("triton_kernels")`: a second copy of that module of the package, whose kernels Triton interprets.
+
+    The modules named triton_* that it imports are copies too; neither sys.modules nor the package keeps any of them.
+    Triton's language is as before when the test ends; within the test its functions are the interpreter's alone.
+    """
+    triton = pytest.importorskip("triton")
+    language = triton.language
+    places = (language, language.core, language.math, language.standard, language.tensor)
+    before = [dict(vars(place)) for place in places]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # what triton.jit looks at when it decorates
+    for place in places[:-1]:
+        # tl.sum and its like are there as functions to compile, decorated before the line above.
+        for name, value in list(vars(place).items()):
+            if isinstance(value, triton.runtime.jit.JITFunction):
+                function = triton.jit(value.fn)
+                setattr(place, name, function)
+                if name in vars(language.tensor):
+                    setattr(language.tensor, name, _method(function))
+    yield _load_copy
+    # Functions that it has rewritten use names that it put beside them and that go now.
+    triton.runtime.interpreter.InterpretedFunction.rewritten_fn.clear()
+    for place, values in zip(places, before):
+        for name in vars(place).keys() - values.keys():
+            delattr(place, name)
+        for name, value in values.items():
+            # The interpreter's own versions of functions stay where they were called by others.
+            if vars(place)[name] is not value:
+                setattr(place, name, value)
+
+
+def _method(function: Callable) -> Callable:
+    return lambda *args, **named: function(*args, **named)
+
+
+def _load_copy(name: str) -> ModuleType:
+    package = importlib.import_module(PACKAGE)
+    prefix = f"{PACKAGE}.triton_"
+    kept = {path: module for path, module in sys.modules.items() if path.startswith(prefix)}
+    _forget(package, prefix)
+    try:
+        return importlib.import_module(f"{PACKAGE}.{name}")
+    finally:
+        _forget(package, prefix)
+        sys.modules.update(kept)
+        vars(package).update({path.rpartition(".")[2]: module for path, module in kept.items()})
+
+
+def _forget(package: ModuleType, prefix: str) -> None:
+    for path in [path for path in sys.modules if path.startswith(prefix)]:
+        del sys.modules[path]
+        vars(package).pop(path.rpartition(".")[2], None)
