@@ -1,0 +1,254 @@
+"""PagePool: memory of two tiers in pages, and the groups of tensors that hold them. The operators are in kernels.py.
+
+    pool = PagePool(torch.device("cpu"), PoolLayout(page_bytes=65536, device_pages=1024, host_pages=256))
+    group = pool.open_group([TensorSpec(row_bytes=512, pitch_bytes=512, max_rows=4096)])
+    pool.plan(group, num_rows)           # decides on the device which tensors get which pages
+    pool.stash(group, [rows])            # copies the live rows into them
+    pool.restore(group, [rows_again])
+    pool.release(group)
+    pool.close_group(group)
+
+Nothing here waits for the device but what is named *_sync. plan and stash may run on one stream while restore and
+release run on another: plan alone takes from the rings' heads, release alone appends at their tails, and a tail read
+too early only hides free pages. All work of a pool has to be joined before its reset.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Held, PoolLayout, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup, PageTables
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """Where a pool's pages are, and what its counters say of the time since the last reset.
+
+    tail_bytes: of the pages given out, those that no live row filled.
+    """
+
+    device_free: int
+    device_held: int
+    host_free: int
+    host_held: int
+    tail_bytes: int
+    counters: dict[Counter, int]
+
+
+class PagePool:
+    """Pages of one device and of pinned host memory; on the CPU both are ordinary memory and behave the same.
+
+    All memory is made here, except page tables, which grow with the groups open at a time. Attributes for reading:
+    device_pages [D * page_bytes], host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D + Hn], int32;
+    counters [len(Counter)], int64; generation: number of resets.
+    """
+
+    def __init__(self, device: torch.device | str, layout: PoolLayout) -> None:
+        self.layout = layout
+        self.device_pages = torch.empty(layout.device_pages * layout.page_bytes, dtype=torch.uint8, device=device)
+        self.device = self.device_pages.device
+        self.host_pages = _host_memory(layout.host_pages * layout.page_bytes, self.device)
+        self.heads = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.tails = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.ring = torch.zeros(layout.num_pages, dtype=torch.int32, device=self.device)
+        self.counters = torch.zeros(len(Counter), dtype=torch.int64, device=self.device)
+        self.generation = -1
+        self._no_reserve = torch.zeros(len(Priority), dtype=torch.int64, device=self.device)
+        self._tables = PageTables(layout, self.device)
+        self.reset()
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Of its memory: device_pages, host_pages, tables (everything else)."""
+        records = (self.heads, self.tails, self.ring, self.counters, self._no_reserve)
+        tables = self._tables.num_bytes + sum(record.nbytes for record in records)
+        return {"device_pages": self.device_pages.nbytes, "host_pages": self.host_pages.nbytes, "tables": tables}
+
+    def reset(self) -> None:
+        """All pages are free in their first order, counters are 0, groups opened before are stale. No allocation.
+
+        A stale group's release and close do nothing, as a closed one's; its other verbs raise RuntimeError.
+        """
+        self.heads.zero_()
+        self.tails[:1].fill_(self.layout.device_pages)
+        self.tails[1:].fill_(self.layout.host_pages)
+        torch.arange(self.layout.num_pages, out=self.ring)
+        self.counters.zero_()
+        self._tables.reset()
+        self.generation += 1
+
+    def open_group(self, specs: Sequence[TensorSpec]) -> PageGroup:
+        """Tensors that are planned together: room in the page table, no pages yet. Raises ValueError without any."""
+        if not specs:
+            raise ValueError("specs is empty: a group needs a tensor at least")
+        return self._tables.open_group(specs, self.generation)
+
+    def plan(self, group: PageGroup, num_rows: Tensor, *, reserve: Tensor | None = None) -> None:
+        """Gives tensors their pages, those of the most important priority first, or marks them as dropped.
+
+        num_rows: [1], int64, on the device: live tokens. reserve: [3], int64, on the device: by priority, how many
+        pages must stay free once a tensor got its own; none if not given. Raises ValueError for others.
+        """
+        self._check_fresh(group)
+        reserve = self._no_reserve if reserve is None else reserve
+        for name, tensor, length in (("num_rows", num_rows, 1), ("reserve", reserve, len(Priority))):
+            if tensor.shape != (length,) or tensor.dtype != torch.int64 or tensor.device != self.device:
+                found = f"{list(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+                raise ValueError(f"{name} ({found}) must be [{length}], torch.int64, on {self.device}")
+        for call in group.calls:
+            torch.ops.paged_stash.plan(
+                num_rows,
+                reserve,
+                heads=self.heads,
+                tails=self.tails,
+                ring=self.ring,
+                table=group.slab.table,
+                held=group.slab.held,
+                counters=self.counters,
+                layout=self.layout.encode(),
+                tensors=call.tensors,
+            )
+
+    def stash(self, group: PageGroup, sources: Sequence[Tensor], *, num_programs: int = 0) -> None:
+        """Copies live rows into the group's pages.
+
+        sources: in the order of the specs, each [>= (max_rows - 1) * pitch_bytes + row_bytes], uint8, on the device:
+        the memory from a tensor's first byte on. num_programs: how many programs a GPU may spend on it, 0 for as many
+        as are useful. Raises ValueError for sources that do not fit.
+        """
+        self._check_fresh(group)
+        self._check_memories(group, sources, name="sources")
+        for call in group.calls:
+            torch.ops.paged_stash.stash(
+                [sources[index] for index in call.indices],
+                self.device_pages,
+                host_pages=self.host_pages,
+                table=group.slab.table,
+                held=group.slab.held,
+                layout=self.layout.encode(),
+                tensors=call.tensors,
+                num_programs=num_programs,
+            )
+
+    def restore(self, group: PageGroup, targets: Sequence[Tensor], *, num_programs: int = 0) -> None:
+        """Copies live rows out of the group's pages; every other byte of the targets stays what it is.
+
+        targets: as the sources of stash, [bytes], uint8. Raises ValueError for targets that do not fit.
+        """
+        self._check_fresh(group)
+        self._check_memories(group, targets, name="targets")
+        for call in group.calls:
+            torch.ops.paged_stash.restore(
+                self.device_pages,
+                self.host_pages,
+                table=group.slab.table,
+                held=group.slab.held,
+                targets=[targets[index] for index in call.indices],
+                layout=self.layout.encode(),
+                tensors=call.tensors,
+                num_programs=num_programs,
+            )
+
+    def release(self, group: PageGroup) -> None:
+        """Gives the group's pages back; a second time does nothing."""
+        for call in group.calls if group.generation == self.generation else ():
+            torch.ops.paged_stash.release(
+                self.ring,
+                self.tails,
+                table=group.slab.table,
+                held=group.slab.held,
+                layout=self.layout.encode(),
+                tensors=call.tensors,
+            )
+
+    def dropped(self, group: PageGroup, index: int) -> Tensor:
+        """1 if that tensor got no pages at its planning, else 0: [1], int64, on the device, a view of the record."""
+        return group.dropped(index)
+
+    def close_group(self, group: PageGroup, after: torch.Event | None = None) -> None:
+        """Gives its room in the page table to later groups, which wait for `after`: the event behind its release.
+
+        Pages that it still holds then stay taken until the next reset.
+        """
+        if group.generation == self.generation:
+            self._tables.close_group(group, after)
+
+    def occupancy_sync(self) -> Occupancy:
+        """Pages by tier, and counters. NOTE: waits for the device."""
+        counts = dict(zip(Counter, self.counters.tolist()))
+        free = (self.tails - self.heads).tolist()
+        return Occupancy(
+            device_free=free[0],
+            device_held=self.layout.device_pages - free[0],
+            host_free=free[1],
+            host_held=self.layout.host_pages - free[1],
+            tail_bytes=counts[Counter.PLANNED_PAGES] * self.layout.page_bytes - counts[Counter.LIVE_BYTES],
+            counters=counts,
+        )
+
+    def check_integrity_sync(self) -> None:
+        """Raises AssertionError if a page is lost, is there twice or is on a wrong tier. NOTE: waits for the device.
+
+        Work of other streams on this pool has to be over.
+        """
+        held = self._held_pages_sync()
+        ends = zip(self.heads.tolist(), self.tails.tolist(), self._tiers())
+        for name, (head, tail, pages) in zip(("device", "host"), ends):
+            assert 0 <= tail - head <= len(pages), f"{name} ring: tail {tail} - head {head} is not in 0 .. {len(pages)}"
+            ring = self.ring[pages.start : pages.stop].tolist()
+            free = [ring[position % len(ring)] for position in range(head, tail)]
+            assert all(page in pages for page in free), f"{name} ring: ids outside {pages}: {free}"
+            known = sorted(free + [page for page in held if page in pages])
+            doubled = {first for first, second in zip(known, known[1:]) if first == second}
+            assert not doubled, f"{name} pages {sorted(doubled)} are there twice among free and held ones"
+            lost = sorted(set(pages) - set(known))
+            assert not lost, f"{name} pages {lost} are neither free nor held by an open group"
+        outside = [page for page in held if not 0 <= page < self.layout.num_pages]
+        assert not outside, f"groups hold page ids outside 0 .. {self.layout.num_pages - 1}: {outside}"
+
+    def _tiers(self) -> tuple[range, range]:
+        """Page ids of each."""
+        return range(self.layout.device_pages), range(self.layout.device_pages, self.layout.num_pages)
+
+    def _held_pages_sync(self) -> list[int]:
+        """Ids that open groups hold. NOTE: waits for the device."""
+        pages: list[int] = []
+        for group in self._tables.open_groups:
+            for placed in group.tensors:
+                count = group.slab.held[placed.slot, Held.PAGES].item()
+                pages += group.slab.table[placed.table_start :][:count].tolist()
+        return pages
+
+    def _check_fresh(self, group: PageGroup) -> None:
+        if group.generation != self.generation:
+            raise RuntimeError("the group is closed, or was opened before its pool's last reset: it has no pages")
+
+    def _check_memories(self, group: PageGroup, memories: Sequence[Tensor], *, name: str) -> None:
+        if len(memories) != len(group.tensors):
+            raise ValueError(f"{name}: {len(memories)} tensors for a group of {len(group.tensors)}")
+        for index, (memory, placed) in enumerate(zip(memories, group.tensors)):
+            if memory.dim() != 1 or memory.dtype != torch.uint8 or not memory.is_contiguous():
+                found = f"{list(memory.shape)}, {memory.dtype}"
+                raise ValueError(f"{name}[{index}] ({found}) must be one row of torch.uint8 without gaps")
+            if memory.device != self.device:
+                raise ValueError(f"{name}[{index}] is on {memory.device}, its pool on {self.device}")
+            spec = placed.spec
+            needed = (spec.max_rows - 1) * spec.pitch_bytes + spec.row_bytes if spec.max_rows else 0
+            if len(memory) < needed:
+                raise ValueError(f"{name}[{index}] has {len(memory)} bytes, {spec} needs {needed}")
+
+
+def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """[num_bytes], uint8, page-locked unless the device is the CPU itself."""
+    if device.type == "cpu" or num_bytes == 0:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"host_pages: {num_bytes} bytes of page-locked host memory cannot be had; fewer host_pages, or a higher"
+            " limit of locked memory (ulimit -l), may help"
+        ) from error
