@@ -1,0 +1,255 @@
+"""Pages before anything runs: what groups need, peaks of a step, the reserve table, a pool simulated in numbers.
+
+Pure functions of lists of events (stash_order.py) and sizes (page_layout.py). Bytes and times are in cost_model.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent
+
+
+class PagesByPriority(NamedTuple):
+    """Pages of one group's tensors, one sum for each Priority."""
+
+    inputs: int = 0
+    gate_up: int = 0
+    act: int = 0
+
+    def up_to(self, priority: Priority) -> int:
+        """Pages of all tensors at least as important as `priority`."""
+        return sum(self[: priority + 1])
+
+
+PagesOf = Callable[[Group], PagesByPriority]
+ReserveRow = tuple[int, int, int]
+
+
+class _Pass(NamedTuple):
+    """An event that takes pages (forward) or gives them back (backward); rank: of the group, by order of forwards."""
+
+    forward: bool
+    rank: int
+
+
+def live_rows(spec: TensorSpec, num_rows: int) -> int:
+    """Rows of a tensor that `num_rows` tokens fill."""
+    return -(-num_rows // spec.tokens_per_row)
+
+
+def pages_for(specs: Sequence[TensorSpec], num_rows: int, *, layout: PoolLayout) -> PagesByPriority:
+    """Pages that the tensors of a group take when `num_rows` tokens are live."""
+    pages = [0] * len(Priority)
+    for spec in specs:
+        pages[spec.priority] += layout.pages_for(live_rows(spec, num_rows) * spec.row_bytes)
+    return PagesByPriority(*pages)
+
+
+def pages_bound(live_bytes: int, num_tensors: int, *, layout: PoolLayout) -> int:
+    """The memory law: these many tensors with so many live bytes in all never hold more pages than this.
+
+    Each tensor's last page may be filled by a single byte, all others are full.
+    """
+    return live_bytes // layout.page_bytes + num_tensors
+
+
+def resident_groups(events: Sequence[StashEvent]) -> set[Group]:
+    """Groups whose backward directly follows their forward: they are not stashed and take no pages."""
+    pairs = zip(events, events[1:])
+    return {first.group for first, second in pairs if first.kind is not second.kind and first.group == second.group}
+
+
+def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority = Priority.ACT) -> int:
+    """Most pages held at once by the tensors up to a priority when all of them get pages."""
+    passes, groups = _passes(events)
+    held = peak = 0
+    for forward, rank in passes:
+        own = pages(groups[rank]).up_to(up_to)
+        held += own if forward else -own
+        peak = max(peak, held)
+    return peak
+
+
+def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: PagesOf | None = None) -> list[ReserveRow]:
+    """For each forward, in order: pages that must stay free once a tensor of a priority is admitted, (0, r1, r2).
+
+    pages: the most that a group may need. at_least: the least that its inputs will take, 0 where it is not given.
+    Let every group need no more than `pages` and its inputs no less than `at_least`. Then
+    (1) a pool of peak_pages(events, pages, up_to=INPUT) pages or more never lacks pages for inputs;
+    (2) once an act got pages, the gate_ups of all later groups get theirs: act is given up first.
+
+    Proof. Call groups old that ran forward before the moment looked at, new those that come later. Write a for the
+    most, x for the true pages of inputs, b for the most of gate_up, l <= x <= a for at_least.
+    (1) Invariant: for each later moment t, free pages >= sum of a over new groups open at t - sum of x over old groups
+    whose backward comes by t. It holds at the start: the pool is as large as the peak. An input takes x <= a; its
+    group turns from new to old, so that the right side falls by a before its backward and by x after it. A backward
+    gives back x or more, and the right side grows by x. A gate_up or act is admitted only if free pages afterwards are
+    >= r1 (or r2 >= r1), the largest right side with l in place of x. At t = the next forward the invariant says
+    free >= a: its inputs find pages.
+    (2) r2 is the largest, over new groups g, of: sum of a + b over new groups open once g has run, minus what old
+    groups gave back by then, plus r1 of g. Take g's gate_up and the last act admitted before it: r2 pages were free
+    then, and only inputs and gate_ups were admitted since. So b + r1 of g are free, as the rule for g's gate_up asks.
+
+    Costs (number of forwards) x (number of events) steps.
+    """
+    passes, groups = _passes(events)
+    most = [pages(group) for group in groups]
+    least = [at_least(group).inputs if at_least else 0 for group in groups]
+    inputs = [own.inputs for own in most]
+    both = [own.up_to(Priority.GATE_UP) for own in most]
+    starts = [position for position, one in enumerate(passes) if one.forward]
+    nothing = [0] * len(groups)
+    for_gate_up = [_highest(passes[start:], inputs, given_back=least, above=nothing) for start in starts]
+    for_act = [_highest(passes[start:], both, given_back=least, above=for_gate_up) for start in starts]
+    return [(0, first, max(first, second)) for first, second in zip(for_gate_up, for_act)]
+
+
+@dataclass(frozen=True)
+class TensorPages:
+    """What a tensor got: pages of each tier, or none because it was dropped."""
+
+    device: int
+    host: int
+    dropped: bool = False
+
+
+@dataclass
+class PoolModel:
+    """The counts of a pool without its pages: decides what the planning kernel decides, and counts as it does."""
+
+    layout: PoolLayout
+    held: dict[Group, list[TensorPages]] = field(default_factory=dict)
+    counters: dict[Counter, int] = field(default_factory=lambda: dict.fromkeys(Counter, 0))
+
+    @property
+    def free(self) -> tuple[int, int]:
+        """Free pages of the device and of the host."""
+        taken = [one for tensors in self.held.values() for one in tensors]
+        device = self.layout.device_pages - sum(one.device for one in taken)
+        return device, self.layout.host_pages - sum(one.host for one in taken)
+
+    def plan(
+        self, group: Group, specs: Sequence[TensorSpec], *, num_rows: int, reserve: ReserveRow = (0, 0, 0)
+    ) -> list[TensorPages]:
+        """Gives pages to a group's tensors, the important ones first; the result is in the order of `specs`."""
+        most = min((spec.max_tokens for spec in specs), default=num_rows)
+        tokens = min(max(num_rows, 0), most)
+        if tokens != num_rows:
+            self.counters[Counter.BAD_COUNT] += 1
+            self.counters[Counter.VOID] += 1
+        got: dict[int, TensorPages] = {}
+        device, host = self.free
+        for index in sorted(range(len(specs)), key=lambda index: specs[index].priority):
+            spec = specs[index]
+            num_bytes = live_rows(spec, tokens) * spec.row_bytes
+            need = self.layout.pages_for(num_bytes)
+            admitted = need == 0 or need + reserve[spec.priority] <= device + host
+            on_device = min(need, device) if admitted else 0
+            got[index] = TensorPages(on_device, need - on_device if admitted else 0, dropped=not admitted)
+            device, host = device - got[index].device, host - got[index].host
+            self._count(spec.priority, got[index], num_bytes=num_bytes)
+        self.held[group] = [got[index] for index in range(len(specs))]
+        self._raise_high_water()
+        return self.held[group]
+
+    def release(self, group: Group) -> None:
+        """The group's pages are free again; a second time, and for unknown groups, nothing happens."""
+        self.held.pop(group, None)
+
+    def _count(self, priority: Priority, got: TensorPages, *, num_bytes: int) -> None:
+        if got.dropped:
+            self.counters[_COUNTER_OF_DROPPED[priority]] += 1
+            return
+        self.counters[Counter.PLANNED_PAGES] += got.device + got.host
+        self.counters[Counter.SPILLED_PAGES] += got.host
+        self.counters[Counter.LIVE_BYTES] += num_bytes
+
+    def _raise_high_water(self) -> None:
+        device, host = self.free
+        for counter, held in (
+            (Counter.HIGH_WATER_DEVICE, self.layout.device_pages - device),
+            (Counter.HIGH_WATER_HOST, self.layout.host_pages - host),
+        ):
+            self.counters[counter] = max(self.counters[counter], held)
+
+
+_COUNTER_OF_DROPPED = {
+    Priority.INPUT: Counter.VOID,
+    Priority.GATE_UP: Counter.DROPPED_GATE_UP,
+    Priority.ACT: Counter.DROPPED_ACT,
+}
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """Tensors of a group and how many of its tokens are live."""
+
+    specs: Sequence[TensorSpec]
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What every group of a step got, and the pool's counters at its end."""
+
+    placements: dict[Group, list[TensorPages]]
+    counters: dict[Counter, int]
+
+
+def simulate(
+    events: Sequence[StashEvent],
+    rows: Callable[[Group], GroupRows],
+    *,
+    layout: PoolLayout,
+    reserve: Sequence[ReserveRow] | None = None,
+) -> Simulation:
+    """What planning decides in a step in which each backward gives its group's pages back before the next forward."""
+    pool, placements = PoolModel(layout), {}
+    passes, groups = _passes(events)
+    for forward, rank in passes:
+        group = groups[rank]
+        if not forward:
+            pool.release(group)
+            continue
+        own = rows(group)
+        reserve_row = reserve[rank] if reserve else (0, 0, 0)
+        placements[group] = pool.plan(group, own.specs, num_rows=own.num_rows, reserve=reserve_row)
+    return Simulation(placements, pool.counters)
+
+
+def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[Group]]:
+    """Events that take or give back pages, and the groups by order of their forwards.
+
+    The second part of a split backward, and a backward without a forward, do neither.
+    """
+    rank_of: dict[Group, int] = {}
+    closed: set[Group] = set()
+    passes = []
+    for event in events:
+        group, forward = event.group, event.kind is EventKind.FORWARD
+        if forward and group not in rank_of:
+            rank_of[group] = len(rank_of)
+        elif forward or group not in rank_of or group in closed:
+            continue
+        else:
+            closed.add(group)
+        passes.append(_Pass(forward, rank_of[group]))
+    return passes, list(rank_of)
+
+
+def _highest(passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]) -> int:
+    """Highest level + above[g] over the groups g after the first pass, a forward, from level 0 there.
+
+    New groups take and give back what `taken` says; the first one and those before it give back `given_back`.
+    """
+    level = highest = 0
+    start = passes[0].rank
+    for forward, rank in passes[1:]:
+        if forward:
+            level += taken[rank]
+            highest = max(highest, level + above[rank])
+        else:
+            level -= taken[rank] if rank > start else given_back[rank]
+    return highest
