@@ -30,6 +30,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Mod
                 setattr(place, name, function)
                 if name in vars(language.tensor):
                     setattr(language.tensor, name, _method(function))
+    _let_loops_count(monkeypatch)
     yield _load_copy
     # Functions that it has rewritten use names that it put beside them and that go now.
     triton.runtime.interpreter.InterpretedFunction.rewritten_fn.clear()
@@ -44,6 +45,18 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Mod
 
 def _method(function: Callable) -> Callable:
     return lambda *args, **named: function(*args, **named)
+
+
+def _let_loops_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 turns a loop's bound, an array of one number, into an int as NumPy 2.4 and later refuse to."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: type, scope: object) -> None:
+        patch_tensor(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 def _load_copy(name: str) -> ModuleType:
