@@ -1,8 +1,17 @@
-"""How often a test repeats: briefly as a rule, long under `make soak`. No test here."""
+"""How often a test repeats, briefly or long under `make soak`, and which of its cases are slow. No test here."""
 
 import os
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
 
 
 def long_count(usual: int, *, soak: int) -> int:
     """`usual` repetitions in an ordinary run, `soak` under `make soak`."""
     return soak if os.environ.get("SOAK") else usual
+
+
+def slow(*values: Any) -> ParameterSet:
+    """A case of pytest.mark.parametrize that `make test-fast` leaves out, where another shows the same in less time."""
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.training.callbacks import StepReport
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
+from tests.counts import slow
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -34,7 +35,7 @@ class Outcome:
     masters: dict[str, Tensor]
 
 
-@pytest.mark.parametrize("base", ["dense", "moe"])
+@pytest.mark.parametrize("base", [slow("dense"), "moe"])
 def test_half_precision_follows_fp32(base: str) -> None:
     argvs = [_argv(base, flags) for flags in ({}, *PRECISIONS.values())]
     full, *halves = run_on_ranks(_runs, 2, argvs)[0]

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.training import get_args
+from tests.counts import slow
 from tests.distributed.plain_gpt import PlainShape, Weights, plain_losses
 from tests.distributed.tiny_runs import Batch, Recording, record_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
 STEPS = 20
+BASES = [slow("dense"), "moe"]
 GRAD_TOLERANCE = {torch.float32: 5e-5, torch.float64: 1e-10}
 ADAMW_TOLERANCE = 1e-4  # of what training added to a tensor; measured: 1.4e-5, where gradients are near epsilon
 NEGLIGIBLE = 1e-6  # share of the whole gradient's norm below which a tensor's error is not looked at
@@ -51,8 +53,8 @@ class PlainStep:
     grad_norm: float
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("base", ["dense", "moe"])
+@pytest.mark.parametrize("ranks", [slow(1), 2, slow(3)])
+@pytest.mark.parametrize("base", BASES)
 def test_fp32_training_agrees_with_plain_pytorch(base: str, ranks: int) -> None:
     recordings = _train(base, ranks, {"clip-grad": 0.5})
     steps, final = _plain_training(recordings, base, clip_grad=0.5)
@@ -61,7 +63,7 @@ def test_fp32_training_agrees_with_plain_pytorch(base: str, ranks: int) -> None:
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("base", ["dense", "moe"])
+@pytest.mark.parametrize("base", BASES)
 def test_fp64_training_agrees_with_plain_pytorch(base: str) -> None:
     # No clipping: the norm it divides by is fp32 by contract. Three microbatches: a third has no exact fp32 value.
     recordings = _train(base, 2, {"clip-grad": 0}, forward_step=fp64_forward_step, model_provider=fp64_model)
@@ -70,7 +72,7 @@ def test_fp64_training_agrees_with_plain_pytorch(base: str) -> None:
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize("base", ["dense", "moe"])
+@pytest.mark.parametrize("base", BASES)
 def test_masked_tokens_weigh_nothing_and_microbatches_the_same(base: str) -> None:
     recordings = _train(base, 2, {"clip-grad": 0}, forward_step=masking_forward_step)
     counts = {int(batch["loss_mask"].sum()) for step in recordings[1].batches for batch in step}
@@ -81,7 +83,7 @@ def test_masked_tokens_weigh_nothing_and_microbatches_the_same(base: str) -> Non
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("base", ["dense", "moe"])
+@pytest.mark.parametrize("base", BASES)
 def test_adamw_agrees_with_torch(base: str) -> None:
     """Parameters are those of torch.optim.AdamW, for which noise in a gradient is as good as a gradient.
 
@@ -97,7 +99,7 @@ def test_adamw_agrees_with_torch(base: str) -> None:
         assert report.losses["lm loss"] == pytest.approx(plain.losses["lm loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("base", ["dense", "moe"])
+@pytest.mark.parametrize("base", BASES)
 def test_the_size_of_microbatches_does_not_matter_without_router_losses(base: str) -> None:
     without: Flags = {"clip-grad": 0, "moe-aux-loss-coeff": None, "moe-z-loss-coeff": None}
     sizes: list[Flags] = [{**without, "micro-batch-size": size} for size in (1, 2, 4)]

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.counts import slow
 from tools import report
 from tools.report_figures import MAX_POINTS, make_figures, running_median, thinned
 from tools.run_log import MAX_BINS, LayerTable, Series, read_run
@@ -78,7 +79,7 @@ def open_page(path: Path, *, width: int) -> dict:
     BROWSER is None and "CI_HAS_BROWSER" not in os.environ,
     reason="needs a browser: apt-get install chromium, as .ci/run does",
 )
-@pytest.mark.parametrize("num_steps, layers, num_runs", [(30, 2, 1), (1, 2, 1), (80, 12, 2)])
+@pytest.mark.parametrize("num_steps, layers, num_runs", [(30, 2, 1), slow(1, 2, 1), slow(80, 12, 2)])
 def test_a_browser_draws_every_diagram(tmp_path: Path, capsys, num_steps: int, layers: int, num_runs: int) -> None:
     folders = [write_run(tmp_path / name, num_steps, layers=layers, **RECORD) for name in "ab"[:num_runs]]
     assert report.main([*map(str, folders), "--output", str(tmp_path / "r.html")]) == 0
