@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.device import default_device
+from megatron.core.transformer.recompute import Recorder
 
 LOAD_BALANCING_LOSS = "load_balancing_loss"
 SEQ_LOAD_BALANCING_LOSS = "seq_load_balancing_loss"
@@ -54,7 +55,7 @@ class LayerTotals:
     tokens_per_expert: Tensor
 
 
-class AuxLossRecorder(nn.Module):
+class AuxLossRecorder(Recorder, nn.Module):
     """One per model chunk: the factor of auxiliary gradients, and what its routers count in a step, on the device.
 
     Losses are kept until they are taken, tokens per expert until `finalize_step`.
