@@ -3,7 +3,9 @@
 The losses' formulas and records are in aux_losses.py. T tokens, E experts, K top-k, S positions, B sequences.
 """
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -27,7 +29,8 @@ class BalancingLoss(NamedTuple):
     coefficient: float
 
 
-class Routed(NamedTuple):
+@dataclass(frozen=True)
+class Routed:
     """What a router did with a micro-batch of T = S x B tokens, position before sequence.
 
     logits: [T, E], fp32 or fp64. indices: [T, K], int64. average_counts: from this micro-batch's counts [E] to the
@@ -38,6 +41,11 @@ class Routed(NamedTuple):
     indices: Tensor
     num_sequences: int
     average_counts: Callable[[Tensor], Tensor]
+
+    @functools.cached_property
+    def tokens_per_expert(self) -> Tensor:
+        """Assignments of each expert: [E], int64; counted once for all that ask."""
+        return count_tokens(self.indices, self.logits.shape[-1])
 
 
 class LoadBalancing:
@@ -64,15 +72,14 @@ class LoadBalancing:
         # Over all experts, unlike the weights: an expert that is not chosen must feel the loss too.
         scores = normalised_scores(routed.logits, self.score_function)
         if not self.counts_actual_choice:
-            routed = routed._replace(indices=scores.topk(self.topk, dim=-1).indices)
+            routed = replace(routed, indices=scores.topk(self.topk, dim=-1).indices)
         return [
             BalancingLoss(name, loss(scores, routed, coefficient=coefficient), coefficient)
             for name, coefficient, loss in self.wanted
         ]
 
     def _of_microbatch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
-        counts = count_tokens(routed.indices, self.num_experts)
-        return self._switch_loss(scores, counts, coefficient=coefficient)
+        return self._switch_loss(scores, routed.tokens_per_expert, coefficient=coefficient)
 
     def _of_sequences(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         """The mean over sequences of each one's own loss: every column is an expert as one sequence sees it."""
@@ -83,7 +90,7 @@ class LoadBalancing:
         return loss / routed.num_sequences
 
     def _of_global_batch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
-        counts = routed.average_counts(count_tokens(routed.indices, self.num_experts))
+        counts = routed.average_counts(routed.tokens_per_expert)
         return self._switch_loss(scores, counts.to(scores.dtype), coefficient=coefficient)
 
     def _switch_loss(self, scores: Tensor, counts: Tensor, *, coefficient: float) -> Tensor:

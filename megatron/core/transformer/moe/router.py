@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.load_balancing import (
     get_updated_expert_bias,
     with_even_loads,
 )
-from megatron.core.transformer.moe.routing import Route, build_route, build_sinkhorn_routes, count_tokens
+from megatron.core.transformer.moe.routing import Route, build_route, build_sinkhorn_routes
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -118,9 +118,10 @@ class TopKRouter(Router):
         route = self.training_route if self.training else self.evaluation_route
         weights, indices = route(logits, self.expert_bias)
         if learning:
-            weights = self._add_balancing_losses(weights, Routed(logits, indices, num_sequences, self._average_counts))
-        if learning and self.counts_tokens:
-            self.aux_losses.count_tokens(count_tokens(indices, self.num_experts), layer_number=self.layer_number)
+            routed = Routed(logits, indices, num_sequences, self._average_counts)
+            weights = self._add_balancing_losses(weights, routed)
+            if self.counts_tokens:
+                self.aux_losses.count_tokens(routed.tokens_per_expert, layer_number=self.layer_number)
         return weights, indices
 
     def _add_z_loss(self, logits: Tensor) -> Tensor:
