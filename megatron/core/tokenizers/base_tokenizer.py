@@ -100,11 +100,16 @@ class BaseTokenizer(ABC):
         special = self.special_tokens
         if not special:
             return self.tokenize_piece(text)
-        longest_first = sorted(special, key=len, reverse=True)
         ids = []
-        for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
+        for piece in self._special_pattern.split(text):
             if piece in special:
                 ids.append(special[piece])
             elif piece:
                 ids += self.tokenize_piece(piece)
         return ids
+
+    @functools.cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        # Once: there may be a thousand of them, and a chat has many pieces.
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")

@@ -1,5 +1,6 @@
 """SentencePiece models through their own library, under the three names that Megatron has for them."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ class SentencePieceTokenizer(BaseTokenizer):
     def vocab(self) -> dict[str, int]:
         return {self._model.id_to_piece(token): token for token in range(self.vocab_size)}
 
-    @property
+    @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
+        """The model's control pieces: all pieces are asked, once."""
         return {
             self._model.id_to_piece(token): token for token in range(self.vocab_size) if self._model.is_control(token)
         }
