@@ -58,8 +58,7 @@ def documents(pieces: Sequence[Piece]) -> Iterator[RawDocument]:
 class Workspace:
     """A folder of finished partitions, each a .bin/.idx pair of every name, which one process at a time may use.
 
-    Partitions that were made from another `plan` (any JSON) are removed when it is opened. `started_with` is the
-    number that were there.
+    Partitions that were made from another `plan` (any JSON) are removed when it is opened.
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any], *, names: Sequence[str]) -> None:
@@ -68,7 +67,6 @@ class Workspace:
         # As it will be read: tuples as lists.
         self._plan = json.loads(json.dumps(plan))
         self._lock: TextIO | None = None
-        self.started_with = 0
 
     def __enter__(self) -> "Workspace":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +82,6 @@ class Workspace:
                 if path.name != LOCK:
                     path.unlink()
             self._store(PLAN, self._plan)
-        self.started_with = len(self.finished())
         return self
 
     def __exit__(

@@ -252,15 +252,18 @@ def encode_partitions(
     advance: Callable[[int], None],
 ) -> Summary:
     """Encodes what is not finished yet, and sums up all."""
-    if space.started_with:
-        print(f"continuing: {space.started_with} of {len(partitions)} partitions are done", file=sys.stderr)
+    finished = space.finished()
+    if finished:
+        print(f"continuing: {len(finished)} of {len(partitions)} partitions are done", file=sys.stderr)
     summary = Summary()
     for number, pieces in enumerate(partitions):
-        if number not in space.finished():
-            prefixes = [space.prefix(str(number), name) for name in settings.names]
-            done = encode_pieces(pieces, prefixes, settings=settings, workers=options.workers, advance=advance)
-            space.finish(number, asdict(done))
-        summary.add(Summary(**space.finished()[number]))
+        if number in finished:
+            summary.add(Summary(**finished[number]))
+            continue
+        prefixes = [space.prefix(str(number), name) for name in settings.names]
+        done = encode_pieces(pieces, prefixes, settings=settings, workers=options.workers, advance=advance)
+        space.finish(number, asdict(done))
+        summary.add(done)
     return summary
 
 
