@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron.core.batch_schedule import build_batch_schedule
+from megatron.core.datasets.data_config import DataConfig
 from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
 from megatron.core.num_microbatches_calculator import NumMicroBatches
 from megatron.core.transformer.moe.moe_config import MoEConfig
@@ -74,13 +75,11 @@ def check_tokenizer(args: argparse.Namespace) -> None:
 
 
 def check_data(args: argparse.Namespace) -> None:
-    if args.mock_data and args.data_path:
-        raise CommandLineError("--mock-data and --data-path are both given: choose one source of data")
-    if args.mock_data or args.data_path is not None or args.data_args_path is not None:
-        return
-    if all(path is None for path in (args.train_data_path, args.valid_data_path, args.test_data_path)):
+    data = config_from_args(DataConfig, args)
+    if not data.names_data():
         raise CommandLineError("no data: give --data-path PREFIX, or --mock-data to train on made-up tokens")
-    if args.train_data_path is None and not args.skip_train:
+    needs_train = args.valid_data_path is not None or args.test_data_path is not None
+    if needs_train and args.train_data_path is None and not args.skip_train:
         raise CommandLineError("--valid-data-path and --test-data-path need --train-data-path: add it, or --skip-train")
 
 
