@@ -28,11 +28,11 @@ class PackedSeqParams:
     def __post_init__(self) -> None:
         if self.qkv_format != "thd":
             raise ValueError(f"qkv_format is {self.qkv_format!r}: must be 'thd', borders by cu_seqlens_q")
-        if self.cu_seqlens_kv is None:
-            self.cu_seqlens_kv = self.cu_seqlens_q
         # NOTE: read once per micro-batch; borders on a GPU would make the host wait here.
         borders = self.cu_seqlens_q.tolist()
-        if self.cu_seqlens_kv.tolist() != borders:
+        if self.cu_seqlens_kv is None:
+            self.cu_seqlens_kv = self.cu_seqlens_q
+        elif self.cu_seqlens_kv.tolist() != borders:
             raise ValueError("cu_seqlens_kv differs from cu_seqlens_q: self-attention has one set of borders")
         lengths = [end - start for start, end in zip(borders, borders[1:], strict=False)]
         if not lengths or borders[0] != 0 or min(lengths) < 0:
