@@ -83,11 +83,11 @@ class LoadBalancing:
 
     def _of_sequences(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         """The mean over sequences of each one's own loss: every column is an expert as one sequence sees it."""
-        num_positions = len(scores) // routed.num_sequences
-        chosen = torch.zeros_like(scores, dtype=torch.int64).scatter(1, routed.indices, 1)  # [T, E]
-        counts = chosen.view(num_positions, -1).sum(dim=0)  # [B * E]
-        loss = self._switch_loss(scores.view(num_positions, -1), counts, coefficient=coefficient)
-        return loss / routed.num_sequences
+        num_sequences = routed.num_sequences
+        sequence = torch.arange(len(scores), device=scores.device).remainder(num_sequences).unsqueeze(1)  # [T, 1]
+        counts = count_tokens(sequence * self.num_experts + routed.indices, num_sequences * self.num_experts)  # [B * E]
+        loss = self._switch_loss(scores.view(-1, len(counts)), counts, coefficient=coefficient)
+        return loss / num_sequences
 
     def _of_global_batch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         counts = routed.average_counts(routed.tokens_per_expert)
