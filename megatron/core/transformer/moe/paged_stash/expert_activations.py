@@ -1,0 +1,132 @@
+"""Activations of experts by name, on the CPU: values and gradients of live rows. Kernels: triton_activations.py.
+
+Shapes: C rows of the buffers, of which the first R are live, F ffn; [C, 2F] holds gate before up.
+Half precision is computed in fp32 and rounded once. act = f(gate) * up * scale, multiplied in this order.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Rows worked on together: the temporaries of so many elements stay in the shared cache.
+_CHUNK_ELEMENTS = 1 << 19
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Activation:
+    """f by its name in kernels, whether up multiplies it, value(x, out) = out = f(x) and slope(g, x) = g f'(x)."""
+
+    curve: str
+    is_gated: bool
+    value: Callable[[Tensor, Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor], Tensor]
+
+    def width(self, gate_up: Tensor) -> int:
+        """F of gate_up: [C, 2F], or [C, F] where up is not there, any float dtype."""
+        return gate_up.shape[1] // 2 if self.is_gated else gate_up.shape[1]
+
+
+def activation_of(name: str) -> Activation:
+    """The activation of that name. Raises ValueError for an unknown one."""
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation ({name!r}) must be one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def act_rows(gate_up: Tensor, scale: Tensor | None, *, rows: int, out: Tensor, activation: Activation) -> None:
+    """Writes act of the first `rows` rows into out and touches no other row.
+
+    gate_up: [C, 2F] (or [C, F]), any float dtype; scale: [C] or None, any float dtype; out: [C, F], gate_up's dtype.
+    """
+    for chunk, gate, up in _chunks(gate_up, rows, activation=activation):
+        is_final = out.dtype == gate.dtype
+        act = activation.value(gate, out[chunk] if is_final else torch.empty_like(gate))
+        if up is not None:
+            act.mul_(up)
+        if scale is not None:
+            act.mul_(scale[chunk, None].to(act.dtype))
+        if not is_final:
+            out[chunk] = act
+
+
+def act_gradient_rows(
+    grad: Tensor,
+    gate_up: Tensor,
+    *,
+    scale: Tensor | None,
+    rows: int,
+    grad_gate_up: Tensor,
+    grad_scale: Tensor | None,
+    activation: Activation,
+) -> None:
+    """Writes the gradients of the first `rows` rows and touches no other row.
+
+    grad: [C, F], gate_up's dtype; grad_gate_up, grad_scale: shapes and dtypes of gate_up and scale; the others as in
+    act_rows.
+    """
+    ffn = activation.width(gate_up)
+    for chunk, gate, up in _chunks(gate_up, rows, activation=activation):
+        incoming = grad[chunk].to(gate.dtype)
+        value = activation.value(gate, torch.empty_like(gate))
+        if grad_scale is not None:
+            grad_scale[chunk] = (incoming * value * (1 if up is None else up)).sum(1)
+        if scale is not None:
+            incoming = incoming * scale[chunk, None].to(gate.dtype)
+        if up is not None:
+            grad_gate_up[chunk, ffn:] = value.mul_(incoming)
+            incoming = incoming * up
+        grad_gate_up[chunk, :ffn] = activation.slope(incoming, gate)
+
+
+def _chunks(gate_up: Tensor, rows: int, *, activation: Activation) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Row ranges with their gate and up, in fp32 where gate_up is in half precision."""
+    step, ffn = max(1, _CHUNK_ELEMENTS // max(1, gate_up.shape[1])), activation.width(gate_up)
+    for start in range(0, rows, step):
+        chunk = slice(start, min(start + step, rows))
+        values = gate_up[chunk].to(torch.promote_types(gate_up.dtype, torch.float32))
+        yield chunk, values[:, :ffn], values[:, ffn:] if activation.is_gated else None
+
+
+def _gelu(approximate: str) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    def value(x: Tensor, out: Tensor) -> Tensor:
+        return _aten.gelu.out(x, approximate=approximate, out=out)
+
+    return value, lambda grad, x: _aten.gelu_backward(grad, x, approximate=approximate)
+
+
+def _silu(x: Tensor, out: Tensor) -> Tensor:
+    return _aten.silu.out(x, out=out)
+
+
+def _quick_gelu(x: Tensor, out: Tensor) -> Tensor:
+    return torch.mul(x, 1.702, out=out).sigmoid_().mul_(x)
+
+
+def _quick_gelu_slope(grad: Tensor, x: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(1.702 * x)
+    return grad * (sigmoid + 1.702 * x * sigmoid * (1 - sigmoid))
+
+
+def _squared_relu(x: Tensor, out: Tensor) -> Tensor:
+    return torch.clamp(x, min=0, out=out).square_()
+
+
+def _squared_relu_slope(grad: Tensor, x: Tensor) -> Tensor:
+    return grad * 2 * F.relu(x)
+
+
+_ACTIVATIONS = {
+    "swiglu": Activation("silu", True, _silu, _aten.silu_backward),
+    "geglu": Activation("gelu", True, *_gelu("none")),
+    "geglu_tanh": Activation("gelu_tanh", True, *_gelu("tanh")),
+    "quick_geglu": Activation("quick_gelu", True, _quick_gelu, _quick_gelu_slope),
+    "silu": Activation("silu", False, _silu, _aten.silu_backward),
+    "gelu": Activation("gelu", False, *_gelu("none")),
+    "gelu_tanh": Activation("gelu_tanh", False, *_gelu("tanh")),
+    "quick_gelu": Activation("quick_gelu", False, _quick_gelu, _quick_gelu_slope),
+    "squared_relu": Activation("squared_relu", False, _squared_relu, _squared_relu_slope),
+}

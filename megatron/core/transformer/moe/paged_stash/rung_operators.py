@@ -1,0 +1,139 @@
+"""Operators paged_stash::* that compute act and gate_up, in forward and again in backward: schemas and CPU versions.
+
+Shapes: C rows of the buffers, of which the first R are live, sorted by expert; e experts; H hidden; F ffn; O any width.
+No row from R on is read. act_from_gate_up and gate_up_from_x, the rungs, do nothing where needed [1], int64, is 0, and
+write live rows alone; all other operators write zeros in the rows from R on. CUDA runs triton_rungs.py, where nothing
+allocates or reads the device: safe to capture.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.expert_activations import act_gradient_rows, act_rows, activation_of
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from megatron.core.transformer.moe.paged_stash import triton_rungs
+
+# As callers name them: ops.act_from_gate_up and the others of this file.
+ops = torch.ops.paged_stash
+
+_ACT = "Tensor gate_up, Tensor? scale, *, Tensor num_rows"
+_GEMM = "Tensor x, Tensor weight, *, Tensor offsets"
+
+
+def _operator(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers the decorated function for the CPU, and that of its name in triton_rungs.py for CUDA."""
+
+    def register(on_cpu: Callable[..., None]) -> Callable[..., None]:
+        name = f"paged_stash::{on_cpu.__name__}"
+        torch.library.define(name, f"({schema}) -> ()")
+        torch.library.impl(name, "cpu", on_cpu)
+        if HAS_TRITON:
+            torch.library.impl(name, "cuda", vars(triton_rungs)[on_cpu.__name__])
+        torch.library.register_fake(name, _fake)
+        return on_cpu
+
+    return register
+
+
+def _fake(*args: Any, **named: Any) -> None:
+    """Nothing is returned, and the memory written is the caller's."""
+
+
+@_operator(f"{_ACT}, Tensor needed, Tensor(a!) out, str activation")
+def act_from_gate_up(
+    gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, needed: Tensor, out: Tensor, activation: str
+) -> None:
+    """act again, if needed; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
+    if _is_set_sync(needed):
+        rows = _live_rows_sync(num_rows, out)
+        act_rows(gate_up, scale, rows=rows, out=out, activation=activation_of(activation))
+
+
+@_operator(f"{_ACT}, Tensor(a!) out, str activation")
+def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, out: Tensor, activation: str) -> None:
+    """act in forward; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
+    rows = _live_rows_sync(num_rows, out)
+    act_rows(gate_up, scale, rows=rows, out=out, activation=activation_of(activation))
+    out[rows:].zero_()
+
+
+@_operator(
+    "Tensor grad, Tensor gate_up, *, Tensor? scale, Tensor num_rows, "
+    "Tensor(a!) grad_gate_up, Tensor(b!)? grad_scale, str activation"
+)
+def gated_activation_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    *,
+    scale: Tensor | None,
+    num_rows: Tensor,
+    grad_gate_up: Tensor,
+    grad_scale: Tensor | None,
+    activation: str,
+) -> None:
+    """Gradients of gate_up and scale, of their shapes and dtypes; grad: [C, F], any strides, gate_up's dtype."""
+    rows = _live_rows_sync(num_rows, grad)
+    act_gradient_rows(
+        grad,
+        gate_up,
+        scale=scale,
+        rows=rows,
+        grad_gate_up=grad_gate_up,
+        grad_scale=grad_scale,
+        activation=activation_of(activation),
+    )
+    grad_gate_up[rows:].zero_()
+    if grad_scale is not None:
+        grad_scale[rows:].zero_()
+
+
+@_operator(f"{_GEMM}, Tensor needed, Tensor(a!) out")
+def gate_up_from_x(x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor) -> None:
+    """x times each row's expert's weight again, if needed; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype.
+
+    2 R H O operations if needed.
+    """
+    if _is_set_sync(needed):
+        _multiply(x, weight, ends=_ends_sync(offsets, x), out=out)
+
+
+@_operator(f"{_GEMM}, Tensor(a!) out")
+def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
+    """x times each row's expert's weight in forward; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
+    ends = _ends_sync(offsets, x)
+    _multiply(x, weight, ends=ends, out=out)
+    out[ends[-1] :].zero_()
+
+
+@_operator("Tensor x, Tensor grad, *, Tensor offsets, Tensor(a!) out")
+def grouped_gemm_weight_grad(x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor) -> None:
+    """Each expert's x^T grad, zeros for one without rows; x: [C, H]; grad: [C, O]; out: [e, H, O]; one float dtype."""
+    ends = _ends_sync(offsets, x)
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        torch.mm(x[start:end].t(), grad[start:end], out=out[expert])
+
+
+def _multiply(x: Tensor, weight: Tensor, *, ends: list[int], out: Tensor) -> None:
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if end > start:
+            torch.mm(x[start:end], weight[expert], out=out[start:end])
+
+
+def _is_set_sync(flag: Tensor) -> bool:
+    """NOTE: reads memory of the CPU, where this implementation runs; so do the next two."""
+    return bool(flag.item())
+
+
+def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
+    return max(0, min(int(num_rows.item()), rows.shape[0]))
+
+
+def _ends_sync(offsets: Tensor, rows: Tensor) -> list[int]:
+    """Where each expert's rows end, none beyond the rows that there are; at least one end."""
+    return offsets.clamp(0, rows.shape[0]).tolist() or [0]

@@ -1,0 +1,126 @@
+"""What computes dropped tensors of an expert group again, and the forward functions that run the same kernels.
+
+Shapes: C rows of the buffers, of which the first R are live, sorted by expert; e experts; H hidden; F ffn; O any width.
+Rows from R on are never read. A rung leaves them alone; the forward functions and their gradients are zero there.
+A rung and its forward function give the same bits, because they are one kernel on the same live rows: on the CPU a
+matrix product per expert, which is what torch.nn.functional.grouped_mm does there too; on CUDA one of Triton.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.transformer.moe.paged_stash.expert_activations import activation_of
+from megatron.core.transformer.moe.paged_stash.rung_operators import ops
+
+# Writes into `out` what was dropped, from its sources, if the flag `needed` is set: (out, needed, *sources).
+Recompute = Callable[..., None]
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
+    """Rows of expert i times weight[i], zeros where no expert has rows.
+
+    x: [C, H]; weight: [e, H, O], any strides; both of one float dtype, fp64 on the CPU only; offsets: [e], int32, same
+    device: where each expert's rows end. Returns [C, O], same dtype. Keeps x and weight for backward, each only if
+    needed. Raises ValueError if shapes or dtypes do not fit.
+    """
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
+        shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, offsets {list(offsets.shape)}"
+        raise ValueError(f"{shapes}: must be [C, H], [e, H, O], [e]")
+    if x.dtype != weight.dtype or offsets.dtype != torch.int32:
+        dtypes = f"x {x.dtype}, weight {weight.dtype}, offsets {offsets.dtype}"
+        raise ValueError(f"{dtypes}: x and weight must have one dtype, offsets torch.int32")
+    return _GroupedGemm.apply(x, weight, offsets)
+
+
+def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, activation: str = "swiglu") -> Tensor:
+    """f(gate) * up * scale of the first num_rows rows, zeros elsewhere; without `up` for the plain activations.
+
+    gate_up: [C, 2F], gate before up (plain: [C, F]), any float dtype, fp64 on the CPU only; scale: [C], any float
+    dtype, or None; num_rows: [1], int64, same device; activation: swiglu, geglu, geglu_tanh, quick_geglu, or plain
+    silu, gelu, gelu_tanh, quick_gelu, squared_relu. Returns [C, F], gate_up's dtype. Keeps gate_up and scale for
+    backward. Raises ValueError for an unknown activation and for shapes that do not fit.
+    """
+    if activation_of(activation).is_gated and gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up {list(gate_up.shape)}: {activation} needs [C, 2F], an even width")
+    if gate_up.dim() != 2 or (scale is not None and scale.shape != gate_up.shape[:1]):
+        raise ValueError(f"gate_up {list(gate_up.shape)} must have two dimensions, and scale one value for each row")
+    return _GatedActivation.apply(gate_up, scale, num_rows, activation)
+
+
+def recompute_gate_up(weight: Tensor, offsets: Tensor) -> Recompute:
+    """What computes gate_up again from x, for marks; weight: [e, H, O], any float dtype; offsets: [e], int32."""
+    weight = weight.detach()
+
+    def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
+        (x,) = sources
+        ops.gate_up_from_x(x, weight, offsets=offsets, needed=needed, out=out)
+
+    return recompute
+
+
+def recompute_act(num_rows: Tensor, activation: str = "swiglu") -> Recompute:
+    """What computes act again from gate_up, or from gate_up and the rows' weights, for marks; num_rows: [1], int64."""
+    activation_of(activation)
+
+    def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
+        gate_up, *rest = sources
+        (scale,) = rest or (None,)
+        ops.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=needed, out=out, activation=activation)
+
+    return recompute
+
+
+class _GroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_grad_weight else None, weight if needs_grad_x else None, offsets)
+        # A gradient with the strides of a transposed weight is added to it without a copy.
+        ctx.weight_layout = torch.empty_like(weight, device="meta")
+        out = x.new_empty(x.shape[0], weight.shape[2])
+        ops.grouped_gemm(x, weight, offsets=offsets, out=out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, offsets = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if weight is not None:
+            grad_x = grad.new_empty(grad.shape[0], weight.shape[1])
+            ops.grouped_gemm(grad, weight.transpose(1, 2), offsets=offsets, out=grad_x)
+        if x is not None:
+            grad_weight = torch.empty_like(ctx.weight_layout, device=x.device)
+            ops.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=grad_weight)
+        return grad_x, grad_weight, None
+
+
+class _GatedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, scale: Tensor | None, num_rows: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gate_up, scale, num_rows)
+        ctx.activation = activation
+        out = gate_up.new_empty(gate_up.shape[0], activation_of(activation).width(gate_up))
+        ops.gated_activation(gate_up, scale, num_rows=num_rows, out=out, activation=activation)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        gate_up, scale, num_rows = ctx.saved_tensors
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
+        ops.gated_activation_backward(
+            grad,
+            gate_up,
+            scale=scale,
+            num_rows=num_rows,
+            grad_gate_up=grad_gate_up,
+            grad_scale=grad_scale,
+            activation=ctx.activation,
+        )
+        return grad_gate_up, grad_scale, None, None

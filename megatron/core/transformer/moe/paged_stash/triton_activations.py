@@ -1,0 +1,151 @@
+"""Triton kernels of activations of experts and their gradients. triton_rungs.py launches them.
+
+Shapes: max_rows rows of the buffers, ffn columns of act; gate_up has gate before up. Arithmetic is in fp32.
+Loads of rows beyond the live ones are masked: whatever lies there, NaN too, is never read.
+"""
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _erf_cdf(x):
+    return 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _tanh_cdf(x):
+    """(1 + tanh(z)) / 2 of gelu's tanh form, as the sigmoid of 2z: no difference of near numbers."""
+    return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _value(x, CURVE: tl.constexpr):
+    if CURVE == "silu":
+        result = x * tl.sigmoid(x)
+    elif CURVE == "gelu":
+        result = x * _erf_cdf(x)
+    elif CURVE == "gelu_tanh":
+        result = x * _tanh_cdf(x)
+    elif CURVE == "quick_gelu":
+        result = x * tl.sigmoid(1.702 * x)
+    else:
+        tl.static_assert(CURVE == "squared_relu")
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result = positive * positive
+    return result
+
+
+@triton.jit
+def _slope(x, CURVE: tl.constexpr):
+    if CURVE == "silu":
+        sigmoid = tl.sigmoid(x)
+        result = sigmoid + x * sigmoid * (1 - sigmoid)
+    elif CURVE == "gelu":
+        result = _erf_cdf(x) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif CURVE == "gelu_tanh":
+        cdf = _tanh_cdf(x)
+        result = cdf + x * cdf * (1 - cdf) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    elif CURVE == "quick_gelu":
+        sigmoid = tl.sigmoid(1.702 * x)
+        result = sigmoid + 1.702 * x * sigmoid * (1 - sigmoid)
+    else:
+        tl.static_assert(CURVE == "squared_relu")
+        result = 2 * tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return result
+
+
+@triton.jit(do_not_specialize=["forward"])
+def act_kernel(
+    gate_up,
+    scale,
+    num_rows,
+    needed,
+    out,
+    forward,
+    max_rows,
+    ffn,
+    gate_up_pitch,
+    out_pitch,
+    CURVE: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    if (forward == 0) & (tl.load(needed) == 0):
+        return
+    live = _live_rows(num_rows, max_rows)
+    written = tl.where(forward == 0, live, max_rows)
+    column_tiles = tl.cdiv(ffn, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(written, ROWS) * column_tiles, tl.num_programs(0)):
+        rows = ((tile // column_tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        columns = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = columns[None, :] < ffn
+        read = (rows < live)[:, None] & is_column
+        gate_at = gate_up + rows[:, None] * gate_up_pitch + columns[None, :]
+        # Rows that are not live are 0 here, and so is their product.
+        act = _value(tl.load(gate_at, mask=read, other=0).to(tl.float32), CURVE)
+        if IS_GATED:
+            act *= tl.load(gate_at + ffn, mask=read, other=0).to(tl.float32)
+        if scale is not None:
+            act *= tl.load(scale + rows, mask=rows < live, other=0).to(tl.float32)[:, None]
+        out_at = out + rows[:, None] * out_pitch + columns[None, :]
+        tl.store(out_at, act.to(out.dtype.element_ty), mask=(rows < written)[:, None] & is_column)
+
+
+@triton.jit
+def act_gradient_kernel(
+    grad,
+    gate_up,
+    scale,
+    num_rows,
+    grad_gate_up,
+    grad_scale,
+    max_rows,
+    ffn,
+    grad_row,
+    grad_column,
+    gate_up_pitch,
+    grad_gate_up_pitch,
+    CURVE: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    live = _live_rows(num_rows, max_rows)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(max_rows, ROWS), tl.num_programs(0)):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        is_live = rows < live
+        total = tl.zeros([ROWS], tl.float32)
+        for start in tl.range(0, ffn, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            read = is_live[:, None] & (columns[None, :] < ffn)
+            written = (rows < max_rows)[:, None] & (columns[None, :] < ffn)
+            gate_at = gate_up + rows[:, None] * gate_up_pitch + columns[None, :]
+            grad_gate_at = grad_gate_up + rows[:, None] * grad_gate_up_pitch + columns[None, :]
+            grad_at = grad + rows[:, None] * grad_row + columns[None, :].to(tl.int64) * grad_column
+            gate = tl.load(gate_at, mask=read, other=0).to(tl.float32)
+            incoming = tl.load(grad_at, mask=read, other=0).to(tl.float32)
+            value = _value(gate, CURVE)
+            if IS_GATED:
+                up = tl.load(gate_at + ffn, mask=read, other=0).to(tl.float32)
+            if grad_scale is not None:
+                product = incoming * value
+                if IS_GATED:
+                    product *= up
+                total += tl.sum(product, 1)
+            if scale is not None:
+                incoming *= tl.load(scale + rows, mask=is_live, other=0).to(tl.float32)[:, None]
+            if IS_GATED:
+                tl.store(grad_gate_at + ffn, (incoming * value).to(grad_gate_up.dtype.element_ty), mask=written)
+                incoming *= up
+            grad_gate = incoming * _slope(gate, CURVE)
+            tl.store(grad_gate_at, grad_gate.to(grad_gate_up.dtype.element_ty), mask=written)
+        if grad_scale is not None:
+            tl.store(grad_scale + rows, total.to(grad_scale.dtype.element_ty), mask=rows < max_rows)
+
+
+@triton.jit
+def _live_rows(num_rows, max_rows):
+    return tl.minimum(tl.maximum(tl.load(num_rows), 0), max_rows)

@@ -1,0 +1,176 @@
+"""Launches the Triton kernels of the operators in rung_operators.py: the same arguments, on CUDA tensors.
+
+One compiled kernel serves a rung and its forward function: `forward`, a number that no kernel is specialised for, is
+1 in forward, where `needed` does not count and rows beyond the live ones become zeros. So both give the same bits.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.expert_activations import activation_of
+from megatron.core.transformer.moe.paged_stash.triton_activations import act_gradient_kernel, act_kernel
+from megatron.core.transformer.moe.paged_stash.triton_grouped_gemm import grouped_gemm_kernel, weight_grad_kernel
+
+
+def act_from_gate_up(
+    gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, needed: Tensor, out: Tensor, activation: str
+) -> None:
+    """act again, if needed; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
+    _launch_act(gate_up, scale, num_rows=num_rows, needed=needed, out=out, activation=activation, forward=0)
+
+
+def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, out: Tensor, activation: str) -> None:
+    """act in forward; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
+    _launch_act(gate_up, scale, num_rows=num_rows, needed=num_rows, out=out, activation=activation, forward=1)
+
+
+def gated_activation_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    *,
+    scale: Tensor | None,
+    num_rows: Tensor,
+    grad_gate_up: Tensor,
+    grad_scale: Tensor | None,
+    activation: str,
+) -> None:
+    """Gradients of gate_up and scale, of their shapes and dtypes; grad: [C, F], any strides, gate_up's dtype."""
+    _refuse_what_no_kernel_takes(gate_up, grad_gate_up)
+    chosen, (max_rows, ffn) = activation_of(activation), grad.shape
+    columns = min(_ACT_ELEMENTS, triton.next_power_of_2(ffn))
+    rows = _ACT_ELEMENTS // columns
+    with torch.accelerator.device_index(gate_up.device.index):
+        act_gradient_kernel[(_programs(gate_up, triton.cdiv(max_rows, rows)),)](
+            grad,
+            gate_up,
+            scale,
+            num_rows,
+            grad_gate_up,
+            grad_scale,
+            max_rows,
+            ffn,
+            *grad.stride(),
+            gate_up.stride(0),
+            grad_gate_up.stride(0),
+            CURVE=chosen.curve,
+            IS_GATED=chosen.is_gated,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=4,
+        )
+
+
+def gate_up_from_x(x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor) -> None:
+    """x times each row's expert's weight, if needed; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
+    # Its low word comes first, so that the kernel reads the same type as in forward.
+    _launch_grouped_gemm(x, weight, offsets=offsets, needed=needed.view(torch.int32), out=out, forward=0)
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
+    """x times each row's expert's weight in forward; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
+    _launch_grouped_gemm(x, weight, offsets=offsets, needed=offsets, out=out, forward=1)
+
+
+def grouped_gemm_weight_grad(x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor) -> None:
+    """Each expert's x^T grad, zeros for one without rows; x: [C, H]; grad: [C, O]; out: [e, H, O]; one float dtype."""
+    _refuse_what_no_kernel_takes(x)
+    experts, inner, outer = out.shape
+    tile = gemm_tile(x.dtype)
+    programs = experts * triton.cdiv(inner, tile["ROWS"]) * triton.cdiv(outer, tile["COLUMNS"])
+    if programs == 0:
+        return
+    with torch.accelerator.device_index(x.device.index):
+        strides = (*x.stride(), *grad.stride(), *out.stride())
+        weight_grad_kernel[(programs,)](x, grad, offsets, out, x.shape[0], inner, outer, *strides, **tile)
+
+
+# Elements of one tile: 32 for each thread of 4 warps.
+_ACT_ELEMENTS = 4096
+
+
+def gemm_tile(dtype: torch.dtype) -> dict[str, int]:
+    """Sizes of tiles, warps and stages of the matrix products; fp32 has no tensor cores to feed."""
+    if dtype == torch.float32:
+        return {"ROWS": 64, "COLUMNS": 64, "TERMS": 32, "num_warps": 4, "num_stages": 2}
+    return {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
+
+
+def _launch_act(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    needed: Tensor,
+    out: Tensor,
+    activation: str,
+    forward: int,
+) -> None:
+    _refuse_what_no_kernel_takes(gate_up, out)
+    chosen, (max_rows, ffn) = activation_of(activation), out.shape
+    columns = min(_ACT_ELEMENTS, triton.next_power_of_2(ffn))
+    rows = _ACT_ELEMENTS // columns
+    tiles = triton.cdiv(max_rows, rows) * triton.cdiv(ffn, columns)
+    with torch.accelerator.device_index(gate_up.device.index):
+        act_kernel[(_programs(gate_up, tiles),)](
+            gate_up,
+            scale,
+            num_rows,
+            needed,
+            out,
+            forward,
+            max_rows,
+            ffn,
+            gate_up.stride(0),
+            out.stride(0),
+            CURVE=chosen.curve,
+            IS_GATED=chosen.is_gated,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=4,
+        )
+
+
+def _launch_grouped_gemm(
+    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, forward: int
+) -> None:
+    _refuse_what_no_kernel_takes(x, out)
+    experts, inner, outer = weight.shape
+    tile = gemm_tile(x.dtype)
+    # An expert may leave its last tile of rows partly empty, and so may the rows of none.
+    tiles = (triton.cdiv(x.shape[0], tile["ROWS"]) + experts + 1) * triton.cdiv(outer, tile["COLUMNS"])
+    with torch.accelerator.device_index(x.device.index):
+        grouped_gemm_kernel[(_programs(x, tiles),)](
+            x,
+            weight,
+            offsets,
+            needed,
+            out,
+            forward,
+            experts,
+            x.shape[0],
+            inner,
+            outer,
+            *x.stride(),
+            *weight.stride(),
+            out.stride(0),
+            GROUPS=triton.next_power_of_2(experts + 1),
+            **tile,
+        )
+
+
+def _refuse_what_no_kernel_takes(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{tensor.dtype} on {tensor.device}: only fp32, bf16 and fp16 have kernels")
+        assert tensor.dim() != 2 or tensor.stride(1) in (0, 1) or tensor.shape[1] <= 1, "columns must be neighbours"
+
+
+def _programs(tensor: Tensor, tiles: int) -> int:
+    """As many as run at once, so that each takes several tiles, and leaving at once costs little; interpreted: two."""
+    if tensor.device.type == "cpu":
+        return 2
+    device: Any = torch.get_device_module(tensor.device).get_device_properties(tensor.device)
+    return max(1, min(tiles, 2 * device.multi_processor_count))

@@ -1,0 +1,247 @@
+"""Rungs give forward's bits and touch no row beyond the live ones; their forward functions have exact gradients."""
+
+import math
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.transformer.moe.paged_stash import rung_operators
+from megatron.core.transformer.moe.paged_stash.rungs import (
+    gated_activation,
+    grouped_gemm,
+    recompute_act,
+    recompute_gate_up,
+)
+
+# Rows of each expert and of the buffer: none at all, one expert with all, none to spare, capacity left.
+ROUTINGS = [([3, 0, 9, 5], 40), ([0, 33, 0], 33), ([0, 0], 4), ([1, 70, 0, 2], 73)]
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+PLAIN |= {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": PLAIN["geglu_tanh"], "quick_gelu": PLAIN["quick_geglu"]}
+# Of one rounding to the dtype; interpreted kernels cut bits off where GPUs round.
+TOLERANCE = {torch.float32: 0, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+SET, CLEAR = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The six operators' functions: those of the CPU, and the Triton kernels on CPU tensors."""
+    yield rung_operators if request.param == "cpu" else request.getfixturevalue("interpreted")("triton_rungs")
+
+
+def poisoned(rows: int, capacity: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random values in the first rows, NaN in the others."""
+    values = torch.randn(capacity, *shape, generator=torch.Generator().manual_seed(rows + capacity)) * 2
+    values[rows:] = math.nan
+    return values.to(dtype)
+
+
+def weights(experts: int, inner: int, outer: int, *, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+    values = torch.randn(experts, outer, inner, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return values.transpose(1, 2) if transposed else values.transpose(1, 2).contiguous()
+
+
+def ends_of(counts: list[int]) -> Tensor:
+    return torch.tensor(counts).cumsum(0, dtype=torch.int32)
+
+
+def by_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """In fp64, of the live rows."""
+    parts = x[: sum(counts)].double().split(counts)
+    return torch.cat([part @ one.double() for part, one in zip(parts, weight)])
+
+
+def near(found: Tensor, expected: Tensor, *, inner: int = 1) -> bool:
+    """Within one rounding of the dtype and the sums' error over `inner` terms."""
+    bound = TOLERANCE[found.dtype] * expected.abs() + 2e-6 * math.sqrt(inner) * (1 + expected.abs())
+    return bool(((found.double() - expected.double()).abs() <= bound).all())
+
+
+@pytest.mark.parametrize(("counts", "capacity"), ROUTINGS)
+@pytest.mark.parametrize(
+    ("inner", "outer", "dtype", "transposed"),
+    [
+        (16, 24, torch.float32, False),
+        (200, 136, torch.float16, True),
+        (7, 5, torch.float16, False),
+        (70, 66, torch.float32, True),
+    ],
+)
+def test_gate_up_again_is_the_forwards(
+    kernels: ModuleType,
+    counts: list[int],
+    capacity: int,
+    inner: int,
+    outer: int,
+    dtype: torch.dtype,
+    transposed: bool,
+) -> None:
+    rows, offsets = sum(counts), ends_of(counts)
+    x = poisoned(rows, capacity, inner, dtype=dtype)
+    weight = weights(len(counts), inner, outer, dtype=dtype, transposed=transposed)
+    forward = torch.full((capacity, outer), math.nan, dtype=dtype)
+    again = torch.full((capacity, outer), 7, dtype=dtype)
+    kernels.grouped_gemm(x, weight, offsets=offsets, out=forward)
+    assert near(forward[:rows], by_expert(x, weight, counts), inner=inner) and not forward[rows:].any()
+    kernels.gate_up_from_x(x, weight, offsets=offsets, needed=CLEAR, out=again)
+    assert (again == 7).all()
+    kernels.gate_up_from_x(x, weight, offsets=offsets, needed=SET, out=again)
+    assert torch.equal(again[:rows], forward[:rows]) and (again[rows:] == 7).all()
+    grad = poisoned(rows, capacity, outer, dtype=dtype)
+    found = torch.full_like(weight, math.nan)
+    kernels.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=found)
+    for one, a, b in zip(found, x[:rows].split(counts), grad[:rows].split(counts)):
+        assert near(one, a.double().T @ b.double(), inner=capacity)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "ffn"),
+    [
+        *((name, torch.float32, 40) for name in PLAIN),
+        *((name, torch.bfloat16, 33) for name in ("swiglu", "gelu")),
+        *((name, torch.float16, 4100) for name in ("swiglu", "squared_relu")),
+    ],
+)
+def test_act_again_is_the_forwards(kernels: ModuleType, activation: str, dtype: torch.dtype, ffn: int) -> None:
+    is_gated, capacity = "glu" in activation, 9
+    for rows in (0, 5, 9):
+        num_rows = torch.tensor([rows])
+        gate_up = poisoned(rows, capacity, ffn * (1 + is_gated), dtype=dtype)
+        scale = poisoned(rows, capacity)
+        forward = torch.full((capacity, ffn), math.nan, dtype=dtype)
+        again = torch.full((capacity, ffn), 7, dtype=dtype)
+        kernels.gated_activation(gate_up, scale, num_rows=num_rows, out=forward, activation=activation)
+        kernels.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=CLEAR, out=again, activation=activation)
+        assert (again == 7).all()
+        kernels.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=SET, out=again, activation=activation)
+        assert torch.equal(again[:rows], forward[:rows]) and (again[rows:] == 7).all()
+        wide, weight = (value[:rows].double().requires_grad_() for value in (gate_up, scale))
+        act = PLAIN[activation](wide[:, :ffn]) * (wide[:, ffn:] if is_gated else 1) * weight[:, None]
+        assert near(forward[:rows], act.detach()) and not forward[rows:].any()
+        grad = poisoned(rows, capacity, ffn, dtype=dtype)
+        found = torch.full_like(gate_up, math.nan), torch.full_like(scale, math.nan)
+        kernels.gated_activation_backward(
+            grad,
+            gate_up,
+            scale=scale,
+            num_rows=num_rows,
+            grad_gate_up=found[0],
+            grad_scale=found[1],
+            activation=activation,
+        )
+        for one, expected in zip(found, torch.autograd.grad(act, (wide, weight), grad[:rows].double())):
+            assert near(one[:rows], expected, inner=8 * ffn) and not one[rows:].any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("counts", "capacity"), ROUTINGS)
+def test_grouped_gemm_has_the_bits_of_torchs(
+    counts: list[int], capacity: int, dtype: torch.dtype, transposed: bool
+) -> None:
+    rows, offsets = sum(counts), ends_of(counts)
+    x = poisoned(rows, capacity, 64, dtype=dtype).requires_grad_()
+    weight = weights(len(counts), 64, 48, dtype=dtype, transposed=transposed).requires_grad_()
+    ours, theirs = grouped_gemm(x, weight, offsets=offsets), F.grouped_mm(x[:rows], weight, offs=offsets)
+    grad = poisoned(rows, capacity, 48, dtype=dtype)
+    found = torch.autograd.grad(ours, (x, weight), grad)
+    expected = torch.autograd.grad(theirs, (x, weight), grad[:rows])
+    assert torch.equal(ours[:rows], theirs) and torch.equal(found[1], expected[1])
+    assert torch.equal(found[0][:rows], expected[0][:rows]) and not found[0][rows:].any()
+    assert found[1].stride() == weight.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_swiglu_has_the_bits_of_the_trainers(dtype: torch.dtype) -> None:
+    gate_up, scale = poisoned(700, 700, 2 * 403, dtype=dtype), poisoned(700, 700)
+    ours = gated_activation(gate_up, scale, num_rows=torch.tensor([700]))
+    assert torch.equal(ours, weighted_bias_swiglu_impl(gate_up, None, scale[:, None]))
+
+
+@pytest.mark.parametrize("activation", PLAIN)
+def test_gradients_are_exact(activation: str) -> None:
+    counts, ffn = [2, 0, 3], 3
+    x = poisoned(6, 6, 4, dtype=torch.float64).requires_grad_()
+    scale = poisoned(6, 6, dtype=torch.float64).requires_grad_()
+    fc1 = weights(3, 4, ffn * (1 + ("glu" in activation)), dtype=torch.float64).requires_grad_()
+    fc2 = weights(3, ffn, 4, dtype=torch.float64, transposed=True).requires_grad_()
+    assert torch.autograd.gradcheck(lambda *inputs: mlp(inputs, counts, activation), (x, scale, fc1, fc2))
+
+
+def mlp(inputs: tuple[Tensor, ...], counts: list[int], activation: str = "swiglu") -> Tensor:
+    x, scale, fc1, fc2 = inputs
+    offsets, num_rows = ends_of(counts), torch.tensor([sum(counts)])
+    gate_up = grouped_gemm(x, fc1, offsets=offsets)
+    act = gated_activation(gate_up, scale, num_rows=num_rows, activation=activation)
+    return grouped_gemm(act, fc2, offsets=offsets)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nothing_else_is_kept_for_backward(frozen: bool) -> None:
+    counts = [4, 2]
+    x, scale = poisoned(6, 6, 8).requires_grad_(), poisoned(6, 6).requires_grad_()
+    fc1, fc2 = (weights(2, 8, width, dtype=torch.float32).requires_grad_(not frozen) for width in (16, 8))
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: kept.extend([tensor]), lambda nothing: x):
+        mlp((x, scale, fc1, fc2), counts)
+    rows = sorted(tuple(one.shape) for one in kept if one.shape[0] == 6)
+    assert rows == ([(6,), (6, 16)] if frozen else [(6,), (6, 8), (6, 8), (6, 16)])  # scale, x, act, gate_up
+    assert sorted(one.numel() for one in kept if one.shape[0] != 6) == [1, 2, 2, 128, 256]
+
+
+def test_marks_write_what_forward_gave() -> None:
+    counts, capacity = [3, 0, 2], 8
+    offsets, num_rows = ends_of(counts), torch.tensor([5])
+    x, scale, weight = poisoned(5, capacity, 6), poisoned(5, capacity), weights(3, 6, 8, dtype=torch.float32)
+    gate_up = grouped_gemm(x, weight.requires_grad_(), offsets=offsets)
+    again, act = torch.zeros_like(gate_up), torch.zeros(capacity, 4)
+    recompute_gate_up(weight, offsets)(again, SET, x)
+    assert torch.equal(again, gate_up)
+    for rest in ([scale], []):
+        recompute_act(num_rows, "geglu")(act, SET, again, *rest)
+        forward = gated_activation(gate_up, rest[0] if rest else None, num_rows=num_rows, activation="geglu")
+        assert torch.equal(act, forward)
+
+
+def test_mistakes_are_named() -> None:
+    x, weight, offsets = torch.zeros(4, 6), torch.zeros(2, 6, 8), torch.zeros(2, dtype=torch.int32)
+    num_rows = torch.tensor([4])
+    for wrong, words in (
+        (lambda: grouped_gemm(x, weight.mT, offsets=offsets), r"x \[4, 6\], weight \[2, 8, 6\]"),
+        (lambda: grouped_gemm(x, weight, offsets=offsets[:1]), r"offsets \[1\]"),
+        (lambda: grouped_gemm(x, weight.bfloat16(), offsets=offsets), "weight torch.bfloat16"),
+        (lambda: grouped_gemm(x, weight, offsets=offsets.long()), "offsets torch.int64"),
+        (lambda: gated_activation(x, None, num_rows=num_rows, activation="swish"), "'swish'.* swiglu, geglu"),
+        (lambda: gated_activation(x[:, :5], None, num_rows=num_rows), r"\[4, 5\].*even"),
+        (lambda: gated_activation(x, x[:, :1], num_rows=num_rows), "one value for each row"),
+        (lambda: recompute_act(num_rows, "relu6"), "'relu6'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            wrong()
+
+
+def test_operators_keep_torchs_rules() -> None:
+    x, weight, offsets, num_rows = poisoned(4, 5, 6), weights(2, 6, 8, dtype=torch.float32), ends_of([1, 3]), SET * 4
+    gate_up, scale, act, ops = torch.zeros(5, 8), torch.ones(5), torch.zeros(5, 4), torch.ops.paged_stash
+    rows = {"num_rows": num_rows, "activation": "swiglu"}
+    grads = {"grad_gate_up": torch.zeros(5, 8), "grad_scale": torch.zeros(5)}
+    for operator, sources, named in (
+        (ops.gate_up_from_x, (x, weight), {"offsets": offsets, "needed": SET, "out": gate_up}),
+        (ops.grouped_gemm, (x, weight), {"offsets": offsets, "out": gate_up}),
+        (ops.grouped_gemm_weight_grad, (x, gate_up), {"offsets": offsets, "out": torch.zeros(2, 6, 8)}),
+        (ops.act_from_gate_up, (gate_up, scale), {**rows, "needed": SET, "out": act}),
+        (ops.gated_activation, (gate_up, None), {**rows, "out": act}),
+        (ops.gated_activation_backward, (act, gate_up), {**rows, "scale": scale, **grads}),
+    ):
+        torch.library.opcheck(operator.default, sources, named)
