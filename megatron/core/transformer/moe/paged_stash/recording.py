@@ -1,0 +1,119 @@
+"""StashGroup: what one context collects while experts run inside it, which is what autograd saves and what users mark.
+What becomes of it when the context ends is in stash_manager.py.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.page_layout import Priority
+from megatron.core.transformer.moe.paged_stash.saved_tensors import (
+    Block,
+    Hooks,
+    Mark,
+    SavedTensor,
+    Seen,
+    blocks_of,
+    is_made_of_parameters,
+    row_view,
+)
+from megatron.core.transformer.moe.paged_stash.stash_group import Phase, StashedGroup
+
+
+class StashGroup:
+    """What `with stash.context(...) as group` gives. Of no use after the context.
+
+    group: None where the context leaves everything as it is. hooks: those around the context.
+    """
+
+    def __init__(self, device: torch.device, max_rows: int, *, group: StashedGroup | None, hooks: Hooks | None) -> None:
+        self._device, self._max_rows, self._group, self._hooks = device, max_rows, group, hooks
+        self._with_rows: list[SavedTensor] = []
+        self._others: list[SavedTensor] = []
+        self._marks: list[Mark] = []
+
+    def mark(
+        self,
+        tensor: Tensor,
+        *,
+        priority: Priority = Priority.INPUT,
+        recompute: Callable[..., None] | None = None,
+        sources: Sequence[Tensor] = (),
+        tokens_per_row: int = 1,
+    ) -> None:
+        """Says more about a tensor that autograd saves inside this context; without effect if it does not.
+
+        tensor: max_rows rows as its outermost dimension in memory, or ceil(max_rows / tokens_per_row), as scales of 32
+        tokens each have; any width and dtype. priority: what may be dropped first if pages run out.
+        recompute(out, needed, *sources): writes the live rows of a dropped tensor, of GATE_UP or ACT, into `out`, on
+        the current stream; needed [1], int64, on the device: 0 if it was not dropped, then it must change nothing.
+        sources: row tensors of higher importance that it reads, saved or not; other tensors belong in its closure.
+        Raises ValueError for tensors without such rows, and where priority, recompute and sources do not fit.
+        """
+        if self._group is None:
+            return
+        droppable = priority is not Priority.INPUT
+        if droppable != (recompute is not None) or droppable != bool(sources):
+            raise ValueError(
+                f"priority {priority.name} with recompute {recompute} and {len(sources)} sources: GATE_UP and ACT need "
+                "both to be computed again, INPUT takes neither"
+            )
+        seen = self._seen(tensor, tokens_per_row=tokens_per_row)
+        needed = tuple(self._seen(source, tokens_per_row=1) for source in sources)
+        self._marks.append(Mark(seen, priority, tokens_per_row, recompute, needed))
+
+    def pack(self, tensor: Tensor) -> SavedTensor:
+        """Autograd's hook: takes row tensors, keeps others or hands them on; tensor: any shape and dtype."""
+        assert self._group is not None, "hooks without a group"
+        may_have_rows = self._may_have_rows(tensor)
+        rows = row_view(tensor, self._max_rows) if may_have_rows else None
+        saved = SavedTensor(self._group, tensor, rows=rows, may_have_rows=may_have_rows)
+        if rows is not None and self._group.phase is Phase.RECORDING:
+            self._with_rows.append(saved)
+        else:
+            saved.hand_on(self._hooks)
+            self._others.append(saved)
+        return saved
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether autograd saved anything."""
+        return bool(self._with_rows or self._others)
+
+    def blocks(self) -> list[Block]:
+        """The memory to be stashed; none if autograd saved nothing but weights.
+
+        Raises ValueError if it saved other tensors, but none with max_rows rows; and as blocks_of does.
+        """
+        for mark in self._marks:
+            if mark.tokens_per_row > 1:
+                self._with_rows += [saved for saved in self._others if saved.take_late(mark)]
+        if not self._with_rows:
+            shapes = sorted({tuple(saved.typed.size) for saved in self._others if saved.may_have_rows})
+            if shapes:
+                raise ValueError(
+                    f"max_rows ({self._max_rows}): none of the tensors that autograd saved has as many rows, outermost "
+                    f"in memory, on {self._device}; their shapes: {shapes}"
+                )
+        return blocks_of(self._with_rows, self._marks)
+
+    def close(self) -> None:
+        """Lets go of everything: autograd keeps `pack`, and with it this object, as long as what was saved."""
+        self._group = self._hooks = None
+        self._with_rows, self._others, self._marks = [], [], []
+
+    def _may_have_rows(self, tensor: Tensor) -> bool:
+        return type(tensor) is Tensor and tensor.device == self._device and not is_made_of_parameters(tensor)
+
+    def _seen(self, tensor: Tensor, *, tokens_per_row: int) -> Seen:
+        rows = -(-self._max_rows // tokens_per_row)
+        view = row_view(tensor, rows) if self._may_have_rows(tensor) else None
+        if view is None:
+            found = f"{list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            raise ValueError(
+                f"a tensor of shape {found} is no row tensor of this context: it must be an activation on "
+                f"{self._device} with {rows} rows as its outermost dimension in memory (max_rows {self._max_rows}, "
+                f"tokens_per_row {tokens_per_row}); scales that are not in the order of the tokens cannot be stashed"
+            )
+        return Seen.now(tensor, view)

@@ -1,0 +1,260 @@
+"""The life of one expert group's memory: from the end of its forward into pages, back before its backward, and away.
+Which tensors belong to it is decided in saved_tensors.py, which group comes next in stash_manager.py.
+"""
+
+import enum
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.page_layout import Priority
+from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
+from megatron.core.transformer.moe.paged_stash.restored_memory import ALIGNMENT, RestoredMemory
+from megatron.core.transformer.moe.paged_stash.saved_tensors import Block, SavedTensor, Typed, block_with
+from megatron.core.transformer.moe.paged_stash.side_streams import SideStream, main_waits_for, record_main
+from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
+
+
+class Phase(enum.Enum):
+    """Of a group's tensors."""
+
+    RECORDING = "as they were; its forward runs"
+    KEPT = "as they were; its backward comes next"
+    STASHED = "in pages"
+    RESTORING = "on their way back; pages given back"
+    READY = "back"
+    LOST = "its forward ended with an exception"
+
+
+class Memory:
+    """The bytes of one Block once they are back; lives as long as autograd holds one of its tensors."""
+
+    __slots__ = ("first_byte", "restored", "__weakref__")
+
+    def __init__(self, first_byte: int) -> None:
+        self.first_byte = first_byte  # of the original storage, that the restored memory begins with
+        self.restored: Tensor | None = None
+
+
+@dataclass
+class Pages:
+    """What a group holds of the pool: also known to the finalizer that gives it back, so it must not know the group.
+
+    stashed, arrived: when the copies there and back are done. targets: memory that the copy back writes to.
+    """
+
+    group: PageGroup
+    generation: int
+    stashed: torch.Event | None = None
+    arrived: torch.Event | None = None
+    targets: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Again:
+    """How to compute a tensor again if it was dropped: indices are those of the group's specs."""
+
+    index: int
+    priority: Priority
+    recompute: Callable[..., None]
+    out: Typed
+    sources: tuple[tuple[int, Typed], ...]
+
+
+class StashedGroup:
+    """One expert group of one micro-batch, for as long as autograd holds any of its tensors."""
+
+    def __init__(self, event: StashEvent, generation: int) -> None:
+        """event: its forward. generation: number of the stash's resets before it."""
+        self.event, self.generation = event, generation
+        self.phase = Phase.RECORDING
+        self.pages: Pages | None = None
+        self.has_backward_begun = False
+        self.memories: list[weakref.ref[Memory]] = []
+        self.target_bytes: list[tuple[int, int, int]] = []  # of each block: first byte, bytes before its rows, all
+        self.again: list[Again] = []
+        self.finalizer: weakref.finalize[..., StashedGroup] | None = None
+
+
+class PageKeeper:
+    """Moves groups in and out of a pool. One for each stash; any thread may call it, at any time.
+
+    1. `stash`: pages are planned and filled on the stash stream, behind the group's forward.
+    2. `start_restore`: rows are copied back on the restore stream, and pages given back at once.
+    3. `finish_restore`: the main stream waits for that copy, and computes again what was dropped.
+    4. A group that autograd lets go of without backward gives its pages back when it is collected.
+    5. `reset`: all pages are free; what was still in pages is lost.
+    """
+
+    def __init__(self, pool: PagePool, *, num_programs: int) -> None:
+        self.pool, self.generation = pool, 0
+        self._num_programs = num_programs
+        self._memory = RestoredMemory(pool.device)
+        self._stash_stream, self._restore_stream = SideStream(pool.device), SideStream(pool.device)
+        self._reading: list[tuple[torch.Event | None, list[Tensor]]] = []
+        self._lock, self._depth = threading.RLock(), 0
+        self._gone: deque[Pages] = deque()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps other threads out, and finalizers, which Python may run between any two lines, until the end."""
+        try:
+            with self._lock, torch.no_grad():
+                self._depth += 1
+                try:
+                    yield
+                finally:
+                    self._depth -= 1
+        finally:
+            self._release_gone()
+
+    def stash(self, group: StashedGroup, blocks: list[Block], *, num_rows: Tensor, reserve: Tensor | None) -> None:
+        """Copies the live rows into pages. num_rows: [1], int64; reserve: [3], int64, both on the device."""
+        pages = Pages(self.pool.open_group([block.spec for block in blocks]), self.generation)
+        # From here on, whatever happens, the pages come back when the group goes.
+        group.finalizer = weakref.finalize(group, self._let_go, pages)
+        group.finalizer.atexit = False
+        sources = [block.bytes_of_rows(self.pool.device) for block in blocks]
+        try:
+            with self._stash_stream.behind_main(*pages.group.waits):
+                self.pool.plan(pages.group, num_rows, reserve=reserve)
+                self.pool.stash(pages.group, sources, num_programs=self._num_programs)
+        finally:
+            pages.stashed = self._stash_stream.record()
+            # Until the main stream has waited for the copy the allocator must not hand this memory out: the copy
+            # would read what later kernels of the main stream write to it.
+            self._reading.append((pages.stashed, [*sources, num_rows]))
+        group.pages, group.phase = pages, Phase.STASHED
+        group.again = [_again(block, blocks, index=index) for index, block in enumerate(blocks) if _can_drop(block)]
+        for block in blocks:
+            first_byte = block.start // ALIGNMENT * ALIGNMENT
+            memory = Memory(first_byte)
+            group.memories.append(weakref.ref(memory))
+            lead = block.start - first_byte
+            group.target_bytes.append((lead, (block.rows - 1) * block.pitch + block.end - block.start, first_byte))
+            for saved in block.saved:
+                saved.memory, saved.seen = memory, None
+
+    def start_restore(self, group: StashedGroup) -> None:
+        """Starts the copy back of a group in pages; if memory for it is lacking, the group stays as it was."""
+        pages = self._current(group)
+        targets = [self._memory.take(lead + num_bytes) for lead, num_bytes, _ in group.target_bytes]
+        rows = [
+            target[lead : lead + num_bytes]
+            for target, (lead, num_bytes, _) in zip(targets, group.target_bytes, strict=True)
+        ]
+        # Kept until the main stream has waited for the copy: memory that the allocator hands out earlier would be
+        # written by it.
+        pages.targets = targets
+        with self._restore_stream.behind_main(pages.stashed):
+            self.pool.restore(pages.group, rows, num_programs=self._num_programs)
+            self.pool.release(pages.group)
+        pages.arrived = self._restore_stream.record()
+        group.phase = Phase.RESTORING
+
+    def finish_restore(self, group: StashedGroup) -> None:
+        """Makes the main stream wait for the rows, and what was dropped be computed again."""
+        pages = self._current(group)
+        main_waits_for(pages.arrived, self.pool.device)
+        for again in sorted(group.again, key=lambda again: again.priority):
+            # Which waits for no one: the flag is on the device, and the callable returns at once where it is 0.
+            needed = self.pool.dropped(pages.group, again.index)
+            looks = ((again.index, again.out), *again.sources)
+            out, *sources = (look.over(pages.targets[i], group.target_bytes[i][2]) for i, look in looks)
+            again.recompute(out, needed, *sources)
+        for memory, target in zip(group.memories, pages.targets, strict=True):
+            alive = memory()
+            if alive is not None:
+                alive.restored = target
+        if group.finalizer is not None:
+            group.finalizer.detach()
+        # The flags are read by kernels of the main stream: until these are done no one else may get the records.
+        self.pool.close_group(pages.group, after=record_main(self.pool.device))
+        pages.targets, group.pages, group.again, group.phase = [], None, [], Phase.READY
+
+    def join(self) -> None:
+        """Makes the main stream wait for all copies into pages, whose sources may then be written or freed."""
+        for event, _ in self._reading:
+            main_waits_for(event, self.pool.device)
+        self._reading.clear()
+
+    def join_all(self) -> None:
+        """Makes the main stream wait for all copies there and back."""
+        self.join()
+        main_waits_for(self._restore_stream.record(), self.pool.device)
+
+    def reset(self) -> None:
+        """Gives all pages back. Allocates nothing."""
+        # The pool is cleared by the main stream: no release may come after it.
+        self.join_all()
+        self.pool.reset()
+        self.generation += 1
+        self._memory.trim()
+
+    def is_waiting(self, group: StashedGroup) -> bool:
+        """Whether rows of the group are in pages or on their way."""
+        alive = group.pages is not None and group.pages.generation == self.generation
+        return alive and group.phase in (Phase.STASHED, Phase.RESTORING)
+
+    def _current(self, group: StashedGroup) -> Pages:
+        assert group.pages is not None, f"{group.event}: {group.phase.value}"
+        if group.pages.generation != self.generation:
+            raise RuntimeError(
+                f"backward of the expert group {group.event.name!r}, forward {group.event.instance} of its step: its "
+                "rows were in the stash when reset() gave all pages back; run its forward again"
+            )
+        return group.pages
+
+    def _let_go(self, pages: Pages) -> None:
+        self._gone.append(pages)
+        self._release_gone()
+
+    def _release_gone(self) -> None:
+        """Gives back the pages of collected groups, unless a call is under way: that one does it at its end."""
+        while self._gone and self._lock.acquire(blocking=False):
+            try:
+                if self._depth:
+                    return
+                self._depth += 1
+                try:
+                    self._release(self._gone.popleft())
+                finally:
+                    self._depth -= 1
+            finally:
+                self._lock.release()
+
+    def _release(self, pages: Pages) -> None:
+        if pages.generation != self.generation:
+            return
+        # A copy back that nobody waited for may still write to `targets`.
+        main_waits_for(pages.arrived, self.pool.device)
+        with self._restore_stream.behind_main(pages.stashed):
+            self.pool.release(pages.group)
+        self.pool.close_group(pages.group, after=self._restore_stream.record())
+
+
+def tensor_of(saved: SavedTensor) -> Tensor:
+    """A tensor of any shape and dtype whose rows are back. Rows beyond the live ones: whatever is there."""
+    assert saved.memory is not None and saved.memory.restored is not None, "not restored"
+    return saved.typed.over(saved.memory.restored, saved.memory.first_byte)
+
+
+def _can_drop(block: Block) -> bool:
+    return block.mark is not None and block.mark.recompute is not None
+
+
+def _again(block: Block, blocks: list[Block], *, index: int) -> Again:
+    mark = block.mark
+    assert mark is not None and mark.recompute is not None
+    sources = []
+    for source in mark.sources:
+        place = block_with(source, blocks)
+        assert place is not None, "blocks_of gave every source a block"
+        sources.append((place, Typed.of(source.tensor)))
+    return Again(index, mark.priority, mark.recompute, Typed.of(mark.seen.tensor), tuple(sources))

@@ -1,0 +1,247 @@
+"""PagedStash: the context that experts run in, and the order of a step. What a context takes is decided in
+saved_tensors.py, where it goes in stash_group.py.
+
+    stash = PagedStash(PagePool(device, PoolLayout(page_bytes=65536, device_pages=4096)))
+    for batch in batches:
+        ...
+            with stash.context(f"layer {number}", num_rows, max_rows=C):
+                y = experts(x)             # x: [C, H], of which num_rows rows are live
+        loss.backward()
+        void = stash.is_void_sync()        # too few pages even for x: these gradients are wrong
+        stash.reset()
+        if not void:
+            optimizer.step()
+"""
+
+import weakref
+from collections import Counter as Multiset
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.arithmetic import (
+    PagesByPriority,
+    pages_for,
+    reserve_table,
+    resident_groups,
+)
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
+from megatron.core.transformer.moe.paged_stash.recording import StashGroup
+from megatron.core.transformer.moe.paged_stash.saved_tensors import Hooks, SavedTensor, outer_hooks
+from megatron.core.transformer.moe.paged_stash.stash_group import PageKeeper, Phase, StashedGroup, tensor_of
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent, StashOrder
+
+
+class PagedStash:
+    """Keeps in pages the live rows of what expert groups save for backward; their gradients stay the same bit for bit.
+
+    1. A context collects what autograd saves. At its end row tensors are copied into pages, live rows alone, and the
+       oversized memory is free once the next context begins.
+    2. Backward asks for the first tensor of a group: its rows come back, at the addresses' alignment and with the
+       strides that they had, and those of the next groups start on their way.
+    3. Where pages were lacking, marked tensors are computed again; without x, `void` says so.
+    4. `reset` between steps: pages are free, and the order of the step is known for the next.
+
+    Rows beyond the live ones come back with whatever bytes are there: backward must not read them.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        prefetch_groups: int = 1,
+        events: Sequence[StashEvent] | None = None,
+        num_programs: int = 0,
+        reserved_share: float = 1.0,
+    ) -> None:
+        """prefetch_groups: how many groups' rows come back ahead of their backward; each needs its memory.
+
+        events: the order of a step; without, it is learned. num_programs: how many programs a copy may occupy on a
+        GPU, 0: as many as are useful. reserved_share: rows of later groups that pages are kept for before gate_up and
+        act get any, as a share of max_rows; 1 guarantees that x finds pages in a pool that could hold every x.
+        Raises ValueError for others.
+        """
+        if prefetch_groups < 0 or num_programs < 0:
+            raise ValueError(f"prefetch_groups ({prefetch_groups}), num_programs ({num_programs}): must be at least 0")
+        if not 0.0 <= reserved_share <= 1.0:
+            raise ValueError(f"reserved_share ({reserved_share}) must be between 0 and 1")
+        self.pool, self.order = pool, StashOrder(events)
+        self._prefetch_groups, self._reserved_share = prefetch_groups, reserved_share
+        self._keeper = PageKeeper(pool, num_programs=num_programs)
+        self._instances: Multiset[str] = Multiset()
+        self._groups: dict[Group, weakref.ref[StashedGroup]] = {}
+        self._is_spoiled = False  # an exception ended a context of this step
+        self._specs: dict[str, tuple[list[TensorSpec], int]] = {}  # of each name's last group, and its max_rows
+        self._reserve_of: tuple[tuple[StashEvent, ...], dict[str, tuple[list[TensorSpec], int]]] = ((), {})
+        self._reserve = torch.empty(0, len(Priority), dtype=torch.int64, device=pool.device)
+
+    @contextmanager
+    def context(
+        self, name: str, num_rows: Tensor | int, *, max_rows: int, backward_is_next: bool = False
+    ) -> Iterator[StashGroup]:
+        """Around the forward of one expert group, with max_rows rows of which the first num_rows are live.
+
+        num_rows: [1] or scalar, int64 or int32, on the pool's device, read when the context ends; or a number.
+        backward_is_next: nothing is stashed, as nothing else runs before this group's backward.
+        Nothing happens without grad mode, in a recomputation (while backward runs), and directly inside
+        torch.utils.checkpoint, which keeps nothing. Saved tensors without max_rows rows, and weights, are left to
+        hooks around the context. Raises ValueError for a wrong num_rows or max_rows, and if no saved tensor has rows.
+        """
+        _check_count(num_rows, max_rows, device=self.pool.device)
+        hooks = outer_hooks()
+        if not torch.is_grad_enabled() or _is_recomputed(hooks) or max_rows < 2:
+            yield StashGroup(self.pool.device, max_rows, group=None, hooks=None)
+            return
+        group = self._begin(name, backward_is_next=backward_is_next)
+        recording = StashGroup(self.pool.device, max_rows, group=group, hooks=hooks)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(recording.pack, self._unpack):
+                yield recording
+            if recording.has_saved:
+                self._commit(group, recording, num_rows=num_rows, max_rows=max_rows)
+        finally:
+            if group.phase is Phase.RECORDING and recording.has_saved:
+                group.phase, self._is_spoiled = Phase.LOST, True
+            recording.close()
+
+    def reset(self) -> None:
+        """Between steps, after the last backward, or after an exception: all pages are free, counters are 0.
+
+        What is still in pages is lost: its backward raises RuntimeError. Rows that are back stay.
+        """
+        with self._keeper.alone():
+            groups = [reference() for reference in self._groups.values()]
+            is_complete = not any(group is not None and self._keeper.is_waiting(group) for group in groups)
+            self._keeper.reset()
+            if is_complete and not self._is_spoiled:
+                self.order.finish_step()
+            else:
+                self.order.abandon_step()
+            self._groups, self._instances, self._is_spoiled = {}, Multiset(), False
+            self._update_reserve()
+
+    def join(self) -> None:
+        """Makes the main stream wait for all copies, as the end of a CUDA graph's capture needs; reset does it too."""
+        with self._keeper.alone():
+            self._keeper.join_all()
+
+    @property
+    def void(self) -> Tensor:
+        """Above 0 if this step's gradients are wrong, for lack of pages: scalar, int64, on the device; until reset."""
+        with self._keeper.alone():
+            self._keeper.join()
+        return self.pool.counters[Counter.VOID]
+
+    def is_void_sync(self) -> bool:
+        """Whether this step's gradients are wrong. NOTE: waits for the device."""
+        return bool(self.void.item())
+
+    def _begin(self, name: str, *, backward_is_next: bool) -> StashedGroup:
+        with self._keeper.alone():
+            # The experts to come may write to memory that the copies of the group before are reading: buffers of a
+            # static dispatch are the same for all layers, and what autograd let go of is handed out anew.
+            self._keeper.join()
+            event = StashEvent(EventKind.FORWARD, name, self._instances[name])
+            self._instances[name] += 1
+            group = StashedGroup(event, self._keeper.generation)
+            if backward_is_next or self.order.is_backward_next(event):
+                group.phase = Phase.KEPT
+            return group
+
+    def _commit(self, group: StashedGroup, recording: StashGroup, *, num_rows: Tensor | int, max_rows: int) -> None:
+        with self._keeper.alone():
+            if group.phase is Phase.RECORDING:
+                blocks = recording.blocks()
+                if blocks:
+                    reserve = self._reserve_for(group.event)
+                    count = _count_tensor(num_rows, self.pool.device)
+                    self._keeper.stash(group, blocks, num_rows=count, reserve=reserve)
+                    self._specs[group.event.name] = ([block.spec for block in blocks], max_rows)
+                else:
+                    group.phase = Phase.KEPT
+            self.order.observe(group.event)
+            self._groups[group.event.group] = weakref.ref(group)
+
+    def _unpack(self, saved: SavedTensor) -> Tensor:
+        group: StashedGroup = saved.group
+        with self._keeper.alone():
+            if group.phase is Phase.LOST:
+                raise RuntimeError(f"backward of the expert group {group.event.name!r}, whose forward did not end well")
+            if group.phase is not Phase.RECORDING:
+                self._reach(group)
+            if saved.memory is not None:
+                return tensor_of(saved)
+        return saved.kept()
+
+    def _reach(self, group: StashedGroup) -> None:
+        """Backward has come to a group: its rows now, and those of the groups after it on their way."""
+        is_first = not group.has_backward_begun and group.generation == self._keeper.generation
+        group.has_backward_begun = True
+        backward = StashEvent(EventKind.BACKWARD, *group.event.group)
+        if is_first:
+            self.order.observe(backward)
+        if group.phase is Phase.STASHED:
+            self._keeper.start_restore(group)
+        if is_first:
+            # Before the main stream waits, and before it computes dropped tensors: these copies need not.
+            self._prefetch(self.order.upcoming_backwards(backward, self._prefetch_groups))
+        if group.phase is Phase.RESTORING:
+            self._keeper.finish_restore(group)
+
+    def _prefetch(self, events: list[StashEvent]) -> None:
+        for event in events:
+            reference = self._groups.get(event.group)
+            group = reference() if reference is not None else None
+            if group is not None and group.phase is Phase.STASHED:
+                self._keeper.start_restore(group)
+
+    def _reserve_for(self, event: StashEvent) -> Tensor | None:
+        index = self.order.forward_index(event)
+        return None if index is None or index >= len(self._reserve) else self._reserve[index]
+
+    def _update_reserve(self) -> None:
+        """The table of the step to come; in the memory of the last one where it fits, which a CUDA graph may read."""
+        events, specs = self.order.events, dict(self._specs)
+        if events is self._reserve_of[0] and specs == self._reserve_of[1]:
+            return
+        self._reserve_of = (events, specs)
+        if all(spec.priority is Priority.INPUT for group_specs, _ in specs.values() for spec in group_specs):
+            return  # nothing that a reserve could hold back
+        resident = resident_groups(events)
+
+        def pages(group: Group) -> PagesByPriority:
+            group_specs, max_rows = ([], 0) if group in resident else specs.get(group[0], ([], 0))
+            return pages_for(group_specs, int(max_rows * self._reserved_share), layout=self.pool.layout)
+
+        table = torch.tensor(reserve_table(events, pages), dtype=torch.int64).reshape(-1, len(Priority))
+        if table.shape != self._reserve.shape:
+            self._reserve = torch.empty_like(table, device=self.pool.device)
+        self._reserve.copy_(table)
+
+
+def _is_recomputed(hooks: Hooks | None) -> bool:
+    """Whether what runs now runs again in backward, or is doing so: what it saves is dropped, or used at once."""
+    return torch._C._current_graph_task_id() != -1 or (
+        hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    )
+
+
+def _check_count(num_rows: Tensor | int, max_rows: int, *, device: torch.device) -> None:
+    if max_rows < 0:
+        raise ValueError(f"max_rows ({max_rows}) must be at least 0")
+    if isinstance(num_rows, Tensor):
+        if num_rows.numel() != 1 or num_rows.dtype not in (torch.int64, torch.int32) or num_rows.device != device:
+            found = f"{list(num_rows.shape)}, {num_rows.dtype}, on {num_rows.device}"
+            raise ValueError(f"num_rows ({found}) must be one int64 or int32 on {device}")
+    elif isinstance(num_rows, bool) or not isinstance(num_rows, int) or not 0 <= num_rows <= max_rows:
+        raise ValueError(f"num_rows ({num_rows}) must be an integer between 0 and max_rows ({max_rows})")
+
+
+def _count_tensor(num_rows: Tensor | int, device: torch.device) -> Tensor:
+    """[1], int64: a copy, since the caller may change its own before the stash stream has read it."""
+    if isinstance(num_rows, Tensor):
+        return num_rows.detach().to(torch.int64, copy=True).reshape(1)
+    return torch.full((1,), num_rows, dtype=torch.int64, device=device)
