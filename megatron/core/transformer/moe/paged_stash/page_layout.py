@@ -7,7 +7,7 @@ may straddle pages, whatever the dtype or width.
 
 import enum
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 # Kernels copy words of this many bytes where sizes and addresses allow.
 ALIGNMENT = 16
@@ -75,7 +75,7 @@ class PoolLayout:
 
     def encode(self) -> list[int]:
         """As the operators take it."""
-        return list(astuple(self))
+        return [self.page_bytes, self.device_pages, self.host_pages]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The operators of a page pool: registered as torch expects them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -15,14 +17,15 @@ def test_operators_are_registered_as_torch_expects(name: str) -> None:
     num_rows, reserve = torch.tensor([5]), torch.zeros(3, dtype=torch.int64)
     pool.plan(group, num_rows)
     memories = [torch.zeros(6 * 64, dtype=torch.uint8), torch.zeros(6 * 48, dtype=torch.uint8)]
-    records = {"table": group.slab.table, "held": group.slab.held, "layout": pool.layout.encode()}
+    records: dict[str, Any] = {"table": group.slab.table, "held": group.slab.held, "layout": pool.layout.encode()}
     records["tensors"] = group.calls[0].tensors
     ends = {"heads": pool.heads, "tails": pool.tails, "ring": pool.ring, "counters": pool.counters}
     pages = pool.device_pages, pool.host_pages
-    operator, args, named = {
+    calls: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "plan": (torch.ops.paged_stash.plan, (num_rows, reserve), ends),
         "stash": (torch.ops.paged_stash.stash, (memories, pages[0]), {"host_pages": pages[1], "num_programs": 0}),
         "restore": (torch.ops.paged_stash.restore, pages, {"targets": memories, "num_programs": 0}),
         "release": (torch.ops.paged_stash.release, (pool.ring, pool.tails), {}),
-    }[name]
+    }
+    operator, args, named = calls[name]
     opcheck(operator.default, args, {**records, **named})
