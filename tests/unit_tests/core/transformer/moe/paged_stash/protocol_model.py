@@ -1,0 +1,246 @@
+"""A model of how plan, stash, restore and release share a pool on two streams, and a search through all interleavings.
+
+A stream runs stages in order, a stage runs its lanes side by side, a lane runs its steps in order: whatever hardware
+may reorder within a kernel is a lane of its own. A step reads or writes one word, or copies one page; where it has to
+wait it returns False. Words are entries of one dictionary; some belong to one kernel alone, "owner" to the checks.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+Word = tuple
+Memory = dict[Word, Any]
+Step = Callable[[Memory], bool | None]
+Stage = list[list[Step]]
+Stream = list[Stage]
+TIERS = (0, 1)
+
+# Departures from the protocol, each of which must break it.
+MUTANTS = (
+    "tails are published beside ring entries",
+    "release runs beside the restore",
+    "restore does not wait for its stash",
+    "ring entries are read before tails",
+    "room in the table is lent before the release passed",
+    "plan writes tails",
+    "plans run on two streams",
+)
+
+
+def check(holds: bool, message: str) -> None:
+    assert holds, message
+
+
+def copy_word(source: Word, target: Word) -> Step:
+    return lambda memory: memory.update({target: memory.get(source)})
+
+
+def write(target: Word, value: object) -> Step:
+    return lambda memory: memory.update({target: value})
+
+
+def joined(streams: Iterable[Stream]) -> Stream:
+    return [stage for stream in streams for stage in stream]
+
+
+def wait(event: Word) -> Stage:
+    return [[lambda memory: event in memory]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """tiers: pages of each. needs: pages of each group's tensors. order: in which groups are restored.
+
+    room: groups that the page table has room for at once; group g takes the place of group g - room.
+    """
+
+    tiers: tuple[int, int]
+    needs: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]
+    room: int
+    mutant: str = ""
+
+    @property
+    def possible(self) -> bool:
+        """Whether a host can launch this: when group g takes a place, that place's last group has been restored."""
+        rank = self.order.index
+        return all(
+            max(self.order[: rank(group - self.room) + 1]) < group for group in range(self.room, len(self.needs))
+        )
+
+    def memory(self) -> Memory:
+        """Before the step: every page is free."""
+        memory: Memory = {("head", tier): 0 for tier in TIERS}
+        for tier, pages in enumerate(self.tiers):
+            memory["tail", tier] = pages
+            memory |= {("ring", tier, slot): page for slot, page in enumerate(self.ids(tier))}
+        return memory
+
+    def ids(self, tier: int) -> range:
+        return range(self.tiers[0]) if tier == 0 else range(self.tiers[0], sum(self.tiers))
+
+    def streams(self) -> list[Stream]:
+        """What runs side by side: the stash stream and the restore stream, if there is no mutant."""
+        groups = range(len(self.needs))
+        stash = [self._lent(g) + self.plan(g) + [self.stash(g), [[write(("stashed", g), True)]]] for g in groups]
+        restore = [[wait(("stashed", group)), self.restore(group)] for group in self.order]
+        give = [[*self.release(group), [[write(("released", group), True)]]] for group in self.order]
+        if self.mutant == "restore does not wait for its stash":
+            restore = [stages[1:] for stages in restore]
+        if self.mutant == "release runs beside the restore":
+            give = [[wait(("stashed", group)), *stages] for group, stages in zip(self.order, give)]
+            return [joined(stash), joined(restore), joined(give)]
+        backward = joined(first + second for first, second in zip(restore, give))
+        if self.mutant == "plans run on two streams":
+            return [joined(stash[::2]), joined(stash[1::2]), backward]
+        return [joined(stash), backward]
+
+    def plan(self, group: int) -> Stream:
+        """Tails are read, it is decided, then ring entries go to the table; held and heads are written beside that."""
+        tails: Stage = [[copy_word(("tail", tier), ("seen", group, tier))] for tier in TIERS]
+        entries: Stage = [[partial(self._take, group, entry)] for entry in self._entries(group)]
+        heads: Stage = [[partial(self._write_head, group, tier)] for tier in TIERS]
+        stages = [tails, [[partial(self._decide, group)]], [*entries, *heads, [partial(self._write_held, group)]]]
+        if self.mutant == "plan writes tails":
+            stages.append([[copy_word(("seen", group, tier), ("tail", tier))] for tier in TIERS])
+        if self.mutant == "ring entries are read before tails":
+            slots = [(tier, slot) for tier in TIERS for slot in range(self.tiers[tier])]
+            stages.insert(0, [[copy_word(("ring", *slot), ("early", *slot)) for slot in slots]])
+        return stages
+
+    def stash(self, group: int) -> Stage:
+        return [[partial(self._copy_out, group, entry)] for entry in self._entries(group)]
+
+    def restore(self, group: int) -> Stage:
+        """A lane for each page: how many are held, its id, its bytes."""
+        place = group % self.room
+        return [
+            [
+                copy_word(("held", place), ("restoring", entry)),
+                copy_word(("table", place, entry), ("source", entry)),
+                partial(self._copy_in, group, entry),
+            ]
+            for entry in self._entries(group)
+        ]
+
+    def release(self, group: int) -> Stream:
+        """Held, tails and table entries are read, ring entries written, then tails, then held is cleared."""
+        place = group % self.room
+        first = [copy_word(("tail", tier), ("end", tier)) for tier in TIERS]
+        ids: Stage = [[copy_word(("table", place, entry), ("leaving", entry))] for entry in self._entries(group)]
+        ring: Stage = [[partial(self._give_back, group, entry)] for entry in self._entries(group)]
+        publish: Stage = [[partial(self._publish, tier)] for tier in TIERS]
+        middle = [ring + publish] if self.mutant == "tails are published beside ring entries" else [ring, publish]
+        return [[[copy_word(("held", place), ("count",)), *first]], ids, *middle, [[write(("held", place), 0)]]]
+
+    def _entries(self, group: int) -> range:
+        return range(sum(self.needs[group]))
+
+    def _lent(self, group: int) -> Stream:
+        early = self.mutant == "room in the table is lent before the release passed"
+        return [] if early or group < self.room else [wait(("released", group - self.room))]
+
+    def _decide(self, group: int, memory: Memory) -> None:
+        heads = [memory["head", tier] for tier in TIERS]
+        free = [memory["seen", group, tier] - heads[tier] for tier in TIERS]
+        for tier in TIERS:
+            truly_free = sum(("owner", page) not in memory for page in self.ids(tier))
+            check(free[tier] <= truly_free, f"group {group} counts {free[tier]} free pages where {truly_free} are")
+        taken = [0, 0]
+        for need in self.needs[group]:
+            device = min(need, free[0] - taken[0])
+            if need <= sum(free) - sum(taken):
+                taken = [taken[0] + device, taken[1] + need - device]
+        memory["plan", group] = (*heads, *taken)
+
+    def _take(self, group: int, entry: int, memory: Memory) -> None:
+        *heads, device, host = memory["plan", group]
+        if entry >= device + host:
+            return
+        tier, rank = (0, entry) if entry < device else (1, entry - device)
+        name = "early" if self.mutant == "ring entries are read before tails" else "ring"
+        page = memory[name, tier, (heads[tier] + rank) % self.tiers[tier]]
+        check(("owner", page) not in memory, f"page {page} is held twice, also by group {group}")
+        memory["owner", page] = group
+        memory["table", group % self.room, entry] = page
+
+    def _write_head(self, group: int, tier: int, memory: Memory) -> None:
+        plan = memory["plan", group]
+        memory["head", tier] = plan[tier] + plan[2 + tier]
+
+    def _write_held(self, group: int, memory: Memory) -> None:
+        memory["held", group % self.room] = sum(memory["plan", group][2:])
+
+    def _copy_out(self, group: int, entry: int, memory: Memory) -> None:
+        if entry < memory["held", group % self.room]:
+            page = memory["table", group % self.room, entry]
+            check(memory.get(("owner", page)) == group, f"page {page} is overwritten by group {group}, not its owner")
+            memory["bytes", page] = (group, entry)
+
+    def _copy_in(self, group: int, entry: int, memory: Memory) -> None:
+        page, held = memory.pop(("source", entry)), memory.pop(("restoring", entry))
+        planned = sum(memory.get(("plan", group), (0, 0, 0, 0))[2:])
+        check(("plan", group) in memory and held == planned, f"group {group} restores {held} pages of {planned}")
+        found = memory.get(("bytes", page))
+        check(entry >= planned or found == (group, entry), f"group {group} gets {found} from page {page}")
+
+    def _give_back(self, group: int, entry: int, memory: Memory) -> None:
+        if entry >= memory["count",]:
+            return
+        page = memory["leaving", entry]
+        check(memory.pop(("owner", page), None) == group, f"page {page} is given back by group {group}, not its owner")
+        tier = int(page not in self.ids(0))
+        rank = sum(memory["leaving", earlier] in self.ids(tier) for earlier in range(entry))
+        memory["ring", tier, (memory["end", tier] + rank) % self.tiers[tier]] = page
+
+    def _publish(self, tier: int, memory: Memory) -> None:
+        given = sum(memory["leaving", entry] in self.ids(tier) for entry in range(memory["count",]))
+        memory["tail", tier] = memory["end", tier] + given
+
+    def check_end(self, memory: Memory) -> None:
+        """All pages are free again, each once."""
+        for tier, pages in enumerate(self.tiers):
+            head, tail = memory["head", tier], memory["tail", tier]
+            check(tail - head == pages, f"tier {tier} ends with {tail - head} free pages of {pages}")
+            ring = sorted(memory["ring", tier, slot] for slot in range(pages))
+            check(ring == list(self.ids(tier)), f"tier {tier} ends with pages {ring}")
+        check(not any(memory["held", place] for place in range(self.room)), "a group still holds pages")
+
+
+def explore(case: Case) -> int:
+    """Runs every interleaving; the number of different states. AssertionError for the first that breaks a rule."""
+    streams = case.streams()
+    start = (tuple((0, (0,) * len(stages[0])) for stages in streams), case.memory())
+    seen = {(start[0], frozenset(start[1].items()))}
+    todo = [start]
+    while todo:
+        positions, memory = todo.pop()
+        moved = False
+        for number, (stage, lanes) in enumerate(positions):
+            for lane, done in enumerate(lanes):
+                if done == len(streams[number][stage][lane]) if stage < len(streams[number]) else True:
+                    continue
+                later = dict(memory)
+                if streams[number][stage][lane][done](later) is False:
+                    continue
+                moved = True
+                place = _advance(streams[number], stage, (*lanes[:lane], done + 1, *lanes[lane + 1 :]))
+                state = ((*positions[:number], place, *positions[number + 1 :]), later)
+                key = (state[0], frozenset(later.items()))
+                if key not in seen:
+                    seen.add(key)
+                    todo.append(state)
+        if not moved:
+            check(all(stage == len(stream) for (stage, _), stream in zip(positions, streams)), "everything waits")
+            case.check_end(memory)
+    return len(seen)
+
+
+def _advance(stream: Stream, stage: int, lanes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """The place behind a step: the next stage that has steps once all lanes of this one are through."""
+    while stage < len(stream) and all(done == len(steps) for done, steps in zip(lanes, stream[stage])):
+        stage += 1
+        lanes = (0,) * len(stream[stage]) if stage < len(stream) else ()
+    return stage, lanes

@@ -1,0 +1,34 @@
+"""Every interleaving of small steps keeps pages and bytes whole, and the search finds each way to break that."""
+
+from dataclasses import replace
+from itertools import permutations, product
+
+import pytest
+
+from tests.counts import long_count
+from tests.unit_tests.core.transformer.moe.paged_stash.protocol_model import MUTANTS, Case, explore
+
+TIERS = [(2, 0), (0, 2), (1, 1), (2, 1)]
+NEEDS = [((1,), (1,), (1,)), ((2,), (1,), (1,)), ((1,), (2,), (1, 1)), ((0, 1), (1, 2), (2,))]
+THREE = [Case(*sizes) for sizes in product(TIERS, NEEDS, permutations(range(3)), (1, 2, 3))]
+FOUR = [
+    Case(tiers, needs, order, room)
+    for tiers in ((1, 1), (2, 1), (3, 0))
+    for needs in (((1,), (1,), (1,), (1,)), ((1,), (2,), (1,), (2,)), ((1, 1), (1,), (2,), (1,)))
+    for order, room in (((0, 1, 2, 3), 2), ((1, 0, 3, 2), 2), ((1, 0, 2, 3), 3), ((1, 2, 0, 3), 3), ((3, 2, 1, 0), 4))
+]
+POSSIBLE = [case for case in [*THREE, *FOUR] if case.possible]
+
+
+def test_no_interleaving_breaks_the_protocol() -> None:
+    states = [explore(case) for case in POSSIBLE[:: long_count(5, soak=1)]]
+    print(f"{len(states)} cases, {sum(states)} states, {max(states)} in the largest")
+    assert sum(states) == long_count(55629, soak=385478)  # fewer: something is no longer explored
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_search_finds_each_departure_from_the_protocol(mutant: str) -> None:
+    # From the back: the largest first.
+    with pytest.raises(AssertionError, match="group|tier|page"):
+        for case in reversed(POSSIBLE):
+            explore(replace(case, mutant=mutant))
