@@ -1,8 +1,22 @@
 """Paged stashing: the live rows of what expert backward needs, in pages; knows torch and Triton alone."""
 
+from megatron.core.transformer.moe.paged_stash.megatron_names import (
+    PagedStashManager,
+    check_paged_stash_overflow,
+    get_paged_stash_context,
+    paged_stash_group_commit,
+    paged_stash_group_start,
+    paged_stash_reset,
+)
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.recording import StashGroup
+from megatron.core.transformer.moe.paged_stash.rungs import (
+    gated_activation,
+    grouped_gemm,
+    recompute_act,
+    recompute_gate_up,
+)
 from megatron.core.transformer.moe.paged_stash.stash_manager import PagedStash
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent, StashOrder
 
@@ -11,10 +25,20 @@ __all__ = [
     "EventKind",
     "PagePool",
     "PagedStash",
+    "PagedStashManager",
     "PoolLayout",
     "Priority",
     "StashEvent",
     "StashGroup",
     "StashOrder",
     "TensorSpec",
+    "check_paged_stash_overflow",
+    "gated_activation",
+    "get_paged_stash_context",
+    "grouped_gemm",
+    "paged_stash_group_commit",
+    "paged_stash_group_start",
+    "paged_stash_reset",
+    "recompute_act",
+    "recompute_gate_up",
 ]

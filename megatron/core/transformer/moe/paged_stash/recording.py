@@ -68,12 +68,13 @@ class StashGroup:
         assert self._group is not None, "hooks without a group"
         may_have_rows = self._may_have_rows(tensor)
         rows = row_view(tensor, self._max_rows) if may_have_rows else None
-        saved = SavedTensor(self._group, tensor, rows=rows, may_have_rows=may_have_rows)
-        if rows is not None and self._group.phase is Phase.RECORDING:
-            self._with_rows.append(saved)
+        saved = SavedTensor(self._group, tensor, may_have_rows=may_have_rows)
+        is_taken = rows is not None and self._group.phase is Phase.RECORDING
+        if is_taken or self._hooks is None:
+            saved.seen = Seen.now(tensor, rows)
         else:
-            saved.hand_on(self._hooks)
-            self._others.append(saved)
+            saved.hand_on(tensor, self._hooks)
+        (self._with_rows if is_taken else self._others).append(saved)
         return saved
 
     @property
@@ -98,8 +99,13 @@ class StashGroup:
                 )
         return blocks_of(self._with_rows, self._marks)
 
+    def forget(self) -> None:
+        """Lets go of what was saved, although autograd may still hold it: backward through it raises."""
+        for saved in (*self._with_rows, *self._others):
+            saved.seen = saved.packed = None
+
     def close(self) -> None:
-        """Lets go of everything: autograd keeps `pack`, and with it this object, as long as what was saved."""
+        """Ends collecting. Autograd keeps `pack`, and with it this object, as long as what was saved."""
         self._group = self._hooks = None
         self._with_rows, self._others, self._marks = [], [], []
 

@@ -137,20 +137,18 @@ class SavedTensor:
 
     __slots__ = ("group", "seen", "packed", "outer_unpack", "memory", "typed", "may_have_rows")
 
-    def __init__(self, group: Any, tensor: Tensor, *, rows: RowView | None, may_have_rows: bool) -> None:
+    def __init__(self, group: Any, tensor: Tensor, *, may_have_rows: bool) -> None:
         """tensor: any shape and dtype. may_have_rows: False for weights and tensors of other devices or kinds."""
-        self.may_have_rows = may_have_rows
-        self.group, self.typed = group, Typed.of(tensor)
-        self.seen: Seen | None = Seen.now(tensor, rows)
+        self.group, self.typed, self.may_have_rows = group, Typed.of(tensor), may_have_rows
+        self.seen: Seen | None = None
         self.packed: Any = None
         self.outer_unpack: Callable[[Any], Tensor] | None = None
         self.memory: Any = None
 
-    def hand_on(self, hooks: Hooks | None) -> None:
-        """Gives the tensor to the hooks around the context, which would have seen it without the context's own."""
-        if hooks is not None and self.seen is not None:
-            pack, self.outer_unpack = hooks
-            self.packed, self.seen = pack(self.seen.tensor), None
+    def hand_on(self, tensor: Tensor, hooks: Hooks) -> None:
+        """Gives the tensor, any shape and dtype, to hooks around the context, which the context's own hide it from."""
+        pack, self.outer_unpack = hooks
+        self.packed = pack(tensor)
 
     def take_late(self, mark: "Mark") -> bool:
         """Whether this is a part of a tensor that was marked after it was saved: its rows are known from now on."""

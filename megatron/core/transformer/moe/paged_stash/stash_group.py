@@ -51,6 +51,7 @@ class Pages:
 
     group: PageGroup
     generation: int
+    is_given_back: bool = False
     stashed: torch.Event | None = None
     arrived: torch.Event | None = None
     targets: list[Tensor] = field(default_factory=list)
@@ -79,7 +80,7 @@ class StashedGroup:
         self.memories: list[weakref.ref[Memory]] = []
         self.target_bytes: list[tuple[int, int, int]] = []  # of each block: first byte, bytes before its rows, all
         self.again: list[Again] = []
-        self.finalizer: weakref.finalize[..., StashedGroup] | None = None
+        self.ready: torch.Event | None = None  # rows are back, and what was dropped is computed again
 
 
 class PageKeeper:
@@ -105,7 +106,7 @@ class PageKeeper:
     def alone(self) -> Iterator[None]:
         """Keeps other threads out, and finalizers, which Python may run between any two lines, until the end."""
         try:
-            with self._lock, torch.no_grad():
+            with self._lock, torch.inference_mode(False), torch.no_grad():
                 self._depth += 1
                 try:
                     yield
@@ -118,8 +119,7 @@ class PageKeeper:
         """Copies the live rows into pages. num_rows: [1], int64; reserve: [3], int64, both on the device."""
         pages = Pages(self.pool.open_group([block.spec for block in blocks]), self.generation)
         # From here on, whatever happens, the pages come back when the group goes.
-        group.finalizer = weakref.finalize(group, self._let_go, pages)
-        group.finalizer.atexit = False
+        weakref.finalize(group, self._let_go, pages).atexit = False
         sources = [block.bytes_of_rows(self.pool.device) for block in blocks]
         try:
             with self._stash_stream.behind_main(*pages.group.waits):
@@ -127,9 +127,10 @@ class PageKeeper:
                 self.pool.stash(pages.group, sources, num_programs=self._num_programs)
         finally:
             pages.stashed = self._stash_stream.record()
-            # Until the main stream has waited for the copy the allocator must not hand this memory out: the copy
-            # would read what later kernels of the main stream write to it.
-            self._reading.append((pages.stashed, [*sources, num_rows]))
+            if pages.stashed is not None:
+                # Until the main stream has waited for the copy the allocator must not hand this memory out: the copy
+                # would read what later kernels of the main stream write to it.
+                self._reading.append((pages.stashed, [*sources, num_rows]))
         group.pages, group.phase = pages, Phase.STASHED
         group.again = [_again(block, blocks, index=index) for index, block in enumerate(blocks) if _can_drop(block)]
         for block in blocks:
@@ -154,13 +155,16 @@ class PageKeeper:
         pages.targets = targets
         with self._restore_stream.behind_main(pages.stashed):
             self.pool.restore(pages.group, rows, num_programs=self._num_programs)
-            self.pool.release(pages.group)
-        pages.arrived = self._restore_stream.record()
-        group.phase = Phase.RESTORING
+            pages.arrived = self._restore_stream.record()
+            # Now, for an interruption between this line and the next must not lead to a copy out of pages given back.
+            group.phase = Phase.RESTORING
+            self._give_back(pages)
 
     def finish_restore(self, group: StashedGroup) -> None:
         """Makes the main stream wait for the rows, and what was dropped be computed again."""
         pages = self._current(group)
+        with self._restore_stream.behind_main():
+            self._give_back(pages)
         main_waits_for(pages.arrived, self.pool.device)
         for again in sorted(group.again, key=lambda again: again.priority):
             # Which waits for no one: the flag is on the device, and the callable returns at once where it is 0.
@@ -172,11 +176,10 @@ class PageKeeper:
             alive = memory()
             if alive is not None:
                 alive.restored = target
-        if group.finalizer is not None:
-            group.finalizer.detach()
+        group.ready = record_main(self.pool.device)
+        group.again, pages.targets, group.phase = [], [], Phase.READY
         # The flags are read by kernels of the main stream: until these are done no one else may get the records.
-        self.pool.close_group(pages.group, after=record_main(self.pool.device))
-        pages.targets, group.pages, group.again, group.phase = [], None, [], Phase.READY
+        self.pool.close_group(pages.group, after=group.ready)
 
     def join(self) -> None:
         """Makes the main stream wait for all copies into pages, whose sources may then be written or freed."""
@@ -235,8 +238,13 @@ class PageKeeper:
         # A copy back that nobody waited for may still write to `targets`.
         main_waits_for(pages.arrived, self.pool.device)
         with self._restore_stream.behind_main(pages.stashed):
-            self.pool.release(pages.group)
+            self._give_back(pages)
         self.pool.close_group(pages.group, after=self._restore_stream.record())
+
+    def _give_back(self, pages: Pages) -> None:
+        if not pages.is_given_back:
+            self.pool.release(pages.group)
+            pages.is_given_back = True
 
 
 def tensor_of(saved: SavedTensor) -> Tensor:

@@ -31,6 +31,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Prior
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.recording import StashGroup
 from megatron.core.transformer.moe.paged_stash.saved_tensors import Hooks, SavedTensor, outer_hooks
+from megatron.core.transformer.moe.paged_stash.side_streams import main_waits_for
 from megatron.core.transformer.moe.paged_stash.stash_group import PageKeeper, Phase, StashedGroup, tensor_of
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent, StashOrder
 
@@ -91,6 +92,10 @@ class PagedStash:
         hooks around the context. Raises ValueError for a wrong num_rows or max_rows, and if no saved tensor has rows.
         """
         _check_count(num_rows, max_rows, device=self.pool.device)
+        with self._keeper.alone():
+            # What runs next may write to memory that the copies of the group before are reading: buffers of a static
+            # dispatch are the same for all layers, and what autograd let go of is handed out anew.
+            self._keeper.join()
         hooks = outer_hooks()
         if not torch.is_grad_enabled() or _is_recomputed(hooks) or max_rows < 2:
             yield StashGroup(self.pool.device, max_rows, group=None, hooks=None)
@@ -105,6 +110,7 @@ class PagedStash:
         finally:
             if group.phase is Phase.RECORDING and recording.has_saved:
                 group.phase, self._is_spoiled = Phase.LOST, True
+                recording.forget()
             recording.close()
 
     def reset(self) -> None:
@@ -141,9 +147,6 @@ class PagedStash:
 
     def _begin(self, name: str, *, backward_is_next: bool) -> StashedGroup:
         with self._keeper.alone():
-            # The experts to come may write to memory that the copies of the group before are reading: buffers of a
-            # static dispatch are the same for all layers, and what autograd let go of is handed out anew.
-            self._keeper.join()
             event = StashEvent(EventKind.FORWARD, name, self._instances[name])
             self._instances[name] += 1
             group = StashedGroup(event, self._keeper.generation)
@@ -173,6 +176,8 @@ class PagedStash:
             if group.phase is not Phase.RECORDING:
                 self._reach(group)
             if saved.memory is not None:
+                # Another stream than that of the first tensor may run this one's backward.
+                main_waits_for(group.ready, self.pool.device)
                 return tensor_of(saved)
         return saved.kept()
 
@@ -182,6 +187,7 @@ class PagedStash:
         group.has_backward_begun = True
         backward = StashEvent(EventKind.BACKWARD, *group.event.group)
         if is_first:
+            self._keeper.join()  # as at a context's begin: backward writes to memory that autograd let go of
             self.order.observe(backward)
         if group.phase is Phase.STASHED:
             self._keeper.start_restore(group)

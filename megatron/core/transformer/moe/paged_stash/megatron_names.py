@@ -1,0 +1,60 @@
+"""The names of Megatron-LM's paged stash, for scripts that call them; thin, over PagedStash. There is no manager of the
+whole process here: functions take the one that is meant as a keyword.
+"""
+
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
+from megatron.core.transformer.moe.paged_stash.recording import StashGroup
+from megatron.core.transformer.moe.paged_stash.stash_manager import PagedStash
+
+
+class PagedStashManager(PagedStash):
+    """A PagedStash over a pool, under the name that scripts know."""
+
+    def __init__(self, pool: PagePool, *, prefetch_groups: int = 1) -> None:
+        super().__init__(pool, prefetch_groups=prefetch_groups)
+
+
+def paged_stash_reset(enabled: bool = True, *, manager: PagedStash) -> None:
+    """Call before each step; enabled: False for a step that stashes nothing, such as an evaluation."""
+    if enabled:
+        manager.reset()
+
+
+def get_paged_stash_context(
+    name: str | None = None,
+    max_num_tokens: int | None = None,
+    *,
+    num_tokens_tensor: Tensor | int | None = None,
+    avg_num_tokens: int | None = None,
+    manager: PagedStash,
+) -> AbstractContextManager[StashGroup]:
+    """Around an expert group's forward.
+
+    num_tokens_tensor: [1] or scalar, int64 or int32, on the device. avg_num_tokens: not needed, as the pool has its
+    size before. Raises ValueError where max_num_tokens or num_tokens_tensor is missing.
+    """
+    if max_num_tokens is None or num_tokens_tensor is None:
+        raise ValueError(
+            f"max_num_tokens ({max_num_tokens}), num_tokens_tensor ({num_tokens_tensor}): both must be given"
+        )
+    return manager.context(name or "experts", num_tokens_tensor, max_rows=max_num_tokens)
+
+
+def paged_stash_group_start(tensor: Tensor, *, manager: PagedStash) -> Tensor:
+    """The same tensor, any shape and dtype, before its group's context: copies of the group before are waited for."""
+    manager.join()
+    return tensor
+
+
+def paged_stash_group_commit(tensor: Tensor, name: str | None = None) -> Tensor:
+    """The same tensor, any shape and dtype: the end of the context has stashed the group already."""
+    return tensor
+
+
+def check_paged_stash_overflow(*, manager: PagedStash) -> Tensor:
+    """Above 0 if the step's gradients are wrong for lack of pages, as PagedStash.void: scalar, int64, on the device."""
+    return manager.void
