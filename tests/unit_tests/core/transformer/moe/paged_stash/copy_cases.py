@@ -1,0 +1,40 @@
+"""One tensor copied into pages and back by given launchers, against slices of bytes; not a test by itself."""
+
+from types import ModuleType
+
+import torch
+
+from megatron.core.transformer.moe.paged_stash.page_layout import PlacedTensor, PoolLayout, TensorSpec, encode_tensors
+
+POISON = 0xA5
+
+
+def copy_there_and_back(
+    launchers: ModuleType, spec: TensorSpec, *, rows: int, layout: PoolLayout, offset: int = 0, device: str = "cpu"
+) -> None:
+    """The tensor lies `offset` bytes into its memory and holds the last pages, from the last on."""
+    pages = layout.pages_for(rows * spec.row_bytes)
+    ids = range(layout.num_pages - 1, layout.num_pages - 1 - pages, -1)
+    state = {"table": torch.tensor(ids, device=device), "held": torch.tensor([[pages, rows, 0]], device=device)}
+    numbers = {"layout": layout.encode(), "tensors": encode_tensors([PlacedTensor(spec, 0, 0)])}
+    # Made without being touched: most of it never becomes memory.
+    device_pages = torch.empty(layout.device_pages * layout.page_bytes, dtype=torch.uint8, device=device)
+    host_pages = torch.empty(layout.host_pages * layout.page_bytes, dtype=torch.uint8, pin_memory=device != "cpu")
+    size = (spec.max_rows - 1) * spec.pitch_bytes + spec.row_bytes
+    memories = [torch.empty(offset + size, dtype=torch.uint8, device=device)[offset:] for _ in range(2)]
+    shape, strides = (spec.max_rows, spec.row_bytes), (spec.pitch_bytes, 1)
+    source, target = (memory.as_strided(shape, strides, offset) for memory in memories)
+    live = torch.randint(256, (rows, spec.row_bytes), dtype=torch.uint8, device=device)
+    source[:rows] = live
+    # Of the bytes behind each row that belong to none, the first few are watched.
+    gap = min(spec.pitch_bytes - spec.row_bytes, 8)
+    between = memories[1].as_strided((spec.max_rows - 1, gap), strides, offset + spec.row_bytes)
+    for watched in (target, between):
+        watched.fill_(POISON)
+    launchers.stash(memories[:1], device_pages, host_pages=host_pages, num_programs=0, **state, **numbers)
+    launchers.restore(device_pages, host_pages, targets=memories[1:], num_programs=3, **state, **numbers)
+    assert torch.equal(target[:rows], live)
+    assert (target[rows:] == POISON).all() and (between == POISON).all()
+    tiers = [*device_pages.view(-1, layout.page_bytes)[-pages:], *host_pages.view(-1, layout.page_bytes)]
+    for page, expected in zip(reversed(tiers), live.flatten().split(layout.page_bytes)):
+        assert torch.equal(page[: len(expected)].to(device), expected)

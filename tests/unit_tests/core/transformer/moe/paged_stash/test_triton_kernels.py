@@ -1,0 +1,71 @@
+"""The kernels, interpreted on the CPU, do what the operators do: the same bytes, tables, rings and counters."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, TensorSpec
+from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
+from tests.counts import long_count
+from tests.unit_tests.core.transformer.moe.paged_stash.copy_cases import copy_there_and_back
+from tests.unit_tests.core.transformer.moe.paged_stash.pool_model import RandomOperations
+
+Interpreted = Callable[[str], ModuleType]
+
+
+def test_random_operations_agree_with_the_model(interpreted: Interpreted) -> None:
+    RandomOperations(1, ops=interpreted("triton_kernels")).run(50)
+
+
+@pytest.mark.slow
+def test_many_random_operations_agree_with_the_model(interpreted: Interpreted) -> None:
+    RandomOperations(2, ops=interpreted("triton_kernels")).run(long_count(2000, soak=20000))
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "pitch_bytes", "max_rows", "offset"),
+    [
+        (80000, 80000, 3, 0),  # words of 16 bytes
+        (80000, 80016, 3, 16),  # rows longer than a block
+        (48, 64, 4000, 0),  # many rows in a block
+        (1000, 1008, 300, 8),  # words of 8, 4, 2 and 1 bytes
+        (100, 108, 900, 4),
+        (6, 14, 7000, 2),
+        (7, 15, 3000, 1),
+        (7, 7, 20001, 0),  # without gaps: words of 16 bytes, whatever the width
+        (7, 7, 20001, 1),
+        (4096, 2**31 + 16, 3, 0),  # beyond what 32 bits address
+    ],
+)
+def test_any_width_and_address_is_copied(
+    row_bytes: int, pitch_bytes: int, max_rows: int, offset: int, interpreted: Interpreted
+) -> None:
+    spec = TensorSpec(row_bytes, pitch_bytes, max_rows)
+    # Pages as large as the largest block's, 2 of them on the host, the others at addresses beyond 2**31.
+    layout = PoolLayout(page_bytes=4096 * 16, device_pages=2**15 + 20, host_pages=2)
+    copy_there_and_back(interpreted("triton_kernels"), spec, rows=max_rows - 1, layout=layout, offset=offset)
+
+
+def test_a_group_is_one_launch_of_each(interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+    launchers = interpreted("triton_kernels")
+    launched: list[str] = []
+    run = type(launchers.plan_kernel).run
+    monkeypatch.setattr(
+        type(launchers.plan_kernel),
+        "run",
+        lambda kernel, *args, **named: launched.append(kernel.__name__) or run(kernel, *args, **named),
+    )
+    pool = PagePool("cpu", PoolLayout(64, 40, 8))
+    group = pool.open_group([TensorSpec(64, 64, 3)] * 16)
+    state = {"table": group.slab.table, "held": group.slab.held, "layout": pool.layout.encode()}
+    state["tensors"] = group.calls[0].tensors
+    ends = {"heads": pool.heads, "tails": pool.tails, "ring": pool.ring, "counters": pool.counters}
+    memories = [torch.arange(192, dtype=torch.uint8) for _ in range(16)]
+    launchers.plan(torch.tensor([2]), torch.zeros(3, dtype=torch.int64), **ends, **state)
+    launchers.stash(memories, pool.device_pages, host_pages=pool.host_pages, num_programs=0, **state)
+    launchers.restore(pool.device_pages, pool.host_pages, targets=memories, num_programs=0, **state)
+    launchers.release(pool.ring, pool.tails, **state)
+    assert launched == ["plan_kernel", "copy_kernel", "copy_kernel", "release_kernel"]
+    assert pool.occupancy_sync().device_free == 40
