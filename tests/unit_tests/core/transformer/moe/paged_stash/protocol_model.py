@@ -25,6 +25,7 @@ MUTANTS = (
     "ring entries are read before tails",
     "room in the table is lent before the release passed",
     "plan writes tails",
+    "heads are written while lanes still read them",
     "plans run on two streams",
 )
 
@@ -39,6 +40,10 @@ def copy_word(source: Word, target: Word) -> Step:
 
 def write(target: Word, value: object) -> Step:
     return lambda memory: memory.update({target: value})
+
+
+def record(event: Word) -> Stage:
+    return [[write(event, True)]]
 
 
 def joined(streams: Iterable[Stream]) -> Stream:
@@ -84,9 +89,9 @@ class Case:
     def streams(self) -> list[Stream]:
         """What runs side by side: the stash stream and the restore stream, if there is no mutant."""
         groups = range(len(self.needs))
-        stash = [self._lent(g) + self.plan(g) + [self.stash(g), [[write(("stashed", g), True)]]] for g in groups]
+        stash = [[*self._lent(g), *self.plan(g), self.stash(g), record(("stashed", g))] for g in groups]
         restore = [[wait(("stashed", group)), self.restore(group)] for group in self.order]
-        give = [[*self.release(group), [[write(("released", group), True)]]] for group in self.order]
+        give: list[Stream] = [[*self.release(group), record(("released", group))] for group in self.order]
         if self.mutant == "restore does not wait for its stash":
             restore = [stages[1:] for stages in restore]
         if self.mutant == "release runs beside the restore":
@@ -98,11 +103,19 @@ class Case:
         return [joined(stash), backward]
 
     def plan(self, group: int) -> Stream:
-        """Tails are read, it is decided, then ring entries go to the table; held and heads are written beside that."""
+        """Tails are read, it is decided; lanes read heads and hand ring entries to the table; heads are written."""
         tails: Stage = [[copy_word(("tail", tier), ("seen", group, tier))] for tier in TIERS]
-        entries: Stage = [[partial(self._take, group, entry)] for entry in self._entries(group)]
+        entries: Stage = [
+            [
+                *(copy_word(("head", tier), ("from", group, entry, tier)) for tier in TIERS),
+                partial(self._take, group, entry),
+            ]
+            for entry in self._entries(group)
+        ]
         heads: Stage = [[partial(self._write_head, group, tier)] for tier in TIERS]
-        stages = [tails, [[partial(self._decide, group)]], [*entries, *heads, [partial(self._write_held, group)]]]
+        entries.append([partial(self._write_held, group)])
+        last = [entries + heads] if self.mutant == "heads are written while lanes still read them" else [entries, heads]
+        stages: Stream = [tails, [[partial(self._decide, group)]], *last]
         if self.mutant == "plan writes tails":
             stages.append([[copy_word(("seen", group, tier), ("tail", tier))] for tier in TIERS])
         if self.mutant == "ring entries are read before tails":
@@ -126,14 +139,15 @@ class Case:
         ]
 
     def release(self, group: int) -> Stream:
-        """Held, tails and table entries are read, ring entries written, then tails, then held is cleared."""
+        """Held, tails and table entries are read, ring entries written, then tails; held is cleared."""
         place = group % self.room
         first = [copy_word(("tail", tier), ("end", tier)) for tier in TIERS]
         ids: Stage = [[copy_word(("table", place, entry), ("leaving", entry))] for entry in self._entries(group)]
         ring: Stage = [[partial(self._give_back, group, entry)] for entry in self._entries(group)]
         publish: Stage = [[partial(self._publish, tier)] for tier in TIERS]
-        middle = [ring + publish] if self.mutant == "tails are published beside ring entries" else [ring, publish]
-        return [[[copy_word(("held", place), ("count",)), *first]], ids, *middle, [[write(("held", place), 0)]]]
+        publish.append([write(("held", place), 0)])
+        last = [ring + publish] if self.mutant == "tails are published beside ring entries" else [ring, publish]
+        return [[[copy_word(("held", place), ("count",)), *first]], ids, *last]
 
     def _entries(self, group: int) -> range:
         return range(sum(self.needs[group]))
@@ -156,7 +170,8 @@ class Case:
         memory["plan", group] = (*heads, *taken)
 
     def _take(self, group: int, entry: int, memory: Memory) -> None:
-        *heads, device, host = memory["plan", group]
+        heads = [memory.pop(("from", group, entry, tier)) for tier in TIERS]
+        device, host = memory["plan", group][2:]
         if entry >= device + host:
             return
         tier, rank = (0, entry) if entry < device else (1, entry - device)
