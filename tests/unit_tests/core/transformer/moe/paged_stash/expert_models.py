@@ -8,9 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout
+from megatron.core.transformer.moe.paged_stash import (
+    PagedStash,
+    PagePool,
+    PoolLayout,
+    Priority,
+    StashGroup,
+    gated_activation,
+    grouped_gemm,
+    recompute_act,
+    recompute_gate_up,
+)
 
-C, HIDDEN, FFN, EXPERTS = 48, 16, 24, 3
+C, LIVE, HIDDEN, FFN, EXPERTS = 48, 37, 16, 24, 3
 PAGE_BYTES = 256
 Context = Callable[..., AbstractContextManager[Any]]
 
@@ -37,16 +47,31 @@ class Experts(nn.Module):
         self.weight2 = nn.Parameter(torch.randn(EXPERTS, FFN, HIDDEN, dtype=dtype) * 0.3)
         self.offsets = torch.tensor([live // 3, live // 3, live], dtype=torch.int32)
 
-    def forward(self, x: Tensor, probs: Tensor) -> Tensor:
+    def forward(self, x: Tensor, probs: Tensor, group: StashGroup | None = None) -> Tensor:
         """x: [C, H], probs: [C], one float dtype. Returns [C, H]."""
         gate, up = F.grouped_mm(x, self.weight1, offs=self.offsets).chunk(2, dim=-1)
         return F.grouped_mm(F.silu(gate) * up * probs[:, None], self.weight2, offs=self.offsets)
 
 
-class Layer(nn.Module):
-    """Experts inside a context, with padding before and the residual after them."""
+class MarkedExperts(Experts):
+    """The same with functions that can be computed again, and marks that say how."""
 
-    def __init__(self, name: str, experts: nn.Module, context: Context | None) -> None:
+    def forward(self, x: Tensor, probs: Tensor, group: StashGroup | None = None) -> Tensor:
+        """x: [C, H], probs: [C], one float dtype. Returns [C, H]."""
+        num_rows = torch.tensor([self.live])
+        gate_up = grouped_gemm(x, self.weight1, offsets=self.offsets)
+        act = gated_activation(gate_up, probs, num_rows=num_rows)
+        if group is not None:
+            again = recompute_gate_up(self.weight1, self.offsets)
+            group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(x,))
+            group.mark(act, priority=Priority.ACT, recompute=recompute_act(num_rows), sources=(gate_up, probs))
+        return grouped_gemm(act, self.weight2, offsets=self.offsets)
+
+
+class Layer(nn.Module):
+    """Experts inside a context, with NaN padding before them and the residual after."""
+
+    def __init__(self, name: str, experts: Experts, context: Context | None) -> None:
         super().__init__()
         self.name, self.experts, self.context = name, experts, context or (lambda *_, **__: nullcontext())
 
@@ -55,17 +80,59 @@ class Layer(nn.Module):
         live = self.experts.live
         x = F.pad(hidden[:live], (0, 0, 0, C - live), value=torch.nan)
         weights = F.pad(probs[:live], (0, C - live), value=torch.nan)
-        with self.context(self.name, live, max_rows=C):
-            y = self.experts(x, weights)
+        with self.context(self.name, live, max_rows=C) as group:
+            y = self.experts(x, weights, group)
         return hidden + F.pad(y[:live], (0, 0, 0, C - live))
 
 
-def gradients(model: nn.Module, *, live: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Of a loss over live rows, by parameter, input and probs; the model's gradients are cleared."""
-    generator = torch.Generator().manual_seed(7)
-    hidden = torch.randn(C, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    probs = torch.rand(C, generator=generator).to(dtype).requires_grad_()
-    model(hidden, probs)[:live].float().square().sum().backward()
+class Model(nn.Module):
+    """Layers after each other. around: what each of them runs in, such as a checkpoint."""
+
+    def __init__(
+        self,
+        context: Context | None,
+        *,
+        kind: type[Experts] = Experts,
+        num_layers: int = 3,
+        dtype: torch.dtype = torch.float32,
+        around: Callable[..., Tensor] = lambda layer, *tensors: layer(*tensors),
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        experts = [kind(LIVE, dtype=dtype) for _ in range(num_layers)]
+        self.layers = nn.ModuleList(Layer(str(number), one, context) for number, one in enumerate(experts))
+        self.around, self.dtype = around, dtype
+
+    def forward(self, hidden: Tensor, probs: Tensor) -> Tensor:
+        """hidden: [C, H], probs: [C], one float dtype. Returns [C, H]."""
+        for layer in self.layers:
+            hidden = self.around(layer, hidden, probs)
+        return hidden
+
+
+def inputs(dtype: torch.dtype = torch.float32, seed: int = 7) -> tuple[Tensor, Tensor]:
+    """hidden: [C, H], probs: [C], that require grad."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, probs = (torch.rand(*size, generator=generator).to(dtype) for size in ((C, HIDDEN), (C,)))
+    return hidden.requires_grad_(), probs.requires_grad_()
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """Of live rows; output: [C, H], any float dtype. Returns a scalar, fp32."""
+    return output[:LIVE].float().square().sum()
+
+
+def gradients(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """By input, probs and parameter, of those that have one; the model's gradients are cleared."""
+    hidden, probs = inputs(dtype)
+    loss_of(model(hidden, probs)).backward()
     found = [tensor.grad for tensor in (hidden, probs, *model.parameters()) if tensor.grad is not None]
     model.zero_grad()
     return found
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Bit for bit, and numbers."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        assert not other.isnan().any() and torch.equal(one, other)

@@ -1,0 +1,185 @@
+"""After an exception anywhere the pool is whole, all pages come back, and the next step is as if nothing had been."""
+
+import gc
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash import PagedStash, Priority
+from tests.counts import long_count
+from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
+    HIDDEN,
+    LIVE,
+    C,
+    MarkedExperts,
+    Model,
+    assert_same,
+    gradients,
+    inputs,
+    is_empty_sync,
+    loss_of,
+    make_stash,
+)
+
+PACKAGE = "megatron.core.transformer.moe.paged_stash."
+PLACES = (
+    *(f"{PACKAGE}page_pool.PagePool.{verb}" for verb in ("open_group", "plan", "stash", "restore", "release")),
+    f"{PACKAGE}restored_memory.RestoredMemory.take",
+    f"{PACKAGE}recording.StashGroup.pack",
+    f"{PACKAGE}recording.StashGroup.blocks",
+    f"{MarkedExperts.__module__}.MarkedExperts.forward",
+)
+
+
+@pytest.mark.parametrize("after", ["reset", "drop"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_leaves_a_pool_that_is_whole(place: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = gradients(Model(None, kind=MarkedExperts, num_layers=2))
+    path, _, name = place.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    for call in range(1, long_count(3, soak=10)):
+        stash = make_stash(60, 20)
+        model = Model(stash.context, kind=MarkedExperts, num_layers=2)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, failing(vars(owner)[name], call))
+            gradients(model)
+            raise KeyboardInterrupt  # where there were fewer calls
+        stash.pool.check_integrity_sync()
+        if after == "reset":
+            stash.reset()
+        gc.collect()
+        assert is_empty_sync(stash)
+        stash.reset()
+        model.zero_grad()
+        for _ in range(2):
+            assert_same(gradients(model), expected)
+            assert is_empty_sync(stash) and not stash.is_void_sync()
+            stash.reset()
+
+
+def failing(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """Raises at one call instead, the odd ones before and the even ones after it did its work."""
+    count = 0
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call and call % 2:
+            raise KeyboardInterrupt
+        result = function(*args, **named)
+        if count == call:
+            raise KeyboardInterrupt
+        return result
+
+    return wrapped
+
+
+def test_an_exception_while_dropped_tensors_are_computed_again_can_be_followed_by_another_try() -> None:
+    class Failing(MarkedExperts):
+        fails = True
+
+        def forward(self, x: Tensor, probs: Tensor, group: Any = None) -> Tensor:
+            y = x.exp()
+            if group is not None:
+                group.mark(y, priority=Priority.ACT, recompute=self.again, sources=(x,))
+            return y * y * probs[:, None]
+
+        def again(self, out: Tensor, needed: Tensor, x: Tensor) -> None:
+            if self.fails:
+                raise RuntimeError("injected")
+            out[:LIVE].copy_(torch.where(needed > 0, x[:LIVE].exp(), out[:LIVE]))
+
+    stash = make_stash(24)
+    model = Model(stash.context, kind=Failing, num_layers=1)
+    hidden, probs = inputs()
+    loss = loss_of(model(hidden, probs))
+    with pytest.raises(RuntimeError, match="injected"):
+        loss.backward()
+    model.layers[0].experts.fails = False
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()  # torch let go of what its nodes had saved before the exception
+    del loss
+    gc.collect()
+    assert is_empty_sync(stash)
+    assert_same(gradients(model), gradients(Model(None, kind=Failing, num_layers=1)))
+
+
+def test_backward_after_reset_says_what_happened_and_touches_nothing() -> None:
+    stash = make_stash()
+    model = Model(stash.context)
+    stale = loss_of(model(*inputs()))
+    stash.reset()
+    fresh = loss_of(model(*inputs()))
+    with pytest.raises(RuntimeError, match=r"'2'.*reset\(\)"):
+        stale.backward()
+    del stale
+    gc.collect()
+    model.zero_grad()
+    fresh.backward()
+    assert_same([one.grad for one in model.parameters()], gradients(Model(None))[2:])
+    assert is_empty_sync(stash)
+
+
+@contextmanager
+def context_of(stash: PagedStash, num_rows: Any = LIVE, max_rows: int = C) -> Iterator[tuple[Any, Tensor]]:
+    x = torch.randn(C, HIDDEN, requires_grad=True) * 1.0
+    with stash.context("one", num_rows, max_rows=max_rows) as group:
+        yield group, x
+
+
+def _change(_group: Any, x: Tensor) -> Tensor:
+    y = x.exp()
+    z = y * y
+    y.add_(1)
+    return z
+
+
+MISTAKES: list[tuple[Callable[[Any, Tensor], Any], type[Exception], str]] = [
+    (_change, RuntimeError, r"\[48, 16\].*changed in place"),
+    (lambda group, x: x.unfold(1, 2, 1)[3:].exp() ** 2, ValueError, r"max_rows \(48\).*45"),
+    (lambda group, x: group.mark(x[:20], tokens_per_row=32), ValueError, "in the order of the tokens"),
+    (lambda group, x: group.mark(x, priority=Priority.ACT), ValueError, "need both"),
+    (lambda group, x: group.mark(x, sources=(x,)), ValueError, "takes neither"),
+]
+
+
+@pytest.mark.parametrize(("body", "error", "message"), MISTAKES)
+def test_mistakes_inside_a_context_are_named(body: Callable[..., Any], error: type[Exception], message: str) -> None:
+    stash = make_stash()
+    with pytest.raises(error, match=message), context_of(stash) as (group, x):
+        kept = body(group, x)
+    assert is_empty_sync(stash)
+    if "kept" in locals() and kept is not None:
+        with pytest.raises(RuntimeError, match="did not end well"):
+            kept.sum().backward()
+
+
+@pytest.mark.parametrize("priorities", [(Priority.ACT, Priority.ACT), (Priority.GATE_UP, Priority.ACT)])
+def test_tensors_cannot_be_computed_from_each_other_in_a_circle(priorities: tuple[Priority, Priority]) -> None:
+    with pytest.raises(ValueError, match="a source must be more important"), context_of(make_stash()) as (group, x):
+        first, second = x.exp(), x.sin()
+        result = first * second
+        group.mark(first, priority=priorities[0], recompute=lambda *_: None, sources=(second,))
+        group.mark(second, priority=priorities[1], recompute=lambda *_: None, sources=(first,))
+        assert result.requires_grad
+
+
+@pytest.mark.parametrize(("num_rows", "max_rows"), [(C + 1, C), (-1, C), (True, C), (torch.ones(2), C), (1, -1)])
+def test_wrong_counts_are_named(num_rows: Any, max_rows: int) -> None:
+    with pytest.raises(ValueError, match="num_rows|max_rows"), context_of(make_stash(), num_rows, max_rows):
+        pass
+
+
+def test_a_count_above_the_maximum_on_the_device_makes_the_step_void() -> None:
+    stash = make_stash()
+    with context_of(stash, torch.tensor(C + 5)) as (_, x):
+        y = x.exp()
+    y.sum().backward()
+    assert stash.void == 1 and stash.is_void_sync() and is_empty_sync(stash)
+    stash.reset()
+    assert not stash.is_void_sync()
