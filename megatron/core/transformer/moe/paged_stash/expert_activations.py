@@ -4,6 +4,7 @@ Shapes: C rows of the buffers, of which the first R are live, F ffn; [C, 2F] hol
 Half precision is computed in fp32 and rounded once. act = f(gate) * up * scale, multiplied in this order.
 """
 
+import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,11 +17,21 @@ _CHUNK_ELEMENTS = 1 << 19
 _aten = torch.ops.aten
 
 
+class Curve(enum.IntEnum):
+    """f, for kernels."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+    QUICK_GELU = 3
+    SQUARED_RELU = 4
+
+
 @dataclass(frozen=True)
 class Activation:
-    """f by its name in kernels, whether up multiplies it, value(x, out) = out = f(x) and slope(g, x) = g f'(x)."""
+    """f by its number in kernels, whether up multiplies it, value(x, out) = out = f(x) and slope(g, x) = g f'(x)."""
 
-    curve: str
+    curve: Curve
     is_gated: bool
     value: Callable[[Tensor, Tensor], Tensor]
     slope: Callable[[Tensor, Tensor], Tensor]
@@ -120,13 +131,13 @@ def _squared_relu_slope(grad: Tensor, x: Tensor) -> Tensor:
 
 
 _ACTIVATIONS = {
-    "swiglu": Activation("silu", True, _silu, _aten.silu_backward),
-    "geglu": Activation("gelu", True, *_gelu("none")),
-    "geglu_tanh": Activation("gelu_tanh", True, *_gelu("tanh")),
-    "quick_geglu": Activation("quick_gelu", True, _quick_gelu, _quick_gelu_slope),
-    "silu": Activation("silu", False, _silu, _aten.silu_backward),
-    "gelu": Activation("gelu", False, *_gelu("none")),
-    "gelu_tanh": Activation("gelu_tanh", False, *_gelu("tanh")),
-    "quick_gelu": Activation("quick_gelu", False, _quick_gelu, _quick_gelu_slope),
-    "squared_relu": Activation("squared_relu", False, _squared_relu, _squared_relu_slope),
+    "swiglu": Activation(Curve.SILU, True, _silu, _aten.silu_backward),
+    "geglu": Activation(Curve.GELU, True, *_gelu("none")),
+    "geglu_tanh": Activation(Curve.GELU_TANH, True, *_gelu("tanh")),
+    "quick_geglu": Activation(Curve.QUICK_GELU, True, _quick_gelu, _quick_gelu_slope),
+    "silu": Activation(Curve.SILU, False, _silu, _aten.silu_backward),
+    "gelu": Activation(Curve.GELU, False, *_gelu("none")),
+    "gelu_tanh": Activation(Curve.GELU_TANH, False, *_gelu("tanh")),
+    "quick_gelu": Activation(Curve.QUICK_GELU, False, _quick_gelu, _quick_gelu_slope),
+    "squared_relu": Activation(Curve.SQUARED_RELU, False, _squared_relu, _squared_relu_slope),
 }

@@ -8,6 +8,14 @@ Loads of rows beyond the live ones are masked: whatever lies there, NaN too, is 
 import triton
 import triton.language as tl
 
+from megatron.core.transformer.moe.paged_stash.expert_activations import Curve
+
+SILU = tl.constexpr(int(Curve.SILU))
+GELU = tl.constexpr(int(Curve.GELU))
+GELU_TANH = tl.constexpr(int(Curve.GELU_TANH))
+QUICK_GELU = tl.constexpr(int(Curve.QUICK_GELU))
+SQUARED_RELU = tl.constexpr(int(Curve.SQUARED_RELU))
+
 
 @triton.jit
 def _erf_cdf(x):
@@ -22,16 +30,16 @@ def _tanh_cdf(x):
 
 @triton.jit
 def _value(x, CURVE: tl.constexpr):
-    if CURVE == "silu":
+    if CURVE == SILU:
         result = x * tl.sigmoid(x)
-    elif CURVE == "gelu":
+    elif CURVE == GELU:
         result = x * _erf_cdf(x)
-    elif CURVE == "gelu_tanh":
+    elif CURVE == GELU_TANH:
         result = x * _tanh_cdf(x)
-    elif CURVE == "quick_gelu":
+    elif CURVE == QUICK_GELU:
         result = x * tl.sigmoid(1.702 * x)
     else:
-        tl.static_assert(CURVE == "squared_relu")
+        tl.static_assert(CURVE == SQUARED_RELU)
         positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         result = positive * positive
     return result
@@ -39,24 +47,24 @@ def _value(x, CURVE: tl.constexpr):
 
 @triton.jit
 def _slope(x, CURVE: tl.constexpr):
-    if CURVE == "silu":
+    if CURVE == SILU:
         sigmoid = tl.sigmoid(x)
         result = sigmoid + x * sigmoid * (1 - sigmoid)
-    elif CURVE == "gelu":
+    elif CURVE == GELU:
         result = _erf_cdf(x) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
-    elif CURVE == "gelu_tanh":
+    elif CURVE == GELU_TANH:
         cdf = _tanh_cdf(x)
         result = cdf + x * cdf * (1 - cdf) * 1.5957691216057308 * (1 + 0.134145 * x * x)
-    elif CURVE == "quick_gelu":
+    elif CURVE == QUICK_GELU:
         sigmoid = tl.sigmoid(1.702 * x)
         result = sigmoid + 1.702 * x * sigmoid * (1 - sigmoid)
     else:
-        tl.static_assert(CURVE == "squared_relu")
+        tl.static_assert(CURVE == SQUARED_RELU)
         result = 2 * tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return result
 
 
-@triton.jit(do_not_specialize=["forward"])
+@triton.jit(do_not_specialize=["forward"], do_not_specialize_on_alignment=["num_rows", "needed"])
 def act_kernel(
     gate_up,
     scale,

@@ -4,14 +4,16 @@ One compiled kernel serves a rung and its forward function: `forward`, a number 
 1 in forward, where `needed` does not count and rows beyond the live ones become zeros. So both give the same bits.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.expert_activations import activation_of
+from megatron.core.transformer.moe.paged_stash.expert_activations import Curve, activation_of
 from megatron.core.transformer.moe.paged_stash.triton_activations import act_gradient_kernel, act_kernel
+from megatron.core.transformer.moe.paged_stash.triton_compile import CompileCase, compile_case
 from megatron.core.transformer.moe.paged_stash.triton_grouped_gemm import grouped_gemm_kernel, weight_grad_kernel
 
 
@@ -40,10 +42,9 @@ def gated_activation_backward(
     """Gradients of gate_up and scale, of their shapes and dtypes; grad: [C, F], any strides, gate_up's dtype."""
     _refuse_what_no_kernel_takes(gate_up, grad_gate_up)
     chosen, (max_rows, ffn) = activation_of(activation), grad.shape
-    columns = min(_ACT_ELEMENTS, triton.next_power_of_2(ffn))
-    rows = _ACT_ELEMENTS // columns
+    tile = _act_tile(ffn, _GRADIENT_ELEMENTS)
     with torch.accelerator.device_index(gate_up.device.index):
-        act_gradient_kernel[(_programs(gate_up, triton.cdiv(max_rows, rows)),)](
+        act_gradient_kernel[(_programs(gate_up, triton.cdiv(max_rows, tile["ROWS"])),)](
             grad,
             gate_up,
             scale,
@@ -55,11 +56,10 @@ def gated_activation_backward(
             *grad.stride(),
             gate_up.stride(0),
             grad_gate_up.stride(0),
-            CURVE=chosen.curve,
+            CURVE=int(chosen.curve),
             IS_GATED=chosen.is_gated,
-            ROWS=rows,
-            COLUMNS=columns,
             num_warps=4,
+            **tile,
         )
 
 
@@ -87,14 +87,19 @@ def grouped_gemm_weight_grad(x: Tensor, grad: Tensor, *, offsets: Tensor, out: T
         weight_grad_kernel[(programs,)](x, grad, offsets, out, x.shape[0], inner, outer, *strides, **tile)
 
 
-# Elements of one tile: 32 for each thread of 4 warps.
-_ACT_ELEMENTS = 4096
+# Elements of one tile: 32 for each thread of 4 warps, and 16 where registers hold several of each.
+_ACT_ELEMENTS, _GRADIENT_ELEMENTS = 4096, 2048
+
+
+def _act_tile(ffn: int, elements: int) -> dict[str, int]:
+    columns = min(elements, triton.next_power_of_2(ffn))
+    return {"ROWS": elements // columns, "COLUMNS": columns}
 
 
 def gemm_tile(dtype: torch.dtype) -> dict[str, int]:
-    """Sizes of tiles, warps and stages of the matrix products; fp32 has no tensor cores to feed."""
+    """Sizes of tiles, warps and stages of the matrix products; larger ones spill registers on sm_80 or sm_90."""
     if dtype == torch.float32:
-        return {"ROWS": 64, "COLUMNS": 64, "TERMS": 32, "num_warps": 4, "num_stages": 2}
+        return {"ROWS": 64, "COLUMNS": 64, "TERMS": 16, "num_warps": 4, "num_stages": 3}
     return {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
 
 
@@ -110,9 +115,8 @@ def _launch_act(
 ) -> None:
     _refuse_what_no_kernel_takes(gate_up, out)
     chosen, (max_rows, ffn) = activation_of(activation), out.shape
-    columns = min(_ACT_ELEMENTS, triton.next_power_of_2(ffn))
-    rows = _ACT_ELEMENTS // columns
-    tiles = triton.cdiv(max_rows, rows) * triton.cdiv(ffn, columns)
+    tile = _act_tile(ffn, _ACT_ELEMENTS)
+    tiles = triton.cdiv(max_rows, tile["ROWS"]) * triton.cdiv(ffn, tile["COLUMNS"])
     with torch.accelerator.device_index(gate_up.device.index):
         act_kernel[(_programs(gate_up, tiles),)](
             gate_up,
@@ -125,11 +129,10 @@ def _launch_act(
             ffn,
             gate_up.stride(0),
             out.stride(0),
-            CURVE=chosen.curve,
+            CURVE=int(chosen.curve),
             IS_GATED=chosen.is_gated,
-            ROWS=rows,
-            COLUMNS=columns,
             num_warps=4,
+            **tile,
         )
 
 
@@ -174,3 +177,80 @@ def _programs(tensor: Tensor, tiles: int) -> int:
         return 2
     device: Any = torch.get_device_module(tensor.device).get_device_properties(tensor.device)
     return max(1, min(tiles, 2 * device.multi_processor_count))
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """For weights as stored and transposed, widths that 16 divides, and the activations with least and most to keep."""
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        yield from _gemm_cases(dtype, name)
+        for curve in (Curve.SILU, Curve.GELU_TANH):
+            yield from _act_cases(name, curve)
+
+
+def _gemm_cases(dtype: torch.dtype, name: str) -> Iterator[CompileCase]:
+    tile = gemm_tile(dtype)
+    options = {key: tile.pop(key) for key in ("num_warps", "num_stages")}
+    data, size = f"*{name}:16", "i32:16"
+    shapes = {"inner": size, "outer": size, "max_rows": "i32", "x": data, "x_row": size, "x_column": 1, **tile}
+    for row, column, words in ((size, 1, "as stored"), (1, size, "transposed")):
+        yield compile_case(
+            grouped_gemm_kernel,
+            f"grouped_gemm, {name}, weights {words}",
+            options=options,
+            weight=data,
+            offsets="*i32:16",
+            needed="*i32",
+            out=data,
+            forward="i32",
+            num_experts="i32",
+            weight_expert=size,
+            weight_row=row,
+            weight_column=column,
+            out_row=size,
+            GROUPS=32,
+            **shapes,
+        )
+    yield compile_case(
+        weight_grad_kernel,
+        f"grouped_gemm_weight_grad, {name}",
+        options=options,
+        grad=data,
+        offsets="*i32:16",
+        out=data,
+        grad_row=size,
+        grad_column=1,
+        out_expert=size,
+        out_row=size,
+        out_column=1,
+        **shapes,
+    )
+
+
+def _act_cases(name: str, curve: Curve) -> Iterator[CompileCase]:
+    data, size = f"*{name}:16", "i32:16"
+    sizes = {"max_rows": "i32", "ffn": size, "gate_up_pitch": size, "CURVE": int(curve), "IS_GATED": True}
+    shared = {"gate_up": data, "scale": "*fp32:16", "num_rows": "*i64", **sizes}
+    yield compile_case(
+        act_kernel,
+        f"act_from_gate_up, {name}, {curve.name}",
+        options={"num_warps": 4},
+        needed="*i64",
+        out=data,
+        forward="i32",
+        out_pitch=size,
+        **shared,
+        **_act_tile(1024, _ACT_ELEMENTS),
+    )
+    yield compile_case(
+        act_gradient_kernel,
+        f"gated_activation_backward, {name}, {curve.name}",
+        options={"num_warps": 4},
+        grad=data,
+        grad_gate_up=data,
+        grad_scale="*fp32:16",
+        grad_row=size,
+        grad_column=1,
+        grad_gate_up_pitch=size,
+        **shared,
+        **_act_tile(1024, _GRADIENT_ELEMENTS),
+    )
