@@ -22,7 +22,8 @@ class LiveBytes(TorchDispatchMode):
         # A view makes nothing, nor does a write in place, or an argument that is given other memory.
         known.update(map(_address, arguments))
         for leaf in tree_leaves(results):
-            if isinstance(leaf, torch.Tensor) and _address(leaf) not in known:
+            is_memory = isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
+            if is_memory and _address(leaf) not in known:
                 self._made.setdefault(_address(leaf), StorageWeakRef(leaf.untyped_storage()))
         return results
 

@@ -61,6 +61,23 @@ def test_own_script_has_its_own_model_loss_flag_and_callback(tmp_path: Path) -> 
     assert run.outcomes[0].stdout.count("best step: ") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "pages", "shows"),
+    [
+        ("pytorch", ["--device-pages", "0.48"], r"[1-9]\d* act"),
+        ("pytorch", ["--device-pages", "0.1", "--host-pages", "0.5"], r"\| +[1-9]\S* \| 0 act, 0 gate_up"),
+        ("hf", [], r", [1-9]\S*\n"),
+    ],
+)
+def test_paged_stash_trains_to_equal_losses(name: str, pages: list[str], shows: str, tmp_path: Path) -> None:
+    script = str(EXAMPLES / f"paged_stash_{name}.py")
+    command = [sys.executable, script, "--steps", "3", *pages]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "All 3 losses" in finished.stdout and re.search(shows, finished.stdout), finished.stdout
+
+
 def test_the_code_of_the_library_page_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.DOTALL)

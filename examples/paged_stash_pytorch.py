@@ -1,0 +1,154 @@
+"""A mixture of experts in plain PyTorch, trained twice: as it is, and with a paged stash of what its experts keep.
+
+    python examples/paged_stash_pytorch.py                        pages for all live rows
+    python examples/paged_stash_pytorch.py --device-pages 0.48    fewer: the rest is computed again
+    python examples/paged_stash_pytorch.py --device-pages 0.1 --host-pages 0.5
+
+Of this framework it needs the folder megatron/core/transformer/moe/paged_stash alone, and that needs torch alone.
+
+The experts compute on buffers of C rows whatever the routing says: no shape depends on a value, and no number is read
+from the device. R of the rows are live. Autograd would keep all C for backward; the stash keeps R, in pages.
+Shapes: T tokens, H hidden, F ffn, E experts, K experts of a token at most, C = T x K rows, R <= C live ones.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from benchmarks.live_bytes import LiveBytes  # noqa: E402
+from megatron.core.transformer.moe.paged_stash import (  # noqa: E402
+    Counter,
+    PagedStash,
+    PagePool,
+    PoolLayout,
+    Priority,
+    gated_activation,
+    grouped_gemm,
+    recompute_act,
+    recompute_gate_up,
+)
+
+T, H, F, E, K, LAYERS, VOCABULARY = 512, 64, 96, 8, 4, 6, 128
+C = T * K
+
+Context = Callable[..., AbstractContextManager[Any]]
+
+
+class MoELayer(nn.Module):
+    """A token goes to as many of its K best experts as it takes to have half of the probability."""
+
+    def __init__(self, name: str, *, context: Context) -> None:
+        super().__init__()
+        self.name, self.context = name, context
+        self.norm = nn.RMSNorm(H)
+        self.router = nn.Parameter(torch.randn(H, E) * 0.1)
+        self.weight1 = nn.Parameter(torch.randn(E, H, 2 * F) * H**-0.5)
+        self.weight2 = nn.Parameter(torch.randn(E, F, H) * F**-0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [T, H], fp32. Returns [T, H], fp32."""
+        tokens = self.norm(hidden)
+        weights, experts = (tokens @ self.router).softmax(dim=-1).topk(K)  # [T, K]
+        wanted = weights.cumsum(dim=-1) - weights < 0.5
+        # Rows lie sorted by expert; what nobody wants comes last, beyond R.
+        experts, order = experts.where(wanted, E).flatten().sort(stable=True)
+        offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
+        y = self.run_experts(tokens[order // K], weights.flatten()[order], offsets=offsets)
+        return hidden.index_put((order // K,), y, accumulate=True)  # index_add would keep y for backward
+
+    def run_experts(self, x: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
+        """x: [C, H], weights: [C], fp32; offsets: [E], int32: where each expert's rows end. Returns [C, H], fp32."""
+        num_rows = offsets[-1:].long()  # R
+        with self.context(self.name, num_rows, max_rows=C) as group:
+            # Three functions that read no row beyond R, there and back, for the stash brings none of these back.
+            gate_up = grouped_gemm(x, self.weight1, offsets=offsets)
+            act = gated_activation(gate_up, weights, num_rows=num_rows)
+            y = grouped_gemm(act, self.weight2, offsets=offsets)
+            if group is not None:
+                # Without marks every tensor needs its pages. These two may do without: first act, then gate_up.
+                again = recompute_act(num_rows)
+                group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, weights))
+                again = recompute_gate_up(self.weight1, offsets)
+                group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(x,))
+        return y
+
+
+@dataclass
+class Run:
+    """What a training saw of each step: the exact loss; bytes outside of pages that waited for backward; counters."""
+
+    losses: list[float] = field(default_factory=list)
+    bytes_outside: list[int] = field(default_factory=list)
+    counters: list[list[int]] = field(default_factory=list)
+
+
+def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
+    """Trains a small model for some steps, with a stash if there is a pool for it."""
+    stash = None if pool is None else PagedStash(pool)
+    context: Context = (lambda *_, **__: nullcontext()) if stash is None else stash.context
+    torch.manual_seed(1)
+    layers = [MoELayer(f"layer {number}", context=context) for number in range(LAYERS)]
+    model = nn.Sequential(nn.Embedding(VOCABULARY, H), *layers, nn.Linear(H, VOCABULARY)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    run = Run()
+    for _ in range(steps):
+        tokens = (torch.rand(T) ** 2 * VOCABULARY).long()  # some are seen more often than others
+        with LiveBytes() as made:
+            loss = nn.functional.cross_entropy(model(tokens.to(device)), (tokens * 7 % VOCABULARY).to(device))
+        run.losses.append(loss.item())
+        run.bytes_outside.append(made.total())
+        loss.backward()
+        if stash is not None:
+            run.counters.append(stash.pool.counters.tolist())
+            if stash.is_void_sync():
+                raise SystemExit("Not even x found pages: these gradients are wrong. Give more --device-pages")
+            stash.reset()
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+def compare(plain: Run, stashed: Run, *, page_bytes: int) -> None:
+    """Prints a line a step. Raises SystemExit if any loss differs by a bit."""
+    print("step       loss | waiting for backward, MB: plain | stash: outside + device pages | host pages | again")
+    for step, counters in enumerate(stashed.counters):
+        pages = [counters[tier] * page_bytes for tier in (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)]
+        numbers = [plain.bytes_outside[step], stashed.bytes_outside[step], *pages]
+        before, outside, device, host = (number / 1e6 for number in numbers)
+        again = f"{counters[Counter.DROPPED_ACT]} act, {counters[Counter.DROPPED_GATE_UP]} gate_up"
+        stash = f"{outside:6.2f} + {device:5.2f} = {outside + device:5.2f} ({(outside + device) / before:4.0%})"
+        print(f"{step:4} {stashed.losses[step]:10.6f} | {before:31.2f} | {stash} | {host:10.2f} | {again}")
+    if stashed.losses != plain.losses:
+        raise SystemExit(f"The losses differ; without the stash they are {plain.losses}")
+    print(f"All {len(plain.losses)} losses equal those without the stash, bit for bit")
+
+
+def main() -> None:
+    """Trains without and with the stash, and compares both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--page-bytes", type=int, default=4096)
+    parser.add_argument("--device-pages", type=float, default=0.6, help="device tier / plain's bytes (default: 0.6)")
+    parser.add_argument("--host-pages", type=float, default=0.0, help="host tier / plain's bytes (default: 0)")
+    options = parser.parse_args()
+    plain = train(options.steps, options.device)
+    pages = max(plain.bytes_outside) / options.page_bytes
+    sizes = [int(share * pages) for share in (options.device_pages, options.host_pages)]
+    pool = PagePool(options.device, PoolLayout(options.page_bytes, *sizes))
+    compare(plain, train(options.steps, options.device, pool=pool), page_bytes=options.page_bytes)
+
+
+if __name__ == "__main__":
+    main()
