@@ -1,0 +1,275 @@
+"""What a paged stash saves and costs in expert layers with static buffers: forward and backward, beside other ways.
+
+    python benchmarks/stash_step.py [--rounds 9] [--layers 8] [--device cuda] [--json FILE]
+
+The experts of a layer get T x K rows on average, skewed: other numbers in every layer of every round.
+  dynamic    buffers of R rows, as many as there are: the host has to know R before it can go on
+  static     buffers of C = 2 x T x K rows, of which R are live
+  full       static, and a stash with as many device pages as the live rows need
+  60%        static, and a stash with 60% of these: what finds no page is computed again
+  60% host   the same, and host pages for the rest
+  host       static, and a stash with host pages alone
+All see the same rows in a round, in turn; gradients of the static ones have to be equal bit for bit. Printed: bytes
+that wait for backward (made in forward and still held after it; pages at their high water), and the time of a step as
+a ratio, the median over rounds: CPU seconds of the process, on other devices wall time.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from benchmarks.live_bytes import LiveBytes  # noqa: E402
+from benchmarks.train_step import context as machine  # noqa: E402
+from megatron.core.device import keep_cpu_heap  # noqa: E402
+from megatron.core.transformer.moe.paged_stash import (  # noqa: E402
+    Counter,
+    PagedStash,
+    PagePool,
+    PoolLayout,
+    Priority,
+    gated_activation,
+    grouped_gemm,
+    recompute_act,
+    recompute_gate_up,
+)
+
+TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 1024, 256, 512, 8, 2
+MEAN_ROWS = TOKENS * TOPK
+CAPACITY = 2 * MEAN_ROWS  # C
+WIDTHS = (HIDDEN, 2 * FFN, FFN, 1)  # of x, gate_up, act and weights, in elements
+PAGE_BYTES = 65536
+SKEW = 0.4  # standard deviation of the logarithm of a layer's rows
+SHORT = 0.6
+
+
+@dataclass
+class Rows:
+    """A layer's routing. tokens: [C], int64; weights: [C], float; offsets: [E], int32; num_rows: [1], int64."""
+
+    tokens: Tensor
+    weights: Tensor
+    offsets: Tensor
+    num_rows: Tensor
+    live: int
+
+    def without_padding(self) -> "Rows":
+        """For buffers of R rows."""
+        return Rows(self.tokens[: self.live], self.weights[: self.live], self.offsets, self.num_rows, self.live)
+
+
+class ExpertLayer(nn.Module):
+    """Gathers rows, runs the experts in a context, adds their results to the tokens."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.weight1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * FFN) * HIDDEN**-0.5)
+        self.weight2 = nn.Parameter(torch.randn(EXPERTS, FFN, HIDDEN) * FFN**-0.5)
+
+    def forward(self, hidden: Tensor, rows: Rows, *, stash: PagedStash | None) -> Tensor:
+        """hidden: [T, H], parameter dtype. Returns the same."""
+        x = hidden.index_select(0, rows.tokens)
+        with self._context(rows, stash) as group:
+            gate_up = grouped_gemm(x, self.weight1, offsets=rows.offsets)
+            act = gated_activation(gate_up, rows.weights, num_rows=rows.num_rows)
+            y = grouped_gemm(act, self.weight2, offsets=rows.offsets)
+            if group is not None:
+                again = recompute_act(rows.num_rows)
+                group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, rows.weights))
+                again = recompute_gate_up(self.weight1, rows.offsets)
+                group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(x,))
+        return hidden.index_put((rows.tokens,), y, accumulate=True)  # index_add would keep y for backward
+
+    def _context(self, rows: Rows, stash: PagedStash | None) -> AbstractContextManager[Any]:
+        return nullcontext() if stash is None else stash.context(self.name, rows.num_rows, max_rows=len(rows.tokens))
+
+
+@dataclass
+class Way:
+    """One way to run the layers, and what was seen of it in each round. stash, pool: both or none."""
+
+    name: str
+    is_padded: bool = True
+    stash: PagedStash | None = None
+    pool: PagePool | None = None
+    seconds: list[float] = field(default_factory=list)
+    bytes_outside: list[int] = field(default_factory=list)
+    counters: list[list[int]] = field(default_factory=list)
+
+    @staticmethod
+    def with_pool(name: str, device: torch.device, *, device_pages: int, host_pages: int) -> "Way":
+        """With a stash over a pool of its own."""
+        pool = PagePool(device, PoolLayout(PAGE_BYTES, device_pages, host_pages))
+        return Way(name, stash=PagedStash(pool), pool=pool)
+
+
+class Bench:
+    """The layers, their input, and the gradient of their output."""
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        torch.manual_seed(1)
+        self.generator = torch.Generator().manual_seed(1)
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.device, self.itemsize = device, dtype.itemsize
+        self.layers = nn.ModuleList(ExpertLayer(f"layer {number}") for number in range(layers)).to(device, dtype)
+        self.hidden = torch.randn(TOKENS, HIDDEN, device=device, dtype=dtype, requires_grad=True)
+        self.grad = torch.randn(TOKENS, HIDDEN, device=device, dtype=dtype)
+        # Log-normal with mean 1, as far as C has room for it. A round has the same numbers, in other layers.
+        logarithms = torch.randn(layers, generator=self.generator) * SKEW - SKEW**2 / 2
+        self.live = [min(CAPACITY, int(MEAN_ROWS * share)) for share in logarithms.exp().tolist()]
+
+    def draw(self) -> list[Rows]:
+        """A new routing of every layer."""
+        return [
+            self._draw_rows(self.live[number]) for number in torch.randperm(len(self.live), generator=self.generator)
+        ]
+
+    def step(self, way: Way, routing: list[Rows]) -> list[Tensor]:
+        """Forward and backward, then again for the bytes between. Returns gradients: [as parameters], their dtype."""
+        routing = routing if way.is_padded else [rows.without_padding() for rows in routing]
+        parameters = [*self.layers.parameters(), self.hidden]
+        start = self._now_sync()
+        gradients = torch.autograd.grad(self._forward(way, routing), parameters, self.grad)
+        if way.stash is not None and way.pool is not None:
+            way.counters.append(_read_sync(way.pool.counters))
+            way.stash.reset()
+        way.seconds.append(self._now_sync() - start)
+        with LiveBytes() as made:
+            output = self._forward(way, routing)
+        way.bytes_outside.append(made.total() - output.nbytes)
+        # So that the stash sees a step like the others.
+        torch.autograd.grad(output, parameters, self.grad)
+        if way.stash is not None:
+            way.stash.reset()
+        return list(gradients)
+
+    def pages_needed(self) -> int:
+        """Of all live rows of all layers."""
+        layout = PoolLayout(PAGE_BYTES, 1)
+        return sum(layout.pages_for(live * width * self.itemsize) for live in self.live for width in WIDTHS)
+
+    def _forward(self, way: Way, routing: list[Rows]) -> Tensor:
+        hidden: Tensor = self.hidden
+        for layer, rows in zip(self.layers, routing, strict=True):
+            hidden = layer(hidden, rows, stash=way.stash)
+        return hidden
+
+    def _draw_rows(self, live: int) -> Rows:
+        # Experts' shares differ by a factor of ten and more.
+        shares = torch.randn(EXPERTS, generator=self.generator).exp().cumsum(dim=0)
+        offsets = (shares / shares[-1] * live).round().int().to(self.device)
+        tokens = torch.randint(TOKENS, (CAPACITY,), generator=self.generator).to(self.device)
+        weights = torch.rand(CAPACITY, generator=self.generator).to(self.grad)
+        return Rows(tokens, weights, offsets, offsets[-1:].long(), live)
+
+    def _now_sync(self) -> float:
+        if self.device.type == "cpu":
+            return time.process_time()
+        torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _read_sync(counters: Tensor) -> list[int]:
+    numbers: list[int] = counters.tolist()
+    return numbers
+
+
+def ways_of(bench: Bench) -> list[Way]:
+    """All that are compared."""
+    need = bench.pages_needed()
+    short, rest = int(SHORT * need), need - int(SHORT * need)
+    return [
+        Way("dynamic", is_padded=False),
+        Way("static"),
+        Way.with_pool("full", bench.device, device_pages=need, host_pages=0),
+        Way.with_pool("60%", bench.device, device_pages=short, host_pages=0),
+        Way.with_pool("60% host", bench.device, device_pages=short, host_pages=rest),
+        Way.with_pool("host", bench.device, device_pages=0, host_pages=need),
+    ]
+
+
+def measure(bench: Bench, ways: list[Way], *, rounds: int) -> None:
+    """Rounds of all ways after one that warms up and lets stashes learn the order of a step."""
+    for number in range(rounds + 1):
+        routing = bench.draw()
+        static = next(way for way in ways if way.name == "static")
+        expected = bench.step(static, routing)
+        for way in ways:
+            if way is static:
+                continue
+            gradients = bench.step(way, routing)
+            # Before a stash knows the order of a step it keeps no pages back: the first may be void.
+            is_void = number == 0 and way.counters and way.counters[0][Counter.VOID] > 0
+            if way.is_padded and not is_void and not all(map(torch.equal, gradients, expected)):
+                raise SystemExit(f"{way.name}, round {number}: other gradients than static's")
+            del gradients
+        for way in ways if number == 0 else ():
+            way.seconds.clear()
+            way.bytes_outside.clear()
+            way.counters.clear()
+
+
+def figures_of(way: Way, ways: dict[str, Way]) -> dict[str, Any]:
+    """A way's line: medians over rounds of times; of bytes and counts the largest."""
+    figures: dict[str, Any] = {"way": way.name}
+    for other in ("dynamic", "static", "full"):
+        ratios = [mine / theirs for mine, theirs in zip(way.seconds, ways[other].seconds, strict=True)]
+        figures[f"time_of_{other}"] = statistics.median(ratios)
+    most = [max(column) for column in zip(*way.counters)] or [0] * len(Counter)
+    figures["bytes_outside"] = max(way.bytes_outside)
+    figures["device_page_bytes"] = most[Counter.HIGH_WATER_DEVICE] * PAGE_BYTES
+    figures["host_page_bytes"] = most[Counter.HIGH_WATER_HOST] * PAGE_BYTES
+    figures["on_device"] = figures["bytes_outside"] + figures["device_page_bytes"]
+    for counter in (Counter.VOID, Counter.SPILLED_PAGES, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT):
+        figures[counter.name.lower()] = most[counter]
+    figures["median_seconds"] = statistics.median(way.seconds)
+    return figures
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="counted rounds (default: 9)")
+    parser.add_argument("--layers", type=int, default=8, help="expert layers (default: 8)")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_cpu_heap()
+    bench = Bench(options.layers, options.device)
+    ways = ways_of(bench)
+    measure(bench, ways, rounds=options.rounds)
+    rows = [figures_of(way, {way.name: way for way in ways}) for way in ways]
+    print(
+        f"{'':10}{'time x: dynamic':>16}{'static':>8}{'full':>8}{'waits on device, MB':>21}{'of dynamic':>12}"
+        f"{'of static':>11}{'on host':>9}{'void':>6}{'spilled':>9}{'gate_up':>9}{'act again':>11}"
+    )
+    dynamic, static = rows[0]["on_device"], rows[1]["on_device"]
+    for row in rows:
+        print(
+            f"{row['way']:10}{row['time_of_dynamic']:16.3f}{row['time_of_static']:8.3f}{row['time_of_full']:8.3f}"
+            f"{row['on_device'] / 1e6:21.1f}{row['on_device'] / dynamic:12.2f}{row['on_device'] / static:11.2f}"
+            f"{row['host_page_bytes'] / 1e6:9.1f}{row['void']:6}{row['spilled_pages']:9}{row['dropped_gate_up']:9}"
+            f"{row['dropped_act']:11}"
+        )
+    if options.json is not None:
+        sizes = {"layers": options.layers, "tokens": TOKENS, "capacity": CAPACITY, "live_rows": bench.live}
+        where = {**machine(), "device": str(options.device)} if options.device.type != "cpu" else machine()
+        options.json.write_text(json.dumps({"rows": rows, "rounds": options.rounds, **sizes, **where}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
