@@ -8,6 +8,7 @@ may straddle pages, whatever the dtype or width.
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Kernels copy words of this many bytes where sizes and addresses allow.
 ALIGNMENT = 16
@@ -117,14 +118,26 @@ class PlacedTensor:
     table_start: int
     slot: int
 
-    def encode(self) -> list[int]:
-        """Seven integers in the order of INTS_PER_TENSOR's names, as the operators take them."""
+    def encode(self) -> "EncodedTensor":
+        """As the operators take it."""
         spec = self.spec
-        sizes = [spec.row_bytes, spec.pitch_bytes, spec.max_rows, spec.tokens_per_row, int(spec.priority)]
-        return [*sizes, self.table_start, self.slot]
+        sizes = spec.row_bytes, spec.pitch_bytes, spec.max_rows, spec.tokens_per_row, int(spec.priority)
+        return EncodedTensor(*sizes, self.table_start, self.slot)
 
 
-INTS_PER_TENSOR = 7
+class EncodedTensor(NamedTuple):
+    """A PlacedTensor in the integers that operators take."""
+
+    row_bytes: int
+    pitch_bytes: int
+    max_rows: int
+    tokens_per_row: int
+    priority: int
+    table_start: int
+    slot: int
+
+
+INTS_PER_TENSOR = len(EncodedTensor._fields)
 
 
 def encode_tensors(tensors: Iterable[PlacedTensor]) -> list[int]:
@@ -132,12 +145,7 @@ def encode_tensors(tensors: Iterable[PlacedTensor]) -> list[int]:
     return [number for tensor in tensors for number in tensor.encode()]
 
 
-def decode_tensors(numbers: list[int]) -> list[PlacedTensor]:
-    """What encode_tensors made."""
-    decoded = []
-    for start in range(0, len(numbers), INTS_PER_TENSOR):
-        one = numbers[start : start + INTS_PER_TENSOR]
-        row_bytes, pitch_bytes, max_rows, tokens_per_row, priority, table_start, slot = one
-        spec = TensorSpec(row_bytes, pitch_bytes, max_rows, Priority(priority), tokens_per_row)
-        decoded.append(PlacedTensor(spec, table_start, slot))
-    return decoded
+def split_tensors(numbers: list[int]) -> list[EncodedTensor]:
+    """What encode_tensors joined."""
+    starts = range(0, len(numbers), INTS_PER_TENSOR)
+    return [EncodedTensor(*numbers[start : start + INTS_PER_TENSOR]) for start in starts]

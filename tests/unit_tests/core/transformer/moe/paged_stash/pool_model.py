@@ -16,7 +16,6 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     PoolLayout,
     Priority,
     TensorSpec,
-    decode_tensors,
 )
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup, TableSlab
@@ -233,7 +232,10 @@ class RandomOperations:
 
     def calls(self, group: PageGroup) -> list[tuple[list[PlacedTensor], dict[str, Any]]]:
         records = {"table": group.slab.table, "held": group.slab.held, "layout": self.layout.encode()}
-        return [(decode_tensors(call.tensors), {**records, "tensors": call.tensors}) for call in group.calls]
+        return [
+            ([group.tensors[index] for index in call.indices], {**records, "tensors": call.tensors})
+            for call in group.calls
+        ]
 
     def memories(self, group: PageGroup, *, random_bytes: bool) -> list[tuple[bytearray, torch.Tensor]]:
         """A tensor's memory twice: for the model, and for the operators at any address."""

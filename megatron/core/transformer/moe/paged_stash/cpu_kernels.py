@@ -1,0 +1,217 @@
+"""The operators of a page pool on the CPU: what kernels.py says of them, in numbers and torch's copies.
+
+All of it reads its tensors, which lie on the CPU. In the steady state nothing is allocated, but indices of pages on
+the host tier. What costs here is the number of calls into torch: a group's copies may take no more than a millisecond.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.page_copies import PagedRows, count_device_pages_sync
+from megatron.core.transformer.moe.paged_stash.page_layout import (
+    Counter,
+    EncodedTensor,
+    Held,
+    Priority,
+    split_tensors,
+)
+
+DROPS = {
+    Priority.INPUT: Counter.VOID,
+    Priority.GATE_UP: Counter.DROPPED_GATE_UP,
+    Priority.ACT: Counter.DROPPED_ACT,
+}
+
+
+def plan_sync(
+    num_rows: Tensor,
+    reserve: Tensor,
+    *,
+    heads: Tensor,
+    tails: Tensor,
+    ring: Tensor,
+    table: Tensor,
+    held: Tensor,
+    counters: Tensor,
+    layout: list[int],
+    tensors: list[int],
+) -> None:
+    """The operator. num_rows: [1], int64; reserve: [3], int64; others as in kernels.py. NOTE: reads them."""
+    encoded, (page_bytes, device_pages, host_pages) = split_tensors(tensors), layout
+    records, tally, ends = _read_records_sync(held, encoded), _read_sync(counters), _read_sync(heads)
+    live = _checked_count_sync(num_rows, encoded, tally=tally.now)
+    end, kept, last = ends.now, reserve.tolist(), tails.tolist()
+    for one in encoded:
+        rows = -(-live // one.tokens_per_row)
+        need = -(-rows * one.row_bytes // page_bytes)
+        if need and need + kept[one.priority] > sum(last) - sum(end):
+            records.write(one.slot, [0, rows, 1])
+            tally.now[DROPS[Priority(one.priority)]] += 1
+            continue
+        records.write(one.slot, [need, rows, 0])
+        on_device = min(need, last[0] - end[0])
+        ids = table[one.table_start : one.table_start + need]
+        for into, freed in _ring_parts(ids[:on_device], ring[:device_pages], position=end[0]):
+            into.copy_(freed)
+        for into, freed in _ring_parts(ids[on_device:], ring[device_pages:], position=end[1]):
+            into.copy_(freed)
+        end[0] += on_device
+        end[1] += need - on_device
+        tally.now[Counter.PLANNED_PAGES] += need
+        tally.now[Counter.SPILLED_PAGES] += need - on_device
+        tally.now[Counter.LIVE_BYTES] += rows * one.row_bytes
+    for counter, pages in ((Counter.HIGH_WATER_DEVICE, device_pages), (Counter.HIGH_WATER_HOST, host_pages)):
+        tier = counter - Counter.HIGH_WATER_DEVICE
+        tally.now[counter] = max(tally.now[counter], pages - (last[tier] - end[tier]))
+    for numbers in (records, tally, ends):
+        numbers.store()
+
+
+def release_sync(
+    ring: Tensor, tails: Tensor, *, table: Tensor, held: Tensor, layout: list[int], tensors: list[int]
+) -> None:
+    """The operator. ring: [pages], int32; tails: [2], int64; others as in kernels.py. NOTE: reads them."""
+    encoded, (_, device_pages, host_pages) = split_tensors(tensors), layout
+    records, ends = _read_records_sync(held, encoded), _read_sync(tails)
+    for one in encoded:
+        num_pages, rows, dropped = records.read(one.slot)
+        ids = table[one.table_start : one.table_start + num_pages]
+        on_device = count_device_pages_sync(ids, device_pages) if host_pages else num_pages
+        for given, into in _ring_parts(ids[:on_device], ring[:device_pages], position=ends.now[0]):
+            into.copy_(given)
+        for given, into in _ring_parts(ids[on_device:], ring[device_pages:], position=ends.now[1]):
+            into.copy_(given)
+        ends.now[0] += on_device
+        ends.now[1] += num_pages - on_device
+        records.write(one.slot, [0, rows, dropped])
+    records.store()
+    ends.store()
+
+
+def stash_sync(
+    sources: list[Tensor],
+    device_pages: Tensor,
+    *,
+    host_pages: Tensor,
+    table: Tensor,
+    held: Tensor,
+    layout: list[int],
+    tensors: list[int],
+    num_programs: int,
+) -> None:
+    """The operator. sources: [bytes] each, uint8; others as in kernels.py. NOTE: reads records."""
+    encoded, tiers = split_tensors(tensors), (device_pages, host_pages)
+    records = _read_records_sync(held, encoded)
+    for source, one in zip(sources, encoded, strict=True):
+        if rows := _paged_rows(source, one, records=records, table=table, page_bytes=layout[0], tiers=tiers):
+            for pages, indices, whole in rows.whole_pages_sync():
+                pages.index_copy_(0, indices, whole)
+            for page, piece in rows.pieces_sync():
+                page.copy_(piece)
+
+
+def restore_sync(
+    device_pages: Tensor,
+    host_pages: Tensor,
+    *,
+    table: Tensor,
+    held: Tensor,
+    targets: list[Tensor],
+    layout: list[int],
+    tensors: list[int],
+    num_programs: int,
+) -> None:
+    """The operator. targets: [bytes] each, uint8; others as in kernels.py. NOTE: reads records."""
+    encoded, tiers = split_tensors(tensors), (device_pages, host_pages)
+    records = _read_records_sync(held, encoded)
+    for target, one in zip(targets, encoded, strict=True):
+        if rows := _paged_rows(target, one, records=records, table=table, page_bytes=layout[0], tiers=tiers):
+            for pages, indices, whole in rows.whole_pages_sync():
+                torch.index_select(pages, 0, indices, out=whole)
+            for page, piece in rows.pieces_sync():
+                piece.copy_(page)
+
+
+@dataclass
+class _Numbers:
+    """Some integers of a tensor [n], int64, to change as Python's and to store where they changed."""
+
+    tensor: Tensor
+    before: list[int]
+    now: list[int]
+
+    def store(self) -> None:
+        for index, (before, now) in enumerate(zip(self.before, self.now)):
+            if now != before:
+                self.tensor[index].fill_(now)
+
+
+@dataclass
+class _Records(_Numbers):
+    """Rows of `held` from first_slot on."""
+
+    first_slot: int = 0
+
+    def read(self, slot: int) -> list[int]:
+        """In the order of Held."""
+        place = (slot - self.first_slot) * len(Held)
+        return self.now[place : place + len(Held)]
+
+    def write(self, slot: int, record: list[int]) -> None:
+        place = (slot - self.first_slot) * len(Held)
+        self.now[place : place + len(Held)] = record
+
+
+def _read_sync(tensor: Tensor) -> _Numbers:
+    numbers = tensor.tolist()
+    return _Numbers(tensor, numbers, list(numbers))
+
+
+def _read_records_sync(held: Tensor, encoded: list[EncodedTensor]) -> _Records:
+    """Of these tensors and what lies between; a group's slots follow each other."""
+    slots = [one.slot for one in encoded]
+    around = held[min(slots) : max(slots) + 1].view(-1)
+    numbers = around.tolist()
+    return _Records(around, numbers, list(numbers), min(slots))
+
+
+def _checked_count_sync(num_rows: Tensor, encoded: list[EncodedTensor], *, tally: list[int]) -> int:
+    """num_rows [1], int64, as a number that all tensors have room for; others are counted in `tally`."""
+    limit = min(one.max_rows * one.tokens_per_row for one in encoded)
+    (count,) = num_rows.tolist()
+    if not 0 <= count <= limit:
+        tally[Counter.BAD_COUNT] += 1
+        tally[Counter.VOID] += 1
+    return min(max(count, 0), limit)
+
+
+def _ring_parts(ids: Tensor, ring: Tensor, *, position: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """`ids` [n] beside a ring's entries from a position on that grows for ever: one pair of views, two at its end."""
+    count, size = ids.numel(), ring.numel()
+    if count:
+        start = position % size
+        if start + count <= size:
+            yield ids, ring[start : start + count]
+        else:
+            yield ids[: size - start], ring[start:]
+            yield ids[size - start :], ring[: start + count - size]
+
+
+def _paged_rows(
+    memory: Tensor,
+    one: EncodedTensor,
+    *,
+    records: _Records,
+    table: Tensor,
+    page_bytes: int,
+    tiers: tuple[Tensor, Tensor],
+) -> PagedRows | None:
+    """A tensor's rows with its pages; None if it holds none."""
+    num_pages, num_rows, _ = records.read(one.slot)
+    if not num_pages:
+        return None
+    ids = table[one.table_start : one.table_start + num_pages]
+    return PagedRows(memory, one.row_bytes, one.pitch_bytes, num_rows * one.row_bytes, ids, page_bytes, *tiers)
