@@ -92,16 +92,25 @@ def _copy_items(
 
 @triton.jit(noinline=True)
 def _copy_tensor(
-    table, address, device_at, host_at, page_bytes, device_pages, row_bytes, pitch, max_rows, rows, first, items, step,
-    BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
+    table, page_bytes, device_pages, device_at, host_at, address, row_bytes, pitch, max_rows, table_start, rows, first,
+    items, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Not inlined: each of a group's tensors runs the same instructions."""
+    """Not inlined: each of a group's tensors runs the same instructions. Numbers up to table_start come as arguments of
+    the kernel do, so that the caller has few to keep in registers.
+    """
+    step = tl.num_programs(0).to(tl.int64)
+    address = (address - SHIFTED) >> 1
+    row_bytes = (row_bytes - SHIFTED) >> 1
+    pitch = (pitch - SHIFTED) >> 1
+    max_rows = (max_rows - SHIFTED) >> 1
+    table += (table_start - SHIFTED) >> 1
+    device_pages = (device_pages - SHIFTED) >> 1
+    pages_at = ((device_at - SHIFTED) >> 1, (host_at - SHIFTED) >> 1, (page_bytes - SHIFTED) >> 1, device_pages)
     one_run = (pitch == row_bytes) | (max_rows <= 1)
     span = tl.where(one_run, ONE_RUN, row_bytes)
     bits = address | tl.where(one_run, 16, row_bytes | pitch) | 16
     word = bits & -bits
     live = rows * row_bytes
-    pages_at = (device_at, host_at, page_bytes, device_pages)
     if word == 16:
         _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 16, BLOCK, TO_PAGES)
     elif word == 8:
@@ -118,28 +127,20 @@ def _copy_tensor(
 def copy_kernel(table, held, pool, tensors, addresses, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr):
     """pool: page_bytes, pages of both tiers, addresses of both; tensors: encode_tensors; addresses: theirs."""
     page_bytes = (pool[0] - SHIFTED) >> 1
-    device_pages = (pool[1] - SHIFTED) >> 1
-    device_at = (pool[3] - SHIFTED) >> 1
-    host_at = (pool[4] - SHIFTED) >> 1
     step = tl.num_programs(0).to(tl.int64)
     turn = tl.program_id(0).to(tl.int64)
     chunks = (page_bytes + BLOCK * 16 - 1) // (BLOCK * 16)
     for i in tl.static_range(len(addresses)):
-        row_bytes = (tensors[7 * i] - SHIFTED) >> 1
-        pitch = (tensors[7 * i + 1] - SHIFTED) >> 1
-        max_rows = (tensors[7 * i + 2] - SHIFTED) >> 1
-        table_start = (tensors[7 * i + 5] - SHIFTED) >> 1
         slot = (tensors[7 * i + 6] - SHIFTED) >> 1
-        address = (addresses[i] - SHIFTED) >> 1
         items = chunks * tl.load(held + slot * 3, mask=slot >= 0, other=0)
-        rows = tl.load(held + slot * 3 + 1, mask=slot >= 0, other=0)
         if turn < items:
             _copy_tensor(
-                table + table_start, address, device_at, host_at, page_bytes, device_pages, row_bytes, pitch, max_rows,
-                rows, turn, items, step, BLOCK, TO_PAGES,
+                table, pool[0], pool[1], pool[3], pool[4], addresses[i], tensors[7 * i], tensors[7 * i + 1],
+                tensors[7 * i + 2], tensors[7 * i + 5], tl.load(held + slot * 3 + 1), turn, items, BLOCK, TO_PAGES,
             )  # fmt: skip
         # The next tensor's first chunk goes to the program whose turn it is.
-        turn = (turn + step - items % step) % step
+        turn -= items % step
+        turn = tl.where(turn < 0, turn + step, turn)
 
 
 def stash(

@@ -46,19 +46,10 @@ SPILLED_PAGES = tl.constexpr(int(Counter.SPILLED_PAGES))
 LIVE_BYTES = tl.constexpr(int(Counter.LIVE_BYTES))
 DROPPED_GATE_UP = tl.constexpr(int(Counter.DROPPED_GATE_UP))
 DROPPED_ACT = tl.constexpr(int(Counter.DROPPED_ACT))
+NUM_COUNTERS = tl.constexpr(len(Counter))
 INPUT = tl.constexpr(int(Priority.INPUT))
 GATE_UP = tl.constexpr(int(Priority.GATE_UP))
 ACT = tl.constexpr(int(Priority.ACT))
-
-
-@triton.jit
-def _add(counters, index, amount):
-    tl.store(counters + index, tl.load(counters + index) + amount)
-
-
-@triton.jit
-def _raise_to(counters, index, value):
-    tl.store(counters + index, tl.maximum(tl.load(counters + index), value))
 
 
 @triton.jit
@@ -131,15 +122,17 @@ def plan_kernel(
             void += dropped * (priority == INPUT)
             dropped_gate_up += dropped * (priority == GATE_UP)
             dropped_act += dropped * (priority == ACT)
-    _add(counters, VOID, void)
-    _add(counters, BAD_COUNT, bad)
-    _add(counters, PLANNED_PAGES, pages)
-    _add(counters, SPILLED_PAGES, spilled)
-    _add(counters, LIVE_BYTES, live)
-    _add(counters, DROPPED_GATE_UP, dropped_gate_up)
-    _add(counters, DROPPED_ACT, dropped_act)
-    _raise_to(counters, HIGH_WATER_DEVICE, device_pages - (tail_device - head_device))
-    _raise_to(counters, HIGH_WATER_HOST, host_pages - (tail_host - head_host))
+    lane = tl.arange(0, 16)
+    before = tl.load(counters + lane, mask=lane < NUM_COUNTERS, other=0)
+    after = before + tl.where(lane == VOID, void, 0) + tl.where(lane == BAD_COUNT, bad, 0)
+    after += tl.where(lane == PLANNED_PAGES, pages, 0) + tl.where(lane == SPILLED_PAGES, spilled, 0)
+    after += tl.where(lane == LIVE_BYTES, live, 0)
+    after += tl.where(lane == DROPPED_GATE_UP, dropped_gate_up, 0) + tl.where(lane == DROPPED_ACT, dropped_act, 0)
+    used_device = device_pages - (tail_device - head_device)
+    used_host = host_pages - (tail_host - head_host)
+    after = tl.maximum(after, tl.where(lane == HIGH_WATER_DEVICE, used_device, before))
+    after = tl.maximum(after, tl.where(lane == HIGH_WATER_HOST, used_host, before))
+    tl.store(counters + lane, after, mask=lane < NUM_COUNTERS)
     # One thread stores what all have read: without the barrier a late warp would start from the new heads.
     tl.debug_barrier()
     tl.store(heads, head_device)
