@@ -1,7 +1,7 @@
 """Hugging Face's Qwen3-MoE, unmodified, trained twice: as it is, and with what its experts keep in a paged stash.
 
-    python examples/paged_stash_hf.py                                     some pages on the device, the rest on the host
-    python examples/paged_stash_hf.py --device-pages 1 --host-pages 0     all on the device
+    python examples/paged_stash_hf.py                                      most pages on the host
+    python examples/paged_stash_hf.py --device-pages 0.8 --host-pages 0    all on the device: nothing saved
 
 Needs transformers 5 and, of this framework, the folder megatron/core/transformer/moe/paged_stash alone.
 
@@ -46,7 +46,6 @@ CONFIG = Qwen3MoeConfig(
     use_cache=False,
     experts_implementation="grouped_mm",
 )
-HIGH_WATER = (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)
 
 
 def use_stash(model: nn.Module, stash: PagedStash) -> None:
@@ -67,11 +66,11 @@ def stashed_forward(
 
 @dataclass
 class Run:
-    """What a training saw of each step: the exact loss; bytes held for backward outside of pages; pages."""
+    """Of each step: its loss; bytes made in forward and still held after it, outside of pages; the pool's counters."""
 
-    losses: list[str] = field(default_factory=list)
-    held_bytes: list[int] = field(default_factory=list)
-    pages: list[list[int]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    bytes_outside: list[int] = field(default_factory=list)
+    counters: list[list[int]] = field(default_factory=list)
 
 
 def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
@@ -82,60 +81,56 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
     stash = None if pool is None else PagedStash(pool)
     if stash is not None:
         use_stash(model, stash)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     run = Run()
     for _ in range(steps):
-        starts, strides = torch.randint(CONFIG.vocab_size, (BATCH, 1)), torch.randint(1, 4, (BATCH, 1))
-        ids = ((starts + strides * torch.arange(SEQUENCE)) % CONFIG.vocab_size).to(device)
+        # Texts that count upwards from somewhere.
+        ids = (torch.randint(CONFIG.vocab_size, (BATCH, 1)) + torch.arange(SEQUENCE)) % CONFIG.vocab_size
         with LiveBytes() as made:
-            loss = model(input_ids=ids, labels=ids).loss
-        run.held_bytes.append(made.total())
+            loss = model(input_ids=ids.to(device), labels=ids.to(device)).loss
+        run.losses.append(loss.item())
+        run.bytes_outside.append(made.total())
+        # Asked before backward: among these rows are indices, and backward would look up what lost ones point to.
+        if stash is not None and stash.is_void_sync():
+            raise SystemExit("Pages ran out: give --device-pages or --host-pages more")
         loss.backward()
         if stash is not None:
-            counters = stash.pool.counters.tolist()
-            run.pages.append([counters[which] for which in HIGH_WATER])
-            if stash.is_void_sync():
-                raise SystemExit("Some rows found no pages, so that gradients are wrong: give more pages")
+            run.counters.append(stash.pool.counters.tolist())
             stash.reset()
         optimizer.step()
         optimizer.zero_grad()
-        run.losses.append(loss.item().hex())
     return run
 
 
-def print_both(plain: Run, stashed: Run, *, page_bytes: int) -> None:
-    """A line a step, and what was the most."""
-    print("          loss   held for backward, MB: plain    with the stash: outside + device pages, host pages")
-    on_device = []
-    for step, (device, host) in enumerate(stashed.pages):
-        on_device.append(stashed.held_bytes[step] + device * page_bytes)
-        print(
-            f"step {step}  {float.fromhex(stashed.losses[step]):.4f}  {plain.held_bytes[step] / 1e6:27.2f}"
-            f"{stashed.held_bytes[step] / 1e6:27.2f} + {device * page_bytes / 1e6:.2f}, {host * page_bytes / 1e6:.2f}"
-        )
-    most, share = max(on_device), max(on_device) / max(plain.held_bytes)
-    print(f"Most on the device: {max(plain.held_bytes):,} bytes plain, {most:,} with the stash, {share:.0%}.")
-    print("Every row is live, so that what the device no longer holds is on the host: pages alone save nothing here.")
+def compare(plain: Run, stashed: Run, *, page_bytes: int) -> None:
+    """Prints a line a step. Raises SystemExit if a loss differs by a bit."""
+    print("step       loss | held for backward, MB: plain | stash: outside + device pages | host pages")
+    for step, counters in enumerate(stashed.counters):
+        pages = [counters[tier] * page_bytes for tier in (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)]
+        numbers = [plain.bytes_outside[step], stashed.bytes_outside[step], *pages]
+        before, outside, device, host = (number / 1e6 for number in numbers)
+        stash = f"{outside:6.2f} + {device:5.2f} = {outside + device:5.2f} ({(outside + device) / before:4.0%})"
+        print(f"{step:4} {stashed.losses[step]:10.6f} | {before:28.2f} | {stash} | {host:10.2f}")
     if stashed.losses != plain.losses:
-        raise SystemExit("Losses differ: a bug")
-    print(f"All {len(plain.losses)} losses are equal, bit for bit.")
+        raise SystemExit(f"The losses differ; without the stash they are {plain.losses}")
+    print(f"All {len(plain.losses)} losses equal those without the stash, bit for bit.")
+    print("Every row is live: what the device no longer holds is on the host, and pages by themselves save nothing.")
 
 
 def main() -> None:
-    """Trains without and with the stash, and prints both."""
+    """Trains without and with the stash, and compares both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--page-bytes", type=int, default=4096)
-    what = "tier of the pool, as a share of what the plain run holds for backward"
-    parser.add_argument("--device-pages", type=float, default=0.2, help=f"device {what} (default: 0.2)")
-    parser.add_argument("--host-pages", type=float, default=0.8, help=f"host {what} (default: 0.8)")
+    parser.add_argument("--device-pages", type=float, default=0.2, help="device tier / bytes of the plain run (0.2)")
+    parser.add_argument("--host-pages", type=float, default=0.6, help="host tier, likewise (0.6)")
     options = parser.parse_args()
     plain = train(options.steps, options.device)
-    pages = max(plain.held_bytes) / options.page_bytes
+    pages = max(plain.bytes_outside) / options.page_bytes
     layout = PoolLayout(options.page_bytes, int(options.device_pages * pages), int(options.host_pages * pages))
     stashed = train(options.steps, options.device, pool=PagePool(options.device, layout))
-    print_both(plain, stashed, page_bytes=options.page_bytes)
+    compare(plain, stashed, page_bytes=options.page_bytes)
 
 
 if __name__ == "__main__":

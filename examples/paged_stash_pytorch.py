@@ -1,13 +1,14 @@
 """A mixture of experts in plain PyTorch, trained twice: as it is, and with a paged stash of what its experts keep.
 
     python examples/paged_stash_pytorch.py                        pages for all live rows
-    python examples/paged_stash_pytorch.py --device-pages 0.48    fewer: the rest is computed again
+    python examples/paged_stash_pytorch.py --device-pages 0.25    fewer: the rest is computed again
     python examples/paged_stash_pytorch.py --device-pages 0.1 --host-pages 0.5
 
 Of this framework it needs the folder megatron/core/transformer/moe/paged_stash alone, and that needs torch alone.
 
 The experts compute on buffers of C rows whatever the routing says: no shape depends on a value, and no number is read
-from the device. R of the rows are live. Autograd would keep all C for backward; the stash keeps R, in pages.
+from the device. R of the rows are live. Autograd would keep all C for backward; the stash keeps R, in pages, and the
+layer whose backward comes next as it is. In backward the rows of two layers at a time are back in buffers of C.
 Shapes: T tokens, H hidden, F ffn, E experts, K experts of a token at most, C = T x K rows, R <= C live ones.
 """
 
@@ -39,7 +40,7 @@ from megatron.core.transformer.moe.paged_stash import (  # noqa: E402
     recompute_gate_up,
 )
 
-T, H, F, E, K, LAYERS, VOCABULARY = 512, 64, 96, 8, 4, 6, 128
+T, H, F, E, K, LAYERS, VOCABULARY = 512, 64, 96, 8, 4, 8, 128
 C = T * K
 
 Context = Callable[..., AbstractContextManager[Any]]
@@ -86,7 +87,7 @@ class MoELayer(nn.Module):
 
 @dataclass
 class Run:
-    """What a training saw of each step: the exact loss; bytes outside of pages that waited for backward; counters."""
+    """Of each step: its loss; bytes made in forward and still held after it, outside of pages; the pool's counters."""
 
     losses: list[float] = field(default_factory=list)
     bytes_outside: list[int] = field(default_factory=list)
@@ -101,53 +102,61 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
     layers = [MoELayer(f"layer {number}", context=context) for number in range(LAYERS)]
     model = nn.Sequential(nn.Embedding(VOCABULARY, H), *layers, nn.Linear(H, VOCABULARY)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    run = Run()
-    for _ in range(steps):
+    run, is_repeated = Run(), False
+    while len(run.losses) < steps:
+        torch.manual_seed(len(run.losses))
         tokens = (torch.rand(T) ** 2 * VOCABULARY).long()  # some are seen more often than others
         with LiveBytes() as made:
             loss = nn.functional.cross_entropy(model(tokens.to(device)), (tokens * 7 % VOCABULARY).to(device))
-        run.losses.append(loss.item())
-        run.bytes_outside.append(made.total())
+        bytes_outside = made.total()
         loss.backward()
         if stash is not None:
-            run.counters.append(stash.pool.counters.tolist())
-            if stash.is_void_sync():
-                raise SystemExit("Not even x found pages: these gradients are wrong. Give more --device-pages")
+            counters, is_void = stash.pool.counters.tolist(), stash.is_void_sync()
             stash.reset()
+            if is_void:  # Even x found no pages: these gradients are wrong.
+                if is_repeated:
+                    raise SystemExit("Pages ran out for what cannot be computed again: give --device-pages more")
+                # Now the stash knows the order of a step, and keeps pages back for the x of layers to come.
+                is_repeated = True
+                optimizer.zero_grad()
+                continue
+            run.counters.append(counters)
         optimizer.step()
         optimizer.zero_grad()
+        run.losses.append(loss.item())
+        run.bytes_outside.append(bytes_outside)
     return run
 
 
 def compare(plain: Run, stashed: Run, *, page_bytes: int) -> None:
-    """Prints a line a step. Raises SystemExit if any loss differs by a bit."""
-    print("step       loss | waiting for backward, MB: plain | stash: outside + device pages | host pages | again")
+    """Prints a line a step. Raises SystemExit if a loss differs by a bit."""
+    print("step       loss | held for backward, MB: plain | stash: outside + device pages | host pages | again")
     for step, counters in enumerate(stashed.counters):
         pages = [counters[tier] * page_bytes for tier in (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)]
         numbers = [plain.bytes_outside[step], stashed.bytes_outside[step], *pages]
         before, outside, device, host = (number / 1e6 for number in numbers)
         again = f"{counters[Counter.DROPPED_ACT]} act, {counters[Counter.DROPPED_GATE_UP]} gate_up"
         stash = f"{outside:6.2f} + {device:5.2f} = {outside + device:5.2f} ({(outside + device) / before:4.0%})"
-        print(f"{step:4} {stashed.losses[step]:10.6f} | {before:31.2f} | {stash} | {host:10.2f} | {again}")
+        print(f"{step:4} {stashed.losses[step]:10.6f} | {before:28.2f} | {stash} | {host:10.2f} | {again}")
     if stashed.losses != plain.losses:
         raise SystemExit(f"The losses differ; without the stash they are {plain.losses}")
-    print(f"All {len(plain.losses)} losses equal those without the stash, bit for bit")
+    print(f"All {len(plain.losses)} losses equal those without the stash, bit for bit.")
 
 
 def main() -> None:
     """Trains without and with the stash, and compares both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--page-bytes", type=int, default=4096)
-    parser.add_argument("--device-pages", type=float, default=0.6, help="device tier / plain's bytes (default: 0.6)")
-    parser.add_argument("--host-pages", type=float, default=0.0, help="host tier / plain's bytes (default: 0)")
+    parser.add_argument("--device-pages", type=float, default=0.6, help="device tier / bytes of the plain run (0.6)")
+    parser.add_argument("--host-pages", type=float, default=0.0, help="host tier, likewise (0)")
     options = parser.parse_args()
     plain = train(options.steps, options.device)
     pages = max(plain.bytes_outside) / options.page_bytes
-    sizes = [int(share * pages) for share in (options.device_pages, options.host_pages)]
-    pool = PagePool(options.device, PoolLayout(options.page_bytes, *sizes))
-    compare(plain, train(options.steps, options.device, pool=pool), page_bytes=options.page_bytes)
+    layout = PoolLayout(options.page_bytes, int(options.device_pages * pages), int(options.host_pages * pages))
+    stashed = train(options.steps, options.device, pool=PagePool(options.device, layout))
+    compare(plain, stashed, page_bytes=options.page_bytes)
 
 
 if __name__ == "__main__":
