@@ -24,6 +24,7 @@ def copy_there_and_back(
     memories = [torch.empty(offset + size, dtype=torch.uint8, device=device)[offset:] for _ in range(2)]
     shape, strides = (spec.max_rows, spec.row_bytes), (spec.pitch_bytes, 1)
     source, target = (memory.as_strided(shape, strides, offset) for memory in memories)
+    torch.manual_seed(0)
     live = torch.randint(256, (rows, spec.row_bytes), dtype=torch.uint8, device=device)
     source[:rows] = live
     # Of the bytes behind each row that belong to none, the first few are watched.
