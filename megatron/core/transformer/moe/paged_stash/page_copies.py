@@ -1,8 +1,9 @@
 """How a tensor's rows lie in its pages, as pairs of views that torch copies between on the CPU. No allocator here.
 
-A tensor's live rows, taken without gaps, are cut into pages. Whole pages of one tier move in a single indexed copy of
-the widest words that addresses allow (torch moves 16-byte elements at the rate of a plain copy, and bytes not at all
-so); a last page that is partly filled, and rows with gaps that straddle pages, move piece by piece.
+A tensor's live rows, taken without gaps, are cut into pages. Pages that follow each other in memory are a run: a few
+runs are copied one by one, at the rate of a plain copy. A ring that many groups have gone through gives out single
+pages: the whole ones of a tier then move in one indexed copy of the widest words that addresses allow (torch moves
+16-byte elements at nearly the rate of a plain copy, and bytes not at all so).
 """
 
 from bisect import bisect_left
@@ -14,18 +15,58 @@ from torch import Tensor
 
 # Bytes and dtype, widest first. Elements are only moved: any bits survive.
 WORDS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+# Where runs are longer than this on average, a copy for each costs less than one indexed copy, which is a tenth slower.
+LONG_RUN = 1024 * 1024
+FEW_RUNS = 4  # cost less than an indexed copy, however short they are
 
 
-def count_device_pages_sync(ids: Tensor, num_device_pages: int) -> int:
-    """How many of a tensor's page ids [pages], int64, are on the device: those come first. NOTE: reads a few."""
-    return bisect_left(range(len(ids)), num_device_pages, key=lambda index: int(ids[index].item()))
+class Run(NamedTuple):
+    """Pages first .. stop - 1 of a tensor: they follow each other in memory, the first being page `page_id`."""
+
+    first: int
+    stop: int
+    page_id: int
+
+
+class WholePages(NamedTuple):
+    """Pages of one tier and the rows in them: pages[indices[n]] and rows[n] match. Both have one dtype, any of WORDS.
+
+    pages: all of the tier, [P, ...]; indices: [n], int64; rows: [n, ...].
+    """
+
+    pages: Tensor
+    indices: Tensor
+    rows: Tensor
+
+
+class Moves(NamedTuple):
+    """Copies between pages and rows, in either direction: those indexed, and pairs of pages[i] and rows[i], uint8, any
+    shape.
+    """
+
+    whole_pages: list[WholePages]
+    pages: list[Tensor]
+    rows: list[Tensor]
+
+
+def runs_of(page_ids: list[int], num_device_pages: int, *, most: int) -> list[Run] | None:
+    """The runs that these pages make up, in their order, none in both tiers; None if there are more than `most`."""
+    starts = [0]
+    for place, (one, following) in enumerate(zip(page_ids, page_ids[1:]), 1):
+        if following != one + 1 or following == num_device_pages:
+            starts.append(place)
+            if len(starts) > most:
+                break
+    if len(starts) > most:
+        return None
+    return [Run(first, stop, page_ids[first]) for first, stop in zip(starts, [*starts[1:], len(page_ids)])]
 
 
 class PagedRows(NamedTuple):
-    """The first num_bytes bytes of a tensor's rows without their gaps, and the pages they belong to.
+    """The first num_bytes bytes, at least one, of a tensor's rows without their gaps, and the pages they belong to.
 
-    memory: [at least the rows' extent], uint8, from the tensor's first byte; ids: [pages], int64, in the rows' order.
-    device_pages, host_pages: the tiers, [their pages * page_bytes], uint8.
+    memory: [at least the rows' extent], uint8, from the tensor's first byte; ids: [pages], int64, in the rows' order,
+    and page_ids the same numbers; device_pages, host_pages: the tiers, [their pages * page_bytes], uint8.
     """
 
     memory: Tensor
@@ -33,55 +74,56 @@ class PagedRows(NamedTuple):
     pitch_bytes: int
     num_bytes: int
     ids: Tensor
+    page_ids: list[int]
     page_bytes: int
     device_pages: Tensor
     host_pages: Tensor
 
-    def whole_pages_sync(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(a tier's pages [P, ...], indices [n], int64, rows [n, ...]): rows n and the pages of these indices match.
-
-        Both sides have the same dtype, any of WORDS. Nothing where pieces_sync does it all. NOTE: reads ids.
-        """
-        num_whole = self._num_whole_pages()
-        if not num_whole:
-            return
-        ids = self.ids[:num_whole]
+    def add_to(self, moves: Moves) -> None:
+        """All pages, by the cheaper way."""
         num_device_pages = self.device_pages.numel() // self.page_bytes
-        on_device = count_device_pages_sync(ids, num_device_pages) if self.host_pages.numel() else num_whole
+        num_pages, num_whole = len(self.page_ids), self._num_whole_pages()
+        most = max(FEW_RUNS, self.num_bytes // LONG_RUN) if num_whole else num_pages
+        runs = runs_of(self.page_ids, num_device_pages, most=most)
+        if runs is None:
+            moves.whole_pages.extend(self._whole_pages(num_whole, num_device_pages))
+            runs = [Run(num_whole, num_pages, self.page_ids[-1])] if num_whole < num_pages else []
+        for run in runs:
+            self._add_run(run, moves)
+
+    def _whole_pages(self, num_whole: int, num_device_pages: int) -> Iterator[WholePages]:
+        """The first num_whole pages, of each tier."""
+        on_device = bisect_left(self.page_ids, num_device_pages, hi=num_whole)  # pages of the device come first
         if on_device:
-            yield self._matched(self.device_pages, ids[:on_device], first_page=0)
+            yield self._matched(self.device_pages, self.ids[:on_device], first_page=0)
         if on_device < num_whole:
             # Indices of its own, eight bytes a page: the only memory that a copy takes, and only where pages spilled.
-            indices = ids[on_device:] - num_device_pages
+            indices = self.ids[on_device:num_whole] - num_device_pages
             yield self._matched(self.host_pages, indices, first_page=on_device)
 
-    def pieces_sync(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(part of a page, part of the rows), each [n] or [n, row_bytes], uint8, of what whole_pages_sync leaves.
-
-        NOTE: reads ids.
-        """
-        first = self._num_whole_pages()
-        for index, page_id in enumerate(self.ids[first:].tolist(), first):
-            start = index * self.page_bytes
-            stop = min(start + self.page_bytes, self.num_bytes)
-            tier, place = self.device_pages, page_id * self.page_bytes
-            if place >= tier.numel():
-                tier, place = self.host_pages, place - tier.numel()
-            for rows in self._row_pieces(start, stop):
-                yield tier[place : place + rows.numel()].view(rows.shape), rows
-                place += rows.numel()
+    def _add_run(self, run: Run, moves: Moves) -> None:
+        """Its bytes, in as few pieces as views can describe."""
+        stop = min(run.stop * self.page_bytes, self.num_bytes)
+        tier, place = self.device_pages, run.page_id * self.page_bytes
+        if place >= tier.numel():
+            tier, place = self.host_pages, place - tier.numel()
+        for rows in self._row_pieces(run.first * self.page_bytes, stop):
+            pages = tier[place : place + rows.numel()]
+            moves.pages.append(pages if rows.dim() == 1 else pages.view(rows.shape))
+            moves.rows.append(rows)
+            place += rows.numel()
 
     @property
     def _dense(self) -> bool:
         return self.pitch_bytes == self.row_bytes
 
     def _num_whole_pages(self) -> int:
-        """Pages that whole_pages_sync takes: full ones that one view describes."""
+        """Pages that an indexed copy can take: full ones that one view describes."""
         describable = self._dense or self.page_bytes % self.row_bytes == 0
         return self.num_bytes // self.page_bytes if describable else 0
 
-    def _matched(self, tier: Tensor, indices: Tensor, *, first_page: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A tier's pages and the rows of as many pages as indices from first_page on, as words."""
+    def _matched(self, tier: Tensor, indices: Tensor, *, first_page: int) -> WholePages:
+        """The rows of as many pages as there are indices, from first_page on."""
         # Without gaps a page is one row.
         row_bytes, pitch_bytes = (self.page_bytes,) * 2 if self._dense else (self.row_bytes, self.pitch_bytes)
         width, dtype = self._widest_word(tier, sizes=(row_bytes, pitch_bytes))
@@ -90,7 +132,7 @@ class PagedRows(NamedTuple):
         words = self.memory[:usable].view(dtype)
         start = words.storage_offset() + first_page * num_rows * pitch
         rows = words.as_strided((indices.numel(), num_rows, row), (num_rows * pitch, pitch, 1), start)
-        return tier.view(dtype).view(-1, num_rows, row), indices, rows
+        return WholePages(tier.view(dtype).view(-1, num_rows, row), indices, rows)
 
     def _widest_word(self, tier: Tensor, *, sizes: tuple[int, int]) -> tuple[int, torch.dtype]:
         """The widest word whose size divides all these sizes and addresses."""

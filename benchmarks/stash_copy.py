@@ -1,0 +1,281 @@
+"""Stash and restore of a page pool against Tensor.copy_ of the same bytes.
+
+    python benchmarks/stash_copy.py [--rounds 25] [--json benchmarks/results/stash_copy_cpu.json]
+    python benchmarks/stash_copy.py --device cuda [--json FILE] [--plot FILE.html]
+
+A group is what an expert layer saves: x, gate_up of twice its width and act, 15/16 of their rows live, pages of 64
+rows of x. The copies go to and from as many buffers in turn as the pool has room for groups: two. Stash, restore and
+copies are interleaved; a figure is the median over rounds of copy seconds / our seconds, x: the rate as a share of
+copy_'s. A round under the profiler must allocate nothing. Pages lie in the pool's ring of free ones in the order of
+  new       a reset: a tensor's pages follow each other
+  step      a step that 64 groups of other sizes went through since the reset, as under pipeline parallelism
+  shuffled  chance, the worst: hardly two pages follow each other
+
+On a GPU: sizes of a group x most programs a kernel may occupy, for pages on the device and in pinned host memory.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+try:
+    from plotly import graph_objects
+except ImportError:  # the extra `report` is not installed: --plot needs it
+    graph_objects = None
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from benchmarks.train_step import context  # noqa: E402
+from megatron.core.device import device_name, keep_cpu_heap  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Priority, TensorSpec  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.page_pool import PagePool  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup  # noqa: E402
+
+WIDTHS = (256, 1024, 2048, 4096, 16384)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
+MIB = 2**20
+GROUP_BYTES = 64 * MIB
+SIZES_ON_CPU = (1, 4, 16, 256)  # MiB
+GROUPS_OF_STEP = 64
+TARGETS = {256: 0.75}  # by width in bytes, 0.9 for others
+SIZES_ON_GPU = (1, 8, 64, 512)  # MiB
+PROGRAMS = (4, 8, 16, 32, 64, 128, 0)  # 0: as many as are useful
+
+
+@dataclass
+class Bench:
+    """A pool with a group of three tensors, and buffers that copy_ works on instead."""
+
+    pool: PagePool
+    specs: list[TensorSpec]
+    num_rows: Tensor
+    sources: list[Tensor]
+    targets: list[Tensor]
+    buffers: list[list[Tensor]]
+    num_programs: int = 0
+
+    def __post_init__(self) -> None:
+        self.group = self.pool.open_group(self.specs)
+
+    @property
+    def live_bytes(self) -> int:
+        """That one stash, restore or copy moves."""
+        return sum(buffer.nbytes for buffer in self.buffers[0])
+
+    def stash(self, _turn: int) -> None:
+        self.pool.stash(self.group, self.sources, num_programs=self.num_programs)
+
+    def restore(self, _turn: int) -> None:
+        self.pool.restore(self.group, self.targets, num_programs=self.num_programs)
+
+    def copy_in(self, turn: int) -> None:
+        for buffer, source in zip(self.buffers[turn % 2], self.sources):
+            buffer.copy_(source[: buffer.nbytes].view(buffer.dtype), non_blocking=True)
+
+    def copy_out(self, turn: int) -> None:
+        for buffer, target in zip(self.buffers[turn % 2], self.targets):
+            target[: buffer.nbytes].view(buffer.dtype).copy_(buffer, non_blocking=True)
+
+    def round(self, turn: int, timed: Callable[[Callable[[int], None], int], None]) -> None:
+        """One of each, in an order that changes."""
+        verbs = [(self.copy_in, self.stash), (self.copy_out, self.restore)]
+        self.pool.plan(self.group, self.num_rows)
+        for pair in verbs:
+            for verb in pair if turn % 2 else reversed(pair):
+                timed(verb, turn)
+        self.pool.release(self.group)
+
+
+def build(width: int, dtype: torch.dtype, *, num_bytes: int, order: str, device: str, tier: str) -> Bench:
+    """Memory of everything, touched once."""
+    max_rows = num_bytes // (4 * width) * 16 // 15
+    num_rows = num_bytes // (4 * width) - 3  # the last page is not full
+    widths = ((width, Priority.INPUT), (2 * width, Priority.GATE_UP), (width, Priority.ACT))
+    specs = [TensorSpec(one, one, max_rows, priority) for one, priority in widths]
+    pages = 2 * sum(-(-num_rows * spec.row_bytes // (64 * width)) for spec in specs)
+    layout = PoolLayout(64 * width, *((pages, 0) if tier == "device" else (0, pages)))
+    pool = PagePool(device, layout)
+    for memory in (pool.device_pages, pool.host_pages):
+        memory.zero_()
+    if order == "shuffled":
+        pool.ring.copy_(torch.randperm(pages, generator=torch.Generator().manual_seed(1)))
+    elif order == "step":
+        age(pool, specs)
+    sources, targets = (
+        [torch.ones(spec.max_bytes, dtype=torch.uint8, device=device) for spec in specs] for _ in range(2)
+    )
+    place: dict[str, Any] = {"device": device} if tier == "device" else {"pin_memory": device != "cpu"}
+    lengths = [num_rows * spec.row_bytes for spec in specs]
+    buffers = [[torch.ones(length, dtype=torch.uint8, **place).view(dtype) for length in lengths] for _ in range(2)]
+    bench = Bench(pool, specs, torch.tensor([num_rows], device=device), sources, targets, buffers)
+    for turn in range(2):
+        bench.round(turn, lambda verb, turn: verb(turn))
+    return bench
+
+
+def age(pool: PagePool, specs: list[TensorSpec]) -> None:
+    """Sends groups of a tenth of these rows, more or less, through the pool, some of them open at a time."""
+    numbers = random.Random(1)
+    waiting: list[PageGroup] = []
+    for _ in range(GROUPS_OF_STEP):
+        waiting.append(pool.open_group(specs))
+        pool.plan(waiting[-1], torch.tensor([int(specs[0].max_rows * numbers.uniform(0.05, 0.15))]).to(pool.device))
+        if len(waiting) > 8:
+            leave(pool, waiting.pop(numbers.randrange(8)))
+    for group in waiting:
+        leave(pool, group)
+
+
+def leave(pool: PagePool, group: PageGroup) -> None:
+    """A group's backward."""
+    pool.release(group)
+    pool.close_group(group)
+
+
+def check_no_allocation(bench: Bench) -> None:
+    """Raises AssertionError naming what allocated in plan, stash, restore and release."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        bench.round(0, lambda verb, turn: verb(turn))
+    allocated = [(event.name, event.cpu_memory_usage) for event in seen.events() if event.cpu_memory_usage]
+    assert not allocated, f"the steady state allocates: {allocated}"
+
+
+def measure_cpu(bench: Bench, rounds: int) -> dict[str, Any]:
+    """Medians over rounds; CPU seconds with one thread, wall seconds with two."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    seconds: dict[str, list[float]] = {name: [] for name in ("copy_in", "stash", "copy_out", "restore")}
+
+    def timed(verb: Callable[[int], None], turn: int) -> None:
+        start = clock()
+        verb(turn)
+        seconds[verb.__name__].append(clock() - start)
+
+    for turn in range(rounds):
+        bench.round(turn, timed)
+    check_no_allocation(bench)
+    return figures_of(seconds, bench.live_bytes)
+
+
+def figures_of(seconds: dict[str, list[float]], live_bytes: int) -> dict[str, Any]:
+    """Ratios to the copies and their rate."""
+    ratio = {
+        ours: statistics.median(copy / own for copy, own in zip(seconds[theirs], seconds[ours]))
+        for ours, theirs in (("stash", "copy_in"), ("restore", "copy_out"))
+    }
+    medians = {f"{name}_us": statistics.median(values) * 1e6 for name, values in seconds.items()}
+    return {"stash_x": ratio["stash"], "restore_x": ratio["restore"], "live_bytes": live_bytes, **medians}
+
+
+def main_cpu(rounds: int) -> list[dict[str, Any]]:
+    """Widths x dtypes, widths x orders, then sizes at one width; all with each number of threads."""
+    keep_cpu_heap()
+    cases = [(w, d, GROUP_BYTES, "step") for w in WIDTHS for d in DTYPES]
+    cases += [(w, torch.float32, GROUP_BYTES, order) for order in ("new", "shuffled") for w in WIDTHS]
+    cases += [(2048, torch.float32, size * MIB, "step") for size in SIZES_ON_CPU]
+    rows = []
+    print("threads group MiB  width dtype          order    copy GB/s  stash x restore x")
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for width, dtype, num_bytes, order in cases:
+            bench = build(width, dtype, num_bytes=num_bytes, order=order, device="cpu", tier="device")
+            case: dict[str, Any] = {"threads": threads, "group_mib": num_bytes // MIB, "width": width}
+            case |= {"dtype": str(dtype).removeprefix("torch."), "order": order}
+            row = case | measure_cpu(bench, rounds)
+            rows.append(row)
+            gigabytes = row["live_bytes"] / row["copy_in_us"] / 1e3
+            low = min(row["stash_x"], row["restore_x"]) < TARGETS.get(width, 0.9)
+            print(
+                f"{threads:7} {case['group_mib']:9} {width:6} {case['dtype']:14} {order:5} {gigabytes:9.1f}"
+                f" {row['stash_x']:8.2f} {row['restore_x']:9.2f}{'  low' if low else ''}",
+                flush=True,
+            )
+    return rows
+
+
+def main_gpu(device: str, rounds: int) -> list[dict[str, Any]]:
+    """Sizes x programs x tiers, by events of the device."""
+    rows = []
+    print("tier   group MiB programs copy GB/s  stash x restore x")
+    for tier in ("device", "host"):
+        for size in SIZES_ON_GPU:
+            bench = build(4096, torch.bfloat16, num_bytes=size * MIB, order="step", device=device, tier=tier)
+            for bench.num_programs in PROGRAMS:
+                case = {"tier": tier, "group_mib": size, "width": 4096, "num_programs": bench.num_programs}
+                row = case | measure_gpu(bench, rounds)
+                rows.append(row)
+                gigabytes = row["live_bytes"] / row["copy_in_us"] / 1e3
+                print(
+                    f"{tier:6} {size:9} {bench.num_programs or 'all':>8} {gigabytes:9.1f}"
+                    f" {row['stash_x']:8.2f} {row['restore_x']:9.2f}",
+                    flush=True,
+                )
+    return rows
+
+
+def measure_gpu(bench: Bench, rounds: int) -> dict[str, Any]:
+    """Medians over rounds of what the device needed."""
+    marks: dict[str, list[tuple[torch.Event, torch.Event]]] = {}
+
+    def timed(verb: Callable[[int], None], turn: int) -> None:
+        start, end = (torch.Event(bench.pool.device, enable_timing=True) for _ in range(2))
+        start.record()
+        verb(turn)
+        end.record()
+        marks.setdefault(verb.__name__, []).append((start, end))
+
+    for turn in range(2 + rounds):
+        bench.round(turn, timed)
+    torch.accelerator.synchronize()
+    seconds = {name: [start.elapsed_time(end) / 1e3 for start, end in pairs[2:]] for name, pairs in marks.items()}
+    return figures_of(seconds, bench.live_bytes)
+
+
+def plot(rows: list[dict[str, Any]], path: Path, *, title: str) -> None:
+    """Rate of stash and restore over the cap on programs, one line a tier and size."""
+    figure = graph_objects.Figure()
+    labels = [str(programs or "all") for programs in PROGRAMS]
+    for tier, size in sorted({(row["tier"], row["group_mib"]) for row in rows}):
+        chosen = [row for row in rows if (row["tier"], row["group_mib"]) == (tier, size)]
+        for verb in ("stash", "restore"):
+            ratios = [row[f"{verb}_x"] for row in chosen]
+            figure.add_scatter(x=labels, y=ratios, name=f"{verb}, {tier} pages, {size} MiB", mode="lines+markers")
+    figure.update_layout(title=title, xaxis_title="programs", yaxis_title="rate / rate of Tensor.copy_")
+    figure.update_xaxes(type="category")
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--rounds", type=int, default=25, help="counted rounds of each case (default: 25)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="GPU: also write a plot, HTML, to this file")
+    options = parser.parse_args()
+    if options.plot is not None and graph_objects is None:
+        parser.error("--plot needs plotly: pip install 'plotly>=6', or this project's extra report")
+    rows = main_cpu(options.rounds) if options.device == "cpu" else main_gpu(options.device, options.rounds)
+    record = {"rows": rows, "rounds": options.rounds, **context()}
+    if options.device != "cpu":
+        record["device"] = device_name(torch.device(options.device))
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if options.plot is not None:
+        plot(rows, options.plot, title=f"Stash and restore, {record['device']}, {record['date']}")
+
+
+if __name__ == "__main__":
+    main()
