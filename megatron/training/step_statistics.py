@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
+from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder, LayerTotals
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -101,7 +102,7 @@ def reduce_statistics_sync(
         # Exact up to 2^53 tokens.
         parts += [layers.losses.flatten(), layers.tokens_per_expert.flatten().double()]
     vector = torch.cat(parts)
-    if group is not None and dist.get_world_size(group) > 1:
+    if group_size(group) > 1:
         dist.all_reduce(vector, group=group)
     values = vector.tolist()
     counts = {name: values[2 * i + 1] for i, name in enumerate(names)}
@@ -150,8 +151,8 @@ def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, 
     """
     bad = _bad_microbatches_sync(reports)
     everyone: list[Any] = [bad]
-    if group is not None and dist.get_world_size(group) > 1:
-        everyone = [None] * dist.get_world_size(group)
+    if group_size(group) > 1:
+        everyone = [None] * group_size(group)
         dist.all_gather_object(everyone, bad, group=group)
     where = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in enumerate(everyone) if found)
     raise NonFiniteLossError(

@@ -6,6 +6,8 @@ Stateless; who owns the tensors is in grad_buffer.py. A group of None is this ra
 import torch
 import torch.distributed as dist
 
+from megatron.core.process_groups_config import group_size
+
 try:
     from torch.distributed import all_gather_single
 except ImportError:
@@ -14,11 +16,6 @@ except ImportError:
 
 # Bounds what a rank-ordered sum holds besides its input: one slice of all ranks.
 _SLICE_ELEMENTS = 1 << 22
-
-
-def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks in `group`; None is this rank alone, so 1."""
-    return 1 if group is None else dist.get_world_size(group)
 
 
 def all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from megatron.core.distributed.collectives import group_size
 from megatron.core.distributed.plain_data_parallel import PlainDataParallel
+from megatron.core.process_groups_config import group_size
 from megatron.core.utils import unwrap_model
 
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.collectives import all_reduce_, group_size, rank_ordered_all_reduce_
+from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
 from megatron.core.distributed.grad_buffer import GradBuffer
 from megatron.core.distributed.replica_checks import check_grads
+from megatron.core.process_groups_config import group_size
 from megatron.core.utils import ModelWrapper
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.collectives import group_size
+from megatron.core.process_groups_config import group_size
 
 _NAMES_SHOWN = 3
 

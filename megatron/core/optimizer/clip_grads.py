@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.collectives import group_size
+from megatron.core.process_groups_config import group_size
 
 # Added to the norm before dividing by it, as in Megatron and torch.
 _CLIP_EPS = 1e-6

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.device import default_device
+from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.recompute import Recorder
 
 LOAD_BALANCING_LOSS = "load_balancing_loss"
@@ -134,7 +135,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         layer = layer_number - 1
         if self._recording:
             self.global_tokens_per_expert[layer] += _summed(tokens_per_expert, self.data_parallel_group)
-            self.num_microbatches[layer] += _num_ranks(self.data_parallel_group)
+            self.num_microbatches[layer] += group_size(self.data_parallel_group)
         return self.global_tokens_per_expert[layer].double() / self.num_microbatches[layer]
 
     def update_bias_with(self, update: Callable[[Tensor], None], *, layer_number: int) -> None:
@@ -167,14 +168,10 @@ class AuxLossRecorder(Recorder, nn.Module):
         return dict(zip(self.names, totals.unbind(), strict=True))
 
 
-def _num_ranks(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)
-
-
 def _summed(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Over the ranks. Whole numbers: the same sum in any order."""
     total = tokens.clone()
-    if _num_ranks(group) > 1:
+    if group_size(group) > 1:
         dist.all_reduce(total, group=group)
     return total
 
