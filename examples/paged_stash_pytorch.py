@@ -65,8 +65,10 @@ class MoELayer(nn.Module):
         # Rows lie sorted by expert; what nobody wants comes last, beyond R.
         experts, order = experts.where(wanted, E).flatten().sort(stable=True)
         offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
-        y = self.run_experts(tokens[order // K], weights.flatten()[order], offsets=offsets)
-        return hidden.index_put((order // K,), y, accumulate=True)  # index_add would keep y for backward
+        # A token's rows are added up in one order, there and in backward: threads that add to one place change bits.
+        x = tokens[:, None].expand(T, K, H).flatten(0, 1)[order]
+        y = self.run_experts(x, weights.flatten()[order], offsets=offsets)
+        return hidden + y[order.argsort()].view(T, K, H).sum(dim=1)
 
     def run_experts(self, x: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
         """x: [C, H], weights: [C], fp32; offsets: [E], int32: where each expert's rows end. Returns [C, H], fp32."""

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.functional_tests.launch import ROOT, read_log, run_program
 
@@ -72,8 +73,10 @@ def test_own_script_has_its_own_model_loss_flag_and_callback(tmp_path: Path) -> 
     ],
 )
 def test_a_paged_stash_holds_less_and_changes_no_loss(
-    name: str, words: str, percent: int, shows: str, monkeypatch, capsys
+    name: str, words: str, percent: int, shows: str, monkeypatch, capsys, request
 ) -> None:
+    torch.set_num_threads(2)  # as users have it: sums must not depend on the order of threads
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     monkeypatch.setattr(sys, "argv", [name, "--steps", "3", *words.split()])
     import_module(f"examples.paged_stash_{name}").main()
     printed = capsys.readouterr().out
