@@ -46,6 +46,7 @@ class PagePool:
     counters [len(Counter)], int64; generation: number of resets.
     """
 
+    @torch.inference_mode(False)  # tensors made in inference mode could not be changed outside of it
     def __init__(self, device: torch.device | str, layout: PoolLayout) -> None:
         self.layout = layout
         self.device_pages = torch.empty(layout.device_pages * layout.page_bytes, dtype=torch.uint8, device=device)
@@ -75,7 +76,7 @@ class PagePool:
         self.heads.zero_()
         self.tails[:1].fill_(self.layout.device_pages)
         self.tails[1:].fill_(self.layout.host_pages)
-        torch.arange(self.layout.num_pages, out=self.ring)
+        torch.arange(self.layout.num_pages, out=self.ring, device=self.device)
         self.counters.zero_()
         self._tables.reset()
         self.generation += 1
@@ -244,9 +245,9 @@ class PagePool:
 def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """[num_bytes], uint8, page-locked unless the device is the CPU itself."""
     if device.type == "cpu" or num_bytes == 0:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         raise ValueError(
             f"host_pages: {num_bytes} bytes of page-locked host memory cannot be had; fewer host_pages, or a higher"

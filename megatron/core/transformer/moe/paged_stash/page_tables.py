@@ -123,6 +123,7 @@ class PageTables:
         """Opened since the last reset and not closed, in no particular order."""
         return [group for slab in self.slabs for group in slab.open_groups]
 
+    @torch.inference_mode(False)  # as in PagePool
     def open_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
         """Room for the page ids of tensors that may all be full."""
         lengths = [self.layout.pages_for(spec.max_bytes) for spec in specs]

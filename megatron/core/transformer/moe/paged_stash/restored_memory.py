@@ -26,7 +26,7 @@ class RestoredMemory:
         buffers = self._standing.setdefault(num_bytes, [])
         found = next((number for number, buffer in enumerate(buffers) if _is_free(buffer)), len(buffers))
         if found == len(buffers):
-            buffers.append(torch.empty(num_bytes, dtype=torch.uint8))
+            buffers.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
         self._most_used[num_bytes] = max(self._most_used.get(num_bytes, 0), found + 1)
         # Not the buffer itself: the caller's tensor must be another one for its life to be seen.
         return buffers[found].view(-1)

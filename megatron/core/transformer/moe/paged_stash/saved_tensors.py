@@ -93,7 +93,9 @@ class Typed:
 
     @staticmethod
     def of(tensor: Tensor) -> "Typed":
-        """tensor: any shape and dtype."""
+        """tensor: any shape and dtype; without offset and strides if it has none, as sparse ones."""
+        if tensor.layout is not torch.strided:
+            return Typed(tensor.dtype, 0, tensor.size(), ())
         return Typed(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def over(self, memory: Tensor, first_byte: int) -> Tensor:

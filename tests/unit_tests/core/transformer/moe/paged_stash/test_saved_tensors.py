@@ -93,6 +93,14 @@ def test_views_of_one_memory_are_stashed_once_and_come_back_with_dtype_and_strid
     assert is_empty_sync(stash)
 
 
+def test_tensors_without_strides_are_left_as_they_are() -> None:
+    stash, got, sparse = make_stash(), [], torch.eye(C).to_sparse_csr()
+    with stash.context("one", LIVE, max_rows=C):
+        y = Keep.apply(torch.randn(3, requires_grad=True), got, sparse, torch.randn(C, 2))
+    y.sum().backward()
+    assert torch.equal(got[0].to_dense(), sparse.to_dense()) and is_empty_sync(stash)
+
+
 @pytest.mark.parametrize("marked_first", [True, False])
 def test_scales_of_32_tokens_each_are_stashed_once_they_are_marked(marked_first: bool) -> None:
     stash, got = make_stash(), []

@@ -169,6 +169,16 @@ def test_runs_without_backward_between_leave_pages_and_order_alone() -> None:
     assert [str(event) for event in stash.order.events] == ["F 0.0", "F 1.0", "F 2.0", "B 2.0", "B 1.0", "B 0.0"]
 
 
+def test_inference_mode_and_default_devices_leave_a_pool_of_use() -> None:
+    with torch.inference_mode(), torch.device("meta"):
+        stash = make_stash(85, 400)
+    model, tensors = Model(stash.context), inputs()
+    with torch.device("meta"):
+        loss_of(model(*tensors)).backward()
+    assert_same([one.grad for one in (*tensors, *model.parameters())], gradients(Model(None)))
+    assert planned_pages(stash) > 85 and is_empty_sync(stash)
+
+
 def test_two_stashes_in_one_graph_are_apart() -> None:
     first, second = make_stash(), make_stash()
     nested = Model(first.context)
