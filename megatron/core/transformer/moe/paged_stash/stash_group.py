@@ -46,7 +46,8 @@ class Memory:
 class Pages:
     """What a group holds of the pool: also known to the finalizer that gives it back, so it must not know the group.
 
-    stashed, arrived: when the copies there and back are done. targets: memory that the copy back writes to.
+    stashed: when the copy there is done. arrived: when the copy back is done and the pages are given back. targets:
+    memory that the copy back writes to.
     """
 
     group: PageGroup
@@ -155,7 +156,6 @@ class PageKeeper:
         pages.targets = targets
         with self._restore_stream.behind_main(pages.stashed):
             self.pool.restore(pages.group, rows, num_programs=self._num_programs)
-            pages.arrived = self._restore_stream.record()
             # Now, for an interruption between this line and the next must not lead to a copy out of pages given back.
             group.phase = Phase.RESTORING
             self._give_back(pages)
@@ -235,15 +235,20 @@ class PageKeeper:
     def _release(self, pages: Pages) -> None:
         if pages.generation != self.generation:
             return
-        # A copy back that nobody waited for may still write to `targets`.
-        main_waits_for(pages.arrived, self.pool.device)
         with self._restore_stream.behind_main(pages.stashed):
             self._give_back(pages)
-        self.pool.close_group(pages.group, after=self._restore_stream.record())
+        if pages.targets:
+            # A copy back that nobody waited for may still write to them.
+            main_waits_for(pages.arrived, self.pool.device)
+        self.pool.close_group(pages.group, after=pages.arrived)
 
     def _give_back(self, pages: Pages) -> None:
         if not pages.is_given_back:
             self.pool.release(pages.group)
+            # Behind the release, not behind the copy alone: once the main stream has waited for this, the next plan
+            # must find these pages free, as the reserve counts on, and the group's room in the table may be lent.
+            pages.arrived = self._restore_stream.record()
+            # Last, for after an interruption all of this is done again, and a second release does nothing.
             pages.is_given_back = True
 
 

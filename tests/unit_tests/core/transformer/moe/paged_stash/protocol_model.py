@@ -8,6 +8,7 @@ wait it returns False. Words are entries of one dictionary; some belong to one k
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 Word = tuple
@@ -27,6 +28,7 @@ MUTANTS = (
     "plan writes tails",
     "heads are written while lanes still read them",
     "plans run on two streams",
+    "the main stream waits for the copy back, not for the release",
 )
 
 
@@ -59,12 +61,15 @@ class Case:
     """tiers: pages of each. needs: pages of each group's tensors. order: in which groups are restored.
 
     room: groups that the page table has room for at once; group g takes the place of group g - room.
+    early: whether the main stream runs each backward as soon as it can, else as late as the room allows. A stash waits
+    for the main stream, and this for the restores of the backwards that it ran before.
     """
 
     tiers: tuple[int, int]
     needs: tuple[tuple[int, ...], ...]
     order: tuple[int, ...]
     room: int
+    early: bool = False
     mutant: str = ""
 
     @property
@@ -89,11 +94,13 @@ class Case:
     def streams(self) -> list[Stream]:
         """What runs side by side: the stash stream and the restore stream, if there is no mutant."""
         groups = range(len(self.needs))
-        stash = [[*self._lent(g), *self.plan(g), self.stash(g), record(("stashed", g))] for g in groups]
+        stash = [[*self._behind_main(g), *self.plan(g), self.stash(g), record(("stashed", g))] for g in groups]
         restore = [[wait(("stashed", group)), self.restore(group)] for group in self.order]
-        give: list[Stream] = [[*self.release(group), record(("released", group))] for group in self.order]
+        give: list[Stream] = [[*self.release(group), record(("arrived", group))] for group in self.order]
         if self.mutant == "restore does not wait for its stash":
             restore = [stages[1:] for stages in restore]
+        if self.mutant == "the main stream waits for the copy back, not for the release":
+            give = [[stages[-1], *stages[:-1]] for stages in give]
         if self.mutant == "release runs beside the restore":
             give = [[wait(("stashed", group)), *stages] for group, stages in zip(self.order, give)]
             return [joined(stash), joined(restore), joined(give)]
@@ -152,16 +159,29 @@ class Case:
     def _entries(self, group: int) -> range:
         return range(sum(self.needs[group]))
 
-    def _lent(self, group: int) -> Stream:
-        early = self.mutant == "room in the table is lent before the release passed"
-        return [] if early or group < self.room else [wait(("released", group - self.room))]
+    def _before(self, group: int) -> tuple[int, ...]:
+        """Groups whose backward the main stream runs before this group's forward."""
+        if self.early:
+            return tuple(takewhile(lambda other: other < group, self.order))
+        last = max((self.order.index(other) for other in range(group + 1 - self.room)), default=-1)
+        return self.order[: last + 1]
+
+    def _behind_main(self, group: int) -> Stream:
+        if self.mutant == "room in the table is lent before the release passed":
+            return []
+        return [wait(("arrived", other)) for other in self._before(group)[-1:]]
 
     def _decide(self, group: int, memory: Memory) -> None:
         heads = [memory["head", tier] for tier in TIERS]
         free = [memory["seen", group, tier] - heads[tier] for tier in TIERS]
+        open_groups = [other for other in range(group) if other not in self._before(group)]
         for tier in TIERS:
             truly_free = sum(("owner", page) not in memory for page in self.ids(tier))
             check(free[tier] <= truly_free, f"group {group} counts {free[tier]} free pages where {truly_free} are")
+            # What the reserve counts on.
+            plans = [memory.get(("plan", other), (0, 0, *self.tiers)) for other in open_groups]
+            least = self.tiers[tier] - sum(plan[2 + tier] for plan in plans)
+            check(free[tier] >= least, f"group {group} does not see that backward freed: {free[tier]} of {least} pages")
         taken = [0, 0]
         for need in self.needs[group]:
             device = min(need, free[0] - taken[0])
