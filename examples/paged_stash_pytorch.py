@@ -9,6 +9,7 @@ Of this framework it needs the folder megatron/core/transformer/moe/paged_stash 
 The experts compute on buffers of C rows whatever the routing says: no shape depends on a value, and no number is read
 from the device. R of the rows are live. Autograd would keep all C for backward; the stash keeps R, in pages, and the
 layer whose backward comes next as it is. In backward the rows of two layers at a time are back in buffers of C.
+In the first step the order of layers is unknown, and only x gets pages: the rest is computed again.
 Shapes: T tokens, H hidden, F ffn, E experts, K experts of a token at most, C = T x K rows, R <= C live ones.
 """
 
@@ -104,9 +105,9 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
     layers = [MoELayer(f"layer {number}", context=context) for number in range(LAYERS)]
     model = nn.Sequential(nn.Embedding(VOCABULARY, H), *layers, nn.Linear(H, VOCABULARY)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    run, is_repeated = Run(), False
-    while len(run.losses) < steps:
-        torch.manual_seed(len(run.losses))
+    run = Run()
+    for step in range(steps):
+        torch.manual_seed(step)
         tokens = (torch.rand(T) ** 2 * VOCABULARY).long()  # some are seen more often than others
         with LiveBytes() as made:
             loss = nn.functional.cross_entropy(model(tokens.to(device)), (tokens * 7 % VOCABULARY).to(device))
@@ -115,13 +116,8 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
         if stash is not None:
             counters, is_void = stash.pool.counters.tolist(), stash.is_void_sync()
             stash.reset()
-            if is_void:  # Even x found no pages: these gradients are wrong.
-                if is_repeated:
-                    raise SystemExit("Pages ran out for what cannot be computed again: give --device-pages more")
-                # Now the stash knows the order of a step, and keeps pages back for the x of layers to come.
-                is_repeated = True
-                optimizer.zero_grad()
-                continue
+            if is_void:  # These gradients are wrong: skip such a step, or repeat it in a larger pool.
+                raise SystemExit("Pages ran out for what cannot be computed again: give --device-pages more")
             run.counters.append(counters)
         optimizer.step()
         optimizer.zero_grad()

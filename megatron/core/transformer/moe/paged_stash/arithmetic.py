@@ -75,13 +75,13 @@ def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority 
 def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: PagesOf | None = None) -> list[ReserveRow]:
     """For each forward, in order: pages that must stay free once a tensor of a priority is admitted, (0, r1, r2).
 
-    pages: the most that a group may need. at_least: the least that its inputs will take, 0 where it is not given.
-    Let every group need no more than `pages` and its inputs no less than `at_least`. Then
+    pages: the most that a group may need. at_least: the least that its inputs will take, and its gate_up even if a
+    part is dropped; 0 where it is not given. Let all this be true. Then
     (1) a pool of peak_pages(events, pages, up_to=INPUT) pages or more never lacks pages for inputs;
     (2) once an act got pages, the gate_ups of all later groups get theirs: act is given up first.
 
     Proof. Call groups old that ran forward before the moment looked at, new those that come later. Write a for the
-    most, x for the true pages of inputs, b for the most of gate_up, l <= x <= a for at_least.
+    most, x for the true pages of inputs, b for the most of gate_up, l <= x <= a for at_least of inputs.
     (1) Invariant: for each later moment t, free pages >= sum of a over new groups open at t - sum of x over old groups
     whose backward comes by t. It holds at the start: the pool is as large as the peak. An input takes x <= a; its
     group turns from new to old, so that the right side falls by a before its backward and by x after it. A backward
@@ -96,13 +96,14 @@ def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: Pag
     """
     passes, groups = _passes(events)
     most = [pages(group) for group in groups]
-    least = [at_least(group).inputs if at_least else 0 for group in groups]
+    least = [at_least(group) if at_least else PagesByPriority() for group in groups]
+    least_inputs, least_both = [own.inputs for own in least], [own.up_to(Priority.GATE_UP) for own in least]
     inputs = [own.inputs for own in most]
     both = [own.up_to(Priority.GATE_UP) for own in most]
     starts = [position for position, one in enumerate(passes) if one.forward]
     nothing = [0] * len(groups)
-    for_gate_up = [_highest(passes[start:], inputs, given_back=least, above=nothing) for start in starts]
-    for_act = [_highest(passes[start:], both, given_back=least, above=for_gate_up) for start in starts]
+    for_gate_up = [_highest(passes[start:], inputs, given_back=least_inputs, above=nothing) for start in starts]
+    for_act = [_highest(passes[start:], both, given_back=least_both, above=for_gate_up) for start in starts]
     return [(0, first, max(first, second)) for first, second in zip(for_gate_up, for_act)]
 
 

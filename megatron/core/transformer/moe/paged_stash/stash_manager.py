@@ -21,15 +21,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.arithmetic import (
-    PagesByPriority,
-    pages_for,
-    reserve_table,
-    resident_groups,
-)
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.recording import StashGroup
+from megatron.core.transformer.moe.paged_stash.reserve import Reserve
 from megatron.core.transformer.moe.paged_stash.saved_tensors import Hooks, SavedTensor, outer_hooks
 from megatron.core.transformer.moe.paged_stash.side_streams import main_waits_for
 from megatron.core.transformer.moe.paged_stash.stash_group import PageKeeper, Phase, StashedGroup, tensor_of
@@ -62,22 +57,22 @@ class PagedStash:
 
         events: the order of a step; without, it is learned. num_programs: how many programs a copy may occupy on a
         GPU, 0: as many as are useful. reserved_share: rows of later groups that pages are kept for before gate_up and
-        act get any, as a share of max_rows; 1 guarantees that x finds pages in a pool that could hold every x.
-        Raises ValueError for others.
+        act get any, as a share of max_rows. 1 guarantees, in each step that keeps to its order or has none, that x
+        finds pages in a pool that could hold every x; other shares guarantee nothing, and 0 keeps nothing back.
+        See Reserve for what holds when. Raises ValueError for others.
         """
         if prefetch_groups < 0 or num_programs < 0:
             raise ValueError(f"prefetch_groups ({prefetch_groups}), num_programs ({num_programs}): must be at least 0")
         if not 0.0 <= reserved_share <= 1.0:
             raise ValueError(f"reserved_share ({reserved_share}) must be between 0 and 1")
         self.pool, self.order = pool, StashOrder(events)
-        self._prefetch_groups, self._reserved_share = prefetch_groups, reserved_share
+        self._prefetch_groups = prefetch_groups
         self._keeper = PageKeeper(pool, num_programs=num_programs)
         self._instances: Multiset[str] = Multiset()
         self._groups: dict[Group, weakref.ref[StashedGroup]] = {}
         self._is_spoiled = False  # an exception ended a context of this step
-        self._specs: dict[str, tuple[list[TensorSpec], int]] = {}  # of each name's last group, and its max_rows
-        self._reserve_of: tuple[tuple[StashEvent, ...], dict[str, tuple[list[TensorSpec], int]]] = ((), {})
-        self._reserve = torch.empty(0, len(Priority), dtype=torch.int64, device=pool.device)
+        self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
+        self._reserve.begin_step(self.order.events)
 
     @contextmanager
     def context(
@@ -127,7 +122,7 @@ class PagedStash:
             else:
                 self.order.abandon_step()
             self._groups, self._instances, self._is_spoiled = {}, Multiset(), False
-            self._update_reserve()
+            self._reserve.begin_step(self.order.events)
 
     def join(self) -> None:
         """Makes the main stream wait for all copies, as the end of a CUDA graph's capture needs; reset does it too."""
@@ -150,6 +145,8 @@ class PagedStash:
             event = StashEvent(EventKind.FORWARD, name, self._instances[name])
             self._instances[name] += 1
             group = StashedGroup(event, self._keeper.generation)
+            if backward_is_next:
+                self._reserve.learn(name, [], max_rows=0)
             if backward_is_next or self.order.is_backward_next(event):
                 group.phase = Phase.KEPT
             return group
@@ -157,12 +154,12 @@ class PagedStash:
     def _commit(self, group: StashedGroup, recording: StashGroup, *, num_rows: Tensor | int, max_rows: int) -> None:
         with self._keeper.alone():
             if group.phase is Phase.RECORDING:
-                blocks = recording.blocks()
+                name, blocks = group.event.name, recording.blocks()
+                self._reserve.learn(name, [block.spec for block in blocks], max_rows=max_rows)
                 if blocks:
-                    reserve = self._reserve_for(group.event)
+                    reserve = self._reserve.row(name, self.order.forward_index(group.event))
                     count = _count_tensor(num_rows, self.pool.device)
                     self._keeper.stash(group, blocks, num_rows=count, reserve=reserve)
-                    self._specs[group.event.name] = ([block.spec for block in blocks], max_rows)
                 else:
                     group.phase = Phase.KEPT
             self.order.observe(group.event)
@@ -203,29 +200,6 @@ class PagedStash:
             group = reference() if reference is not None else None
             if group is not None and group.phase is Phase.STASHED:
                 self._keeper.start_restore(group)
-
-    def _reserve_for(self, event: StashEvent) -> Tensor | None:
-        index = self.order.forward_index(event)
-        return None if index is None or index >= len(self._reserve) else self._reserve[index]
-
-    def _update_reserve(self) -> None:
-        """The table of the step to come; in the memory of the last one where it fits, which a CUDA graph may read."""
-        events, specs = self.order.events, dict(self._specs)
-        if events is self._reserve_of[0] and specs == self._reserve_of[1]:
-            return
-        self._reserve_of = (events, specs)
-        if all(spec.priority is Priority.INPUT for group_specs, _ in specs.values() for spec in group_specs):
-            return  # nothing that a reserve could hold back
-        resident = resident_groups(events)
-
-        def pages(group: Group) -> PagesByPriority:
-            group_specs, max_rows = ([], 0) if group in resident else specs.get(group[0], ([], 0))
-            return pages_for(group_specs, int(max_rows * self._reserved_share), layout=self.pool.layout)
-
-        table = torch.tensor(reserve_table(events, pages), dtype=torch.int64).reshape(-1, len(Priority))
-        if table.shape != self._reserve.shape:
-            self._reserve = torch.empty_like(table, device=self.pool.device)
-        self._reserve.copy_(table)
 
 
 def _is_recomputed(hooks: Hooks | None) -> bool:

@@ -92,8 +92,9 @@ class StashOrder:
         return self._guess(event, count) if position is None else self._listed_after(position, count)
 
     def forward_index(self, event: StashEvent) -> int | None:
-        """This group's position among the forwards of `events`; None where it is unknown."""
-        return None if self._position(event) is None else self._forward_index.get(event.group)
+        """This group's position among the forwards of `events`; None if it is not the next event or the last."""
+        is_here = self._position(event) in (len(self._seen) - 1, len(self._seen))
+        return self._forward_index.get(event.group) if is_here else None
 
     def finish_step(self) -> None:
         """The step is complete: the next one begins."""

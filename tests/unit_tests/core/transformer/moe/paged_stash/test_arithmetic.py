@@ -68,7 +68,7 @@ def test_reserve_table_keeps_inputs_safe_and_gives_up_act_first(exact: bool) -> 
             group: own if exact else PagesByPriority(*map(choose.randrange, (pages + 1 for pages in own)))
             for group, own in most.items()
         }
-        least = choose.choice([None, true.__getitem__])
+        least = choose.choice([None, lambda group, true=true: PagesByPriority(true[group].inputs)])
         reserve = reserve_table(events, most.__getitem__, at_least=least)
         smallest = max(1, peak_pages(events, most.__getitem__, up_to=Priority.INPUT))
         device = choose.randrange(smallest + 1)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
     FFN,
@@ -16,6 +17,7 @@ from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
     PAGE_BYTES,
     C,
     Experts,
+    Layer,
     MarkedExperts,
     Model,
     assert_same,
@@ -41,7 +43,7 @@ def test_gradients_are_the_same_for_every_mixture_of_tiers_and_rungs(
     pages = {"gate_up": pages_of(2 * FFN, dtype), "act": pages_of(FFN, dtype)}
     total = sum(pages[name] for name in pages if name not in dropped) + pages_of(HIDDEN, dtype) + pages_of(1, dtype)
     on_device = {"device": total, "host": 0, "both": total - 3}[tiers]
-    stash = make_stash(on_device, total - on_device)
+    stash = make_stash(on_device, total - on_device, reserved_share=0)
     assert_same(gradients(Model(stash.context, kind=MarkedExperts, num_layers=1, dtype=dtype), dtype), expected)
     counters = stash.pool.occupancy_sync().counters
     assert counters[Counter.DROPPED_GATE_UP] == ("gate_up" in dropped)
@@ -57,7 +59,7 @@ def test_steps_after_the_first_know_their_order(
     kind: type[Experts], prefetch_groups: int, pages: tuple[int, int]
 ) -> None:
     expected = gradients(Model(None, kind=kind))
-    stash = make_stash(*pages, prefetch_groups=prefetch_groups)
+    stash = make_stash(*pages, prefetch_groups=prefetch_groups, reserved_share=0)
     model = Model(stash.context, kind=kind)
     planned = []
     for _ in range(3):
@@ -68,23 +70,34 @@ def test_steps_after_the_first_know_their_order(
     assert planned[0] * 2 == planned[1] * 3 == planned[2] * 3, "the last group's backward is next: it is not stashed"
 
 
-def test_a_pool_of_every_input_and_little_more_never_lacks_pages_for_inputs() -> None:
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_pool_of_every_input_and_little_more_never_lacks_pages_for_inputs(is_given: bool) -> None:
     expected = gradients(Model(None, kind=MarkedExperts, num_layers=6))
-    # The reserve counts max_rows. It is known from the second step on.
     inputs_alone = -(-C * HIDDEN * 4 // PAGE_BYTES) + 1
-    stash = make_stash(6 * inputs_alone + 20)
-    model = Model(stash.context, kind=MarkedExperts, num_layers=6)
-    voids = []
+    groups = [(str(number), 0) for number in range(6)]
+    events = [StashEvent(EventKind.FORWARD, *group) for group in groups]
+    events += [StashEvent(EventKind.BACKWARD, *group) for group in reversed(groups)]
+    stash = make_stash(6 * inputs_alone + 20, events=events if is_given else None)
+    model, dropped = Model(stash.context, kind=MarkedExperts, num_layers=6), []
     for _ in range(3):
-        found = gradients(model)
-        voids.append(stash.is_void_sync())
-        dropped = stash.pool.occupancy_sync().counters[Counter.DROPPED_GATE_UP]
-        assert is_empty_sync(stash)
+        assert_same(gradients(model), expected)
+        assert is_empty_sync(stash) and not stash.is_void_sync()
+        dropped.append(stash.pool.occupancy_sync().counters[Counter.DROPPED_GATE_UP])
         stash.reset()
-        if not voids[-1]:
-            assert_same(found, expected)
-            assert dropped > 0
-    assert voids == [True, False, False]
+    assert dropped == [4 if is_given else 6, 4, 4], "a step without a known order keeps x alone"
+
+
+@pytest.mark.parametrize("departs_with", [0, 1, 3, 5])
+def test_after_a_departure_inputs_alone_get_pages(departs_with: int) -> None:
+    stash = make_stash()
+    gradients(Model(stash.context, kind=MarkedExperts, num_layers=6))
+    stash.reset()
+    model = Model(stash.context, kind=MarkedExperts, num_layers=6)
+    layer = model.layers[departs_with]
+    assert isinstance(layer, Layer)
+    layer.name = "new"
+    assert_same(gradients(model), gradients(Model(None, kind=MarkedExperts, num_layers=6)))
+    assert stash.pool.occupancy_sync().counters[Counter.DROPPED_ACT] == 6 - departs_with
 
 
 def test_pages_of_a_graph_without_backward_come_back_when_it_is_dropped() -> None:

@@ -1,0 +1,127 @@
+"""In a pool with room for every x no step lacks pages for one: without an order, in its first step, and after it."""
+
+import random
+
+import pytest
+import torch
+
+from megatron.core.transformer.moe.paged_stash.arithmetic import (
+    GroupRows,
+    PagesByPriority,
+    PoolModel,
+    peak_pages,
+    reserve_table,
+    resident_groups,
+    simulate,
+)
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.reserve import Reserve
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group
+from tests.counts import long_count
+from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import SCHEDULES, stash_events
+
+PAGE, ROWS = 16, 4
+CPU = torch.device("cpu")
+Sizes = dict[str, list[TensorSpec]]
+
+
+def random_sizes(choose: random.Random, names: list[str]) -> Sizes:
+    """One tensor a priority for each name; x as large as the first's or smaller, of up to ROWS rows of whole pages."""
+    inputs = choose.randrange(1, 4)
+    widths = [(choose.randrange(1, inputs + 1) if rank else inputs, *choose.choices((1, 2), k=2)) for rank in range(9)]
+    return {
+        name: [TensorSpec(PAGE * one, PAGE * one, ROWS, kind) for one, kind in zip(width, Priority)]
+        for name, width in zip(names, widths)
+    }
+
+
+class Steps:
+    """Steps of one list of events, in a pool that every x fits into at once."""
+
+    def __init__(self, choose: random.Random) -> None:
+        stages = choose.randrange(1, 4)
+        passes = choose.choice(SCHEDULES)(choose.randrange(stages), stages, choose.randrange(1, 6))
+        self.events = tuple(stash_events(passes, layers=choose.randrange(1, 4)))
+        self.forwards = [event for event in self.events if event.kind is EventKind.FORWARD]
+        self.sizes = random_sizes(choose, list(dict.fromkeys(event.name for event in self.forwards)))
+        self.reserve, self.choose = Reserve(PoolLayout(PAGE, 1), CPU, share=1), choose
+
+    def run(self, *, is_known: bool, is_kept_back: bool = True) -> dict[Counter, int]:
+        """Counters after a step whose order is known or not; is_kept_back: whether the reserve is asked."""
+        kept = resident_groups(self.events) if is_known else set()
+        enough = peak_pages(self.events, lambda group: PagesByPriority() if group in kept else self.inputs(group))
+        pool = PoolModel(PoolLayout(PAGE, max(1, enough)))
+        self.reserve.begin_step(self.events if is_known else ())
+        for event in (event for event in self.events if event.group not in kept):
+            specs = self.sizes[event.name]
+            if event.kind is EventKind.BACKWARD:
+                pool.release(event.group)
+                continue
+            self.reserve.learn(event.name, specs, max_rows=ROWS)
+            row = self.reserve.row(event.name, self.forwards.index(event) if is_known else None)
+            assert row is not None
+            for_gate_up, for_act = row.tolist()[1:] if is_kept_back else (0, 0)
+            num_rows = self.choose.choice((0, 1, ROWS, ROWS))
+            pool.plan(event.group, specs, num_rows=num_rows, reserve=(0, for_gate_up, for_act))
+        return pool.counters
+
+    def inputs(self, group: Group) -> PagesByPriority:
+        return PagesByPriority(self.sizes[group[0]][0].max_bytes // PAGE)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_no_step_makes_an_input_lack_pages(is_given: bool) -> None:
+    choose, lacking = random.Random(3), 0
+    for _ in range(long_count(150, soak=5000)):
+        steps = Steps(choose)
+        for is_known in (is_given, True, False):
+            assert steps.run(is_known=is_known)[Counter.VOID] == 0
+        lacking += steps.run(is_known=True, is_kept_back=False)[Counter.VOID]
+    assert lacking > 100
+
+
+def test_rows_of_a_first_step_are_the_table_where_groups_are_alike() -> None:
+    events = tuple(stash_events(SCHEDULES[0](0, 2, 4), layers=3))
+    forwards = [event for event in events if event.kind is EventKind.FORWARD]
+    specs = [TensorSpec(PAGE * width, PAGE * width, ROWS, kind) for width, kind in zip((2, 3, 1), Priority)]
+    table = [list(row) for row in reserve_table(events, lambda group: PagesByPriority(8, 12, 4))]
+    reserve = Reserve(PoolLayout(PAGE, 1), CPU, share=1)
+    for step in range(2):
+        reserve.begin_step(events)
+        places = set()
+        for index, event in enumerate(forwards):
+            reserve.learn(event.name, specs, max_rows=ROWS)
+            row = reserve.row(event.name, index)
+            assert row is not None and row.tolist()[:2] == table[index][:2]
+            assert row[2] == table[index][2] or step == 0 and index < 2, "the first three are not known yet"
+            places.add(row.data_ptr())
+        assert len(places) == len(forwards), "plans may still read the rows of others"
+
+
+def test_a_share_counts_on_what_open_groups_give_back() -> None:
+    events = tuple(stash_events(SCHEDULES[0](0, 4, 12), layers=2))
+    sizes = {event.name: [TensorSpec(PAGE, PAGE, 2 * ROWS, kind) for kind in Priority] for event in events}
+    group, dropped = GroupRows(sizes[events[0].name], ROWS), {}
+    for share in (0.5, 1.0):
+        reserve = Reserve(PoolLayout(PAGE, 1), CPU, share=share)
+        for name, specs in sizes.items():
+            reserve.learn(name, specs, max_rows=2 * ROWS)
+        reserve.begin_step(events)
+        rows = [
+            reserve.row(event.name, index)
+            for index, event in enumerate(one for one in events if one.kind is EventKind.FORWARD)
+        ]
+        table = [(0, int(row[1]), int(row[2])) for row in rows if row is not None]
+        found = simulate(events, lambda _: group, layout=PoolLayout(PAGE, 3 * 8 * ROWS), reserve=table)
+        dropped[share] = [found.counters[one] for one in (Counter.VOID, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT)]
+    assert dropped[0.5] == [0, 0, 0] and dropped[1.0][0] == 0 < dropped[1.0][2]
+
+
+def test_unknown_orders_keep_everything_back_and_no_share_nothing() -> None:
+    specs = [TensorSpec(PAGE, PAGE, ROWS, kind) for kind in Priority]
+    for share, kept in ((1.0, [0, 2**62, 2**62]), (0.1, [0, 2**62, 2**62]), (0.0, None)):
+        reserve = Reserve(PoolLayout(PAGE, 1), CPU, share=share)
+        reserve.learn("a", specs, max_rows=ROWS)
+        for index in (None, 0):
+            row = reserve.row("a", index)
+            assert (row if row is None else row.tolist()) == kept
