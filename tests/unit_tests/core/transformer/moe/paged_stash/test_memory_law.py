@@ -7,8 +7,8 @@ import torch
 
 from megatron.core.transformer.moe.paged_stash import arithmetic
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
-from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind
+from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import SCHEDULES, stash_events
 
@@ -24,12 +24,13 @@ def test_pool_obeys_the_memory_law_and_counts_as_simulated(seed: int) -> None:
     passes = choose.choice(SCHEDULES)(choose.randrange(stages), stages, choose.randrange(1, 6))
     events = stash_events(passes, layers=choose.randrange(1, 4))
     rows = {}
-    for group in sorted({event.group for event in events}):  # a rank's share of Dirichlet(0.3) over 4 ranks
+    for name in sorted({event.group for event in events}):  # a rank's share of Dirichlet(0.3) over 4 ranks
         shares = [choose.gammavariate(0.3, 1) for _ in range(4)]
-        rows[group] = int(TOKENS * shares[0] / sum(shares))
+        rows[name] = int(TOKENS * shares[0] / sum(shares))
     layout = PoolLayout(PAGE, device_pages=choose.choice([60, 300, 10_000]), host_pages=choose.choice([0, 40]))
     reserve = arithmetic.reserve_table(events, lambda group: arithmetic.pages_for(SPECS, TOKENS // 2, layout=layout))
-    pool, held, bound, forwards = PagePool("cpu", layout), {}, 0, iter(reserve)
+    pool, bound, forwards = PagePool("cpu", layout), 0, iter(reserve)
+    held: dict[Group, tuple[PageGroup, int, int]] = {}
     for event in events:
         if event.kind is EventKind.FORWARD:
             group = pool.open_group(SPECS)
@@ -39,10 +40,10 @@ def test_pool_obeys_the_memory_law_and_counts_as_simulated(seed: int) -> None:
             held[event.group] = (group, live, len(kept))
         elif event.group in held:
             pool.release(held.pop(event.group)[0])
-        live, tensors = (sum(one[column] for one in held.values()) for column in (1, 2))
+        live, tensors = sum(one[1] for one in held.values()), sum(one[2] for one in held.values())
         now = arithmetic.pages_bound(live, tensors, layout=layout)
         bound, used = max(bound, now), pool.occupancy_sync()
         assert used.device_held + used.host_held <= now
     assert max(used.counters[Counter.HIGH_WATER_DEVICE], used.counters[Counter.HIGH_WATER_HOST]) <= bound
-    own = {group: arithmetic.GroupRows(SPECS, count) for group, count in rows.items()}
+    own = {name: arithmetic.GroupRows(SPECS, count) for name, count in rows.items()}
     assert used.counters == arithmetic.simulate(events, own.__getitem__, layout=layout, reserve=reserve).counters
