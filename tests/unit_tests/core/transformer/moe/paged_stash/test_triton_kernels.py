@@ -1,7 +1,9 @@
 """The kernels, interpreted on the CPU, do what the operators do: the same bytes, tables, rings and counters."""
 
+import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -69,3 +71,35 @@ def test_a_group_is_one_launch_of_each(interpreted: Interpreted, monkeypatch: py
     launchers.release(pool.ring, pool.tails, **state)
     assert launched == ["plan_kernel", "copy_kernel", "copy_kernel", "release_kernel"]
     assert pool.occupancy_sync().device_free == 40
+
+
+def test_no_number_makes_triton_compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    launchers = importlib.import_module(f"{PagePool.__module__.rpartition('.')[0]}.triton_kernels")
+    backend = triton.compiler.make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    keys: dict[str, set[str]] = {}
+
+    def note(kernel: Any, *args: Any, grid: object, warmup: bool, **named: Any) -> None:
+        bind = triton.runtime.jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, options = bind(*args, **named)
+        keys.setdefault(kernel.__name__, set()).add(f"{specialization} {options}")
+
+    monkeypatch.setattr(type(launchers.plan_kernel), "run", note)
+    for layout in (PoolLayout(65536, 1, 0), PoolLayout(65552, 16, 1), PoolLayout(80000, 31, 7)):
+        pool = PagePool("cpu", layout)
+        for num_tensors, row_bytes, max_rows in ((3, 1, 1), (4, 16, 3), (3, 7, 16), (4, 32, 17), (3, 2**31, 2**4)):
+            group = pool.open_group([TensorSpec(row_bytes, row_bytes + gap, max_rows) for gap in range(num_tensors)])
+            state = {"table": group.slab.table, "held": group.slab.held, "layout": layout.encode()}
+            state["tensors"] = group.calls[0].tensors
+            ends = {"heads": pool.heads, "tails": pool.tails, "ring": pool.ring, "counters": pool.counters}
+            memory = torch.empty(64, dtype=torch.uint8)
+            memories = [memory[offset:] for offset in range(num_tensors)]
+            launchers.plan(torch.zeros(2, dtype=torch.int64)[1:], torch.zeros(3, dtype=torch.int64), **ends, **state)
+            launchers.stash(memories, pool.device_pages, host_pages=pool.host_pages, num_programs=0, **state)
+            launchers.restore(pool.device_pages, pool.host_pages, targets=memories, num_programs=0, **state)
+            launchers.release(pool.ring, pool.tails, **state)
+    assert {name: len(variants) for name, variants in keys.items()} == {
+        "plan_kernel": 1,
+        "copy_kernel": 2,  # there and back
+        "release_kernel": 1,
+    }
