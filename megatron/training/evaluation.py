@@ -16,7 +16,8 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
     """Mean of each loss over `iterations` global batches; the model is left in training mode."""
     forward_backward = get_forward_backward_func()
     reports = []
-    run.model.eval()
+    for chunk in run.model:
+        chunk.eval()
     with run.timers.paused():
         for _ in range(iterations):
             reports += forward_backward(
@@ -26,7 +27,8 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
                 num_microbatches=run.batches.final_num_microbatches,
                 forward_only=True,
             )
-    run.model.train()
+    for chunk in run.model:
+        chunk.train()
     return reduce_statistics_sync(total_reports(reports), run.groups.dp).losses
 
 

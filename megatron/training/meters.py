@@ -56,7 +56,7 @@ def build_meters(
     logging: LoggingConfig,
     args: argparse.Namespace,
     *,
-    model: nn.Module,
+    model: Sequence[nn.Module],
     optimizer: MegatronOptimizer | None,
     timers: Timers,
     device: torch.device,
@@ -89,9 +89,9 @@ class ThroughputMeter:
 class ParamsNormMeter:
     """2-norm of all parameters: trained ones as the optimizer holds them, frozen ones as the model does."""
 
-    def __init__(self, optimizer: MegatronOptimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, model: Sequence[nn.Module]) -> None:
         self._optimizer = optimizer
-        self._frozen = [param.detach() for param in model.parameters() if not param.requires_grad]
+        self._frozen = [p.detach() for chunk in model for p in chunk.parameters() if not p.requires_grad]
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets params_norm."""

@@ -29,7 +29,7 @@ class TrainingRun:
     args: argparse.Namespace
     training: TrainingConfig
     checkpoint: CheckpointConfig
-    model: nn.Module
+    model: list[nn.Module]  # the chunks of this rank's pipeline stage
     optimizer: MegatronOptimizer | None  # None: the run only evaluates
     scheduler: OptimizerParamScheduler | None
     batches: NumMicroBatches
@@ -92,7 +92,7 @@ class TrainingRun:
     def load_checkpoint(self) -> None:
         """Continues from --load, in place; nothing happens without --load. Collective."""
         load_checkpoint(
-            [self.model],
+            self.model,
             self.optimizer,
             self.scheduler,
             train_state=self.state,
@@ -118,7 +118,7 @@ class TrainingRun:
             return
         save_checkpoint(
             self.state.iteration,
-            [self.model],
+            self.model,
             self.optimizer,
             self.scheduler,
             train_state=self.state,

@@ -71,10 +71,10 @@ def setup_run(
         optimizer.config.timers = timers
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks, model=model)
-    config = get_model_config(model)
-    config.timers = timers
-    finalize = DeferredFinalizer(config.finalize_model_grads_func or finalize_model_grads)
-    config.finalize_model_grads_func = finalize
+    finalize = DeferredFinalizer(get_model_config(model[0]).finalize_model_grads_func or finalize_model_grads)
+    for chunk in unwrap_model(model):
+        chunk.config.timers = timers
+        chunk.config.finalize_model_grads_func = finalize
     run = TrainingRun(
         args=args,
         training=training,
@@ -128,14 +128,14 @@ def setup_model_and_optimizer(
     *,
     args: argparse.Namespace,
     config_overrides: ConfigOverrides | None = None,
-) -> tuple[PlainDataParallel, MegatronOptimizer, OptimizerParamScheduler]:
-    """Model, optimizer and schedule, joined through the callables of the model's configuration.
+) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
+    """Model chunks, optimizer and schedule, joined through the callables of the model's configuration.
 
     config_overrides: other rates and weight decays for some parameters.
     """
     model = get_model(model_provider, model_type, args=args)
     optimizer = get_megatron_optimizer(
-        config_from_args(OptimizerConfig, args), [model], config_overrides=config_overrides
+        config_from_args(OptimizerConfig, args), model, config_overrides=config_overrides
     )
     scheduler = get_optimizer_param_scheduler(
         optimizer,
@@ -147,23 +147,26 @@ def setup_model_and_optimizer(
         train_samples=args.train_samples,
         batches=batch_sizes(args).running,
     )
-    config = get_model_config(model)
-    config.grad_scale_func = optimizer.scale_loss
-    chunk = unwrap_model(model)
-    if isinstance(chunk, RecordsAuxLosses):
-        config.aux_loss_scale_func = chunk.aux_losses.set_backward_scale
+    for chunk in unwrap_model(model):
+        chunk.config.grad_scale_func = optimizer.scale_loss
+        if isinstance(chunk, RecordsAuxLosses):
+            chunk.config.aux_loss_scale_func = chunk.aux_losses.set_backward_scale
     return model, optimizer, scheduler
 
 
 def get_model(
     model_provider: Callable[..., nn.Module], model_type: ModelType, *, args: argparse.Namespace
-) -> PlainDataParallel:
-    """The provider's model on this rank's device, in the precision of the flags, wrapped for data parallelism.
+) -> list[nn.Module]:
+    """This rank's chunks of the provider's model: on its device, in the precision of the flags, wrapped for data
+    parallelism.
 
     model_type: one value so far. Raises ValueError on every rank if the copies start from different weights.
     """
-    model: nn.Module = model_provider(pre_process=True, post_process=True).to(default_device())
-    group = get_process_groups().dp
+    chunks = [model_provider(pre_process=True, post_process=True).to(default_device())]
+    return [_wrap_chunk(chunk, args, group=get_process_groups().dp) for chunk in chunks]
+
+
+def _wrap_chunk(model: nn.Module, args: argparse.Namespace, *, group: dist.ProcessGroup | None) -> PlainDataParallel:
     check_weights_agree(model, group)
     if isinstance(model, RecordsAuxLosses):
         model.aux_losses.data_parallel_group = group

@@ -28,7 +28,9 @@ from megatron.training.console import print_rank_0
 from megatron.training.logging_config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
 
 
-def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, model: nn.Module) -> CallbackList:
+def setup_callbacks(
+    args: argparse.Namespace, extra: Sequence[Callback] = (), *, model: Sequence[nn.Module]
+) -> CallbackList:
     """All callbacks of this rank, those of the script last."""
     return CallbackList((*_first_rank_callbacks(args, model), *_every_rank_callbacks(args), *extra))
 
@@ -75,7 +77,7 @@ def _profile(config: ProfilingConfig, args: argparse.Namespace, *, device: torch
     return TorchProfile(config, Path(folder) / "profile", rank=dist.get_rank(), device=device)
 
 
-def _first_rank_callbacks(args: argparse.Namespace, model: nn.Module) -> list[Callback]:
+def _first_rank_callbacks(args: argparse.Namespace, model: Sequence[nn.Module]) -> list[Callback]:
     if dist.get_rank() != 0:
         return []
     logging = config_from_args(LoggingConfig, args)

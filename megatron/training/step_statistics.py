@@ -66,7 +66,7 @@ def _total(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def reduce_step_sync(
-    reports: Reports, model: nn.Module, *, group: dist.ProcessGroup | None, exit_reasons: Sequence[bool]
+    reports: Reports, model: Sequence[nn.Module], *, group: dist.ProcessGroup | None, exit_reasons: Sequence[bool]
 ) -> StepStatistics:
     """The statistics of a training step, with what the model's layers recorded, which is taken from them.
 
@@ -120,14 +120,20 @@ def reduce_statistics_sync(
     return StepStatistics(losses, exit_reason, per_layer, expert_load)
 
 
-def _take_auxiliary_losses(model: nn.Module) -> tuple[Totals, LayerTotals | None]:
+def _take_auxiliary_losses(model: Sequence[nn.Module]) -> tuple[Totals, LayerTotals | None]:
     """What layers recorded since the last call, over all of them and, under --moe-per-layer-logging, of each."""
-    chunk = unwrap_model(model)
-    if not isinstance(chunk, RecordsAuxLosses):
-        return {}, None
-    # Before the totals are taken, which starts both anew.
-    layers = chunk.aux_losses.layer_totals() if chunk.config.moe_per_layer_logging else None
-    return chunk.aux_losses.take_totals(), layers
+    totals: Totals = {}
+    layers: LayerTotals | None = None
+    for chunk in unwrap_model(list(model)):
+        if not isinstance(chunk, RecordsAuxLosses):
+            continue
+        # Before the totals are taken, which starts both anew. A chunk's rows of other chunks' layers are zero.
+        if chunk.config.moe_per_layer_logging:
+            its = chunk.aux_losses.layer_totals()
+            layers = its if layers is None else layers.plus(its)
+        for name, total in chunk.aux_losses.take_totals().items():
+            totals[name] = totals[name] + total if name in totals else total
+    return totals, layers
 
 
 def _layer_figures(

@@ -82,13 +82,13 @@ def _run(argv: list[str]) -> Outcome:
 
 def _weights(run: TrainingRun) -> dict[str, Tensor]:
     """Copies of the model's weights by key of the checkpoint."""
-    pieces = model_logical_pieces(run.model)
-    named = {name.replace("module.", ""): parameter.detach() for name, parameter in run.model.named_parameters()}
+    pieces = model_logical_pieces(run.model[0])
+    named = {name.replace("module.", ""): parameter.detach() for name, parameter in run.model[0].named_parameters()}
     return {piece.key: piece.view_of(named[name]).clone() for name in named for piece in pieces[name]}
 
 
 def _masters(run: TrainingRun) -> dict[str, Tensor]:
     assert run.optimizer is not None
     prefix = "optimizer.fp32_param."
-    tensors = run.optimizer.sharded_state(model_logical_pieces(run.model))
+    tensors = run.optimizer.sharded_state(model_logical_pieces(run.model[0]))
     return {t.key.removeprefix(prefix): t.data.clone() for t in tensors if t.key.startswith(prefix)}

@@ -50,7 +50,7 @@ def _biased_run(argv: list[str]) -> tuple[Choices, list[list[Tensor]]]:
     """Three steps with an evaluation after each; what training chose, and the biases after each step."""
     steps: Choices = []
     with started_run(argv) as run:
-        routers: list[Any] = [layer.mlp.router for layer in unwrap_model(run.model).decoder.layers]
+        routers: list[Any] = [layer.mlp.router for layer in unwrap_model(run.model)[0].decoder.layers]
         for number, router in enumerate(routers):
             router.register_forward_hook(
                 lambda router, _, out, number=number: (

@@ -63,8 +63,9 @@ class Recorder:
         assert run.train_iterator is not None
         run.train_iterator = self._watch(run.train_iterator)
         # Directly behind the reduction: the optimizer's kernel divides by the clip factor in place.
-        assert isinstance(run.model, PlainDataParallel)
-        vars(run.model)["finish_grad_sync"] = partial(self._finish_grad_sync, run.model, run.model.finish_grad_sync)
+        for chunk in run.model:
+            assert isinstance(chunk, PlainDataParallel)
+            vars(chunk)["finish_grad_sync"] = partial(self._finish_grad_sync, chunk, chunk.finish_grad_sync)
 
     def _watch(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
         for batch in iterator:
@@ -94,16 +95,17 @@ def record_run(argv: Sequence[str], steps: int, *, save: bool = False, **parts: 
     recorder = Recorder()
     with started_run(argv, **parts) as run:
         recorder.attach(run)
-        initial = parameters(run.model)
+        initial = parameters(*run.model)
         reports = [train_step(run)[0] for _ in range(steps)]
         if save:
             run.save_checkpoint()
-        return Recording(recorder.batches, recorder.grads, reports, initial, parameters(run.model))
+        return Recording(recorder.batches, recorder.grads, reports, initial, parameters(*run.model))
 
 
-def parameters(model: nn.Module) -> dict[str, Tensor]:
+def parameters(*model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters, any shape and float dtype, by name without the wrappers' prefixes."""
-    return {_plain_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    named = (item for chunk in model for item in chunk.named_parameters())
+    return {_plain_name(name): parameter.detach().clone() for name, parameter in named}
 
 
 def _plain_name(name: str) -> str:

@@ -5,6 +5,7 @@ import json
 import platform
 import socket
 import subprocess
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,9 @@ class RunFile(Callback):
         temporary.replace(self.path)
 
 
-def describe_run(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
+def describe_run(args: argparse.Namespace, model: Sequence[nn.Module]) -> dict[str, Any]:
     """Environment, flags and size of the model as JSON values."""
-    parameters, active = count_parameters(model, args)
+    parameters, active = map(sum, zip(*(count_parameters(chunk, args) for chunk in model)))
     flops_per_token = num_floating_point_operations(args, 1) / args.seq_length
     return {
         "environment": environment(),

@@ -17,7 +17,7 @@ from tests.unit_tests.training.test_flops import small_model
 @pytest.mark.parametrize("frozen", [(), ("0.weight", "2.bias")])
 def test_params_norm_is_that_of_the_masters_and_of_frozen_weights(dtype: torch.dtype, frozen: tuple[str, ...]) -> None:
     run = SmallRun(dtype=dtype, frozen=frozen)
-    meter = ParamsNormMeter(run.optimizer, run.model)
+    meter = ParamsNormMeter(run.optimizer, [run.model])
     run.train(4)
     held = [param.double() for param in run.model.parameters() if not param.requires_grad]
     held += [flat.double() for name, flat in run.optimizer_tensors().items() if "fp32_param" in name]

@@ -55,6 +55,10 @@ class LayerTotals:
     losses: Tensor
     tokens_per_expert: Tensor
 
+    def plus(self, other: "LayerTotals") -> "LayerTotals":
+        """The two added up: of chunks with other layers of the same model."""
+        return LayerTotals(self.names, self.losses + other.losses, self.tokens_per_expert + other.tokens_per_expert)
+
 
 class AuxLossRecorder(Recorder, nn.Module):
     """One per model chunk: the factor of auxiliary gradients, and what its routers count in a step, on the device.
