@@ -59,7 +59,7 @@ class Reserve:
             return
         self._is_written = bool(self._droppable) and self._all_known()
         if self._is_written and self._starts:
-            self._rows.copy_(torch.tensor(self._up_to_date_table()))
+            self._rows.copy_(torch.tensor(self._up_to_date_table(), device="cpu"))
 
     def learn(self, name: str, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
         """What a group of this name stashed: nothing leaves as known what others of its name stashed before."""

@@ -71,8 +71,9 @@ class PagedStash:
         self._instances: Multiset[str] = Multiset()
         self._groups: dict[Group, weakref.ref[StashedGroup]] = {}
         self._is_spoiled = False  # an exception ended a context of this step
-        self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
-        self._reserve.begin_step(self.order.events)
+        with self._keeper.alone():  # whatever mode the caller is in
+            self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
+            self._reserve.begin_step(self.order.events)
 
     @contextmanager
     def context(
