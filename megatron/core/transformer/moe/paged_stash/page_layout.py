@@ -48,7 +48,7 @@ class Held(enum.IntEnum):
 class PoolLayout:
     """Sizes of a pool's two tiers.
 
-    page_bytes: a positive multiple of 16. device_pages, host_pages: at least 0, together at least 1.
+    page_bytes: a positive multiple of 16. device_pages, host_pages: at least 0, together at least 1. All integers.
     Raises ValueError otherwise.
     """
 
@@ -57,6 +57,9 @@ class PoolLayout:
     host_pages: int = 0
 
     def __post_init__(self) -> None:
+        for name, number in vars(self).items():
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise ValueError(f"{name} ({number}) must be an integer")
         if self.page_bytes <= 0 or self.page_bytes % ALIGNMENT:
             raise ValueError(f"page_bytes ({self.page_bytes}) must be a positive multiple of {ALIGNMENT}")
         for name, pages in (("device_pages", self.device_pages), ("host_pages", self.host_pages)):

@@ -32,6 +32,7 @@ class StashGroup:
         self._with_rows: list[SavedTensor] = []
         self._others: list[SavedTensor] = []
         self._marks: list[Mark] = []
+        self._elsewhere: set[str] = set()  # devices other than the pool's on which autograd saved rows
 
     def mark(
         self,
@@ -59,6 +60,8 @@ class StashGroup:
                 f"priority {priority.name} with recompute {recompute} and {len(sources)} sources: GATE_UP and ACT need "
                 "both to be computed again, INPUT takes neither"
             )
+        if tokens_per_row < 1:
+            raise ValueError(f"tokens_per_row ({tokens_per_row}) must be at least 1")
         seen = self._seen(tensor, tokens_per_row=tokens_per_row)
         needed = tuple(self._seen(source, tokens_per_row=1) for source in sources)
         self._marks.append(Mark(seen, priority, tokens_per_row, recompute, needed))
@@ -68,6 +71,8 @@ class StashGroup:
         assert self._group is not None, "hooks without a group"
         may_have_rows = self._may_have_rows(tensor)
         rows = row_view(tensor, self._max_rows) if may_have_rows else None
+        if tensor.device != self._device and not is_made_of_parameters(tensor) and row_view(tensor, self._max_rows):
+            self._elsewhere.add(str(tensor.device))
         saved = SavedTensor(self._group, tensor, may_have_rows=may_have_rows)
         is_taken = rows is not None and self._group.phase is Phase.RECORDING
         if is_taken or self._hooks is None:
@@ -85,11 +90,17 @@ class StashGroup:
     def blocks(self) -> list[Block]:
         """The memory to be stashed; none if autograd saved nothing but weights.
 
-        Raises ValueError if it saved other tensors, but none with max_rows rows; and as blocks_of does.
+        Raises ValueError if it saved other tensors, but none with max_rows rows on the pool's device; and as
+        blocks_of does.
         """
         for mark in self._marks:
             if mark.tokens_per_row > 1:
                 self._with_rows += [saved for saved in self._others if saved.take_late(mark)]
+        if self._elsewhere and not self._with_rows:
+            raise ValueError(
+                f"autograd saved rows on {sorted(self._elsewhere)} alone, but the pool is on {self._device}: it must "
+                "be on the device of the experts"
+            )
         if not self._with_rows:
             shapes = sorted({tuple(saved.typed.size) for saved in self._others if saved.may_have_rows})
             if shapes:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash import PagedStash, Priority
+from megatron.core.transformer.moe.paged_stash import PagedStash, PoolLayout, Priority, TensorSpec
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
     HIDDEN,
@@ -142,6 +142,8 @@ def _change(_group: Any, x: Tensor) -> Tensor:
 MISTAKES: list[tuple[Callable[[Any, Tensor], Any], type[Exception], str]] = [
     (_change, RuntimeError, r"\[48, 16\].*changed in place"),
     (lambda group, x: x.unfold(1, 2, 1)[3:].exp() ** 2, ValueError, r"max_rows \(48\).*45"),
+    (lambda group, x: x.to("meta").exp() ** 2, ValueError, r"rows on \['meta'\] alone, but the pool is on cpu"),
+    (lambda group, x: group.mark(x, tokens_per_row=0), ValueError, r"tokens_per_row \(0\)"),
     (lambda group, x: group.mark(x[:20], tokens_per_row=32), ValueError, "in the order of the tokens"),
     (lambda group, x: group.mark(x, priority=Priority.ACT), ValueError, "need both"),
     (lambda group, x: group.mark(x, sources=(x,)), ValueError, "takes neither"),
@@ -173,6 +175,24 @@ def test_tensors_cannot_be_computed_from_each_other_in_a_circle(priorities: tupl
 def test_wrong_counts_are_named(num_rows: Any, max_rows: int) -> None:
     with pytest.raises(ValueError, match="num_rows|max_rows"), context_of(make_stash(), num_rows, max_rows):
         pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PoolLayout(24, 1), r"page_bytes \(24\)"),
+        (lambda: PoolLayout(16, 2.0), r"device_pages \(2.0\) must be an integer"),
+        (lambda: PoolLayout(16, True), r"device_pages \(True\)"),
+        (lambda: PoolLayout(16, 1, -1), r"host_pages \(-1\)"),
+        (lambda: PoolLayout(16, 0), "needs a page"),
+        (lambda: TensorSpec(8, 4, 1), r"pitch_bytes \(4\) must be at least row_bytes \(8\)"),
+        (lambda: make_stash(prefetch_groups=-1), r"prefetch_groups \(-1\)"),
+        (lambda: make_stash(reserved_share=float("nan")), r"reserved_share \(nan\)"),
+    ],
+)
+def test_wrong_sizes_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_a_count_above_the_maximum_on_the_device_makes_the_step_void() -> None:
