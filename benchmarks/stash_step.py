@@ -5,7 +5,8 @@
 The experts of a layer get T x K rows on average, skewed: other numbers in every layer of every round.
   dynamic    buffers of R rows, as many as there are: the host has to know R before it can go on
   static     buffers of C = 2 x T x K rows, of which R are live
-  full       static, and a stash with as many device pages as the live rows need
+  full       static, and a stash with as many device pages as the live rows need; as its reserve counts with C rows for
+             layers to come, some act is computed again all the same
   60%        static, and a stash with 60% of these: what finds no page is computed again
   60% host   the same, and host pages for the rest
   host       static, and a stash with host pages alone

@@ -1,13 +1,15 @@
 """Gradients with a stash are those without, bit for bit, whatever the tiers, rungs and orders of groups."""
 
 import gc
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.core.transformer.moe.paged_stash import Counter, PagePool, side_streams, stash_group, stash_manager
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
@@ -98,6 +100,25 @@ def test_after_a_departure_inputs_alone_get_pages(departs_with: int) -> None:
     layer.name = "new"
     assert_same(gradients(model), gradients(Model(None, kind=MarkedExperts, num_layers=6)))
     assert stash.pool.occupancy_sync().counters[Counter.DROPPED_ACT] == 6 - departs_with
+
+
+def test_the_main_stream_waits_for_releases_not_for_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda self, group, *_, **__: launched.append(name)
+
+    waited: list[list[str]] = []
+    for name in ("restore", "release"):
+        monkeypatch.setattr(PagePool, name, note(name))
+    # An event is what was launched before it.
+    monkeypatch.setattr(side_streams.SideStream, "behind_main", lambda *_: nullcontext())
+    monkeypatch.setattr(side_streams.SideStream, "record", lambda stream: list(launched))
+    monkeypatch.setattr(stash_group, "main_waits_for", lambda event, device: waited.append(event or []))
+    monkeypatch.setattr(stash_manager, "main_waits_for", lambda event, device: None)
+    gradients(Model(make_stash().context))
+    assert waited and launched.count("release") == 3
+    assert all(event.count("restore") == event.count("release") for event in waited)
 
 
 def test_pages_of_a_graph_without_backward_come_back_when_it_is_dropped() -> None:
