@@ -63,6 +63,11 @@ def get_process_groups() -> ProcessGroupCollection:
     return _REGISTRY.groups
 
 
+def existing_process_groups() -> ProcessGroupCollection:
+    """All groups of this rank; without model parallel groups, those of a rank alone."""
+    return _REGISTRY.groups or ProcessGroupCollection()
+
+
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
     """The ranks that hold copies of the same dense weights; `with_context_parallel` also counts sequence parts."""
     groups = get_process_groups()

@@ -11,7 +11,8 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.distributed.plain_data_parallel import PlainDataParallel
-from megatron.core.process_groups_config import group_size
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.utils import unwrap_model
 
 
@@ -25,34 +26,51 @@ class FinalizesStep(Protocol):
 
 
 @record_function("finalize_model_grads")
-def finalize_model_grads(model: list[nn.Module], num_tokens: torch.Tensor | None = None) -> None:
+def finalize_model_grads(
+    model: list[nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> None:
     """Reduces the gradients of all chunks over their data-parallel groups and ends the models' step. Collective.
 
     num_tokens: None for the mean over ranks. With calculate_per_token_loss, [], integer or floating point, the tokens
     in the losses that this rank summed: the sum over ranks is divided by the tokens of all (1 if there are none).
+    Stages before the last, which sum no losses, may leave it None.
+    pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
     """
+    pp_group = (pg_collection or existing_process_groups()).pp
+    counts_tokens = group_rank(pp_group) == group_size(pp_group) - 1
     for chunk in model:
         if not isinstance(chunk, PlainDataParallel):
             raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in PlainDataParallel")
         # Either mistake would train with gradients that are wrong by a factor, without an error.
-        if chunk.calculate_per_token_loss != (num_tokens is not None):
+        if counts_tokens and chunk.calculate_per_token_loss != (num_tokens is not None):
             raise ValueError(
                 f"calculate_per_token_loss is {chunk.calculate_per_token_loss} and num_tokens is {num_tokens}: "
                 "the number of tokens must be given with per-token loss, and only then"
             )
         # Also for one rank: parameters that were not used get their zeros here.
         chunk.finish_grad_sync()
-        if num_tokens is not None:
-            chunk.scale_gradients(1.0 / _total_tokens(num_tokens, chunk.group))
+        if chunk.calculate_per_token_loss:
+            total = _total_tokens(num_tokens, chunk, pp_group=pp_group)
+            chunk.scale_gradients(1.0 / total)
         inner = unwrap_model(chunk)
         if isinstance(inner, FinalizesStep):
             inner.finalize_step(chunk.group)
 
 
-def _total_tokens(num_tokens: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    # A copy, since the schedule's own count is reported too; fp64, for models in fp64 and for counts beyond 2^24.
-    total = num_tokens.detach().to(torch.float64, copy=True)
-    if group_size(group) > 1:
-        dist.all_reduce(total, group=group)
+def _total_tokens(
+    num_tokens: torch.Tensor | None, chunk: PlainDataParallel, *, pp_group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    # fp64, for models in fp64 and for counts beyond 2^24; a copy, since the schedule's own count is reported too.
+    if num_tokens is None:
+        total = torch.zeros((), dtype=torch.float64, device=chunk.grad_buffers[0].storage.device)
+    else:
+        total = num_tokens.detach().to(torch.float64, copy=True)
+    if group_size(chunk.group) > 1:
+        dist.all_reduce(total, group=chunk.group)
+    if group_size(pp_group) > 1:
+        # The losses, and so the tokens, are the last stage's.
+        dist.broadcast(total, group=pp_group, group_src=group_size(pp_group) - 1)
     # A step in which every token was masked has zero gradients, not NaN.
     return total.clamp_(min=1)

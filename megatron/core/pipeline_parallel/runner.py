@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.loss_scaling import scaled_loss
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, validate_schedule
 
 LossFunction = Callable[[torch.Tensor], tuple[Any, ...]]
@@ -21,13 +23,17 @@ ForwardStep = Callable[[Any, nn.Module], tuple[torch.Tensor, LossFunction]]
 
 @dataclass(kw_only=True)
 class ScheduleRunner:
-    """Runs one step's actions over `model` and collects what the loss function reports of each microbatch."""
+    """Runs one step's actions over `model` and collects what the loss function reports of each microbatch.
+
+    cp_group: the ranks that hold parts of the same sequences.
+    """
 
     forward_step: ForwardStep
     data_iterator: Iterator[Any] | None
     model: nn.Module
     config: ModelParallelConfig
     num_microbatches: int
+    cp_group: ProcessGroup | None = None
     reports: list[dict[str, torch.Tensor]] = field(init=False, default_factory=list)
     num_tokens: torch.Tensor | None = field(init=False, default=None)
     _losses: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
@@ -64,15 +70,17 @@ class ScheduleRunner:
     def _forward(self) -> torch.Tensor:
         self._set_aux_loss_scale()
         output, loss_function = self.forward_step(self.data_iterator, self.model)
-        loss, num_tokens, report = _unpack_loss(loss_function(output))
-        self.reports.append(report)
-        if num_tokens is None:
-            return loss / self.num_microbatches
-        if self.config.calculate_per_token_loss:
+        scaled = scaled_loss(
+            loss_function(output),
+            per_token=self.config.calculate_per_token_loss,
+            num_microbatches=self.num_microbatches,
+            cp_group=self.cp_group,
+        )
+        self.reports.append(scaled.report)
+        if scaled.num_tokens is not None:
             # finalize_model_grads divides by the tokens of all ranks and microbatches together.
-            self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
-            return loss
-        return loss / num_tokens.clamp(min=1) / self.num_microbatches
+            self.num_tokens = scaled.num_tokens if self.num_tokens is None else self.num_tokens + scaled.num_tokens
+        return scaled.loss
 
     def _set_aux_loss_scale(self) -> None:
         if self.config.aux_loss_scale_func is None or not torch.is_grad_enabled():
@@ -90,10 +98,3 @@ class ScheduleRunner:
         if self.config.grad_scale_func is not None:
             loss = self.config.grad_scale_func(loss)
         loss.backward()
-
-
-def _unpack_loss(returned: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Loss functions of scripts return (mean loss, report) or (summed loss, number of tokens, report)."""
-    if len(returned) == 3:
-        return returned[0], returned[1], returned[2]
-    return returned[0], None, returned[1]

@@ -11,9 +11,11 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.model_parallel_config import validate_callables
+from megatron.core.parallel_state import existing_process_groups
 from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import forward_only as without_backward
 from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 
@@ -35,11 +37,13 @@ def forward_backward_no_pipelining(
     seq_length: int | None = None,
     micro_batch_size: int | None = None,
     forward_only: bool = False,
+    pg_collection: ProcessGroupCollection | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """Runs `num_microbatches` one after the other without pipeline stages.
 
     Returns what the loss function reported of each: name to a tensor [] or [2] (sum, count), fp32.
     `seq_length` and `micro_batch_size` are what stages would exchange; without stages they have no part.
+    pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
     """
     chunk = _only(model)
     config = get_model_config(chunk)
@@ -51,6 +55,7 @@ def forward_backward_no_pipelining(
         model=chunk,
         config=config,
         num_microbatches=num_microbatches,
+        cp_group=(pg_collection or existing_process_groups()).cp,
     )
     actions = no_pipelining_schedule(num_microbatches)
     if not forward_only:
