@@ -1,19 +1,47 @@
 """The one registry of process groups: built once from the parallel sizes, read by builders, never in a forward.
 
-No policy lives here; components receive a ProcessGroupCollection.
+No policy lives here; components receive a ProcessGroupCollection. Which ranks form a group: rank_generator.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.device import default_device
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator
+
+__all__ = ["RankGenerator"]
+
+# Field of ProcessGroupCollection -> axes of the grid that it spans.
+_DENSE_GROUPS = {
+    "tp": "tp",
+    "cp": "cp",
+    "dp": "dp",
+    "pp": "pp",
+    "dp_cp": "dp-cp",
+    "tp_cp": "tp-cp",
+    "tp_dp": "tp-dp",
+    "tp_dp_cp": "tp-dp-cp",
+    "mp": "tp-pp",
+}
+_EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
 
 
 @dataclass
 class _Registry:
+    """What initialize_model_parallel made. virtual_size: None without virtual stages."""
+
     groups: ProcessGroupCollection | None = None
+    meshes: dict[str, DeviceMesh] = field(default_factory=dict)
+    made: list[ProcessGroup] = field(default_factory=list)
+    virtual_size: int | None = None
+    virtual_rank: int | None = None
 
 
 _REGISTRY = _Registry()
@@ -22,33 +50,133 @@ _REGISTRY = _Registry()
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    num_distributed_optimizer_instances: int = 1,
+    order: str = DEFAULT_ORDER,
     distributed_timeout_minutes: int = 30,
 ) -> None:
-    """Builds the process groups over all ranks; torch.distributed must be initialised.
+    """Builds the process groups over all ranks; torch.distributed must be initialised. Collective.
 
-    Raises ValueError for a parallel size that is not available, RuntimeError when called twice.
+    expert_tensor_parallel_size: None is the tensor size of the dense layers. order: see RankGenerator; one for both
+    kinds of layers. Raises ValueError for sizes that do not fit, before any group is made; RuntimeError when called
+    twice.
     """
     if _REGISTRY.groups is not None:
         raise RuntimeError("model parallel groups exist already: call destroy_model_parallel() first")
-    sizes = {
-        "tensor_model_parallel_size": tensor_model_parallel_size,
-        "pipeline_model_parallel_size": pipeline_model_parallel_size,
-        "context_parallel_size": context_parallel_size,
-        "expert_model_parallel_size": expert_model_parallel_size,
+    if num_distributed_optimizer_instances != 1:
+        raise ValueError(
+            f"num_distributed_optimizer_instances is {num_distributed_optimizer_instances}: "
+            "not available yet, must be 1"
+        )
+    if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size < 2:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size is {virtual_pipeline_model_parallel_size}: "
+            f"needs pipeline_model_parallel_size ({pipeline_model_parallel_size}) of at least 2"
+        )
+    dense, expert = rank_grids(
+        dist.get_world_size(),
+        {
+            "tensor_model_parallel_size": tensor_model_parallel_size,
+            "context_parallel_size": context_parallel_size,
+            "pipeline_model_parallel_size": pipeline_model_parallel_size,
+            "expert_model_parallel_size": expert_model_parallel_size,
+            "expert_tensor_parallel_size": expert_tensor_parallel_size or tensor_model_parallel_size,
+        },
+        order=order,
+    )
+    maker = _GroupMaker(timedelta(minutes=distributed_timeout_minutes), _REGISTRY.made)
+    groups = {name: maker.own_group(dense.rank_table(axes), name) for name, axes in _DENSE_GROUPS.items()}
+    groups |= {name: maker.own_group(expert.rank_table(axes), name) for name, axes in _EXPERT_GROUPS.items()}
+    groups["embd"] = maker.own_group(_first_and_last(dense.rank_table("pp")), "embd")
+    _REGISTRY.groups = ProcessGroupCollection(**groups)
+    _REGISTRY.meshes = {
+        "dense": _mesh(dense, {"tp": groups["tp"], "cp": groups["cp"], "dp": groups["dp"], "pp": groups["pp"]}),
+        "expert": _mesh(
+            expert, {"tp": groups["expt_tp"], "ep": groups["ep"], "dp": groups["expt_dp"], "pp": groups["pp"]}
+        ),
     }
+    _REGISTRY.virtual_size = virtual_pipeline_model_parallel_size
+    _REGISTRY.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
+
+
+def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[RankGenerator, RankGenerator]:
+    """The grid of the dense and that of the expert layers over the same ranks; sizes: by argument name, all five.
+
+    Raises ValueError, naming what does not fit, where a size is below 1, the ranks are not a multiple of a grid's
+    product, or a pipeline stage would have other ranks for its expert layers.
+    """
     for name, size in sizes.items():
-        if size != 1:
-            raise ValueError(f"{name} is {size}: only data parallelism is available, so it must be 1")
-    data_parallel = dist.new_group(timeout=timedelta(minutes=distributed_timeout_minutes))
-    _REGISTRY.groups = ProcessGroupCollection(dp=data_parallel, dp_cp=data_parallel, expt_dp=data_parallel)
+        if size < 1:
+            raise ValueError(f"{name} is {size}: must be at least 1")
+    tp, cp, pp = (
+        sizes[f"{name}_size"] for name in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
+    )
+    ep, etp = sizes["expert_model_parallel_size"], sizes["expert_tensor_parallel_size"]
+    for names, product in (
+        ("tensor_model_parallel_size x context_parallel_size x pipeline_model_parallel_size", tp * cp * pp),
+        ("expert_tensor_parallel_size x expert_model_parallel_size x pipeline_model_parallel_size", etp * ep * pp),
+    ):
+        if world_size % product:
+            raise ValueError(f"world size is {world_size}: must be a multiple of {names} ({product})")
+    dense = RankGenerator(tp, 1, world_size // (tp * cp * pp), pp, cp, order)
+    expert = RankGenerator(etp, ep, world_size // (etp * ep * pp), pp, 1, order)
+    if not torch.equal(dense.rank_table("pp"), expert.rank_table("pp")):
+        raise ValueError(
+            f"order is {order!r}: dense layers (tp {tp}, cp {cp}) and expert layers (tp {etp}, ep {ep}) would have "
+            "different pipeline stages; must have pp last"
+        )
+    return dense, expert
+
+
+def _first_and_last(pipelines: Tensor) -> Tensor:
+    """pipelines: [pipelines, stages]. Returns [pipelines, 1 or 2]: the stages that hold embedding weights."""
+    return pipelines if pipelines.shape[1] <= 2 else pipelines[:, [0, -1]]
+
+
+class _GroupMaker:
+    """Makes groups, one for equal ranks: kinds that differ only in axes of size 1 share their connections."""
+
+    def __init__(self, timeout: timedelta, made: list[ProcessGroup]) -> None:
+        self._timeout = timeout
+        self._made = made
+        self._known: list[tuple[Tensor, ProcessGroup | None]] = []
+
+    def own_group(self, table: Tensor, name: str) -> ProcessGroup | None:
+        """This rank's of the groups in `table`, [groups, ranks of a group]; None where it is in none. Collective."""
+        for known, group in self._known:
+            if torch.equal(known, table):
+                return group
+        own = None
+        # Every rank makes every group, as DeviceMesh does too: torch then numbers them alike on all ranks, and never
+        # uses a number twice, so that groups made after destroy_model_parallel do not meet stale addresses.
+        for ranks in table.tolist():
+            group = dist.new_group(ranks, timeout=self._timeout, group_desc=name)
+            if isinstance(group, ProcessGroup):
+                own = group
+                self._made.append(group)
+        self._known.append((table, own))
+        return own
+
+
+def _mesh(grid: RankGenerator, groups: dict[str, ProcessGroup | None]) -> DeviceMesh:
+    """The grid as torch sees it; groups: by axis. The meshes' groups are the collection's."""
+    axes = [axis for axis in reversed(grid.axes) if axis in groups]
+    ranks = grid.rank_tensor().view([grid.name_to_size[axis] for axis in axes])
+    own = [group for axis in axes if (group := groups[axis]) is not None]
+    return DeviceMesh.from_group(own, default_device().type, mesh=ranks, mesh_dim_names=tuple(axes))
 
 
 def destroy_model_parallel() -> None:
-    """Forgets the groups; the process group of torch.distributed stays."""
-    _REGISTRY.groups = None
+    """Destroys the groups; the process group of torch.distributed stays. Safe where there are none."""
+    # Those that torch.distributed has destroyed itself, with all others, cannot be destroyed again.
+    if dist.is_initialized():
+        for group in reversed(_REGISTRY.made):
+            dist.destroy_process_group(group)
+    vars(_REGISTRY).update(vars(_Registry()))
 
 
 def model_parallel_is_initialized() -> bool:
@@ -68,56 +196,230 @@ def existing_process_groups() -> ProcessGroupCollection:
     return _REGISTRY.groups or ProcessGroupCollection()
 
 
-def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """The ranks that hold copies of the same dense weights; `with_context_parallel` also counts sequence parts."""
-    groups = get_process_groups()
-    group = groups.dp_cp if with_context_parallel else groups.dp
-    assert group is not None, "the data-parallel group is always built"
+def get_device_mesh(kind: str) -> DeviceMesh:
+    """The grid of the "dense" (pp, dp, cp, tp) or "expert" (pp, dp, ep, tp) layers; its groups are the collection's."""
+    get_process_groups()
+    return _REGISTRY.meshes[kind]
+
+
+def _group(name: str) -> ProcessGroup:
+    group: ProcessGroup | None = vars(get_process_groups())[name]
+    if group is None:
+        raise RuntimeError(f"this rank is in no {name} group")
     return group
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """This rank's index in its data-parallel group."""
-    return dist.get_rank(get_data_parallel_group(with_context_parallel))
+# Getters that users know, by kind of parallelism: the group, this rank's index in it, and how many ranks it has.
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    """Number of data-parallel copies."""
-    return dist.get_world_size(get_data_parallel_group(with_context_parallel))
-
-
-def get_expert_data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold copies of the same expert weights."""
-    group = get_process_groups().expt_dp
-    assert group is not None, "the expert data-parallel group is always built"
-    return group
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Ranks that share one layer's weights: 1, as only data parallelism is available."""
-    return 1
+def get_tensor_model_parallel_group() -> ProcessGroup:
+    """The ranks that share one dense layer's weights."""
+    return _group("tp")
 
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's index in its tensor-parallel group."""
-    return 0
+    return group_rank(_group("tp"))
 
 
-def get_pipeline_model_parallel_world_size() -> int:
-    """Number of pipeline stages: 1, as only data parallelism is available."""
-    return 1
+def get_tensor_model_parallel_world_size() -> int:
+    """Number of ranks that share one dense layer's weights."""
+    return group_size(_group("tp"))
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first rank of this tensor-parallel group."""
+    return dist.get_global_rank(_group("tp"), 0)
+
+
+def get_context_parallel_group() -> ProcessGroup:
+    """The ranks that hold parts of the same sequences."""
+    return _group("cp")
+
+
+def get_context_parallel_rank() -> int:
+    """This rank's index in its context-parallel group."""
+    return group_rank(_group("cp"))
+
+
+def get_context_parallel_world_size() -> int:
+    """Number of parts of a sequence."""
+    return group_size(_group("cp"))
+
+
+def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
+    """The ranks that hold copies of the same dense weights; `with_context_parallel` also counts sequence parts."""
+    return _group("dp_cp" if with_context_parallel else "dp")
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    """This rank's index in its data-parallel group."""
+    return group_rank(get_data_parallel_group(with_context_parallel))
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    """Number of data-parallel copies."""
+    return group_size(get_data_parallel_group(with_context_parallel))
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Global rank of the first rank of this data-parallel group."""
+    return dist.get_global_rank(get_data_parallel_group(with_context_parallel), 0)
+
+
+def get_model_parallel_group() -> ProcessGroup:
+    """The ranks that together hold one copy of the dense weights: tensor x pipeline."""
+    return _group("mp")
+
+
+def get_tensor_and_context_parallel_group() -> ProcessGroup:
+    """Tensor x context."""
+    return _group("tp_cp")
+
+
+def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
+    """Tensor x data: a whole pipeline stage, with the sequence parts if `with_context_parallel`."""
+    return _group("tp_dp_cp" if with_context_parallel else "tp_dp")
+
+
+def get_expert_model_parallel_group() -> ProcessGroup:
+    """The ranks that hold different experts of the same layers."""
+    return _group("ep")
+
+
+def get_expert_model_parallel_rank() -> int:
+    """This rank's index in its expert-parallel group."""
+    return group_rank(_group("ep"))
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Number of ranks that the experts are spread over."""
+    return group_size(_group("ep"))
+
+
+def get_expert_tensor_parallel_group() -> ProcessGroup:
+    """The ranks that share one expert's weights."""
+    return _group("expt_tp")
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    """This rank's index among those that share one expert's weights."""
+    return group_rank(_group("expt_tp"))
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    """Number of ranks that share one expert's weights."""
+    return group_size(_group("expt_tp"))
+
+
+def get_expert_data_parallel_group() -> ProcessGroup:
+    """The ranks that hold copies of the same expert weights."""
+    return _group("expt_dp")
+
+
+def get_expert_data_parallel_rank() -> int:
+    """This rank's index among those that hold copies of the same expert weights."""
+    return group_rank(_group("expt_dp"))
+
+
+def get_expert_data_parallel_world_size() -> int:
+    """Number of copies of the expert weights."""
+    return group_size(_group("expt_dp"))
+
+
+def get_expert_tensor_and_model_parallel_group() -> ProcessGroup:
+    """Expert tensor x expert: the ranks that together hold all experts of a layer."""
+    return _group("tp_ep")
+
+
+def get_expert_tensor_model_pipeline_parallel_group() -> ProcessGroup:
+    """Expert tensor x expert x pipeline: the ranks that together hold one copy of all expert weights."""
+    return _group("tp_ep_pp")
+
+
+def get_pipeline_model_parallel_group() -> ProcessGroup:
+    """The stages of this rank's pipeline."""
+    return _group("pp")
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """This rank's pipeline stage."""
-    return 0
+    return group_rank(_group("pp"))
 
 
-def is_pipeline_first_stage() -> bool:
-    """Whether this rank reads the input tokens."""
-    return get_pipeline_model_parallel_rank() == 0
+def get_pipeline_model_parallel_world_size() -> int:
+    """Number of pipeline stages."""
+    return group_size(_group("pp"))
 
 
-def is_pipeline_last_stage() -> bool:
-    """Whether this rank computes the loss."""
-    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Global rank of the first stage of this rank's pipeline."""
+    return dist.get_global_rank(_group("pp"), 0)
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Global rank of the last stage of this rank's pipeline."""
+    return dist.get_global_rank(_group("pp"), get_pipeline_model_parallel_world_size() - 1)
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the following stage; of the first one for the last."""
+    return _stage_at_distance(1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Global rank of the stage before; of the last one for the first."""
+    return _stage_at_distance(-1)
+
+
+def _stage_at_distance(steps: int) -> int:
+    stage = (get_pipeline_model_parallel_rank() + steps) % get_pipeline_model_parallel_world_size()
+    return dist.get_global_rank(_group("pp"), stage)
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Number of model chunks per stage; None without virtual stages."""
+    return _REGISTRY.virtual_size
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Number of the model chunk that set_virtual_pipeline_model_parallel_rank named; None without virtual stages."""
+    return _REGISTRY.virtual_rank
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Says which model chunk of this stage is being built, for code that asks the getters."""
+    _REGISTRY.virtual_rank = rank
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank reads the input tokens; with ignore_virtual=False, whether its chunk `vp_stage` does.
+
+    vp_stage: None is the chunk of set_virtual_pipeline_model_parallel_rank.
+    """
+    chunk = _chunk(vp_stage)
+    return get_pipeline_model_parallel_rank() == 0 and (ignore_virtual or chunk in (None, 0))
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank computes the loss; with ignore_virtual=False, whether its chunk `vp_stage` does, as above."""
+    chunk = _chunk(vp_stage)
+    is_last_chunk = chunk is None or chunk + 1 == _REGISTRY.virtual_size
+    last = get_pipeline_model_parallel_world_size() - 1
+    return get_pipeline_model_parallel_rank() == last and (ignore_virtual or is_last_chunk)
+
+
+def _chunk(vp_stage: int | None) -> int | None:
+    if _REGISTRY.virtual_size is None:
+        return None
+    return _REGISTRY.virtual_rank if vp_stage is None else vp_stage
+
+
+def get_embedding_group() -> ProcessGroup:
+    """The first and last stage, which share embedding weights. RuntimeError on the stages between."""
+    return _group("embd")
+
+
+def is_rank_in_embedding_group() -> bool:
+    """Whether this rank is on a stage that may hold embedding weights."""
+    return get_process_groups().embd is not None

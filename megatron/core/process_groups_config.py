@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 class ProcessGroupCollection:
     """One process group per kind of parallelism, under the names Megatron users know.
 
-    None stands for a group of this rank alone: ask group_size and group_rank.
-    Dense layers: tp tensor, cp context, dp data, pp pipeline; dp_cp, tp_cp, tp_dp_cp their products, mp tensor x
+    None stands for a group of this rank alone: ask group_size and group_rank. Groups of parallel_state are never None,
+    but for embd: torch.distributed would take None for all ranks. Kinds of equal ranks may be one group.
+    Dense layers: tp tensor, cp context, dp data, pp pipeline; dp_cp, tp_cp, tp_dp, tp_dp_cp their products, mp tensor x
     pipeline. Expert layers, over the same ranks: expt_tp tensor, ep expert, expt_dp data; tp_ep and tp_ep_pp their
     products with expt_tp first. embd: the first and last stage, which share embedding weights; None on other stages.
     """
@@ -22,6 +23,7 @@ class ProcessGroupCollection:
     cp: ProcessGroup | None = None
     dp_cp: ProcessGroup | None = None
     tp_cp: ProcessGroup | None = None
+    tp_dp: ProcessGroup | None = None
     tp_dp_cp: ProcessGroup | None = None
     mp: ProcessGroup | None = None
     ep: ProcessGroup | None = None

@@ -1,0 +1,67 @@
+"""Which ranks belong together: pure arithmetic on a grid of ranks with one axis per kind of parallelism.
+
+Makes no process group; parallel_state.py does.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+# Every axis of a grid, in the order of the shape below: the fastest one comes first.
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+class RankGenerator:
+    """The grid of one kind of layer. `order` names its axes, joined by "-", from the one whose neighbours have
+    consecutive ranks to the one whose neighbours are furthest apart.
+
+    Dense layers have tp, cp, dp and pp, expert layers tp (their own), ep, dp (their own) and pp. Axes of size 1 may be
+    left out of `order`. Raises ValueError for an order that misses an axis, repeats one or has an unknown one.
+    """
+
+    def __init__(
+        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str = DEFAULT_ORDER, rank_offset: int = 0
+    ) -> None:
+        self.name_to_size = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}
+        self.rank_offset = rank_offset
+        self.world_size = math.prod(self.name_to_size.values())
+        self.axes = _checked_axes(order, self.name_to_size)
+        self.order = "-".join(self.axes)
+
+    def rank_table(self, token: str) -> Tensor:
+        """All groups along the axes in `token` ("tp", "tp-cp"): [groups, ranks of a group], int64, rising, on the CPU.
+
+        Raises ValueError for an axis that the grid does not have.
+        """
+        wanted = token.split("-")
+        unknown = [axis for axis in wanted if axis not in self.name_to_size]
+        if unknown:
+            raise ValueError(f"token is {token!r}: {unknown[0]!r} is not one of {', '.join(self.name_to_size)}")
+        # The last dimension of a tensor is its fastest one.
+        slowest_first = self.axes[::-1]
+        outside = [dim for dim, axis in enumerate(slowest_first) if axis not in wanted]
+        inside = [dim for dim, axis in enumerate(slowest_first) if axis in wanted]
+        size = math.prod(self.name_to_size[axis] for axis in set(wanted))
+        return self.rank_tensor().permute(*outside, *inside).reshape(-1, size)
+
+    def rank_tensor(self) -> Tensor:
+        """The grid itself: [size of the slowest axis, ..., size of the fastest axis], int64, on the CPU."""
+        shape = [self.name_to_size[axis] for axis in reversed(self.axes)]
+        return torch.arange(self.rank_offset, self.rank_offset + self.world_size).view(shape)
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """The ranks of all groups along the axes in `token`, as `rank_table`."""
+        ranks: list[list[int]] = self.rank_table(token).tolist()
+        return ranks
+
+
+def _checked_axes(order: str, name_to_size: dict[str, int]) -> tuple[str, ...]:
+    axes = order.lower().split("-")
+    if len(set(axes)) != len(axes) or not set(axes) <= set(name_to_size):
+        raise ValueError(f"order is {order!r}: must be {', '.join(name_to_size)} joined by '-', each at most once")
+    absent = [axis for axis in name_to_size if axis not in axes]
+    for axis in absent:
+        if name_to_size[axis] != 1:
+            raise ValueError(f"order is {order!r}: {axis!r} is missing and its size is {name_to_size[axis]}")
+    return (*axes, *absent)

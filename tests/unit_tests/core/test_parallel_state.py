@@ -1,0 +1,177 @@
+"""Process groups against a naive enumeration, for many sizes and orders, on torch's fake process group."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.core import parallel_state
+from megatron.core.rank_generator import RankGenerator
+
+# tp, cp, dp, pp; etp, ep: edp follows.
+GRIDS = [
+    (1, 1, 1, 1, 1, 1),
+    (1, 1, 4, 1, 1, 2),
+    (2, 1, 1, 1, 1, 2),
+    (2, 1, 2, 2, 2, 2),
+    (2, 2, 2, 1, 1, 8),
+    (2, 3, 2, 3, 4, 3),
+    (3, 1, 2, 4, 1, 6),
+    (1, 2, 2, 4, 2, 1),
+]
+DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp", "dp_cp": "dp cp", "tp_cp": "tp cp", "tp_dp": "tp dp"}
+DENSE |= {"tp_dp_cp": "tp dp cp", "mp": "tp pp"}
+EXPERT = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp ep", "tp_ep_pp": "tp ep pp"}
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        assert len(dist.distributed_c10d._world.pg_map) == 1, "groups were left over"
+        dist.destroy_process_group()
+
+
+def coordinates(rank: int, sizes: dict[str, int], order: str) -> dict[str, int]:
+    found = {}
+    for axis in order.split("-"):
+        rank, found[axis] = divmod(rank, sizes.get(axis, 1))
+    return found
+
+
+def naive_group(rank: int, axes: str, *, sizes: dict[str, int], world_size: int, order: str) -> list[int]:
+    def outside(other: int) -> list[int]:
+        return [value for axis, value in coordinates(other, sizes, order).items() if axis not in axes.split()]
+
+    return [other for other in range(world_size) if outside(other) == outside(rank)]
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "ep-cp-tp-dp-pp", "cp-dp-tp-ep-pp"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_group_of_every_rank_has_the_ranks_of_a_naive_enumeration(grid: tuple[int, ...], order: str) -> None:
+    tp, cp, dp, pp, etp, ep = grid
+    world_size = tp * cp * dp * pp
+    dense = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+    expert = {"tp": etp, "ep": ep, "dp": world_size // (etp * ep * pp), "pp": pp}
+    for rank in range(world_size):
+        with fake_world(rank, world_size):
+            parallel_state.initialize_model_parallel(
+                tp,
+                pp,
+                context_parallel_size=cp,
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=etp,
+                order=order,
+            )
+            groups = vars(parallel_state.get_process_groups())
+            for sizes, kinds in ((dense, DENSE), (expert, EXPERT)):
+                for kind, axes in kinds.items():
+                    expected = naive_group(rank, axes, sizes=sizes, world_size=world_size, order=order)
+                    assert dist.get_process_group_ranks(groups[kind]) == expected, (kind, rank)
+            stages = naive_group(rank, "pp", sizes=dense, world_size=world_size, order=order)
+            ends = sorted({stages[0], stages[-1]})
+            assert parallel_state.is_rank_in_embedding_group() == (rank in ends)
+            if rank in ends:
+                assert dist.get_process_group_ranks(parallel_state.get_embedding_group()) == ends
+            check_getters(coordinates(rank, dense, order), coordinates(rank, expert, order), stages=stages)
+            check_meshes(groups)
+
+
+def check_getters(dense: dict[str, int], expert: dict[str, int], *, stages: list[int]) -> None:
+    ps = parallel_state
+    assert ps.get_tensor_model_parallel_rank() == dense["tp"]
+    assert ps.get_context_parallel_rank() == dense["cp"]
+    assert ps.get_data_parallel_rank() == dense["dp"]
+    assert ps.get_expert_tensor_parallel_rank() == expert["tp"]
+    assert ps.get_expert_model_parallel_rank() == expert["ep"]
+    assert ps.get_expert_data_parallel_rank() == expert["dp"]
+    stage = ps.get_pipeline_model_parallel_rank()
+    assert stage == dense["pp"] == expert["pp"]
+    assert ps.get_pipeline_model_parallel_next_rank() == stages[(stage + 1) % len(stages)]
+    assert ps.get_pipeline_model_parallel_prev_rank() == stages[stage - 1]
+    assert (ps.is_pipeline_first_stage(), ps.is_pipeline_last_stage()) == (stage == 0, stage == len(stages) - 1)
+
+
+def check_meshes(groups: dict[str, Any]) -> None:
+    for kind, names in (("dense", ("tp", "cp", "dp", "pp")), ("expert", ("expt_tp", "ep", "expt_dp", "pp"))):
+        mesh = parallel_state.get_device_mesh(kind)
+        for name in names:
+            axis = mesh[name.removeprefix("expt_")]
+            assert axis.get_group() is groups[name]
+            assert axis.mesh.tolist() == dist.get_process_group_ranks(groups[name])
+
+
+def test_groups_of_a_world_of_16384_ranks_are_there_in_seconds() -> None:
+    with fake_world(5461, 16384):
+        start = time.monotonic()
+        parallel_state.initialize_model_parallel(
+            8, 16, context_parallel_size=2, expert_model_parallel_size=32, expert_tensor_parallel_size=2
+        )
+        assert time.monotonic() - start < 10
+        assert parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).size() == 1024
+
+
+def test_virtual_stages_decide_who_is_first_and_last_only_when_asked() -> None:
+    with fake_world(1, 2):
+        parallel_state.initialize_model_parallel(1, 2, 3)
+        assert parallel_state.is_pipeline_last_stage()
+        assert [parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk) for chunk in range(3)] == [
+            False,
+            False,
+            True,
+        ]
+        parallel_state.set_virtual_pipeline_model_parallel_rank(2)
+        assert parallel_state.is_pipeline_last_stage(ignore_virtual=False)
+        assert not parallel_state.is_pipeline_first_stage()
+        assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor_model_parallel_size": 5}, "world size is 12: must be a multiple of tensor_.* x context_.* \\(5\\)"),
+        ({"expert_model_parallel_size": 8}, "world size is 12: must be a multiple of expert_tensor.* \\(8\\)"),
+        (
+            {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2},
+            "expert_tensor_parallel_size x .* \\(8\\)",
+        ),
+        ({"context_parallel_size": 0}, "context_parallel_size is 0: must be at least 1"),
+        ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances is 2"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size \\(1\\) of at least 2"),
+        ({"order": "tp-cp-dp-dp-pp"}, "order is 'tp-cp-dp-dp-pp'"),
+        ({"order": "tp-cp-ep-pp"}, "'dp' is missing and its size is 12"),
+        (
+            {"order": "tp-pp-cp-ep-dp", "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
+            | {"expert_tensor_parallel_size": 1},
+            "different pipeline stages; must have pp last",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_any_group_is_made(sizes: dict[str, Any], message: str) -> None:
+    with fake_world(0, 12):
+        with pytest.raises(ValueError, match=message):
+            parallel_state.initialize_model_parallel(**sizes)
+        assert not parallel_state.model_parallel_is_initialized()
+        assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+@pytest.mark.parametrize("ask", [parallel_state.get_process_groups, parallel_state.get_tensor_model_parallel_rank])
+def test_getters_say_what_to_call_first(ask: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError, match="call initialize_model_parallel"):
+        ask()
+
+
+def test_a_grid_lists_its_groups_as_users_of_get_ranks_expect() -> None:
+    grid = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-pp-dp", rank_offset=8)
+    assert grid.get_ranks("tp") == [[8, 9], [10, 11], [12, 13], [14, 15]]
+    assert grid.get_ranks("dp") == [[8, 12], [9, 13], [10, 14], [11, 15]]
+    assert grid.get_ranks("tp-pp") == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    with pytest.raises(ValueError, match="token is 'tp-xp': 'xp'"):
+        grid.get_ranks("tp-xp")
