@@ -3,7 +3,8 @@
     python examples/paged_stash_hf.py                                      most pages on the host
     python examples/paged_stash_hf.py --device-pages 0.8 --host-pages 0    all on the device: nothing saved
 
-Needs transformers 5 and, of this framework, the folder megatron/core/transformer/moe/paged_stash alone.
+Needs transformers 5. The stash is the folder megatron/core/transformer/moe/paged_stash; benchmarks/live_bytes.py
+measures.
 
 With experts_implementation="grouped_mm" a layer's experts work on one buffer of T x K rows: T tokens with K experts
 each. No row of it is padding, so that device pages alone save nothing here: they hold the same bytes. What the stash
@@ -128,7 +129,10 @@ def main() -> None:
     options = parser.parse_args()
     plain = train(options.steps, options.device)
     pages = max(plain.bytes_outside) / options.page_bytes
-    layout = PoolLayout(options.page_bytes, int(options.device_pages * pages), int(options.host_pages * pages))
+    try:
+        layout = PoolLayout(options.page_bytes, int(options.device_pages * pages), int(options.host_pages * pages))
+    except ValueError as error:
+        parser.error(str(error))
     stashed = train(options.steps, options.device, pool=PagePool(options.device, layout))
     compare(plain, stashed, page_bytes=options.page_bytes)
 

@@ -4,7 +4,8 @@
     python examples/paged_stash_pytorch.py --device-pages 0.25    fewer: the rest is computed again
     python examples/paged_stash_pytorch.py --device-pages 0.1 --host-pages 0.5
 
-Of this framework it needs the folder megatron/core/transformer/moe/paged_stash alone, and that needs torch alone.
+The stash is the folder megatron/core/transformer/moe/paged_stash, which needs torch alone; benchmarks/live_bytes.py
+measures.
 
 The experts compute on buffers of C rows whatever the routing says: no shape depends on a value, and no number is read
 from the device. R of the rows are live. Autograd would keep all C for backward; the stash keeps R, in pages, and the
@@ -117,7 +118,7 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
             counters, is_void = stash.pool.counters.tolist(), stash.is_void_sync()
             stash.reset()
             if is_void:  # These gradients are wrong: skip such a step, or repeat it in a larger pool.
-                raise SystemExit("Pages ran out for what cannot be computed again: give --device-pages more")
+                raise SystemExit("Pages ran out for x: give --device-pages or --host-pages more")
             run.counters.append(counters)
         optimizer.step()
         optimizer.zero_grad()
@@ -152,7 +153,10 @@ def main() -> None:
     options = parser.parse_args()
     plain = train(options.steps, options.device)
     pages = max(plain.bytes_outside) / options.page_bytes
-    layout = PoolLayout(options.page_bytes, int(options.device_pages * pages), int(options.host_pages * pages))
+    try:
+        layout = PoolLayout(options.page_bytes, int(options.device_pages * pages), int(options.host_pages * pages))
+    except ValueError as error:
+        parser.error(str(error))
     stashed = train(options.steps, options.device, pool=PagePool(options.device, layout))
     compare(plain, stashed, page_bytes=options.page_bytes)
 

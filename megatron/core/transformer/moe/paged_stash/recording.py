@@ -48,8 +48,9 @@ class StashGroup:
         tensor: max_rows rows as its outermost dimension in memory, or ceil(max_rows / tokens_per_row), as scales of 32
         tokens each have; any width and dtype. priority: what may be dropped first if pages run out.
         recompute(out, needed, *sources): writes the live rows of a dropped tensor, of GATE_UP or ACT, into `out`, on
-        the current stream; needed [1], int64, on the device: 0 if it was not dropped, then it must change nothing.
-        sources: row tensors of higher importance that it reads, saved or not; other tensors belong in its closure.
+        the current stream, and returns None. It is called in any case: needed, [1], int64, on the device, is 0 if the
+        tensor was not dropped, and then it must change nothing. sources: row tensors of higher importance that it
+        reads; those that autograd does not save are stashed too. Other tensors belong in its closure.
         Raises ValueError for tensors without such rows, and where priority, recompute and sources do not fit.
         """
         if self._group is None:
@@ -57,8 +58,8 @@ class StashGroup:
         droppable = priority is not Priority.INPUT
         if droppable != (recompute is not None) or droppable != bool(sources):
             raise ValueError(
-                f"priority {priority.name} with recompute {recompute} and {len(sources)} sources: GATE_UP and ACT need "
-                "both to be computed again, INPUT takes neither"
+                f"priority {priority.name} with {'a' if recompute else 'no'} recompute and {len(sources)} sources: "
+                "GATE_UP and ACT need both to be computed again, INPUT takes neither"
             )
         if tokens_per_row < 1:
             raise ValueError(f"tokens_per_row ({tokens_per_row}) must be at least 1")
