@@ -33,7 +33,11 @@ LAYERS = (
     Layer(1, "base", r"megatron\.core\.datasets\.(utils|splits)"),  # what the words of --split and --data-path mean
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
-    Layer(2, "config", r"megatron\.core\.(parallel_state|rank_generator|num_microbatches_calculator)"),
+    Layer(
+        2, "config", r"megatron\.core\.(parallel_state|rank_generator|num_microbatches_calculator|group_collectives)"
+    ),
+    # What a module says of its own parameters: layers of line 3 do, and nothing of these two is about files.
+    Layer(2, "logical", r"megatron\.core\.dist_checkpointing\.(boxes|logical)"),
     Layer(3, "tensor_parallel", r"megatron\.core\.tensor_parallel(\..+)?"),
     Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
     Layer(3, "datasets", r"megatron\.core\.datasets(\..+)?"),

@@ -6,13 +6,8 @@ Stateless; who owns the tensors is in grad_buffer.py. A group of None is this ra
 import torch
 import torch.distributed as dist
 
+from megatron.core.group_collectives import all_gather_single
 from megatron.core.process_groups_config import group_size
-
-try:
-    from torch.distributed import all_gather_single
-except ImportError:
-    # torch 2.13 gave it this name and warns about the old one, which is all that 2.11 and 2.12 have.
-    from torch.distributed import all_gather_into_tensor as all_gather_single
 
 # Bounds what a rank-ordered sum holds besides its input: one slice of all ranks.
 _SLICE_ELEMENTS = 1 << 22

@@ -1,5 +1,9 @@
-"""Linear and embedding layers under Megatron's names; the tensor-parallel group has one rank for now."""
+"""Linear and embedding layers under Megatron's names, split over a tensor-parallel group.
 
+How activations move is in mappings.py and linear.py; a group of None, or of one rank, has whole layers.
+"""
+
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -8,7 +12,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.device import default_device
+from megatron.core.dist_checkpointing.logical import LogicalPiece, identity_piece
 from megatron.core.model_parallel_config import InitMethod
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.linear import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.param_attributes import (
+    copy_tensor_model_parallel_attributes,
+    mark_partial_gradient,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import divide
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "copy_tensor_model_parallel_attributes",
+    "linear_with_grad_accumulation_and_async_allreduce",
+    "set_tensor_model_parallel_attributes",
+]
 
 
 class LayerConfig(Protocol):
@@ -17,6 +46,7 @@ class LayerConfig(Protocol):
     params_dtype: torch.dtype
     use_cpu_initialization: bool
     perform_initialization: bool
+    sequence_parallel: bool
 
 
 class ColumnParallelLinear(nn.Module):
@@ -39,29 +69,57 @@ class ColumnParallelLinear(nn.Module):
         is_expert: bool = False,
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """skip_bias_add: leave adding the bias to the caller. skip_weight_param_allocation: the weight is passed to
-        forward. gather_output, is_expert: accepted for callers that pass them, no effect in a group of one rank.
+        """gather_output: return all columns on every rank, not this rank's. skip_bias_add: leave adding the bias to the
+        caller. skip_weight_param_allocation: the weight is passed to forward. is_expert: whoever brings the tokens
+        moves them between ranks, and sums their gradients; tp_group is then the expert-tensor group.
         """
         super().__init__()
-        require_one_rank(tp_group, "ColumnParallelLinear")
-        self.input_size, self.output_size = input_size, output_size
-        self.skip_bias_add, self.init_method = skip_bias_add, init_method
+        self.input_size, self.output_size, self.tp_group = input_size, output_size, tp_group
+        self.output_size_per_partition = split_size(output_size, tp_group, name="output_size")
+        self.skip_bias_add, self.init_method, self.gather_output = skip_bias_add, init_method, gather_output
+        self.sums_input_grad = not is_expert
+        self.sequence_parallel = config.sequence_parallel and not is_expert
         if skip_weight_param_allocation:
             self.register_parameter("weight", None)
         else:
-            self.weight = empty_parameter(output_size, input_size, config=config)
-            initialize_weight(self.weight, init_method, config=config)
-        self.register_parameter("bias", zero_parameter(output_size, config=config) if bias else None)
+            self.weight = empty_parameter(self.output_size_per_partition, input_size, config=config)
+            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+            initialize_weight(self.weight, init_method, config=config, tp_group=tp_group)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = zero_parameter(self.output_size_per_partition, config=config)
+            set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the random parameters start, by name."""
         return {} if self.weight is None else {"weight": self.init_method}
 
+    def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
+        """This rank's rows of the weight [output_size, input_size] and of the bias [output_size]."""
+        pieces = {
+            name: split_piece(prefix + name, p, group=self.tp_group, dim=0) for name, p in self.named_parameters()
+        }
+        return {name: [piece] for name, piece in pieces.items()}
+
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """input_: [*, input_size], parameter dtype. Returns [*, output_size], same dtype, and the skipped bias."""
+        """input_: [*, input_size], parameter dtype; under sequence parallelism [S / ranks, *, input_size].
+        Returns [*, output_size / ranks] of the whole sequence ([*, output_size] where it is gathered), same dtype, and
+        this rank's part of the skipped bias.
+        """
         weight = self.weight if weight is None else weight
         assert weight is not None, "the layer has no weight of its own: pass one"
-        return linear(input_, weight, bias=self.bias, skip_bias_add=self.skip_bias_add)
+        output = linear_with_grad_accumulation_and_async_allreduce(
+            input_,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            False,
+            self.sums_input_grad,
+            self.sequence_parallel,
+            tp_group=self.tp_group,
+        )
+        if self.gather_output:
+            output = gather_from_tensor_model_parallel_region(output, self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
 
 
 class RowParallelLinear(nn.Module):
@@ -82,24 +140,55 @@ class RowParallelLinear(nn.Module):
         is_expert: bool = False,
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """skip_bias_add: leave adding the bias to the caller. input_is_parallel, is_expert: accepted for callers that
-        pass them, no effect in a group of one rank.
+        """skip_bias_add: leave adding the bias to the caller. input_is_parallel: the input has this rank's columns
+        alone, not all of them. is_expert: the ranks' results are summed by whoever takes the tokens back, and the bias
+        is to be added once there; tp_group is then the expert-tensor group.
         """
         super().__init__()
-        require_one_rank(tp_group, "RowParallelLinear")
-        self.input_size, self.output_size = input_size, output_size
-        self.skip_bias_add, self.init_method = skip_bias_add, init_method
-        self.weight = empty_parameter(output_size, input_size, config=config)
-        initialize_weight(self.weight, init_method, config=config)
-        self.register_parameter("bias", zero_parameter(output_size, config=config) if bias else None)
+        self.input_size, self.output_size, self.tp_group = input_size, output_size, tp_group
+        self.input_size_per_partition = split_size(input_size, tp_group, name="input_size")
+        self.skip_bias_add, self.init_method, self.input_is_parallel = skip_bias_add, init_method, input_is_parallel
+        sequence_parallel = config.sequence_parallel and not is_expert
+        if not input_is_parallel and sequence_parallel:
+            raise ValueError("input_is_parallel is False and sequence_parallel is True: one of them must change")
+        self.sums_here = group_size(tp_group) > 1 and not is_expert
+        self.reduce = (
+            reduce_scatter_to_sequence_parallel_region
+            if sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        self.weight = empty_parameter(output_size, self.input_size_per_partition, config=config)
+        set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
+        initialize_weight(self.weight, init_method, config=config, tp_group=tp_group)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = zero_parameter(output_size, config=config)
+            set_tensor_model_parallel_attributes(self.bias, False, -1, 1)
+            # It is added to this rank's part of the sequence alone.
+            mark_partial_gradient(self.bias, partial=sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the random parameters start, by name."""
         return {"weight": self.init_method}
 
+    def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
+        """This rank's columns of the weight [output_size, input_size]; the bias is stored whole."""
+        return {"weight": [split_piece(prefix + "weight", self.weight, group=self.tp_group, dim=1)]}
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """input_: [*, input_size], parameter dtype. Returns [*, output_size], same dtype, and the skipped bias."""
-        return linear(input_, self.weight, bias=self.bias, skip_bias_add=self.skip_bias_add)
+        """input_: [*, input_size / ranks] ([*, input_size] unless input_is_parallel), parameter dtype.
+        Returns [*, output_size], under sequence parallelism [S / ranks, *, output_size], same dtype, and the skipped
+        bias.
+        """
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
+        bias = None if self.skip_bias_add else self.bias
+        skipped = self.bias if self.skip_bias_add else None
+        if not self.sums_here:
+            return F.linear(input_, self.weight, bias), skipped
+        output = self.reduce(F.linear(input_, self.weight), self.tp_group)
+        # After the sum: once, not once a rank.
+        return output if bias is None else output + bias, skipped
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -111,29 +200,63 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: int,
         *,
         init_method: InitMethod,
+        reduce_scatter_embeddings: bool = False,
         config: LayerConfig,
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
+        """reduce_scatter_embeddings: return this rank's part of the sequence, sequence first."""
         super().__init__()
-        require_one_rank(tp_group, "VocabParallelEmbedding")
         self.num_embeddings, self.embedding_dim, self.init_method = num_embeddings, embedding_dim, init_method
-        self.weight = empty_parameter(num_embeddings, embedding_dim, config=config)
-        initialize_weight(self.weight, init_method, config=config)
+        self.tp_group, self.reduce_scatter_embeddings = tp_group, reduce_scatter_embeddings
+        self.num_embeddings_per_partition = split_size(num_embeddings, tp_group, name="num_embeddings")
+        self.vocab_start_index = group_rank(tp_group) * self.num_embeddings_per_partition
+        self.weight = empty_parameter(self.num_embeddings_per_partition, embedding_dim, config=config)
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        initialize_weight(self.weight, init_method, config=config, tp_group=tp_group)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the random parameters start, by name."""
         return {"weight": self.init_method}
 
+    def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
+        """This rank's rows of the table [num_embeddings, embedding_dim]."""
+        return {"weight": [split_piece(prefix + "weight", self.weight, group=self.tp_group, dim=0)]}
+
     def forward(self, input_: Tensor) -> Tensor:
-        """input_: [*], int64, below num_embeddings. Returns [*, embedding_dim], parameter dtype."""
-        return F.embedding(input_, self.weight)
+        """input_: [*], int64, below num_embeddings. Returns [*, embedding_dim], parameter dtype; with
+        reduce_scatter_embeddings, [B, S] gives [S / ranks, B, embedding_dim].
+        """
+        if self.reduce_scatter_embeddings:
+            # Small integers are transposed instead of wide rows.
+            return reduce_scatter_to_sequence_parallel_region(self._own_rows(input_.t()), self.tp_group)
+        return reduce_from_tensor_model_parallel_region(self._own_rows(input_), self.tp_group)
+
+    def _own_rows(self, input_: Tensor) -> Tensor:
+        if group_size(self.tp_group) == 1:
+            return F.embedding(input_, self.weight)
+        local = input_ - self.vocab_start_index
+        foreign = (local < 0) | (local >= self.num_embeddings_per_partition)
+        # Any row will do for what other ranks hold; zeros then leave it out of the sum over ranks.
+        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return rows.masked_fill(foreign.unsqueeze(-1), 0)
 
 
-def linear(input_: Tensor, weight: Tensor, *, bias: Tensor | None, skip_bias_add: bool) -> tuple[Tensor, Tensor | None]:
-    """input_: [*, I]; weight: [O, I]; bias: [O], all one float dtype. Returns [*, O] and the bias if it was skipped."""
-    if skip_bias_add:
-        return F.linear(input_, weight), bias
-    return F.linear(input_, weight, bias), None
+def split_size(size: int, group: dist.ProcessGroup | None, *, name: str) -> int:
+    """What each rank of the group holds of `size`; raises ValueError, with `name`, where it does not divide."""
+    if size % group_size(group):
+        raise ValueError(f"{name} is {size}: must be divisible by the {group_size(group)} tensor-parallel ranks")
+    return divide(size, group_size(group))
+
+
+def split_piece(key: str, local: Tensor, *, group: dist.ProcessGroup | None, dim: int) -> LogicalPiece:
+    """The piece of a stored tensor that is cut evenly along `dim` in rank order.
+
+    local: this rank's part, any shape and dtype.
+    """
+    shape = tuple(local.shape)
+    whole = tuple(size * group_size(group) if d == dim else size for d, size in enumerate(shape))
+    offset = tuple(group_rank(group) * size if d == dim else 0 for d, size in enumerate(shape))
+    return LogicalPiece(key, shape, identity_piece(key, shape).stride, 0, whole, offset)
 
 
 def empty_parameter(*shape: int, config: LayerConfig) -> nn.Parameter:
@@ -147,17 +270,14 @@ def zero_parameter(*shape: int, config: LayerConfig) -> nn.Parameter:
     return nn.Parameter(empty_parameter(*shape, config=config).detach().zero_())
 
 
-def initialize_weight(weight: nn.Parameter, init_method: InitMethod, *, config: LayerConfig) -> None:
+def initialize_weight(
+    weight: nn.Parameter, init_method: InitMethod, *, config: LayerConfig, tp_group: dist.ProcessGroup | None = None
+) -> None:
     """Draws a new weight from torch's generator, unless the model that holds it does so later by name.
 
-    weight: any shape, any float dtype; filled in place.
+    weight: any shape, any float dtype; filled in place. tp_group: ranks that hold other parts, so draw other numbers.
     """
-    if config.perform_initialization:
-        with torch.no_grad():
-            init_method(weight)
-
-
-def require_one_rank(group: dist.ProcessGroup | None, layer: str) -> None:
-    """Raises ValueError for a tensor-parallel group that the layer cannot be split over yet."""
-    if group is not None and group.size() != 1:
-        raise ValueError(f"{layer}: the tensor-parallel group has {group.size()} ranks: must have 1")
+    if not config.perform_initialization:
+        return
+    with torch.no_grad(), get_cuda_rng_tracker().fork() if group_size(tp_group) > 1 else nullcontext():
+        init_method(weight)

@@ -1,4 +1,4 @@
-"""Linear and embedding layers of a group of one rank: values, biases, initial values and refusals."""
+"""Linear and embedding layers of a group of one rank: values, biases and initial values."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
 
 LINEAR = [ColumnParallelLinear, RowParallelLinear]
@@ -40,17 +39,3 @@ def test_layers_built_alone_are_initialized() -> None:
         VocabParallelEmbedding(64, 64, config=config, init_method=config.init_method),
     ):
         assert layer.weight.std().item() == pytest.approx(0.2, rel=0.1)
-
-
-def refuse_a_larger_group() -> str:
-    """Body of a rank: the message with which a group of two is refused."""
-    with pytest.raises(ValueError) as error:
-        ColumnParallelLinear(
-            4, 4, config=small_config(), init_method=nn.init.normal_, tp_group=torch.distributed.group.WORLD
-        )
-    return str(error.value)
-
-
-def test_a_larger_group_is_refused() -> None:
-    messages = run_on_ranks(refuse_a_larger_group, 2)
-    assert messages == ["ColumnParallelLinear: the tensor-parallel group has 2 ranks: must have 1"] * 2

@@ -1,0 +1,66 @@
+"""Collectives along a tensor's first dimension, under one name for every version of torch; no autograd here.
+
+A group of None is this rank alone: nothing is sent.
+"""
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.process_groups_config import group_size
+from megatron.core.utils import divide
+
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:
+    # torch 2.13 gave them these names and warns about the old ones, which are all that 2.11 and 2.12 have.
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
+
+__all__ = ["Pending", "all_gather_rows", "all_gather_single", "all_reduce_sum", "reduce_scatter_rows"]
+
+
+class Pending:
+    """The result of a collective that may still run; `wait` before anything reads it.
+
+    kept: what the collective reads, which must not be freed before it ends.
+    """
+
+    def __init__(self, result: Tensor, work: dist.Work | None, *, kept: Tensor | None = None) -> None:
+        self._result, self._work, self._kept = result, work, kept
+
+    def wait(self) -> Tensor:
+        """The finished result: any shape and dtype."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._kept = None
+        return self._result
+
+
+def all_gather_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
+    """Starts to join the ranks' [N, *] in rank order: [ranks * N, *], same dtype; N equal on all ranks."""
+    if group_size(group) == 1:
+        return Pending(x, None)
+    x = x.contiguous()
+    result = x.new_empty(group_size(group) * x.shape[0], *x.shape[1:])
+    return Pending(result, all_gather_single(result, x, group=group, async_op=True), kept=x)
+
+
+def reduce_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
+    """Starts to sum the ranks' [ranks * N, *]; each rank gets its part in rank order: [N, *], same dtype.
+
+    Raises ValueError where the first dimension does not divide by the ranks.
+    """
+    if group_size(group) == 1:
+        return Pending(x, None)
+    x = x.contiguous()
+    result = x.new_empty(divide(x.shape[0], group_size(group)), *x.shape[1:])
+    return Pending(result, reduce_scatter_single(result, x, group=group, async_op=True), kept=x)
+
+
+def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Pending:
+    """Starts to sum `x`, any shape and dtype, over the ranks; the result may be x itself, overwritten."""
+    if group_size(group) == 1:
+        return Pending(x, None)
+    x = x.contiguous()
+    return Pending(x, dist.all_reduce(x, group=group, async_op=True))

@@ -1,0 +1,66 @@
+"""What Megatron's users find written on a parameter: how it is split, and over which ranks its gradient is summed.
+
+Only these functions know the attributes' names; everything else asks `param_facts`.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ParamFacts:
+    """tensor_model_parallel: each rank of the tensor-parallel group holds other elements, cut along partition_dim in
+    partition_stride pieces; otherwise all hold the same. sequence_parallel: a rank's gradient covers a part of the
+    tokens or heads, and the ranks' are to be summed. is_expert: the groups are those of expert layers. shared: a
+    second copy of a tied weight, owned by another stage.
+    """
+
+    tensor_model_parallel: bool = False
+    partition_dim: int = -1
+    partition_stride: int = 1
+    sequence_parallel: bool = False
+    is_expert: bool = False
+    shared: bool = False
+
+
+def param_facts(param: Tensor) -> ParamFacts:
+    """The facts of a parameter: any shape and dtype; of one that nobody marked, the defaults."""
+    marks = vars(param)
+    return ParamFacts(
+        tensor_model_parallel=marks.get("tensor_model_parallel", False),
+        partition_dim=marks.get("partition_dim", -1),
+        partition_stride=marks.get("partition_stride", 1),
+        sequence_parallel=marks.get("sequence_parallel", False),
+        is_expert=not marks.get("allreduce", True),
+        shared=marks.get("shared", False),
+    )
+
+
+def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
+    """Writes how a parameter is split; tensor: any shape and dtype. A later call replaces an earlier one's."""
+    vars(tensor).update(tensor_model_parallel=is_parallel, partition_dim=dim, partition_stride=stride)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
+    """Writes on one tensor how another is split; both: any shape and dtype."""
+    facts = param_facts(source_tensor)
+    set_tensor_model_parallel_attributes(
+        destination_tensor, facts.tensor_model_parallel, facts.partition_dim, facts.partition_stride
+    )
+
+
+def mark_partial_gradient(param: nn.Parameter | None, *, partial: bool = True) -> None:
+    """Writes `sequence_parallel` on a parameter, if there is one: any shape and dtype."""
+    if param is not None:
+        vars(param).update(sequence_parallel=partial)
+
+
+def mark_expert(param: nn.Parameter) -> None:
+    """Writes on a parameter, any shape and dtype, that its gradient is reduced over the expert-data-parallel group."""
+    vars(param).update(allreduce=False)
+
+
+def mark_shared(param: nn.Parameter) -> None:
+    """Writes on a parameter, any shape and dtype, that it is a copy whose owner is on another pipeline stage."""
+    vars(param).update(shared=True, shared_embedding=True)

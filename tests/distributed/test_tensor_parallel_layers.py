@@ -1,0 +1,196 @@
+"""Layers and mappings split over three ranks agree with one process in fp64: values, gradients, pieces, refusals."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core import tensor_parallel as tp
+from megatron.core.dist_checkpointing.logical import model_logical_pieces
+from megatron.core.tensor_parallel import linear as linear_module
+from megatron.core.tensor_parallel.mappings import part_of
+from megatron.core.tensor_parallel.param_attributes import param_facts
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.models.small_models import small_config
+
+RANKS = 3
+SEQ, BATCH, IN, OUT = 6, 2, 9, 12
+
+
+def test_layers_agree_with_one_process() -> None:
+    run_on_ranks(_compare_layers, RANKS)
+
+
+def _compare_layers() -> None:
+    group = dist.group.WORLD
+    for sequence_parallel in (False, True):
+        _compare_linears(group, sequence_parallel=sequence_parallel)
+        _compare_embedding(group, reduce_scatter=sequence_parallel)
+    with pytest.raises(ValueError, match=r"output_size is 4: must be divisible by the 3"):
+        tp.ColumnParallelLinear(4, 4, config=small_config(), init_method=nn.init.normal_, tp_group=group)
+
+
+def _compare_linears(group: Any, *, sequence_parallel: bool) -> None:
+    """column -> row with the row's bias added inside, against two whole layers."""
+    config = small_config(params_dtype=torch.float64)
+    config.sequence_parallel = sequence_parallel
+    shared: dict[str, Any] = {"config": config, "init_method": config.init_method}
+    torch.manual_seed(1)
+    wholes = [nn.Linear(IN, OUT).double(), nn.Linear(OUT, IN).double()]
+    config.perform_initialization = False
+    layers = [
+        tp.ColumnParallelLinear(IN, OUT, tp_group=group, **shared),
+        tp.RowParallelLinear(OUT, IN, tp_group=group, **shared),
+    ]
+    _copy_pieces(layers, wholes)
+    x = torch.randn(SEQ, BATCH, IN, dtype=torch.float64)
+    expected_input = x.clone().requires_grad_()
+    expected = wholes[1](wholes[0](expected_input).square())
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+
+    own = _sequence_part if sequence_parallel else _whole
+    input_ = own(x).clone().requires_grad_()
+    output, skipped = layers[1](layers[0](input_)[0].square())
+    assert skipped is None
+    torch.testing.assert_close(output, own(expected.detach()), rtol=1e-12, atol=1e-12)
+    with _recorded_order() as order:
+        (output * own(weights)).sum().backward()
+    reduction = "reduce_scatter_rows" if sequence_parallel else "all_reduce_sum"
+    assert order == (["all_gather_rows"] if sequence_parallel else []) + ["dgrad", reduction, "wgrad", "wait"]
+    torch.testing.assert_close(input_.grad, own(expected_input.grad), rtol=1e-12, atol=1e-12)
+    for layer, whole in zip(layers, wholes):
+        for name, param in layer.named_parameters():
+            grad = param.grad
+            assert grad is not None
+            if param_facts(param).sequence_parallel:
+                dist.all_reduce(grad, group=group)
+            torch.testing.assert_close(grad, _own_piece(layer, name, whole.get_parameter(name).grad))
+
+
+class _recorded_order:
+    """What one backward of a split linear layer does, in order."""
+
+    def __enter__(self) -> list[str]:
+        self.order: list[str] = []
+        names = ("all_gather_rows", "all_reduce_sum", "reduce_scatter_rows")
+        self.patches = [
+            patch.object(linear_module, name, self._noted(name, getattr(linear_module, name))) for name in names
+        ]
+        self.patches.append(patch.object(Tensor, "matmul", self._matmul(Tensor.matmul)))
+        for one in self.patches:
+            one.start()
+        return self.order
+
+    def __exit__(self, *error: Any) -> None:
+        for one in self.patches:
+            one.stop()
+
+    def _noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def start(*args: Any) -> Any:
+            self.order.append(name)
+            pending = function(*args)
+            if name != "all_gather_rows":
+                wait = pending.wait
+                pending.wait = lambda: (self.order.append("wait"), wait())[1]
+            return pending
+
+        return start
+
+    def _matmul(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def multiply(a: Tensor, b: Tensor) -> Any:
+            self.order.append("wgrad" if a.dim() == 2 else "dgrad")
+            return function(a, b)
+
+        return multiply
+
+
+def _compare_embedding(group: Any, *, reduce_scatter: bool) -> None:
+    config = small_config(params_dtype=torch.float64)
+    config.perform_initialization = False
+    table = torch.randn(OUT, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    layer = tp.VocabParallelEmbedding(
+        OUT,
+        IN,
+        init_method=nn.init.normal_,
+        config=config,
+        tp_group=group,
+        reduce_scatter_embeddings=reduce_scatter,
+    )
+    layer.weight.data.copy_(_own_piece(layer, "weight", table.detach()))
+    ids = torch.randint(0, OUT, (BATCH, SEQ), generator=torch.Generator().manual_seed(3))
+    expected = F.embedding(ids, table)
+    expected.square().sum().backward()
+    output = layer(ids)
+    own = _sequence_part(expected.transpose(0, 1)) if reduce_scatter else expected
+    torch.testing.assert_close(output, own.detach())
+    output.square().sum().backward()
+    assert table.grad is not None
+    torch.testing.assert_close(layer.weight.grad, _own_piece(layer, "weight", table.grad))
+
+
+def test_mappings_are_each_others_gradients() -> None:
+    run_on_ranks(_compare_mappings, RANKS)
+
+
+def _compare_mappings() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    generator = torch.Generator().manual_seed(4)
+    # Every rank knows all ranks' inputs and gradients, so that it can say what each function must give.
+    x = torch.randn(RANKS, SEQ, BATCH, IN, dtype=torch.float64, generator=generator)
+    g = torch.randn(RANKS, SEQ, BATCH, IN, dtype=torch.float64, generator=generator)
+    first, last = (lambda t: part_of(t, group, dim=0)), (lambda t: part_of(t, group, dim=-1))
+    short_x, short_g = x[:, : SEQ // RANKS], g[:, : SEQ // RANKS]
+    thin_x, thin_g = x[..., : IN // RANKS], g[..., : IN // RANKS]
+    cases: list[tuple[Callable[..., Tensor], Tensor, Tensor, Tensor, Tensor]] = [
+        # function, inputs, gradients of the outputs, expected output, expected gradient
+        (tp.copy_to_tensor_model_parallel_region, x, g, x[rank], g.sum(0)),
+        (tp.reduce_from_tensor_model_parallel_region, x, g, x.sum(0), g[rank]),
+        (tp.scatter_to_tensor_model_parallel_region, x, thin_g, last(x[rank]), torch.cat(list(thin_g), -1)),
+        (tp.gather_from_tensor_model_parallel_region, thin_x, g, torch.cat(list(thin_x), -1), last(g[rank])),
+        (tp.scatter_to_sequence_parallel_region, x, short_g, first(x[rank]), torch.cat(list(short_g))),
+        (tp.gather_from_sequence_parallel_region, short_x, g, torch.cat(list(short_x)), first(g.sum(0))),
+        (tp.reduce_scatter_to_sequence_parallel_region, x, short_g, first(x.sum(0)), torch.cat(list(short_g))),
+    ]
+    for function, inputs, grads, output, grad in cases:
+        own = inputs[rank].clone().requires_grad_()
+        result = function(own, group=group)
+        result.backward(grads[rank])
+        torch.testing.assert_close(result.detach(), output, msg=function.__name__)
+        torch.testing.assert_close(own.grad, grad, msg=function.__name__)
+        # No ranks to speak of: the same tensor comes back.
+        assert function(own, group=None) is own
+    with pytest.raises(ValueError, match="must be divisible by the 3 tensor-parallel ranks"):
+        tp.scatter_to_sequence_parallel_region(torch.zeros(4, 1), group)
+    batch = {"tokens": torch.arange(6).view(2, 3), "labels": torch.arange(3)} if rank == 0 else None
+    received = tp.broadcast_data(["labels", "tokens"], batch, torch.int64, tp_group=group)
+    assert received["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]] and received["labels"].tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="tokens is torch.int64: must be torch.float32"):
+        tp.broadcast_data(["tokens"], batch, torch.float32, tp_group=group)
+
+
+def _copy_pieces(layers: list[Any], wholes: list[nn.Linear]) -> None:
+    for layer, whole in zip(layers, wholes):
+        for name, param in layer.named_parameters():
+            param.data.copy_(_own_piece(layer, name, whole.get_parameter(name).detach()))
+
+
+def _own_piece(layer: nn.Module, name: str, whole: Tensor | None) -> Tensor:
+    """This rank's part of a whole tensor, as the layer's logical pieces have it."""
+    assert whole is not None
+    (piece,) = model_logical_pieces(layer)[name]
+    assert piece.global_shape == tuple(whole.shape)
+    return whole[tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.shape, strict=True))]
+
+
+def _sequence_part(x: Tensor) -> Tensor:
+    return part_of(x, dist.group.WORLD, dim=0)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x
