@@ -19,6 +19,7 @@ from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import config_from_args
 from megatron.training.errors import exit_on_user_error
 from megatron.training.gpt_builder import build_gpt
+from megatron.training.utils import get_batch_on_this_cp_rank
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
@@ -30,8 +31,9 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], device: torch.de
     """The next micro-batch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32.
 
     Under --reset-attention-mask also attention_mask [B, 1, S, S] bool, or cu_seqlens [n + 1] int32, on the CPU.
+    Under --context-parallel-size, this rank's part of each sequence.
     """
-    batch = next(data_iterator)
+    batch = get_batch_on_this_cp_rank(next(data_iterator))
     # Kernels are launched with lengths between borders: on a GPU they would have to be read back.
     return {key: value if key == "cu_seqlens" else value.to(device, non_blocking=True) for key, value in batch.items()}
 

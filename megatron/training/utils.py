@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.utils import Blend
-from megatron.core.parallel_state import get_data_parallel_group
+from megatron.core.parallel_state import existing_process_groups, get_data_parallel_group
+from megatron.core.transformer.context_parallel import slice_batch
 from megatron.training.arguments import config_from_args
 
 
@@ -35,6 +36,16 @@ def get_ltor_masks_and_position_ids(
         loss_mask.masked_fill_(data == eod_token, 0.0)
     position_ids = places - starts if reset_position_ids else places.expand_as(data)
     return forbidden[:, None], loss_mask, position_ids.contiguous()
+
+
+def get_batch_on_this_cp_rank(
+    batch: dict[str, torch.Tensor], cp_group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
+    """This rank's tokens of a batch; tensors [B, S, ...], any dtype and device -> [B, S / size, ...].
+
+    cu_seqlens stay those of whole samples. cp_group: None is parallel_state's. Raises ValueError for masks.
+    """
+    return slice_batch(batch, existing_process_groups().cp if cp_group is None else cp_group)
 
 
 def average_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:

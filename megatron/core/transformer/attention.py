@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.context_parallel_attention import over_ranks
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
@@ -55,9 +56,11 @@ class SelfAttention(MegatronModule):
             bias=config.add_bias_linear or config.add_qkv_bias,
             tp_group=tp_group,
         )
-        self.core_attention = build_module(
+        core = build_module(
             submodules.core_attention, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type
         )
+        cp_group = pg_collection.cp if pg_collection else None
+        self.core_attention = over_ranks(core, config, layer_number=layer_number, cp_group=cp_group)
         if config.qk_layernorm and (submodules.q_layernorm is None or submodules.k_layernorm is None):
             raise ValueError("qk_layernorm is True: the layer's spec must have q_layernorm and k_layernorm")
         self.q_layernorm = self._head_norm(submodules.q_layernorm)

@@ -53,8 +53,20 @@ class AttentionConfig:
         parse=partial(parse_layer_pattern, field="window_attn_skip_freq"),
     )
 
+    cp_comm_type: list[str] | str = config_field(
+        default_factory=lambda: ["p2p"],
+        help="How ranks that share sequences attend to each other's tokens, for all layers or one word each: keys and "
+        "values pass from rank to rank (p2p) or are gathered (all_gather), or heads change places (a2a).",
+        choices=("p2p", "all_gather", "a2a"),
+    )
+
     def __post_init__(self) -> None:
         validate_fields(self)
+
+    def cp_comm_type_of_layer(self, layer_number: int) -> str:
+        """How a layer, counted from 1, attends to tokens of other context-parallel ranks."""
+        kinds = [self.cp_comm_type] if isinstance(self.cp_comm_type, str) else self.cp_comm_type
+        return kinds[0] if len(kinds) == 1 else kinds[layer_number - 1]
 
     def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
         """The window of a layer, counted from 1; None where it sees everything."""
@@ -89,6 +101,20 @@ def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers:
     if groups is not None and heads % groups:
         raise ValueError(f"num_attention_heads is {heads}: must be divisible by num_query_groups ({groups})")
     validate_window(config, num_layers=num_layers)
+
+
+def validate_context_parallel(config: AttentionConfig, *, num_layers: int, context_parallel_size: int) -> None:
+    """Raises ValueError for a number of kinds that is not the layers', and for what a kind cannot do over ranks."""
+    if isinstance(config.cp_comm_type, list) and len(config.cp_comm_type) not in (1, num_layers):
+        raise ValueError(
+            f"cp_comm_type has {len(config.cp_comm_type)} values: must have 1, or one for each of {num_layers} layers"
+        )
+    kinds = {config.cp_comm_type_of_layer(number) for number in range(1, num_layers + 1)} - {"a2a"}
+    if context_parallel_size > 1 and kinds and config.attention_dropout > 0:
+        raise ValueError(
+            f"attention_dropout is {config.attention_dropout}, context_parallel_size is {context_parallel_size} and "
+            f"cp_comm_type is {min(kinds)}, which has no dropout: set attention_dropout to 0, or cp_comm_type to a2a"
+        )
 
 
 def validate_window(config: AttentionConfig, *, num_layers: int) -> None:

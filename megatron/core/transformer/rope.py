@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from megatron.core.device import default_device
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.transformer.context_parallel import split_sequence
 
 
 class RotaryTable(NamedTuple):
@@ -37,14 +40,16 @@ class RotaryEmbedding(nn.Module):
         rotary_interleaved: bool = False,
         seq_len_interpolation_factor: float | None = None,
         rope_scaling_factor: float | None = None,
+        cp_group: ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """kv_channels: width of a head; its first rotary_percent is rotated. dtype: of the tables.
+        """kv_channels: width of a head; its first rotary_percent is rotated. cp_group: ranks that share sequences.
+        dtype: of the tables.
 
         seq_len_interpolation_factor: positions are divided by it. rope_scaling_factor: see `scaled_frequencies`.
         """
         super().__init__()
-        self.interleaved = rotary_interleaved
+        self.interleaved, self.cp_group = rotary_interleaved, cp_group
         rotated = int(kv_channels * rotary_percent)
         if rotated % 2 or not 0 < rotated <= kv_channels:
             raise ValueError(
@@ -68,10 +73,13 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().to(dtype).to(device), persistent=False)
 
     def forward(self, max_seq_len: int) -> RotaryTable:
-        """Rows of positions 0 to max_seq_len - 1."""
-        if max_seq_len > self.cos.shape[0]:
-            raise ValueError(f"the sequence has {max_seq_len} positions: the model was built for {self.cos.shape[0]}")
-        return RotaryTable(self.cos[:max_seq_len], self.sin[:max_seq_len], self.interleaved)
+        """Rows of positions 0 to max_seq_len - 1; with a cp_group, of the places of this rank's as many tokens."""
+        size, rank = group_size(self.cp_group), group_rank(self.cp_group)
+        whole = max_seq_len * size
+        if whole > self.cos.shape[0]:
+            raise ValueError(f"the sequence has {whole} positions: the model was built for {self.cos.shape[0]}")
+        cos, sin = (split_sequence(table[:whole], 0, size=size, rank=rank) for table in (self.cos, self.sin))
+        return RotaryTable(cos, sin, self.interleaved)
 
 
 def scaled_frequencies(frequencies: Tensor, *, factor: float) -> Tensor:

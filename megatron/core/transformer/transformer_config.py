@@ -16,7 +16,7 @@ from megatron.core.model_parallel_config import (
     validate_parallel_layout,
     validate_precision,
 )
-from megatron.core.transformer.attention_config import AttentionConfig, validate_attention
+from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import (
     MoEConfig,
@@ -79,6 +79,7 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, Recompu
         if isinstance(self.window_attn_skip_freq, str):
             self.window_attn_skip_freq = parse_layer_pattern(self.window_attn_skip_freq, field="window_attn_skip_freq")
         validate_attention(self, hidden_size=self.hidden_size, num_layers=self.num_layers)
+        validate_context_parallel(self, num_layers=self.num_layers, context_parallel_size=self.context_parallel_size)
         # Derived fields come after the checks that name what the user gave.
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // self.num_attention_heads

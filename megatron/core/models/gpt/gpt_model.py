@@ -8,7 +8,8 @@ from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_config import POSITION_EMBEDDINGS
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.initialization import deferred_initialization, initialize_parameters
@@ -51,6 +52,7 @@ class GPTModel(MegatronModule):
     ) -> None:
         """transformer_layer_spec: one spec for all layers, or a block's with one each. vocab_size: rows with
         padding; those from unpadded_vocab_size on start and stay zero. parallel_output: no effect in one rank.
+        pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
         Raises ValueError where pre_process or post_process is False, or fp16_lm_cross_entropy is True.
         """
         super().__init__(config)
@@ -61,9 +63,12 @@ class GPTModel(MegatronModule):
         self.position_embedding_type = _checked_position_embedding(position_embedding_type)
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.pre_process, self.post_process = pre_process, post_process
+        groups = existing_process_groups() if pg_collection is None else pg_collection
+        # Of a sequence, each of which is another rank's.
+        self.num_parts = group_size(groups.cp)
         # Weights are drawn at the end, by name: inside a layer the name is not known.
         with deferred_initialization(config):
-            self._build_layers(_block_spec(transformer_layer_spec, config), pg_collection)
+            self._build_layers(_block_spec(transformer_layer_spec, config), groups)
         self.rotary_pos_emb = None
         if position_embedding_type == "rope":
             assert config.kv_channels is not None
@@ -75,6 +80,7 @@ class GPTModel(MegatronModule):
                 rotary_interleaved=config.rotary_interleaved,
                 seq_len_interpolation_factor=seq_len_interpolation_factor,
                 rope_scaling_factor=rope_scaling_factor if rope_scaling else None,
+                cp_group=groups.cp,
                 dtype=torch.promote_types(config.params_dtype, torch.float32),
             )
         self._share_recorder()
@@ -97,11 +103,13 @@ class GPTModel(MegatronModule):
         Raises ValueError for masks and borders that do not fit input_ids.
         loss_mask: masking is the loss function's work; accepted for callers that pass it.
         packed_seq_params: segments that attention does not leave, instead of a mask.
+        Under context parallelism S is this rank's part of the sequences; mask and segments are of whole ones.
         """
+        batch, seq_length = input_ids.shape[0], input_ids.shape[1] * self.num_parts
         if attention_mask is not None:
-            _require_mask(attention_mask, input_ids.shape)
+            _require_mask(attention_mask, batch=batch, seq_length=seq_length)
         if packed_seq_params is not None:
-            packed_seq_params.require_samples(*input_ids.shape)
+            packed_seq_params.require_samples(batch, seq_length)
         hidden_states = self.embedding(input_ids, position_ids)
         rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(hidden_states.shape[0])
         hidden_states = self.decoder(hidden_states, attention_mask, rotary, packed_seq_params=packed_seq_params)
@@ -134,7 +142,7 @@ class GPTModel(MegatronModule):
         shape, stride = (self.unpadded_vocab_size, self.config.hidden_size), (self.config.hidden_size, 1)
         return {name: [LogicalPiece(prefix + name, shape, stride, 0, shape, (0, 0))] for name in names}
 
-    def _build_layers(self, spec: TransformerBlockSubmodules, pg_collection: ProcessGroupCollection | None) -> None:
+    def _build_layers(self, spec: TransformerBlockSubmodules, pg_collection: ProcessGroupCollection) -> None:
         config = self.config
         assert config.init_method is not None
         self.embedding = LanguageModelEmbedding(
@@ -152,7 +160,7 @@ class GPTModel(MegatronModule):
             init_method=config.init_method,
             bias=False,
             skip_weight_param_allocation=self.share_embeddings_and_output_weights,
-            tp_group=pg_collection.tp if pg_collection else None,
+            tp_group=pg_collection.tp,
         )
 
     def _share_recorder(self) -> None:
@@ -193,9 +201,8 @@ def _checked_position_embedding(kind: str) -> str:
     return kind
 
 
-def _require_mask(mask: Tensor, tokens: torch.Size) -> None:
+def _require_mask(mask: Tensor, *, batch: int, seq_length: int) -> None:
     # By the shape that kernels broadcast to, [B, N, S, S]: as one of three, B would be taken for N.
-    batch, seq_length = tokens
     full = (batch, 1, seq_length, seq_length)
     fits = mask.dim() <= 4 and all(size in (1, wanted) for size, wanted in zip(mask.shape[::-1], full[::-1]))
     if mask.dtype is not torch.bool or not fits:

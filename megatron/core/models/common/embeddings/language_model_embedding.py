@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,6 +23,8 @@ class LanguageModelEmbedding(MegatronModule):
         super().__init__(config)
         assert config.init_method is not None
         self.max_sequence_length = max_sequence_length
+        # Of a sequence, each of which is another rank's.
+        self.num_parts = group_size(pg_collection.cp if pg_collection else None)
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
@@ -45,7 +47,7 @@ class LanguageModelEmbedding(MegatronModule):
         # Small integers are transposed instead of wide rows.
         embeddings = self.word_embeddings(input_ids.t())
         if self.position_embeddings is not None:
-            num_positions, limit = input_ids.shape[1], self.max_sequence_length
+            num_positions, limit = input_ids.shape[1] * self.num_parts, self.max_sequence_length
             if num_positions > limit:
                 raise ValueError(f"the sequence has {num_positions} positions: the model was built for {limit}")
             embeddings = embeddings + self.position_embeddings(position_ids.t())

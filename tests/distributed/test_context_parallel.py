@@ -1,0 +1,65 @@
+"""Attention over ranks that hold parts of the sequences, against the core that sees them whole."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import over_ranks
+from megatron.core.transformer.context_parallel import split_sequence
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.models.small_models import small_config
+
+HEADS, GROUPS, WIDTH, BATCH = 8, 4, 8, 2
+BACKENDS = (AttnBackend.auto, AttnBackend.unfused)
+CASES = list(product(("p2p", "all_gather", "a2a"), (None, (5, 0)), (False, True)))
+
+
+def compare(kind: str, window: tuple[int, int] | None, packed: bool, **fields: Any) -> list[float]:
+    """Largest differences of output and gradients of query, key and value from the core's, relative to its largest."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    # On four ranks a chunk is shorter than the window.
+    seq, dtype = 8 * size if size == 2 else 4 * size, fields.get("params_dtype", torch.float64)
+    shape = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "kv_channels": WIDTH, "window_size": window}
+    config = small_config(**{"params_dtype": dtype, "cp_comm_type": [kind], **shape, **fields})
+    core = DotProductAttention(config, 1)
+    generator = torch.Generator().manual_seed(3)
+    whole = [torch.randn(seq, BATCH, n, WIDTH, generator=generator).to(dtype) for n in (HEADS, GROUPS, GROUPS)]
+    grad = torch.randn(seq, BATCH, HEADS * WIDTH, generator=generator).to(dtype)
+    borders = torch.tensor([0, 3, 4, seq - 1, seq, seq + 9, 2 * seq], dtype=torch.int32)
+    segments = PackedSeqParams(cu_seqlens_q=borders) if packed else None
+    parts = [own_part(t).requires_grad_() for t in whole]
+    attention = over_ranks(core, config, layer_number=1, cp_group=group)
+    output = attention(*parts, packed_seq_params=segments)
+    output.backward(own_part(grad))
+    leaves = [t.requires_grad_() for t in whole]
+    expected = core(*leaves, packed_seq_params=segments)
+    expected.backward(grad)
+    found = [output, *(part.grad for part in parts)]
+    return [difference(f, own_part(e)) for f, e in zip(found, [expected, *(leaf.grad for leaf in leaves)])]
+
+
+def own_part(whole: Tensor) -> Tensor:
+    return split_sequence(whole.detach(), 0, size=dist.get_world_size(), rank=dist.get_rank())
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def compare_all() -> list[tuple[Any, list[float]]]:
+    found = [((case, backend), compare(*case, attention_backend=backend)) for case in CASES for backend in BACKENDS]
+    return found + [((case, "bf16"), compare(*case, params_dtype=torch.bfloat16)) for case in CASES]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_exchange_gives_what_one_rank_with_all_tokens_gets(ranks: int) -> None:
+    for outcomes in run_on_ranks(compare_all, ranks):
+        for (case, kind), differences in outcomes:
+            assert max(differences) <= (2e-2 if kind == "bf16" else 1e-13), (case, kind, differences)

@@ -1,0 +1,97 @@
+"""Tiles over ranks cover what a causal mask allows, once; kernels give each tile's softmax and gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention_tiles import Stretch, Tile, segments_of_samples, stretches, tiles_of_batch
+from megatron.core.transformer.context_parallel import chunks_of_rank, join_sequence, split_sequence
+from megatron.core.transformer.tile_kernels import FlashOnCpu, MergedSoftmax, PlainKernel, TileInputs
+
+SEQ, BATCH = 24, 2
+
+
+def pairs(tile: Tile) -> Tensor:
+    """[rows, columns], bool: what the tile's limits allow."""
+    rows = torch.arange(tile.queries.stop - tile.queries.start).unsqueeze(1)
+    columns = torch.arange(tile.keys.stop - tile.keys.start)
+    low = True if tile.first is None else columns >= rows + tile.first
+    high = True if tile.last is None else columns <= rows + tile.last
+    return torch.ones(len(rows), len(columns), dtype=torch.bool) & low & high
+
+
+@pytest.mark.parametrize("window", [None, 0, 5, 40])
+@pytest.mark.parametrize("borders", [None, [0, 3, 4, 19, SEQ, SEQ + 9, 2 * SEQ]])
+@pytest.mark.parametrize(("size", "gathered"), [(1, True), (2, False), (3, False), (4, True)])
+def test_tiles_hold_every_pair_that_sees_each_other_once(
+    size: int, gathered: bool, borders: list[int] | None, window: int | None
+) -> None:
+    packed = None if borders is None else PackedSeqParams(cu_seqlens_q=torch.tensor(borders))
+    segments = segments_of_samples(packed, batch=BATCH, seq_length=SEQ)
+    held = [stretches(chunks_of_rank(SEQ, size=size, rank=rank)) for rank in range(size)]
+    blocks = [[Stretch(0, 0, SEQ)]] if gathered else held
+    parts = []
+    for rank in range(size):
+        columns = [torch.zeros(BATCH, SEQ // size, SEQ // len(blocks), dtype=torch.int) for _ in blocks]
+        for count, keys in zip(columns, blocks):
+            for tile in tiles_of_batch(held[rank], keys, segments=segments, window=window):
+                assert pairs(tile).any(dim=1).all(), "a row sees nothing of its tile"
+                count[tile.batch, tile.queries, tile.keys] += pairs(tile)
+        parts.append(join_sequence(columns, 2))
+    starts = torch.zeros(BATCH, SEQ, dtype=torch.int) if borders is None else _segment_starts(borders)
+    ahead = torch.arange(SEQ) - torch.arange(SEQ).unsqueeze(1)
+    allowed = (ahead <= 0) & (torch.arange(SEQ) >= starts.unsqueeze(2))
+    if window is not None:
+        allowed &= ahead >= -window
+    assert torch.equal(join_sequence(parts, 1), allowed.int())
+
+
+def _segment_starts(borders: list[int]) -> Tensor:
+    """[B, S]: where each token's segment starts in its sample."""
+    places = torch.arange(BATCH * SEQ)
+    starts = torch.tensor(borders)[torch.searchsorted(torch.tensor(borders), places, right=True) - 1]
+    return (starts % SEQ).view(BATCH, SEQ)
+
+
+@pytest.mark.parametrize("kernel", [FlashOnCpu, PlainKernel])
+@pytest.mark.parametrize("window", [None, 5])
+def test_merged_tiles_are_the_softmax_over_all_of_them(kernel: type, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, grad = (torch.randn(BATCH, 4, SEQ, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    key, value = (torch.randn(BATCH, 2, SEQ, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    # Of one rank's rows: their memory has gaps.
+    rows, grad = (split_sequence(t, 2, size=2, rank=0) for t in (query, grad))
+    held = stretches(chunks_of_rank(SEQ, size=2, rank=0))
+    tiles = tiles_of_batch(held, [Stretch(0, 0, SEQ)], segments=[[slice(0, SEQ)]], window=window)
+    computed = kernel(0.3)
+    merged = MergedSoftmax(rows)
+    for tile in tiles:
+        merged.add(computed.forward(of_tile(tile, rows, key, value), tile), tile)
+    result = merged.result()
+    grads = [torch.zeros_like(t) for t in (rows, key, value)]
+    for tile in tiles:
+        part = type(result)(result.output[:, :, tile.queries], result.log_sum[:, :, tile.queries])
+        inputs = of_tile(tile, rows, key, value)
+        shares = computed.backward(grad[:, :, tile.queries], inputs, result=part, tile=tile)
+        for total, share in zip(vars(of_tile(tile, *grads)).values(), vars(shares).values(), strict=True):
+            total += share
+    leaves = [t.clone().requires_grad_() for t in (rows, key, value)]
+    expected = naive(*leaves, window=window)
+    expected.backward(grad)
+    torch.testing.assert_close(result.output, expected.detach(), rtol=0, atol=1e-14)
+    for found, leaf in zip(grads, leaves):
+        torch.testing.assert_close(found, leaf.grad, rtol=0, atol=1e-14)
+
+
+def of_tile(tile: Tile, query: Tensor, *keys_and_values: Tensor) -> TileInputs:
+    return TileInputs(query[:, :, tile.queries], *(t[:, :, tile.keys] for t in keys_and_values))
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> Tensor:
+    """The first of two ranks' rows by one mask."""
+    places = split_sequence(torch.arange(SEQ), 0, size=2, rank=0)
+    ahead = torch.arange(SEQ) - places.unsqueeze(1)
+    forbidden = (ahead > 0) | (ahead < -(SEQ if window is None else window))
+    key, value = (t.repeat_interleave(2, dim=1) for t in (key, value))
+    return (query @ key.mT * 0.3).masked_fill(forbidden, -torch.inf).softmax(-1) @ value
