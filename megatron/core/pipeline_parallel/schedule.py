@@ -1,10 +1,12 @@
-"""Schedules as data: pure functions that list the forward and backward actions of a step, in order.
+"""Schedules as data: pure functions that list the forward and backward passes of each stage, in order.
 
-Nothing is executed here; runner.py does that.
+What stages send each other follows from these lists (transfers.py); nothing is executed here (runner.py).
 """
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 
 class ActionKind(enum.Enum):
@@ -13,9 +15,11 @@ class ActionKind(enum.Enum):
     FORWARD = "F"
     BACKWARD = "B"
 
+    # Enum's own hash is Python code, and schedules look up thousands of actions.
+    __hash__ = object.__hash__
 
-@dataclass(frozen=True)
-class Action:
+
+class Action(NamedTuple):
     """One pass of one microbatch through one model chunk."""
 
     kind: ActionKind
@@ -24,6 +28,42 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.chunk}.{self.microbatch}"
+
+
+# The passes of each stage.
+Orders = Sequence[Sequence[Action]]
+
+
+class Neighbor(NamedTuple):
+    """A pass of another stage, which gives a pass its input or takes its output."""
+
+    stage: int
+    action: Action
+
+
+class Pipeline(NamedTuple):
+    """Model chunks over stages: chunk c of stage s is part c * num_stages + s of the model."""
+
+    num_stages: int
+    num_chunks: int = 1
+
+    def source(self, stage: int, action: Action) -> Neighbor | None:
+        """Whose output the pass needs; None for the first forward of a microbatch, and its first backward."""
+        return _neighbor(self, stage, action=action, distance=-1 if action.kind is ActionKind.FORWARD else 1)
+
+    def target(self, stage: int, action: Action) -> Neighbor | None:
+        """Who needs the pass's output; None for the last forward of a microbatch, and its last backward."""
+        return _neighbor(self, stage, action=action, distance=1 if action.kind is ActionKind.FORWARD else -1)
+
+
+# Asked five times of each pass while lists are made and checked.
+@lru_cache(maxsize=1 << 14)
+def _neighbor(pipeline: Pipeline, stage: int, *, action: Action, distance: int) -> Neighbor | None:
+    part = action.chunk * pipeline.num_stages + stage + distance
+    if not 0 <= part < pipeline.num_stages * pipeline.num_chunks:
+        return None
+    chunk, its_stage = divmod(part, pipeline.num_stages)
+    return Neighbor(its_stage, Action(action.kind, chunk, action.microbatch))
 
 
 def no_pipelining_schedule(num_microbatches: int) -> list[Action]:
@@ -35,12 +75,79 @@ def no_pipelining_schedule(num_microbatches: int) -> list[Action]:
     ]
 
 
-def forward_only(actions: list[Action]) -> list[Action]:
+def one_forward_one_backward(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
+    """1F1B: a stage runs ahead by as many forwards as stages follow it, then alternates. Any number of microbatches.
+
+    At most num_stages - stage microbatches are between forward and backward (PipeDream-Flush, Narayanan et al. 2021).
+    """
+    forwards = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(num_microbatches)]
+    backwards = [Action(ActionKind.BACKWARD, 0, microbatch) for microbatch in range(num_microbatches)]
+    return _alternating(forwards, backwards, ahead=num_stages - stage - 1)
+
+
+def interleaved_schedule(
+    stage: int, pipeline: Pipeline, *, num_microbatches: int, group_size: int | None = None
+) -> list[Action]:
+    """Interleaved 1F1B: `group_size` microbatches pass through a chunk before the stage turns to its next chunk.
+
+    group_size: at least the number of stages, which is the default: smaller groups wait for themselves. Any number
+    of microbatches: a last group with fewer than there are stages is scheduled as if it had as many, and what is not
+    there is left out. Raises ValueError for a smaller group.
+    """
+    stages, chunks = pipeline.num_stages, pipeline.num_chunks
+    group_size = stages if group_size is None else group_size
+    if group_size < stages:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage is {group_size}: must be at least pipeline_model_parallel_size "
+            f"({stages})"
+        )
+    # Leaving out a microbatch of a schedule that runs gives one that runs: microbatches do not need each other.
+    remainder = num_microbatches % group_size
+    padded = num_microbatches + (max(0, stages - remainder) if remainder else 0)
+    forwards = [
+        Action(ActionKind.FORWARD, chunk, microbatch)
+        for first in range(0, padded, group_size)
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + group_size, padded))
+    ]
+    backwards = [Action(ActionKind.BACKWARD, chunks - 1 - f.chunk, f.microbatch) for f in forwards]
+    ahead = (stages - stage - 1) * 2 + (chunks - 1) * group_size
+    return [a for a in _alternating(forwards, backwards, ahead=ahead) if a.microbatch < num_microbatches]
+
+
+def _alternating(forwards: list[Action], backwards: list[Action], *, ahead: int) -> list[Action]:
+    ahead = min(ahead, len(forwards))
+    steady = [action for pair in zip(forwards[ahead:], backwards) for action in pair]
+    return [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]
+
+
+def stage_orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None = None) -> list[list[Action]]:
+    """The passes of every stage: without stages one after the other, else 1F1B, interleaved where chunks are several.
+
+    Raises ValueError for a group that is too small, and for chunks without stages to spread them over.
+    """
+    if pipeline.num_chunks > 1:
+        if pipeline.num_stages == 1:
+            raise ValueError(
+                f"{pipeline.num_chunks} model chunks were given: without pipeline parallelism there is exactly 1"
+            )
+        return [
+            interleaved_schedule(stage, pipeline, num_microbatches=num_microbatches, group_size=group_size)
+            for stage in range(pipeline.num_stages)
+        ]
+    # With one stage, 1F1B is no pipelining.
+    return [
+        one_forward_one_backward(stage, pipeline.num_stages, num_microbatches=num_microbatches)
+        for stage in range(pipeline.num_stages)
+    ]
+
+
+def forward_only(actions: Sequence[Action]) -> list[Action]:
     """The same schedule without its backward actions, for evaluation."""
     return [action for action in actions if action.kind is ActionKind.FORWARD]
 
 
-def validate_schedule(actions: list[Action]) -> None:
+def validate_schedule(actions: Sequence[Action]) -> None:
     """Raises ValueError unless no action repeats and each backward comes after its own forward."""
     seen: set[Action] = set()
     for action in actions:

@@ -1,0 +1,82 @@
+"""A stage's passes expanded to what happens inside them: which expert group runs forward and backward when.
+
+Pure. The events carry the names and counts that the paged stash gives its groups, so that a list can be handed to it;
+nothing of it is imported.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+
+
+class EventKind(enum.Enum):
+    """What an expert group does. RECOMPUTE: its forward once more, while backward runs."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    RECOMPUTE = "R"
+
+
+@dataclass(frozen=True)
+class ExpertEvent:
+    """A pass of one expert group. instance: which forward of that name in the step the group was, from 0."""
+
+    kind: EventKind
+    name: str
+    instance: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.name}.{self.instance}"
+
+
+def expand(
+    actions: Sequence[Action], layer_map: Sequence[Sequence[int]], *, recompute: Mapping[int, int] | None = None
+) -> list[ExpertEvent]:
+    """The events of a stage's passes, in order.
+
+    layer_map: of each chunk, the numbers (from 1, over the whole model) of its layers with experts, in order.
+    recompute: number of a layer that runs again in backward -> number of its segment; layers of one segment run
+    again together, before the backward of the last of them.
+    """
+    recompute = recompute or {}
+    forwards: Counter[str] = Counter()
+    instances: dict[tuple[int, int], int] = {}
+    events = []
+    for action in actions:
+        layers = layer_map[action.chunk]
+        if action.kind is ActionKind.FORWARD:
+            for layer in layers:
+                instances[layer, action.microbatch] = forwards[_name(layer)]
+                forwards[_name(layer)] += 1
+        kinds = _forward(layers) if action.kind is ActionKind.FORWARD else _backward(layers, recompute)
+        events += [ExpertEvent(kind, _name(layer), instances[layer, action.microbatch]) for kind, layer in kinds]
+    return events
+
+
+def kept_events(events: Sequence[ExpertEvent]) -> list[ExpertEvent]:
+    """Without the groups that run again: their first forward keeps nothing that could be stashed."""
+    again = {(event.name, event.instance) for event in events if event.kind is EventKind.RECOMPUTE}
+    return [event for event in events if (event.name, event.instance) not in again]
+
+
+def _name(layer: int) -> str:
+    return f"layer {layer}"
+
+
+def _forward(layers: Sequence[int]) -> list[tuple[EventKind, int]]:
+    return [(EventKind.FORWARD, layer) for layer in layers]
+
+
+def _backward(layers: Sequence[int], recompute: Mapping[int, int]) -> list[tuple[EventKind, int]]:
+    events: list[tuple[EventKind, int]] = []
+    # A layer that does not run again is a segment of its own.
+    for _, members in groupby(reversed(layers), key=lambda layer: recompute.get(layer, -layer)):
+        segment = list(members)
+        if segment[0] in recompute:
+            events += [(EventKind.RECOMPUTE, layer) for layer in reversed(segment)]
+        events += [(EventKind.BACKWARD, layer) for layer in segment]
+    return events

@@ -1,0 +1,60 @@
+"""When each pass of a schedule runs, if every pass takes as long as the others of its kind and transfers take no time.
+
+Pure: the order of transfers, drawings and the memory planner are made from it; nothing is measured here.
+"""
+
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders, Pipeline, validate_schedule
+
+# A backward computes two gradients where a forward computes one product.
+DURATIONS = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
+
+
+class Span(NamedTuple):
+    """When a pass runs, in forwards of one chunk."""
+
+    start: float
+    end: float
+
+
+def timeline(orders: Orders, pipeline: Pipeline) -> list[dict[Action, Span]]:
+    """Of each stage, when its passes run: each as soon as the one before it is done and its input is there.
+
+    Raises ValueError where a stage repeats a pass, turns forward and backward round, or where stages wait for each
+    other in a circle or for a pass that nobody runs.
+    """
+    for order in orders:
+        validate_schedule(order)
+    spans: list[dict[Action, Span]] = [{} for _ in orders]
+    clocks = [0.0] * len(orders)
+    # Stages that may have become able to go on.
+    awake = list(range(len(orders)))
+    while awake:
+        stage = awake.pop()
+        order, done = orders[stage], spans[stage]
+        while len(done) < len(order):
+            action = order[len(done)]
+            source, target = pipeline.source(stage, action), pipeline.target(stage, action)
+            ready = 0.0
+            if source is not None:
+                its = spans[source.stage].get(source.action)
+                if its is None:
+                    break
+                ready = its.end
+            start = max(clocks[stage], ready)
+            clocks[stage] = start + DURATIONS[action.kind]
+            done[action] = Span(start, clocks[stage])
+            if target is not None and target.stage != stage:
+                awake.append(target.stage)
+    stuck = [f"stage {s} at {orders[s][len(spans[s])]}" for s in range(len(orders)) if len(spans[s]) < len(orders[s])]
+    if stuck:
+        raise ValueError(f"schedule deadlocks, whatever is sent when: {', '.join(stuck)}")
+    return spans
+
+
+def bubble_share(spans: list[dict[Action, Span]]) -> float:
+    """Share of the stages' time, from the first pass to the last, in which they run nothing."""
+    total = max((span.end for stage in spans for span in stage.values()), default=0.0)
+    busy = sum(span.end - span.start for stage in spans for span in stage.values())
+    return 1 - busy / (total * len(spans)) if total else 0.0

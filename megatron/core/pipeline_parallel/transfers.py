@@ -1,0 +1,141 @@
+"""What stages send each other, as data: where in its list of passes each stage posts and awaits each transfer.
+
+[Note: one order for all transfers] Every transfer gets a place in one total order, and every stage posts its own in
+that order. Then no choice of passes, batches and blocking waits can deadlock: of all transfers that are not done, the
+first in the order has both its ends posted, or posted next, because everything that a stage posts or awaits before it
+comes earlier in the order. This holds where a back end runs a stage's transfers one batch after the other (NCCL), and
+so also where they run independently (gloo). validation.py proves it for a list by running it.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    Orders,
+    Pipeline,
+    forward_only,
+    stage_orders,
+)
+from megatron.core.pipeline_parallel.timeline import timeline
+
+
+class Direction(enum.Enum):
+    """Which end of a transfer this stage is."""
+
+    SEND = "send"
+    RECEIVE = "receive"
+
+    __hash__ = object.__hash__
+
+
+class Transfer(NamedTuple):
+    """This stage's end of a transfer. action: this stage's own pass, whose output is sent or whose input comes."""
+
+    direction: Direction
+    action: Action
+    peer: int
+
+    def __str__(self) -> str:
+        word = "to" if self.direction is Direction.SEND else "from"
+        return f"{self.direction.value} {self.action} {word} {self.peer}"
+
+
+@dataclass(frozen=True)
+class Post:
+    """Starts these transfers together, and waits for none."""
+
+    transfers: tuple[Transfer, ...]
+
+    def __str__(self) -> str:
+        return f"[{', '.join(str(transfer) for transfer in self.transfers)}]"
+
+
+@dataclass(frozen=True)
+class Await:
+    """Blocks until the input of `action`, whose transfer is posted, is there."""
+
+    action: Action
+
+    def __str__(self) -> str:
+        return f"await {self.action}"
+
+
+Step = Action | Post | Await
+# The whole list of one stage.
+Program = tuple[Step, ...]
+
+
+@lru_cache(maxsize=8)
+def pipeline_programs(
+    pipeline: Pipeline,
+    num_microbatches: int,
+    *,
+    group_size: int | None = None,
+    without_backward: bool = False,
+    overlap: bool = True,
+) -> tuple[Program, ...]:
+    """The list of each stage; as for stage_orders and with_transfers. Kept, because every step asks for the same."""
+    orders = stage_orders(pipeline, num_microbatches, group_size=group_size)
+    if without_backward:
+        orders = [forward_only(order) for order in orders]
+    return with_transfers(orders, pipeline, overlap=overlap)
+
+
+def with_transfers(orders: Orders, pipeline: Pipeline, *, overlap: bool) -> tuple[Program, ...]:
+    """Adds to each stage's passes when it posts and awaits its transfers. See [Note: one order for all transfers].
+
+    overlap: a receive is posted before the pass during which it arrives, and awaited before the pass that needs it;
+    else it is posted when it has been sent, and awaited at once. Sends are posted when their pass is done.
+    """
+    spans = timeline(orders, pipeline)
+    programs = []
+    for stage, order in enumerate(orders):
+        # In the common order: by the time at which the sending pass ends, then by the sending stage.
+        keyed: list[tuple[tuple[float, int], Transfer]] = []
+        for action in order:
+            source, target = pipeline.source(stage, action), pipeline.target(stage, action)
+            if source is not None:
+                sent = (spans[source.stage][source.action].end, source.stage)
+                keyed.append((sent, Transfer(Direction.RECEIVE, action, source.stage)))
+            if target is not None:
+                keyed.append(((spans[stage][action].end, stage), Transfer(Direction.SEND, action, target.stage)))
+        queue = _Queue(sorted(keyed, key=lambda pair: pair[0]))
+        steps: list[Step] = []
+        for action in order:
+            span = spans[stage][action]
+            arrived = queue.take((span.start, len(orders)))
+            steps += _posted(arrived)
+            if not overlap:
+                steps += [Await(t.action) for t in arrived if t.direction is Direction.RECEIVE]
+            elif pipeline.source(stage, action) is not None:
+                steps.append(Await(action))
+            if overlap:
+                # Not what this pass sends: that is not there yet.
+                steps += _posted(queue.take((span.end, stage)))
+            steps.append(action)
+        programs.append((*steps, *_posted(queue.take((float("inf"), 0)))))
+    return tuple(programs)
+
+
+class _Queue:
+    """Transfers in the common order, from the first that is not posted yet."""
+
+    def __init__(self, keyed: Sequence[tuple[tuple[float, int], Transfer]]) -> None:
+        self._keyed = keyed
+        self._next = 0
+
+    def take(self, limit: tuple[float, int]) -> list[Transfer]:
+        """Those before `limit`."""
+        taken = []
+        while self._next < len(self._keyed) and self._keyed[self._next][0] < limit:
+            taken.append(self._keyed[self._next][1])
+            self._next += 1
+        return taken
+
+
+def _posted(transfers: list[Transfer]) -> list[Step]:
+    return [Post(tuple(transfers))] if transfers else []

@@ -1,0 +1,157 @@
+"""Proves of the lists of all stages that they can run: order, completeness, and freedom from deadlock by simulation."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.pipeline_parallel.schedule import Action, Pipeline, validate_schedule
+from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Program, Transfer
+
+# Batches of transfers that a stage has in flight before it waits for the oldest; the runner's number too.
+MAX_BATCHES = 2
+
+
+def validate_programs(programs: Sequence[Program], pipeline: Pipeline) -> None:
+    """Raises ValueError, naming stage and step, unless the lists run to their end on the strictest back end.
+
+    Strictest: a stage's batches run one after the other, the next only when all of one is done; a transfer moves when
+    the batches at both its ends run; awaiting a transfer is awaiting its batch; a stage stops before it posts a batch
+    beyond MAX_BATCHES. Between two stages transfers match in the order in which they are posted.
+    """
+    for stage, program in enumerate(programs):
+        _validate_alone(program, pipeline, stage=stage)
+    _validate_pairs(programs, pipeline)
+    stages = [_Stage(program) for program in programs]
+    # Stages that may have become able to go on.
+    awake = list(range(len(stages)))
+    while awake:
+        index = awake.pop()
+        while stages[index].step():
+            awake += _complete(stages, index)
+    stuck = [f"stage {index} before {stage.next_step()}" for index, stage in enumerate(stages) if not stage.is_done()]
+    if stuck:
+        raise ValueError(f"schedule deadlocks: {', '.join(stuck)}")
+
+
+def _validate_alone(program: Program, pipeline: Pipeline, *, stage: int) -> None:
+    """What one list shows by itself: inputs are posted, then awaited, then used; outputs are sent once they exist."""
+    validate_schedule([step for step in program if isinstance(step, Action)])
+    posted: set[Action] = set()
+    there: set[Action] = set()
+    done: set[Action] = set()
+    for step in program:
+        if isinstance(step, Action):
+            if pipeline.source(stage, step) is not None and step not in there:
+                raise ValueError(f"stage {stage} runs {step} without its input")
+            done.add(step)
+        elif isinstance(step, Await):
+            if step.action not in posted:
+                raise ValueError(f"stage {stage} awaits {step.action}, which it has not posted")
+            there.add(step.action)
+        else:
+            for transfer in step.transfers:
+                if transfer.direction is Direction.RECEIVE:
+                    posted.add(transfer.action)
+                elif transfer.action not in done:
+                    raise ValueError(f"stage {stage} sends {transfer.action} before it has run it")
+    if posted != there:
+        raise ValueError(f"stage {stage} never awaits {', '.join(str(action) for action in posted - there)}")
+
+
+def _validate_pairs(programs: Sequence[Program], pipeline: Pipeline) -> None:
+    """What one end sends is what the other receives, in the same order, and it is what the next pass needs."""
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for stage, transfer in ((s, t) for s, p in enumerate(programs) for t in _transfers(p)):
+        if transfer.direction is Direction.SEND:
+            target = pipeline.target(stage, transfer.action)
+            if target is None or target.stage != transfer.peer:
+                raise ValueError(f"stage {stage} has no reason to {transfer}")
+            sent.setdefault((stage, transfer.peer), []).append(target.action)
+        else:
+            source = pipeline.source(stage, transfer.action)
+            if source is None or source.stage != transfer.peer:
+                raise ValueError(f"stage {stage} has no reason to {transfer}")
+            received.setdefault((transfer.peer, stage), []).append(transfer.action)
+    for pair in sent.keys() | received.keys():
+        if sent.get(pair) != received.get(pair):
+            raise ValueError(f"stage {pair[0]} does not send in the order in which stage {pair[1]} receives")
+
+
+def _transfers(program: Program) -> list[Transfer]:
+    return [transfer for step in program if isinstance(step, Post) for transfer in step.transfers]
+
+
+@dataclass
+class _Stage:
+    """How far a stage is. batches: posted and not done, each the peers whose end of a transfer is not there yet."""
+
+    program: Program
+    position: int = 0
+    batches: deque["_Batch"] = field(default_factory=deque)
+    batch_of: dict[Action, "_Batch"] = field(default_factory=dict)
+
+    def is_done(self) -> bool:
+        return self.position == len(self.program) and not self.batches
+
+    def next_step(self) -> str:
+        return str(self.program[self.position]) if self.position < len(self.program) else "its end"
+
+    def step(self) -> bool:
+        """Takes the next step; False where it cannot, or not yet."""
+        if self.position == len(self.program):
+            return False
+        step = self.program[self.position]
+        if isinstance(step, Await) and self.batch_of[step.action].waiting:
+            return False
+        if isinstance(step, Post):
+            if len(self.batches) == MAX_BATCHES:
+                return False
+            batch = _Batch(Counter([(t.direction, t.peer) for t in step.transfers]))
+            self.batches.append(batch)
+            self.batch_of.update({t.action: batch for t in step.transfers if t.direction is Direction.RECEIVE})
+        self.position += 1
+        return True
+
+
+@dataclass
+class _Batch:
+    """Transfers posted together: how many of each direction and peer have not moved."""
+
+    waiting: dict[tuple[Direction, int], int]
+
+
+def _complete(stages: Sequence[_Stage], first: int) -> list[int]:
+    """Moves what can move now that stage `first` has taken a step; gives the stages that got something done."""
+    changed: list[int] = []
+    todo = [first]
+    while todo:
+        index = todo.pop()
+        if not stages[index].batches:
+            continue
+        own = stages[index].batches[0]
+        for direction, peer in list(own.waiting):
+            if not stages[peer].batches:
+                continue
+            other = stages[peer].batches[0]
+            back = (Direction.SEND if direction is Direction.RECEIVE else Direction.RECEIVE, index)
+            # In order between two stages, which _validate_pairs has shown: which ones they are does not matter.
+            moved = min(own.waiting[direction, peer], other.waiting.get(back, 0))
+            if moved:
+                _take(own.waiting, (direction, peer), count=moved)
+                _take(other.waiting, back, count=moved)
+                if not other.waiting:
+                    stages[peer].batches.popleft()
+                    changed.append(peer)
+                    todo.append(peer)
+        if not own.waiting:
+            stages[index].batches.popleft()
+            changed.append(index)
+            todo.append(index)
+    return changed
+
+
+def _take(waiting: dict[tuple[Direction, int], int], key: tuple[Direction, int], *, count: int) -> None:
+    waiting[key] -= count
+    if not waiting[key]:
+        del waiting[key]
