@@ -20,8 +20,7 @@ class PagedStashManager(PagedStash):
 
 def paged_stash_reset(enabled: bool = True, *, manager: PagedStash) -> None:
     """Call before each step; enabled: False for a step that stashes nothing, such as an evaluation."""
-    if enabled:
-        manager.reset()
+    manager.reset(enabled=enabled)
 
 
 def get_paged_stash_context(

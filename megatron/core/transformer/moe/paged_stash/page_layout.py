@@ -26,7 +26,7 @@ class Counter(enum.IntEnum):
     """Indices into a pool's counters, int64: sums and maxima since the last reset, written by the planning kernel."""
 
     VOID = 0  # tensors of Priority.INPUT without pages, and counts out of range: any makes the step void
-    BAD_COUNT = 1  # groups whose number of rows was negative or above the maximum
+    BAD_COUNT = 1  # calls of plan, each for up to 16 tensors, with a number of rows below 0 or above the maximum
     HIGH_WATER_DEVICE = 2  # pages
     HIGH_WATER_HOST = 3  # pages
     PLANNED_PAGES = 4  # pages given out, on both tiers
@@ -44,6 +44,11 @@ class Held(enum.IntEnum):
     DROPPED = 2  # 1: it got no pages and must be computed again
 
 
+def is_whole(number: object) -> bool:
+    """Whether it is an integer; True and False are none."""
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
 @dataclass(frozen=True)
 class PoolLayout:
     """Sizes of a pool's two tiers.
@@ -58,7 +63,7 @@ class PoolLayout:
 
     def __post_init__(self) -> None:
         for name, number in vars(self).items():
-            if isinstance(number, bool) or not isinstance(number, int):
+            if not is_whole(number):
                 raise ValueError(f"{name} ({number}) must be an integer")
         if self.page_bytes <= 0 or self.page_bytes % ALIGNMENT:
             raise ValueError(f"page_bytes ({self.page_bytes}) must be a positive multiple of {ALIGNMENT}")

@@ -33,6 +33,15 @@ class StashGroup:
         self._others: list[SavedTensor] = []
         self._marks: list[Mark] = []
         self._elsewhere: set[str] = set()  # devices other than the pool's on which autograd saved rows
+        self._kept: list[torch.UntypedStorage] = []
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Says that tensors are no rows though max_rows may be their outermost size; call it before they are used.
+
+        For weights that autograd's graph does not tell from activations: buffers, plain tensors, casts of frozen ones.
+        tensors: any shapes and dtypes; views of them count too.
+        """
+        self._kept += [tensor.untyped_storage() for tensor in tensors]
 
     def mark(
         self,
@@ -119,10 +128,12 @@ class StashGroup:
     def close(self) -> None:
         """Ends collecting. Autograd keeps `pack`, and with it this object, as long as what was saved."""
         self._group = self._hooks = None
-        self._with_rows, self._others, self._marks = [], [], []
+        self._with_rows, self._others, self._marks, self._kept = [], [], [], []
 
     def _may_have_rows(self, tensor: Tensor) -> bool:
-        return type(tensor) is Tensor and tensor.device == self._device and not is_made_of_parameters(tensor)
+        if type(tensor) is not Tensor or tensor.device != self._device or is_made_of_parameters(tensor):
+            return False
+        return not self._kept or tensor.untyped_storage()._cdata not in [storage._cdata for storage in self._kept]
 
     def _seen(self, tensor: Tensor, *, tokens_per_row: int) -> Seen:
         rows = -(-self._max_rows // tokens_per_row)

@@ -35,13 +35,13 @@ class Reserve:
 
     def __init__(self, layout: PoolLayout, device: torch.device, *, share: float) -> None:
         self._layout, self._share = layout, share
-        self._pages: dict[str, PagesByPriority] = {}  # the most that a group of a name takes
+        self._pages: dict[Group, PagesByPriority] = {}  # the most that a group takes
         self._droppable: set[str] = set()  # names of groups with gate_up or act
         self._events: tuple[StashEvent, ...] = ()
         self._starts: list[int] = []  # positions of forwards in events
         self._resident: set[Group] = set()
         self._table: list[ReserveRow] = []
-        self._pages_of_table: dict[str, PagesByPriority] = {}
+        self._pages_of_table: dict[Group, PagesByPriority] = {}
         self._is_written = False  # all of the table, to _rows
         # Memory that stays where it is, for a CUDA graph may read it.
         self._rows = torch.zeros(0, len(Priority), dtype=torch.int64, device=device)
@@ -61,19 +61,19 @@ class Reserve:
         if self._is_written and self._starts:
             self._rows.copy_(torch.tensor(self._up_to_date_table(), device="cpu"))
 
-    def learn(self, name: str, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
-        """What a group of this name stashed: nothing leaves as known what others of its name stashed before."""
-        if specs or name not in self._pages:
-            self._pages[name] = pages_for(specs, int(max_rows * self._share), layout=self._layout)
+    def learn(self, group: Group, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
+        """What a group stashed: nothing leaves as known what it stashed in steps before."""
+        if specs or group not in self._pages:
+            self._pages[group] = pages_for(specs, int(max_rows * self._share), layout=self._layout)
         if any(spec.priority is not Priority.INPUT for spec in specs):
-            self._droppable.add(name)
+            self._droppable.add(group[0])
 
-    def row(self, name: str, forward_index: int | None) -> Tensor | None:
+    def row(self, group: Group, forward_index: int | None) -> Tensor | None:
         """For the plan of a group that was learned: [3], int64, on the device, or None where nothing is kept back.
 
         forward_index: which forward of the step's events it is; None where that is unknown.
         """
-        if not self._share or name not in self._droppable:
+        if not self._share or group[0] not in self._droppable:
             return None
         if forward_index is None or forward_index >= len(self._rows):
             return self._inputs_alone
@@ -86,7 +86,7 @@ class Reserve:
 
     def _all_known(self) -> bool:
         stashed = (self._events[place] for place in self._starts if self._events[place].group not in self._resident)
-        return all(event.name in self._pages for event in stashed)
+        return all(event.group in self._pages for event in stashed)
 
     def _up_to_date_table(self) -> list[ReserveRow]:
         if self._pages_of_table != self._pages:
@@ -102,10 +102,10 @@ class Reserve:
         later = self._events[self._starts[forward_index] + 1 :]
 
         def most(group: Group) -> PagesByPriority:
-            return self._most(group) if group[0] in self._pages or group in self._resident else largest
+            return self._most(group) if group in self._pages or group in self._resident else largest
 
         for_gate_up, for_act = (peak_pages(later, most, up_to=kept) for kept in (Priority.INPUT, Priority.GATE_UP))
         return 0, for_gate_up, for_act
 
     def _most(self, group: Group) -> PagesByPriority:
-        return PagesByPriority() if group in self._resident else self._pages[group[0]]
+        return PagesByPriority() if group in self._resident else self._pages[group]

@@ -74,6 +74,7 @@ def is_made_of_parameters(tensor: Tensor) -> bool:
     return True
 
 
+@torch.compiler.disable  # it asks autograd, which no compiled code can
 def outer_hooks() -> Hooks | None:
     """The innermost (pack, unpack) of torch.autograd.graph.saved_tensors_hooks now, which hooks pushed next will hide.
 

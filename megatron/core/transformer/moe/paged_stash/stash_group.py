@@ -116,6 +116,7 @@ class PageKeeper:
         finally:
             self._release_gone()
 
+    @torch.compiler.disable  # what it keeps about groups changes under the compiler's guards
     def stash(self, group: StashedGroup, blocks: list[Block], *, num_rows: Tensor, reserve: Tensor | None) -> None:
         """Copies the live rows into pages. num_rows: [1], int64; reserve: [3], int64, both on the device."""
         pages = Pages(self.pool.open_group([block.spec for block in blocks]), self.generation)
@@ -171,7 +172,10 @@ class PageKeeper:
             needed = self.pool.dropped(pages.group, again.index)
             looks = ((again.index, again.out), *again.sources)
             out, *sources = (look.over(pages.targets[i], group.target_bytes[i][2]) for i, look in looks)
-            again.recompute(out, needed, *sources)
+            if again.recompute(out, needed, *sources) is not None:  # type: ignore[func-returns-value]
+                raise TypeError(
+                    f"{again.recompute} returned a value: recompute(out, needed, *sources) must write to `out`"
+                )
         for memory, target in zip(group.memories, pages.targets, strict=True):
             alive = memory()
             if alive is not None:

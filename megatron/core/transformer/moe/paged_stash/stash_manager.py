@@ -17,11 +17,12 @@ import weakref
 from collections import Counter as Multiset
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter, is_whole
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.recording import StashGroup
 from megatron.core.transformer.moe.paged_stash.reserve import Reserve
@@ -61,8 +62,9 @@ class PagedStash:
         finds pages in a pool that could hold every x; other shares guarantee nothing, and 0 keeps nothing back.
         See Reserve for what holds when. Raises ValueError for others.
         """
-        if prefetch_groups < 0 or num_programs < 0:
-            raise ValueError(f"prefetch_groups ({prefetch_groups}), num_programs ({num_programs}): must be at least 0")
+        for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
+            if not is_whole(number) or number < 0:
+                raise ValueError(f"{argument} ({number!r}) must be an integer of at least 0")
         if not 0.0 <= reserved_share <= 1.0:
             raise ValueError(f"reserved_share ({reserved_share}) must be between 0 and 1")
         self.pool, self.order = pool, StashOrder(events)
@@ -70,6 +72,7 @@ class PagedStash:
         self._keeper = PageKeeper(pool, num_programs=num_programs)
         self._instances: Multiset[str] = Multiset()
         self._groups: dict[Group, weakref.ref[StashedGroup]] = {}
+        self._is_enabled = True
         self._is_spoiled = False  # an exception ended a context of this step
         with self._keeper.alone():  # whatever mode the caller is in
             self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
@@ -93,7 +96,7 @@ class PagedStash:
             # dispatch are the same for all layers, and what autograd let go of is handed out anew.
             self._keeper.join()
         hooks = outer_hooks()
-        if not torch.is_grad_enabled() or _is_recomputed(hooks) or max_rows < 2:
+        if not self._is_enabled or not torch.is_grad_enabled() or _is_recomputed(hooks) or max_rows < 2:
             yield StashGroup(self.pool.device, max_rows, group=None, hooks=None)
             return
         group = self._begin(name, backward_is_next=backward_is_next)
@@ -109,10 +112,11 @@ class PagedStash:
                 recording.forget()
             recording.close()
 
-    def reset(self) -> None:
+    def reset(self, *, enabled: bool = True) -> None:
         """Between steps, after the last backward, or after an exception: all pages are free, counters are 0.
 
-        What is still in pages is lost: its backward raises RuntimeError. Rows that are back stay.
+        What is still in pages is lost: its backward raises RuntimeError. Rows that are back stay. enabled: False for a
+        step whose contexts do nothing.
         """
         with self._keeper.alone():
             groups = [reference() for reference in self._groups.values()]
@@ -124,6 +128,7 @@ class PagedStash:
                 self.order.abandon_step()
             self._groups, self._instances, self._is_spoiled = {}, Multiset(), False
             self._reserve.begin_step(self.order.events)
+            self._is_enabled = enabled
 
     def join(self) -> None:
         """Makes the main stream wait for all copies, as the end of a CUDA graph's capture needs; reset does it too."""
@@ -147,7 +152,7 @@ class PagedStash:
             self._instances[name] += 1
             group = StashedGroup(event, self._keeper.generation)
             if backward_is_next:
-                self._reserve.learn(name, [], max_rows=0)
+                self._reserve.learn(event.group, [], max_rows=0)
             if backward_is_next or self.order.is_backward_next(event):
                 group.phase = Phase.KEPT
             return group
@@ -155,10 +160,10 @@ class PagedStash:
     def _commit(self, group: StashedGroup, recording: StashGroup, *, num_rows: Tensor | int, max_rows: int) -> None:
         with self._keeper.alone():
             if group.phase is Phase.RECORDING:
-                name, blocks = group.event.name, recording.blocks()
-                self._reserve.learn(name, [block.spec for block in blocks], max_rows=max_rows)
+                key, blocks = group.event.group, recording.blocks()
+                self._reserve.learn(key, [block.spec for block in blocks], max_rows=max_rows)
                 if blocks:
-                    reserve = self._reserve.row(name, self.order.forward_index(group.event))
+                    reserve = self._reserve.row(key, self.order.forward_index(group.event))
                     count = _count_tensor(num_rows, self.pool.device)
                     self._keeper.stash(group, blocks, num_rows=count, reserve=reserve)
                 else:
@@ -205,20 +210,20 @@ class PagedStash:
 
 def _is_recomputed(hooks: Hooks | None) -> bool:
     """Whether what runs now runs again in backward, or is doing so: what it saves is dropped, or used at once."""
-    return torch._C._current_graph_task_id() != -1 or (
-        hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-    )
+    if hooks is not None and isinstance(hooks[0], FunctionType) and hooks[0].__module__ == "torch.utils.checkpoint":
+        return True
+    return torch._C._current_graph_task_id() != -1
 
 
 def _check_count(num_rows: Tensor | int, max_rows: int, *, device: torch.device) -> None:
-    if max_rows < 0:
-        raise ValueError(f"max_rows ({max_rows}) must be at least 0")
+    if not is_whole(max_rows) or max_rows < 0:
+        raise ValueError(f"max_rows ({max_rows!r}) must be an integer of at least 0")
     if isinstance(num_rows, Tensor):
         if num_rows.numel() != 1 or num_rows.dtype not in (torch.int64, torch.int32) or num_rows.device != device:
             found = f"{list(num_rows.shape)}, {num_rows.dtype}, on {num_rows.device}"
             raise ValueError(f"num_rows ({found}) must be one int64 or int32 on {device}")
-    elif isinstance(num_rows, bool) or not isinstance(num_rows, int) or not 0 <= num_rows <= max_rows:
-        raise ValueError(f"num_rows ({num_rows}) must be an integer between 0 and max_rows ({max_rows})")
+    elif not is_whole(num_rows) or not 0 <= num_rows <= max_rows:
+        raise ValueError(f"num_rows ({num_rows!r}) must be an integer between 0 and max_rows ({max_rows})")
 
 
 def _count_tensor(num_rows: Tensor | int, device: torch.device) -> Tensor:

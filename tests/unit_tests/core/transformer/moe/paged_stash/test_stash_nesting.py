@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from megatron.core.transformer.moe.paged_stash import Counter, PagedStash
+from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, paged_stash_reset
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
     HIDDEN,
     LIVE,
@@ -188,16 +188,47 @@ def test_two_stashes_in_one_graph_are_apart() -> None:
     assert is_empty_sync(first) and is_empty_sync(second)
 
 
-def test_a_weight_with_as_many_rows_as_the_buffers_is_left_alone() -> None:
-    weight = nn.Parameter(torch.randn(C, C))  # all of it is needed, though only the first rows are live
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_weight_with_as_many_rows_as_the_buffers_is_left_alone(is_known: bool) -> None:
+    weight = nn.Parameter(torch.randn(C, C), requires_grad=is_known)  # all of it is needed, not the live rows alone
 
     def run(stash: PagedStash | None) -> list[Tensor]:
+        used = weight.double().float()  # no Parameter any more where it is frozen
         x = torch.randn(C, C, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        with Model(stash and stash.context).layers[0].context("one", LIVE, max_rows=C):
-            y = (x[:, :] * 1.0).exp() @ weight.double().float().t()
+        with Model(stash and stash.context).layers[0].context("one", LIVE, max_rows=C) as group:
+            if group is not None and not is_known:
+                group.keep(used)
+            y = (x[:, :] * 1.0).exp() @ used.t()
         y[:LIVE].sum().backward()
         return [x.grad[:LIVE]]
 
     stash = make_stash()
     assert_same(run(stash), run(None))
     assert planned_pages(stash) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_layer_with_the_context_inside_gives_the_same(backend: str) -> None:
+    class Exponentials(Experts):
+        def forward(self, x: Tensor, probs: Tensor, group: Any = None) -> Tensor:
+            return x.exp() * probs[:, None]
+
+    def compiled(layer: nn.Module, *tensors: Tensor) -> Tensor:
+        result: Tensor = torch.compile(layer, backend=backend)(*tensors)
+        return result
+
+    stash = make_stash()
+    expected = gradients(Model(None, kind=Exponentials))
+    for _ in range(2):
+        assert_same(gradients(Model(stash.context, kind=Exponentials, around=compiled)), expected)
+        assert planned_pages(stash) > 0
+        stash.reset()
+
+
+def test_a_disabled_step_stashes_nothing() -> None:
+    stash = make_stash()
+    for enabled in (False, True):
+        paged_stash_reset(enabled, manager=stash)
+        assert_same(gradients(Model(stash.context)), gradients(Model(None)))
+        assert (planned_pages(stash) > 0) == enabled
