@@ -39,7 +39,7 @@ class StashGroup:
         """Says that tensors are no rows though max_rows may be their outermost size; call it before they are used.
 
         For weights that autograd's graph does not tell from activations: buffers, plain tensors, casts of frozen ones.
-        tensors: any shapes and dtypes; views of them count too.
+        tensors: any shape and dtype; views of them count too.
         """
         self._kept += [tensor.untyped_storage() for tensor in tensors]
 
