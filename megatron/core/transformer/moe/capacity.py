@@ -5,6 +5,7 @@ The choice of slots (GShard, arXiv 2006.16668) and the order of rows that follow
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,16 @@ from torch import Tensor
 from megatron.core.transformer.moe.capacity_config import CapacityConfig
 from megatron.core.transformer.moe.permutation import PermutationMap, count_sorted, sort_by_expert
 
+
+class KeptSlots(NamedTuple):
+    """kept: [T, K], bool, on the device: slots that an expert has room for. capacity: slots that each may keep."""
+
+    kept: Tensor
+    capacity: int
+
+
+# (probs [T, K], expert_indices [T, K]) -> what is kept, or None for everything.
+CapacityLimit = Callable[[Tensor, Tensor], KeptSlots | None]
 # (probs [T, K], expert_indices [T, K]) -> the map, and the rows of each expert [E], int64.
 RowOrder = Callable[[Tensor, Tensor], tuple[PermutationMap, Tensor]]
 
@@ -22,23 +33,36 @@ def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_
     return capacity if min_capacity is None else max(capacity, min_capacity)
 
 
-def build_row_order(config: CapacityConfig, num_experts: int) -> RowOrder:
-    """How slots become rows: one row each, or as many as the experts have room for; chosen once."""
+def build_capacity_limit(config: CapacityConfig, num_experts: int) -> CapacityLimit:
+    """What experts have room for, chosen once; None where no token is dropped."""
     factor = config.moe_expert_capacity_factor
     if factor is None:
-        return lambda probs, expert_indices: sort_by_expert(expert_indices, num_experts)
+        return lambda probs, expert_indices: None
     # With equal weights the first tokens stay.
     rank = torch.Tensor.detach if config.moe_token_drop_policy == "probs" else torch.zeros_like
-    order = _padded if config.moe_pad_expert_input_to_capacity else _dropped_sync
 
-    def within_capacity(probs: Tensor, expert_indices: Tensor) -> tuple[PermutationMap, Tensor]:
+    def within_capacity(probs: Tensor, expert_indices: Tensor) -> KeptSlots:
         num_tokens = expert_indices.shape[0]
         # An expert gets a token once: room beyond that is never used, however large the factor.
         capacity = min(get_capacity(expert_indices.numel(), num_experts, min(factor, num_experts)), num_tokens)
-        kept = kept_slots(rank(probs), expert_indices, capacity=capacity)
-        return order(expert_indices, kept, num_experts=num_experts, capacity=capacity)
+        return KeptSlots(kept_slots(rank(probs), expert_indices, capacity=capacity), capacity)
 
     return within_capacity
+
+
+def build_row_order(config: CapacityConfig, num_experts: int) -> RowOrder:
+    """How slots become rows: one row each, or as many as the experts have room for; chosen once."""
+    limit = build_capacity_limit(config, num_experts)
+
+    def order(probs: Tensor, expert_indices: Tensor) -> tuple[PermutationMap, Tensor]:
+        limited = limit(probs, expert_indices)
+        if limited is None:
+            return sort_by_expert(expert_indices, num_experts)
+        if config.moe_pad_expert_input_to_capacity:
+            return order_padded_slots(expert_indices, limited.kept, num_experts=num_experts, capacity=limited.capacity)
+        return order_kept_slots_sync(expert_indices, limited.kept, num_experts=num_experts)
+
+    return order
 
 
 def kept_slots(weights: Tensor, expert_indices: Tensor, *, capacity: int) -> Tensor:
@@ -60,10 +84,11 @@ def _place_in_expert(sorted_experts: Tensor) -> Tensor:
     return place - torch.searchsorted(sorted_experts, sorted_experts)
 
 
-def _dropped_sync(
-    expert_indices: Tensor, kept: Tensor, *, num_experts: int, capacity: int
-) -> tuple[PermutationMap, Tensor]:
-    """Rows for the kept slots alone. NOTE: waits for the device, as their number is a shape; _padded does not."""
+def order_kept_slots_sync(expert_indices: Tensor, kept: Tensor, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
+    """Rows for the kept slots alone, by expert. NOTE: waits for the device, as their number is a shape.
+
+    expert_indices: [T, K], int64; kept: [T, K], bool. Returns the map and tokens_per_expert [E], int64, on the device.
+    """
     slots = kept.reshape(-1).nonzero().squeeze(1)  # [R]
     sorted_experts, order = expert_indices.reshape(-1)[slots].sort(stable=True)
     slot_of_row = slots[order]
@@ -73,8 +98,13 @@ def _dropped_sync(
     return permutation, count_sorted(sorted_experts, num_experts)
 
 
-def _padded(expert_indices: Tensor, kept: Tensor, *, num_experts: int, capacity: int) -> tuple[PermutationMap, Tensor]:
-    """`capacity` rows for each expert, whatever the routing: every shape is known on the host."""
+def order_padded_slots(
+    expert_indices: Tensor, kept: Tensor, *, num_experts: int, capacity: int
+) -> tuple[PermutationMap, Tensor]:
+    """`capacity` rows for each expert, whatever the routing: every shape is known on the host.
+
+    expert_indices: [T, K], int64; kept: [T, K], bool, at most `capacity` an expert. Returns as order_kept_slots_sync.
+    """
     # Dropped slots sort behind all experts, into one row more than there are.
     experts = expert_indices.reshape(-1).where(kept.reshape(-1), num_experts)
     sorted_experts, slots = experts.sort(stable=True)

@@ -1,8 +1,13 @@
 """What a token dispatcher is: tokens out to the experts' rows and back; implementations are in dispatch_*.py."""
 
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class DispatchedTokens(NamedTuple):
@@ -15,17 +20,54 @@ class DispatchedTokens(NamedTuple):
     probs: Tensor
 
 
-class MoETokenDispatcher(Protocol):
-    """Moves tokens to experts and back. It keeps no state: what combine needs travels in the metadata."""
+class Dispatched(NamedTuple):
+    """What the experts of a rank work on, and the way back.
 
-    def dispatch(
-        self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor
-    ) -> tuple[DispatchedTokens, Tensor, Any]:
-        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
-        Returns the rows, tokens_per_expert [e], int64, on the device, and frozen metadata for combine.
+    tokens_per_expert: [e], int64, on the device. metadata: frozen, for combine alone.
+    """
+
+    rows: DispatchedTokens
+    tokens_per_expert: Tensor
+    metadata: Any
+
+
+class MoETokenDispatcher(ABC):
+    """Moves tokens to experts and back. It keeps no state: what combine needs travels in the metadata.
+
+    All ranks of the experts' groups (expert and expert-tensor) call together. Work between `begin_dispatch` and
+    `finish_dispatch` runs beside whatever is being sent.
+    """
+
+    def dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Dispatched:
+        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64, over all experts.
+        Returns the rows that this rank's experts receive: [R, H], counts and metadata.
         """
-        ...
+        return self.finish_dispatch(self.begin_dispatch(tokens, probs=probs, expert_indices=expert_indices))
 
+    @abstractmethod
+    def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Any:
+        """The first half of `dispatch`. tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K],
+        int64. Returns what `finish_dispatch` wants.
+        """
+
+    @abstractmethod
+    def finish_dispatch(self, begun: Any) -> Dispatched:
+        """The second half of `dispatch`."""
+
+    @abstractmethod
     def combine(self, rows: Tensor, metadata: Any) -> Tensor:
-        """rows: [R, H], any float dtype, weighted -> [T, H]: the sum of each token's rows, in token order."""
-        ...
+        """rows: [R, H], any float dtype, weighted -> [T, H]: the sum of each token's rows over experts and ranks."""
+
+
+def local_experts(config: TransformerConfig, group: ProcessGroup | None) -> range:
+    """The experts of this rank of the expert-parallel group: neighbours, as many on each rank.
+
+    Raises ValueError where they cannot be shared out evenly.
+    """
+    assert config.num_moe_experts is not None
+    if config.num_moe_experts % group_size(group):
+        raise ValueError(
+            f"expert_model_parallel_size is {group_size(group)}: must divide num_moe_experts ({config.num_moe_experts})"
+        )
+    share = config.num_moe_experts // group_size(group)
+    return range(group_rank(group) * share, (group_rank(group) + 1) * share)

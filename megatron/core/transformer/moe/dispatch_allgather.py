@@ -1,21 +1,51 @@
-"""Dispatch for experts that are not split over ranks: a permutation of this rank's tokens, no communication."""
+"""Dispatch by gathering all ranks' tokens and keeping the rows of this rank's experts; the way back sums and scatters.
 
+Sends every token to every rank: for few ranks, or many experts a token. The other way is dispatch_alltoall.py.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
 from torch import Tensor
 
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.capacity import build_row_order
-from megatron.core.transformer.moe.dispatch import DispatchedTokens
+from megatron.core.group_collectives import all_gather_rows
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.capacity import build_capacity_limit, order_kept_slots_sync, order_padded_slots
+from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, local_experts
 from megatron.core.transformer.moe.permutation import (
     PermutationMap,
     permute_probs,
     permute_tokens,
+    sort_by_expert,
     unpermute_tokens,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class MoEAllGatherTokenDispatcher:
-    """Sorts tokens by expert; with an expert-parallel group of one rank there is nothing to gather."""
+@dataclass(frozen=True)
+class GatheredTokens:
+    """All ranks' tokens in rank order, N = ranks x T; tokens: [N, H], probs: [N, K].
+
+    expert_indices: [N, K], int64, from this rank's first expert; slots of other ranks' experts, and dropped ones, lie
+    outside. capacity: slots that an expert keeps of each rank's; None: all.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    expert_indices: Tensor
+    capacity: int | None
+
+
+class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
+    """Gathers over the experts' ranks, then sorts by expert; with one rank there is nothing to gather.
+
+    Each rank brings the same number of tokens. What an expert drops is decided among each rank's own.
+    """
 
     def __init__(
         self,
@@ -24,25 +54,68 @@ class MoEAllGatherTokenDispatcher:
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
+        groups = pg_collection or ProcessGroupCollection()
+        local = local_experts(config, groups.ep)
+        if num_local_experts != len(local):
+            raise ValueError(f"num_local_experts is {num_local_experts}: must be {len(local)}, this rank's share")
         assert config.num_moe_experts is not None
-        if num_local_experts != config.num_moe_experts:
-            raise ValueError(
-                f"num_local_experts is {num_local_experts}: must be num_moe_experts ({config.num_moe_experts}) "
-                "while experts are not split over ranks"
-            )
+        self.group, self.experts, self.num_experts = groups.tp_ep, local, config.num_moe_experts
         # Megatron's scripts pass the settings to every dispatcher: how many tokens an expert takes is one of them.
-        self.row_order = build_row_order(config, config.num_moe_experts)
+        self.limit = build_capacity_limit(config, self.num_experts)
+        if config.moe_pad_expert_input_to_capacity:
+            self.order = partial(_order_padded, num_experts=len(local), num_ranks=group_size(self.group))
+        elif config.moe_expert_capacity_factor is None and len(local) == self.num_experts:
+            self.order = partial(_order_all, num_experts=len(local))
+        else:
+            self.order = partial(_order_own_sync, num_experts=len(local))
 
-    def dispatch(
-        self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor
-    ) -> tuple[DispatchedTokens, Tensor, PermutationMap]:
-        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
-        Returns the rows in expert order, tokens_per_expert [E], int64, on the device, and what combine needs.
-        """
-        permutation, tokens_per_expert = self.row_order(probs, expert_indices)
-        rows = DispatchedTokens(permute_tokens(tokens, permutation), permute_probs(probs, permutation))
-        return rows, tokens_per_expert, permutation
+    def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> GatheredTokens:
+        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64."""
+        limited = self.limit(probs, expert_indices)
+        if limited is not None:
+            # Behind the last expert: outside every rank's.
+            expert_indices = expert_indices.where(limited.kept, self.num_experts)
+        return GatheredTokens(
+            gather_from_sequence_parallel_region(tokens, group=self.group),
+            gather_from_sequence_parallel_region(probs, group=self.group),
+            all_gather_rows(expert_indices, self.group).wait() - self.experts.start,
+            None if limited is None else limited.capacity,
+        )
+
+    def finish_dispatch(self, begun: GatheredTokens) -> Dispatched:
+        """The rows of this rank's experts [R, H], tokens_per_expert [e], int64, on the device, and metadata."""
+        permutation, tokens_per_expert = self.order(begun)
+        rows = DispatchedTokens(permute_tokens(begun.tokens, permutation), permute_probs(begun.probs, permutation))
+        return Dispatched(rows, tokens_per_expert, permutation)
 
     def combine(self, rows: Tensor, metadata: PermutationMap) -> Tensor:
         """rows: [R, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
-        return unpermute_tokens(rows, metadata)
+        return reduce_scatter_to_sequence_parallel_region(unpermute_tokens(rows, metadata), self.group)
+
+
+def _order_all(gathered: GatheredTokens, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
+    return sort_by_expert(gathered.expert_indices, num_experts)
+
+
+def _order_own_sync(gathered: GatheredTokens, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
+    """The rows of this rank's experts alone. NOTE: waits for the device, as their number is a shape."""
+    here = _is_local(gathered.expert_indices, num_experts)
+    return order_kept_slots_sync(gathered.expert_indices, here, num_experts=num_experts)
+
+
+def _order_padded(gathered: GatheredTokens, *, num_experts: int, num_ranks: int) -> tuple[PermutationMap, Tensor]:
+    """Each rank's tokens take places of their own, so that an expert's number of rows is known on the host."""
+    assert gathered.capacity is not None, "padding goes with a capacity"
+    indices, num_tokens = gathered.expert_indices, len(gathered.expert_indices)
+    rank_of_token = torch.arange(num_ranks, device=indices.device).repeat_interleave(num_tokens // num_ranks)
+    permutation, counts = order_padded_slots(
+        indices * num_ranks + rank_of_token.unsqueeze(1),
+        _is_local(indices, num_experts),
+        num_experts=num_experts * num_ranks,
+        capacity=gathered.capacity,
+    )
+    return permutation, counts.view(num_experts, num_ranks).sum(dim=1)
+
+
+def _is_local(expert_indices: Tensor, num_experts: int) -> Tensor:
+    return (expert_indices >= 0) & (expert_indices < num_experts)

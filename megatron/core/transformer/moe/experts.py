@@ -1,20 +1,44 @@
 """The experts of one rank: in one grouped matrix product, or one after the other; rows arrive sorted by expert."""
 
 import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.logical import LogicalPiece, identity_piece
+from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
 from megatron.core.model_parallel_config import InitMethod
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
-from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation, gate_up_pieces
+from megatron.core.tensor_parallel.param_attributes import mark_expert, set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
 from megatron.core.weight_matrices import MatrixWindow
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """What a rank holds of a layer's experts: the local ones from first_expert on, of each one part of num_parts."""
+
+    num_experts: int
+    first_expert: int
+    part: int
+    num_parts: int
+
+    @classmethod
+    def of(cls, groups: ProcessGroupCollection, num_local_experts: int) -> "ExpertShard":
+        """This rank's, of the expert and expert-tensor groups."""
+        return cls(
+            num_experts=num_local_experts * group_size(groups.ep),
+            first_expert=num_local_experts * group_rank(groups.ep),
+            part=group_rank(groups.expt_tp),
+            num_parts=group_size(groups.expt_tp),
+        )
 
 
 class GroupedMLP(MegatronModule):
@@ -32,13 +56,18 @@ class GroupedMLP(MegatronModule):
     ) -> None:
         super().__init__(config)
         assert config.moe_ffn_hidden_size is not None
-        self.num_local_experts, self.ffn_hidden_size = num_local_experts, config.moe_ffn_hidden_size
+        self.shard = ExpertShard.of(pg_collection or ProcessGroupCollection(), num_local_experts)
+        self.num_local_experts = num_local_experts
+        self.ffn_hidden_size = divide(config.moe_ffn_hidden_size, self.shard.num_parts)
         self.fc1_width = self.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
         self.activation = build_activation(config)
         hidden = config.hidden_size
         # Megatron's shapes; the memory is that of [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
         self.weight2 = empty_parameter(num_local_experts * self.ffn_hidden_size, hidden, config=config)
+        set_tensor_model_parallel_attributes(self.weight1, True, 1, 1)
+        set_tensor_model_parallel_attributes(self.weight2, True, 0, 1)
+        mark_experts(self)
         for name, init_method in self.init_methods().items():
             initialize_weight(self.get_parameter(name), init_method, config=config)
 
@@ -70,15 +99,33 @@ class GroupedMLP(MegatronModule):
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """The stacked tensors of all experts: fc1 [E, F, H] (gate and up apart where gated), fc2 [E, H, F]."""
         experts, hidden, ffn = self.num_local_experts, self.config.hidden_size, self.ffn_hidden_size
+        all_experts, first = self.shard.num_experts, self.shard.first_expert
+        all_ffn, first_ffn = ffn * self.shard.num_parts, ffn * self.shard.part
         names = ("linear_fc1.weight.gate", "linear_fc1.weight.up") if self.config.gated_linear_unit else (_FC1,)
         # Stored as Hugging Face and the dense layers have it, output before input: a transposed view of ours.
         fc1_stride = (hidden * self.fc1_width, 1, self.fc1_width)
         return {
             "weight1": [
-                _stacked_piece(prefix + name, (experts, ffn, hidden), stride=fc1_stride, offset=index * ffn)
+                LogicalPiece(
+                    prefix + name,
+                    (experts, ffn, hidden),
+                    fc1_stride,
+                    index * ffn,
+                    (all_experts, all_ffn, hidden),
+                    (first, first_ffn, 0),
+                )
                 for index, name in enumerate(names)
             ],
-            "weight2": [_stacked_piece(prefix + _FC2, (experts, hidden, ffn), stride=(ffn * hidden, 1, hidden))],
+            "weight2": [
+                LogicalPiece(
+                    prefix + _FC2,
+                    (experts, hidden, ffn),
+                    (ffn * hidden, 1, hidden),
+                    0,
+                    (all_experts, hidden, all_ffn),
+                    (first, 0, first_ffn),
+                )
+            ],
         }
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
@@ -103,17 +150,16 @@ class SequentialMLP(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
+        self.shard = ExpertShard.of(pg_collection or ProcessGroupCollection(), num_local_experts)
         self.num_local_experts = num_local_experts
-        self.local_experts = nn.ModuleList(
-            MLP(
-                config,
-                submodules,
-                is_expert=True,
-                ffn_hidden_size=config.moe_ffn_hidden_size,
-                pg_collection=pg_collection,
-            )
-            for _ in range(num_local_experts)
-        )
+        mlp = partial(MLP, config, submodules, is_expert=True, pg_collection=pg_collection)
+        experts = [mlp(ffn_hidden_size=config.moe_ffn_hidden_size) for _ in range(num_local_experts)]
+        self.local_experts = nn.ModuleList(experts)
+        mark_experts(self)
+        for bias in (expert.linear_fc2.bias for expert in experts):
+            if bias is not None and self.shard.num_parts > 1:
+                # All ranks of an expert hold the bias whole and add a share: they need the gradient of all of it.
+                bias.register_hook(partial(torch.mul, self.shard.num_parts))
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -127,37 +173,37 @@ class SequentialMLP(MegatronModule):
         outputs = []
         for expert, rows, scale in zip(self.local_experts, inputs, weights, strict=True):
             output, bias = expert(rows, scale)
-            outputs.append(output if bias is None else output + bias)
+            # Each part adds its share: whoever takes the rows back sums the parts.
+            outputs.append(output if bias is None else output + bias / self.shard.num_parts)
         return torch.cat(outputs), None
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """Each expert's part of the tensors that GroupedMLP stores; biases likewise."""
-        pieces: dict[str, list[LogicalPiece]] = {}
-        for index in range(self.num_local_experts):
-            for name, parameter in self.local_experts[index].named_parameters():
-                key, shape = prefix + name, tuple(parameter.shape)
-                gated = self.config.gated_linear_unit and name.startswith("linear_fc1")
-                parts = gate_up_pieces(key, shape) if gated else [identity_piece(key, shape)]
-                pieces[f"local_experts.{index}.{name}"] = [self._of_expert(part, index) for part in parts]
-        return pieces
+        return {
+            f"local_experts.{index}.{name}": [self._of_expert(part, index, prefix=prefix) for part in parts]
+            for index, expert in enumerate(self.local_experts)
+            for name, parts in model_logical_pieces(expert).items()
+        }
 
-    def _of_expert(self, part: LogicalPiece, index: int) -> LogicalPiece:
+    def _of_expert(self, part: LogicalPiece, index: int, *, prefix: str) -> LogicalPiece:
         """One expert's tensor as a row of all experts'."""
         return LogicalPiece(
-            key=part.key,
+            key=prefix + part.key,
             shape=(1, *part.shape),
             stride=(math.prod(part.shape), *part.stride),
             storage_offset=part.storage_offset,
-            global_shape=(self.num_local_experts, *part.global_shape),
-            global_offset=(index, *part.global_offset),
+            global_shape=(self.shard.num_experts, *part.global_shape),
+            global_offset=(self.shard.first_expert + index, *part.global_offset),
         )
 
 
+def mark_experts(experts: nn.Module) -> None:
+    """Writes on every parameter that its gradient is summed over the ranks of the same experts alone."""
+    for parameter in experts.parameters():
+        mark_expert(parameter)
+
+
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
-
-
-def _stacked_piece(key: str, shape: tuple[int, ...], *, stride: tuple[int, ...], offset: int = 0) -> LogicalPiece:
-    return LogicalPiece(key, shape, stride, offset, shape, (0,) * len(shape))
 
 
 def _counts_sync(tokens_per_expert: Tensor) -> list[int]:

@@ -16,6 +16,9 @@ def grouped_gemm(rows: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
     rows: [R, I], sorted by expert; weights: [e, I, O], same float dtype; offsets: [e], int32, on the device: the end
     of each expert's rows. Returns [R, O], same dtype. No host read, except for fp64.
     """
+    if rows.shape[0] == 0:
+        # No expert of this rank has a row: zero gradients for all, which torch's product fails to give (2.13).
+        return rows @ weights[0]
     if rows.dtype == torch.float64:
         # torch's grouped product has no fp64 (2.13); fp64 serves as a reference only.
         return _gemm_per_expert_sync(rows, weights, offsets=offsets)

@@ -42,6 +42,18 @@ class MoEConfig(RouterConfig, CapacityConfig):
     moe_grouped_gemm: bool = config_field(
         False, help="Compute all experts of a rank in one grouped matrix product instead of one after the other."
     )
+    moe_token_dispatcher_type: str = config_field(
+        "allgather",
+        help="How tokens reach the ranks of their experts: every rank gathers all tokens, or each row is sent to its "
+        "rank. flex needs libraries that are not used here.",
+        choices=("allgather", "alltoall", "flex"),
+    )
+    moe_permute_fusion: bool = config_field(
+        False, help="Bring rows into expert order in one pass, which is how they are moved here with or without it."
+    )
+    moe_shared_expert_overlap: bool = config_field(
+        False, help="Compute the shared expert while rows are being sent to the ranks of their experts."
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -71,9 +83,42 @@ def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -
         raise ValueError("moe_grouped_gemm has no biases: set add_bias_linear=False (--disable-bias-linear)")
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError("moe_shared_expert_gate is True: needs a moe_shared_expert_intermediate_size")
+    validate_dispatcher(config)
     validate_moe_layer_freq(config, num_layers)
     validate_router(config, num_experts=config.num_moe_experts)
     validate_capacity(config)
+
+
+def validate_dispatcher(config: MoEConfig) -> None:
+    """Raises ValueError for a dispatcher that is not available, or that sends nothing beside which to compute."""
+    kind = config.moe_token_dispatcher_type
+    if kind == "flex":
+        raise ValueError("moe_token_dispatcher_type is flex: not available, must be allgather or alltoall")
+    if not config.moe_shared_expert_overlap:
+        return
+    if config.moe_shared_expert_intermediate_size is None:
+        raise ValueError("moe_shared_expert_overlap is True: needs a moe_shared_expert_intermediate_size")
+    if kind != "alltoall":
+        raise ValueError(f"moe_shared_expert_overlap is True but moe_token_dispatcher_type is {kind}: must be alltoall")
+
+
+def validate_expert_layout(
+    config: MoEConfig, *, expert_model_parallel_size: int, expert_tensor_parallel_size: int
+) -> None:
+    """Raises ValueError where the experts cannot be shared out evenly over the ranks of their groups."""
+    if config.num_moe_experts is None:
+        return
+    assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
+    if config.num_moe_experts % expert_model_parallel_size:
+        raise ValueError(
+            f"expert_model_parallel_size is {expert_model_parallel_size}: must divide num_moe_experts "
+            f"({config.num_moe_experts})"
+        )
+    if config.moe_ffn_hidden_size % expert_tensor_parallel_size:
+        raise ValueError(
+            f"expert_tensor_parallel_size is {expert_tensor_parallel_size}: must divide moe_ffn_hidden_size "
+            f"({config.moe_ffn_hidden_size})"
+        )
 
 
 def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int) -> None:

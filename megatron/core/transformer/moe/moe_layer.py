@@ -1,5 +1,6 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine; each step is its own file."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,11 +8,17 @@ from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.dispatch import MoETokenDispatcher
+from megatron.core.transformer.moe.dispatch import MoETokenDispatcher, local_experts
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+_DISPATCHERS: dict[str, Callable[..., MoETokenDispatcher]] = {
+    "allgather": MoEAllGatherTokenDispatcher,
+    "alltoall": MoEAlltoAllTokenDispatcher,
+}
 
 
 @dataclass
@@ -29,7 +36,8 @@ class MoELayer(MegatronModule):
     2. The dispatcher sorts K copies of each token by expert: [R, H].
     3. The experts compute, each row times its weight: [R, H].
     4. The dispatcher sums each token's rows: [T, H].
-    5. The shared expert, if there is one, adds its result for every token: [T, H].
+    5. The shared expert, if there is one, adds its result for every token: [T, H]; with moe_shared_expert_overlap it
+       computes while rows are sent.
     """
 
     def __init__(
@@ -42,13 +50,14 @@ class MoELayer(MegatronModule):
         super().__init__(config)
         if config.num_moe_experts is None:
             raise ValueError("num_moe_experts is None: a mixture-of-experts layer needs a number of experts")
-        # Experts are not split over ranks yet: every rank has them all.
-        self.num_local_experts = config.num_moe_experts
+        groups = pg_collection or ProcessGroupCollection()
+        self.num_local_experts = len(local_experts(config, groups.ep))
         self.router = TopKRouter(config, pg_collection)
-        self.token_dispatcher: MoETokenDispatcher = MoEAllGatherTokenDispatcher(
+        self.token_dispatcher: MoETokenDispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
             self.num_local_experts, config, pg_collection=pg_collection
         )
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=pg_collection)
+        self.overlaps_shared_expert = config.moe_shared_expert_overlap
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = build_module(
@@ -62,13 +71,14 @@ class MoELayer(MegatronModule):
         """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and no bias."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         probs, expert_indices = self.router(hidden_states)
-        rows, tokens_per_expert, metadata = self.token_dispatcher.dispatch(
-            tokens, probs=probs, expert_indices=expert_indices
-        )
+        begun = self.token_dispatcher.begin_dispatch(tokens, probs=probs, expert_indices=expert_indices)
+        # Beside the rows that are on their way, in backward too.
+        shared = self._shared_output(tokens) if self.overlaps_shared_expert else None
+        rows, tokens_per_expert, metadata = self.token_dispatcher.finish_dispatch(begun)
         output, _ = self.experts(rows.hidden_states, tokens_per_expert, rows.probs)  # [R, H]
         combined = self.token_dispatcher.combine(output, metadata)  # [T, H]
         if self.shared_experts is not None:
-            combined = combined + self._shared_output(tokens)
+            combined = combined + (self._shared_output(tokens) if shared is None else shared)
         return combined.view(hidden_states.shape), None
 
     def _shared_output(self, tokens: Tensor) -> Tensor:

@@ -105,6 +105,11 @@ class _SumRows(torch.autograd.Function):
 
 def _sum_rows(x: Tensor, row_of_slot: Tensor, *, kept: Tensor | None) -> Tensor:
     """[R, H] and [T, K] -> [T, H]: gathers and sums in one pass, accumulating half precision in fp32."""
+    if row_of_slot.shape[1] == 1 and kept is None:
+        return x.index_select(0, row_of_slot.view(-1))
+    if x.shape[0] == 0:
+        # No slot has a row: there is no row 0 for them to point to.
+        return x.new_zeros(len(row_of_slot), *x.shape[1:])
     # The kernel sums rows of a table per bag: rows are the table here, and a token's K rows a bag.
     weights = None if kept is None else kept.to(x.dtype)
     return F.embedding_bag(row_of_slot, x, mode="sum", per_sample_weights=weights)

@@ -2,5 +2,6 @@
 
 from megatron.core.transformer.moe.dispatch import MoETokenDispatcher
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher
 
-__all__ = ["MoEAllGatherTokenDispatcher", "MoETokenDispatcher"]
+__all__ = ["MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoETokenDispatcher"]

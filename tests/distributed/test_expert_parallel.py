@@ -1,0 +1,132 @@
+"""Experts split over ranks, against the same layer in one process that sees all ranks' tokens, in fp64."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.logical import model_logical_pieces
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.initialization import deferred_initialization, initialize_parameters
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import build_module
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
+
+EXPERTS, HIDDEN, SEQUENCE, BATCH = 4, 32, 3, 2
+LAYOUTS = {"ep2": (2, 1), "ep4": (4, 1), "etp2": (1, 2), "ep2_etp2": (2, 2)}
+KINDS: dict[str, dict[str, Any]] = {
+    "grouped": {"moe_grouped_gemm": True},
+    "sequential": {"moe_grouped_gemm": False},
+    "biases": {"moe_grouped_gemm": False, "add_bias_linear": True},
+    "overlapped": {"moe_grouped_gemm": True, "moe_shared_expert_intermediate_size": 16},
+}
+# Which experts have tokens: what the router's rows are bent to.
+ROUTINGS = ("even", "one_expert", "idle_rank")
+
+
+def build_layer(groups: ProcessGroupCollection | None = None, **fields: Any) -> MoELayer:
+    """The layer with the weights that a seed gives any layout."""
+    config = small_config(
+        num_moe_experts=EXPERTS, **{**LLAMA_LIKE, "params_dtype": torch.float64, "init_method_std": 0.2, **fields}
+    )
+    spec = get_mlp_module_spec(EXPERTS, config.moe_grouped_gemm)
+    with deferred_initialization(config):
+        layer = build_module(spec, config=config, pg_collection=groups)
+    initialize_parameters(layer, seed=5)
+    return layer
+
+
+def bend(layer: MoELayer, routing: str) -> None:
+    """Sends all tokens to expert 1, or to the experts 0 and 1 alone; positive inputs make a large row the largest."""
+    chosen = {"even": [], "one_expert": [1], "idle_rank": [0, 1]}[routing]
+    with torch.no_grad():
+        for expert in chosen:
+            layer.router.weight[expert] = layer.router.weight[expert].abs() + 5
+
+
+def rank_inputs(rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A rank's tokens and the gradient of its output: [S, B, H] each."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    shape = (SEQUENCE, BATCH, HIDDEN)
+    return (
+        torch.rand(shape, dtype=torch.float64, generator=generator),
+        torch.randn(shape, dtype=torch.float64, generator=generator),
+    )
+
+
+def run_layer(layer: MoELayer, x: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, gradient of the input, and gradients of this rank's parameters by name."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    output, _ = layer(x)
+    output.backward(upstream)
+    return output.detach(), x.grad, {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+
+
+def own_boxes(layer: MoELayer, grads: dict[str, Tensor]) -> list[tuple[str, tuple[int, ...], Any, Tensor]]:
+    """Of each part of the experts that this rank holds: key, stored shape, window of it, and the gradient there."""
+    return [
+        (
+            piece.key,
+            piece.global_shape,
+            tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.shape, strict=True)),
+            piece.view_of(grads[name]).clone(),
+        )
+        for name, pieces in model_logical_pieces(layer).items()
+        if name.startswith("experts.")
+        for piece in pieces
+    ]
+
+
+def on_rank(layout: tuple[int, int], cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """For each case this rank's output, input gradient, and the boxes of its experts' gradients."""
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=layout[0], expert_tensor_parallel_size=layout[1]
+    )
+    results = []
+    for routing, fields in cases:
+        layer = build_layer(parallel_state.get_process_groups(), **fields)
+        bend(layer, routing)
+        output, x_grad, grads = run_layer(layer, *rank_inputs(dist.get_rank(), 1))
+        dense = {name: grad for name, grad in grads.items() if not name.startswith("experts.")}
+        results.append((output, x_grad, own_boxes(layer, grads), dense))
+    return results
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layer_over_ranks_is_the_layer_in_one_process(layout: str, dispatcher: str) -> None:
+    """Zero tokens for an expert, for a rank, and for all but one expert included."""
+    ep, etp = LAYOUTS[layout]
+    cases = [(routing, {**KINDS["grouped"], "moe_router_topk": 1 + (routing != "one_expert")}) for routing in ROUTINGS]
+    cases += [("idle_rank", fields) for fields in KINDS.values() if etp == 1 or fields["moe_grouped_gemm"]]
+    cases = [(routing, {**fields, "moe_token_dispatcher_type": dispatcher}) for routing, fields in cases]
+    if dispatcher == "alltoall":
+        cases += [(routing, {**fields, "moe_shared_expert_overlap": True}) for routing, fields in cases[-1:]]
+    per_rank = run_on_ranks(on_rank, ep * etp, (ep, etp), cases)
+    for index, case in enumerate(cases):
+        agrees_with_one_process([results[index] for results in per_rank], *case)
+
+
+def agrees_with_one_process(per_rank: list[Any], routing: str, fields: dict[str, Any]) -> None:
+    """per_rank: what on_rank returned for this case."""
+    layer = build_layer(**fields)
+    bend(layer, routing)
+    inputs = [rank_inputs(rank, 1) for rank in range(len(per_rank))]
+    output, x_grad, grads = run_layer(layer, *(torch.cat(parts, dim=1) for parts in zip(*inputs, strict=True)))
+    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+    close([out for out, _, _, _ in per_rank], list(output.split(BATCH, dim=1)))
+    close([grad for _, grad, _, _ in per_rank], list(x_grad.split(BATCH, dim=1)))
+    whole = {key: torch.zeros(shape, dtype=torch.float64) for key, shape, _, _ in own_boxes(layer, grads)}
+    for key, _, window, box in own_boxes(layer, grads):
+        whole[key][window] = box
+    for key, _, window, box in (entry for _, _, boxes, _ in per_rank for entry in boxes):
+        close(box, whole[key][window])
+    for name in per_rank[0][3]:
+        close(sum(dense[name] for _, _, _, dense in per_rank), grads[name])
