@@ -29,7 +29,7 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
             )
     for chunk in run.model:
         chunk.train()
-    return reduce_statistics_sync(total_reports(reports), run.groups.dp).losses
+    return reduce_statistics_sync(total_reports(reports), run.groups.dp_cp, mp_group=run.groups.mp).losses
 
 
 def evaluate_validation(run: TrainingRun, *, final: bool = False) -> None:

@@ -98,7 +98,7 @@ class TrainingRun:
             train_state=self.state,
             args=self.args,
             config=self.checkpoint,
-            data_parallel_group=self.groups.dp,
+            data_parallel_group=self.groups.dp_cp,
         )
         update_num_microbatches(self.state.consumed_train_samples)
         if self.training.train_samples is not None:
@@ -124,6 +124,6 @@ class TrainingRun:
             train_state=self.state,
             args=self.args,
             config=self.checkpoint,
-            data_parallel_group=self.groups.dp,
+            data_parallel_group=self.groups.dp_cp,
         )
         self.callbacks.on_save(self.state.iteration)

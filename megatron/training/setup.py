@@ -22,6 +22,7 @@ from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_optimizer_param_scheduler
 from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
 from megatron.core.parallel_state import get_process_groups
+from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_size_with_padding
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -93,7 +94,7 @@ def setup_run(
         timers=timers,
         meters=build_meters(logging, args, model=model, optimizer=optimizer, timers=timers, device=default_device()),
     )
-    seed_data_parallel_rank(args.seed, dist.get_rank(run.groups.dp))
+    seed_data_parallel_rank(args.seed, group_rank(run.groups.dp_cp))
     run.load_checkpoint()
     return run
 
@@ -163,7 +164,7 @@ def get_model(
     model_type: one value so far. Raises ValueError on every rank if the copies start from different weights.
     """
     chunks = [model_provider(pre_process=True, post_process=True).to(default_device())]
-    return [_wrap_chunk(chunk, args, group=get_process_groups().dp) for chunk in chunks]
+    return [_wrap_chunk(chunk, args, group=get_process_groups().dp_cp) for chunk in chunks]
 
 
 def _wrap_chunk(model: nn.Module, args: argparse.Namespace, *, group: dist.ProcessGroup | None) -> PlainDataParallel:
@@ -206,8 +207,8 @@ def setup_data(run: TrainingRun, datasets_provider: Callable[[list[int]], Sequen
     state = run.state
     plan = BatchPlan(
         micro_batch_size=run.training.micro_batch_size or 1,
-        dp_rank=dist.get_rank(run.groups.dp),
-        dp_size=dist.get_world_size(run.groups.dp),
+        dp_rank=group_rank(run.groups.dp),
+        dp_size=group_size(run.groups.dp),
         consumed_train_samples=state.consumed_train_samples,
         consumed_valid_samples=state.consumed_valid_samples,
         num_workers=num_workers,

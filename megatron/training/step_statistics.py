@@ -3,6 +3,7 @@
 Gradients are the data-parallel wrapper's work.
 """
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from megatron.core.process_groups_config import group_size
+from megatron.core.device import default_device
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder, LayerTotals
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -66,7 +68,7 @@ def _total(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def reduce_step_sync(
-    reports: Reports, model: Sequence[nn.Module], *, group: dist.ProcessGroup | None, exit_reasons: Sequence[bool]
+    reports: Reports, model: Sequence[nn.Module], *, groups: ProcessGroupCollection, exit_reasons: Sequence[bool]
 ) -> StepStatistics:
     """The statistics of a training step, with what the model's layers recorded, which is taken from them.
 
@@ -74,7 +76,14 @@ def reduce_step_sync(
     """
     auxiliary, layers = _take_auxiliary_losses(model)
     totals = {**total_reports(reports), **auxiliary}
-    return reduce_statistics_sync(totals, group, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers)
+    return reduce_statistics_sync(
+        totals,
+        groups.dp_cp,
+        mp_group=groups.mp,
+        optional=auxiliary.keys(),
+        exit_reasons=exit_reasons,
+        layers=layers,
+    )
 
 
 @record_function("reduce_statistics_sync")
@@ -82,11 +91,15 @@ def reduce_statistics_sync(
     totals: Totals,
     group: dist.ProcessGroup | None,
     *,
+    mp_group: dist.ProcessGroup | None = None,
     optional: Collection[str] = (),
     exit_reasons: Sequence[bool] = (),
     layers: LayerTotals | None = None,
 ) -> StepStatistics:
-    """Sums `totals`, [2] fp64 each, over the ranks and reads the result; ranks must have the same names.
+    """Sums `totals`, [2] fp64 each, over the ranks and reads the result; ranks of `group` must have the same names.
+
+    mp_group: the ranks that hold the other parts of this rank's model. Stages before the last have no losses of the
+    loss function, and tensor-parallel ranks all have the same: sum and count are added alike, so means stay.
 
     A loss of no token at all is 0 (every one of them was masked), unless it is `optional`: then it is left out (a
     model without experts has no z-loss).
@@ -95,7 +108,7 @@ def reduce_statistics_sync(
     unless the check for NaN is off, for the gradients before they are reduced (replica_checks.py).
     """
     names = list(totals)
-    device = totals[names[0]].device if names else torch.device("cpu")
+    device = totals[names[0]].device if names else default_device()
     flags = torch.tensor([float(holds) for holds in exit_reasons], dtype=torch.float64, device=device)
     parts = [*totals.values(), flags]  # [2 * names + reasons]
     if layers is not None:
@@ -105,19 +118,47 @@ def reduce_statistics_sync(
     if group_size(group) > 1:
         dist.all_reduce(vector, group=group)
     values = vector.tolist()
-    counts = {name: values[2 * i + 1] for i, name in enumerate(names)}
+    pairs = {name: (values[2 * i], values[2 * i + 1]) for i, name in enumerate(names)}
+    sums = _over_model_parts(_Sums(pairs, set(optional), values[2 * len(names) :]), mp_group)
     losses = {
-        name: values[2 * i] / (counts[name] or 1.0)
-        for i, name in enumerate(names)
-        if counts[name] > 0 or name not in optional
+        name: total / (count or 1.0)
+        for name, (total, count) in sums.losses.items()
+        if count > 0 or name not in sums.optional
     }
-    rest = values[2 * len(names) :]
+    rest = sums.rest
     reasons = [reason for reason, holds, count in zip(LOCAL_REASONS, exit_reasons, rest) if count > 0]
     exit_reason = reasons[0] if reasons else None
     if layers is None:
         return StepStatistics(losses, exit_reason)
     per_layer, expert_load = _layer_figures(layers, rest[len(exit_reasons) :])
     return StepStatistics(losses, exit_reason, per_layer, expert_load)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What has been summed, on the host: losses by name to (sum, count), and what all ranks have alike."""
+
+    losses: dict[str, tuple[float, float]]
+    optional: set[str]
+    rest: list[float]
+
+    def plus(self, other: "_Sums") -> "_Sums":
+        losses = dict(self.losses)
+        for name, (total, count) in other.losses.items():
+            its_total, its_count = losses.get(name, (0.0, 0.0))
+            losses[name] = (its_total + total, its_count + count)
+        rest = [a + b for a, b in zip(self.rest, other.rest, strict=True)]
+        return _Sums(losses, self.optional | other.optional, rest)
+
+
+def _over_model_parts(sums: _Sums, mp_group: dist.ProcessGroup | None) -> _Sums:
+    if group_size(mp_group) == 1:
+        return sums
+    # By name: which losses a stage has is not known elsewhere.
+    parts: list[Any] = [None] * group_size(mp_group)
+    dist.all_gather_object(parts, sums, group=mp_group)
+    # The last stage first, so that the log names the model's own loss before those of its routers.
+    return functools.reduce(_Sums.plus, reversed(parts))
 
 
 def _take_auxiliary_losses(model: Sequence[nn.Module]) -> tuple[Totals, LayerTotals | None]:

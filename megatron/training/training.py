@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
@@ -120,9 +121,9 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
 
     # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
     reasons = run.exit_conditions.local_reasons()
-    statistics = reduce_step_sync(reports, run.model, group=run.groups.dp, exit_reasons=reasons)
+    statistics = reduce_step_sync(reports, run.model, groups=run.groups, exit_reasons=reasons)
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
-        raise_non_finite_loss(reports, run.groups.dp, iteration=run.state.iteration + 1)
+        raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
     with run.timers("all-grads-sync", log_level=1):
         run.finalize_model_grads.finish()
 

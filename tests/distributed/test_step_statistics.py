@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.parallel_state import get_process_groups, initialize_model_parallel, is_pipeline_last_stage
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.training.exit_conditions import ExitReason
 from megatron.training.step_statistics import (
@@ -66,6 +67,26 @@ def test_layers_are_told_apart_and_exit_reasons_stay_what_they_are() -> None:
     assert results[0].per_layer == {"z_loss": {1: 1.0, 3: 3.0}} and results[0].losses == {"z_loss": 2.0}
     assert results[0].expert_load == {1: [3, 6], 3: [9, 12]}
     assert results[0].exit_reason is ExitReason.DURATION
+
+
+def statistics_of_stages() -> StepStatistics:
+    """Two stages on two copies: the last alone knows the losses, a rank of the first alone was told to stop."""
+    initialize_model_parallel(pipeline_model_parallel_size=2)
+    groups, rank = get_process_groups(), dist.get_rank()
+    totals = {"z_loss": torch.tensor([1.0 + rank, 1.0], dtype=torch.float64)}
+    if is_pipeline_last_stage():
+        totals = {"lm loss": torch.tensor([6.0 * rank, 3.0], dtype=torch.float64), **totals}
+    return reduce_statistics_sync(
+        totals, groups.dp_cp, mp_group=groups.mp, optional=["z_loss"], exit_reasons=[rank == 1, False]
+    )
+
+
+def test_every_stage_knows_the_losses_of_the_last_and_of_all_layers() -> None:
+    results = run_on_ranks(statistics_of_stages, 4)
+    assert all(result == results[0] for result in results)
+    # Ranks 2 and 3 are the last stage.
+    assert results[0].losses == {"lm loss": 5.0, "z_loss": 2.5} and [*results[0].losses][0] == "lm loss"
+    assert results[0].exit_reason is ExitReason.SIGNAL
 
 
 def test_one_process_alone_needs_no_group() -> None:
