@@ -72,6 +72,35 @@ def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority 
     return peak
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that wait for backward at the peak of a step, on the device: whole buffers, or a stash instead.
+
+    static_bytes: of buffers with all max_rows rows. arena_bytes: the device tier. working_set_bytes: whole buffers of
+    the group that computes and of those whose rows come back ahead of it.
+    """
+
+    static_bytes: int
+    arena_bytes: int
+    working_set_bytes: int
+
+    @property
+    def saving(self) -> float:
+        """Share of the static bytes; negative where the stash costs memory."""
+        return 1 - (self.arena_bytes + self.working_set_bytes) / self.static_bytes if self.static_bytes else 0.0
+
+
+def footprint(
+    events: Sequence[StashEvent], max_bytes: Callable[[Group], int], *, layout: PoolLayout, prefetch_groups: int
+) -> Footprint:
+    """Of a step of these events, in which a group's buffers have max_bytes bytes. Resident groups wait in any case."""
+    resident, groups = resident_groups(events), {event.group for event in events}
+    waiting = {group: 0 if group in resident else max_bytes(group) for group in groups}
+    peak = peak_pages(events, lambda group: PagesByPriority(waiting[group]))
+    working_sets = sum(sorted(waiting.values(), reverse=True)[: 1 + prefetch_groups])
+    return Footprint(peak, layout.device_pages * layout.page_bytes, working_sets)
+
+
 def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: PagesOf | None = None) -> list[ReserveRow]:
     """For each forward, in order: pages that must stay free once a tensor of a priority is admitted, (0, r1, r2).
 

@@ -22,6 +22,7 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, is_whole
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.recording import StashGroup
@@ -72,6 +73,7 @@ class PagedStash:
         self._keeper = PageKeeper(pool, num_programs=num_programs)
         self._instances: Multiset[str] = Multiset()
         self._groups: dict[Group, weakref.ref[StashedGroup]] = {}
+        self._max_bytes: dict[Group, int] = {}  # of the buffers that a group's rows lie in
         self._is_enabled = True
         self._is_spoiled = False  # an exception ended a context of this step
         with self._keeper.alone():  # whatever mode the caller is in
@@ -130,6 +132,19 @@ class PagedStash:
             self._reserve.begin_step(self.order.events)
             self._is_enabled = enabled
 
+    def footprint(self) -> Footprint:
+        """What a step like the last complete one keeps on the device, beside whole buffers; zeros before the first.
+
+        Ask it: a pool that is too large for the step, or a step of few groups, costs memory instead of saving it.
+        """
+        max_bytes = self._max_bytes
+        return footprint(
+            self.order.events,
+            lambda group: max_bytes.get(group, 0),
+            layout=self.pool.layout,
+            prefetch_groups=self._prefetch_groups,
+        )
+
     def join(self) -> None:
         """Makes the main stream wait for all copies, as the end of a CUDA graph's capture needs; reset does it too."""
         with self._keeper.alone():
@@ -161,7 +176,9 @@ class PagedStash:
         with self._keeper.alone():
             if group.phase is Phase.RECORDING:
                 key, blocks = group.event.group, recording.blocks()
-                self._reserve.learn(key, [block.spec for block in blocks], max_rows=max_rows)
+                specs = [block.spec for block in blocks]
+                self._reserve.learn(key, specs, max_rows=max_rows)
+                self._max_bytes[key] = sum(spec.max_bytes for spec in specs)
                 if blocks:
                     reserve = self._reserve.row(key, self.order.forward_index(group.event))
                     count = _count_tensor(num_rows, self.pool.device)

@@ -88,6 +88,20 @@ def test_any_width_fits_any_page_and_dead_rows_stay(width: int, page_bytes: int)
     assert pool.occupancy_sync().tail_bytes == pages * page_bytes - 7 * width
 
 
+def test_tensors_that_share_memory_are_stored_each_as_it_is() -> None:
+    rows = torch.randint(0, 256, (9, 48), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    pool, sources = PagePool("cpu", PoolLayout(64, 30)), [as_bytes(rows), as_bytes(rows[:, 8:40]), as_bytes(rows)]
+    group = pool.open_group([TensorSpec(48, 48, 9), TensorSpec(32, 48, 9), TensorSpec(48, 48, 9)])
+    pool.plan(group, torch.tensor([7]))
+    pool.stash(group, sources)
+    target = [torch.zeros_like(rows) for _ in sources]
+    pool.restore(group, [as_bytes(target[0]), as_bytes(target[1][:, 8:40]), as_bytes(target[2])])
+    for one, columns in zip(target, (slice(0, 48), slice(8, 40), slice(0, 48))):
+        expected = torch.zeros_like(rows)
+        expected[:7, columns] = rows[:7, columns]
+        assert torch.equal(one, expected)
+
+
 def test_exactly_full_fits_and_one_page_more_is_dropped() -> None:
     pool = PagePool("cpu", PoolLayout(64, 5, 3))
     specs = [TensorSpec(64, 64, 9, priority) for priority in (Priority.ACT, Priority.INPUT, Priority.GATE_UP)]

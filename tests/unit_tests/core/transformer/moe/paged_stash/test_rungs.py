@@ -245,3 +245,13 @@ def test_operators_keep_torchs_rules() -> None:
         (ops.gated_activation_backward, (act, gate_up), {**rows, "scale": scale, **grads}),
     ):
         torch.library.opcheck(operator.default, sources, named)
+
+
+def test_second_derivatives_of_the_functions_with_rungs_are_refused() -> None:
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(1, 8, 16, requires_grad=True)
+    offsets = torch.tensor([4], dtype=torch.int32)
+    gate_up = grouped_gemm(x, weight, offsets=offsets)
+    for y in (gate_up, gated_activation(gate_up, None, num_rows=offsets.long())):
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()

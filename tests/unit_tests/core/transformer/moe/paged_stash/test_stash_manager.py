@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.transformer.moe.paged_stash import Counter, PagePool, side_streams, stash_group, stash_manager
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent
@@ -128,6 +129,35 @@ def test_pages_of_a_graph_without_backward_come_back_when_it_is_dropped() -> Non
     del y
     gc.collect()
     assert is_empty_sync(stash)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_neither_the_order_of_pages_nor_a_second_run_changes_anything(seed: int) -> None:
+    expected = gradients(Model(None, kind=MarkedExperts))
+    for _ in range(2):
+        stash = make_stash(120, 300)
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(seed))
+        stash.pool.ring.copy_(torch.cat([order[order < 120], 120 + order]))
+        for _ in range(2):
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                assert_same(gradients(Model(stash.context, kind=MarkedExperts)), expected)
+            launched = [event.name for event in seen.events() if event.name.startswith("paged_stash::")]
+            stashed = launched.count("paged_stash::plan")
+            assert all(launched.count(f"paged_stash::{verb}") == stashed for verb in ("stash", "restore", "release"))
+            assert stashed == (2 if stash.order.events else 3), "one launch of each for every group that waits"
+            stash.reset()
+
+
+@pytest.mark.parametrize(("pages", "saves"), [(60, True), (600, False)])
+def test_a_footprint_says_whether_the_stash_saves(pages: int, saves: bool) -> None:
+    stash = make_stash(pages)
+    assert stash.footprint().saving == 0
+    gradients(Model(stash.context, kind=MarkedExperts, num_layers=5))
+    stash.reset()
+    found = stash.footprint()
+    group_bytes = C * 4 * (HIDDEN + 3 * FFN + 1)  # x, gate_up, act and weights of one group
+    assert (found.static_bytes, found.working_set_bytes) == (4 * group_bytes, 2 * group_bytes), "the last is resident"
+    assert found.arena_bytes == pages * PAGE_BYTES and (found.saving > 0) == saves
 
 
 @settings(max_examples=long_count(15, soak=500), deadline=None)
