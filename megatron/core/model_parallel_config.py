@@ -1,6 +1,6 @@
-"""Configuration that every parallel component shares: precision, parallel sizes and the schedule's callables.
+"""Configuration that every parallel component shares: precision and the schedule's callables.
 
-Shapes of the network are in transformer/transformer_config.py.
+Parallel sizes are in parallel_layout_config.py, shapes of the network in transformer/transformer_config.py.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from megatron.core.config_field import config_field, validate_fields
+from megatron.core.parallel_layout_config import ParallelLayoutConfig, validate_parallel_layout
 from megatron.core.timers import Timers
 
 # Fills a weight of any shape and float dtype in place.
@@ -19,8 +20,8 @@ InitMethod = Callable[[torch.Tensor], object]
 
 
 @dataclass(kw_only=True)
-class ModelParallelConfig:
-    """Precision and parallel layout of a model; `TransformerConfig` inherits the fields.
+class ModelParallelConfig(ParallelLayoutConfig):
+    """Precision and schedule of a model, with its parallel layout; `TransformerConfig` inherits the fields.
 
     The callables are set by the training loop: `grad_scale_func` multiplies the loss before backward,
     `aux_loss_scale_func` receives the same factor for losses that hang inside the model, `no_sync_func` defers
@@ -46,12 +47,6 @@ class ModelParallelConfig:
         help="Weigh all tokens of a global batch alike, not its micro-batches, which may have unequal numbers of them.",
     )
     params_dtype: torch.dtype = torch.float32
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int = 1
-    sequence_parallel: bool = False
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     aux_loss_scale_func: Callable[[torch.Tensor], None] | None = None
     no_sync_func: Callable[[], AbstractContextManager[None]] | None = None
@@ -62,7 +57,7 @@ class ModelParallelConfig:
     def __post_init__(self) -> None:
         validate_fields(self)
         validate_precision(self)
-        validate_parallel_layout(self)
+        validate_parallel_layout(self, has_experts=False)
         validate_callables(self)
 
 
@@ -70,21 +65,6 @@ def validate_precision(config: ModelParallelConfig) -> None:
     """Raises ValueError where the precision flags contradict each other."""
     if config.fp16 and config.bf16:
         raise ValueError("--fp16 and --bf16 are both given: choose one precision")
-
-
-def validate_parallel_layout(config: ModelParallelConfig) -> None:
-    """Raises ValueError for a layout that the layers do not have."""
-    for field in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-    ):
-        if vars(config)[field] != 1:
-            raise ValueError(f"{field} is {vars(config)[field]}: layers are not split over ranks yet, must be 1")
-    if config.sequence_parallel:
-        raise ValueError("sequence_parallel is True: not available yet, must be False")
 
 
 def validate_callables(config: ModelParallelConfig) -> None:

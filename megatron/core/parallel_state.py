@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator
+from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator, rank_grids
 
 __all__ = ["RankGenerator"]
 
@@ -72,7 +72,7 @@ def initialize_model_parallel(
             f"num_distributed_optimizer_instances is {num_distributed_optimizer_instances}: "
             "not available yet, must be 1"
         )
-    if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size < 2:
+    if pipeline_model_parallel_size == 1 and (virtual_pipeline_model_parallel_size or 1) > 1:
         raise ValueError(
             f"virtual_pipeline_model_parallel_size is {virtual_pipeline_model_parallel_size}: "
             f"needs pipeline_model_parallel_size ({pipeline_model_parallel_size}) of at least 2"
@@ -103,35 +103,6 @@ def initialize_model_parallel(
     _REGISTRY.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
 
 
-def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[RankGenerator, RankGenerator]:
-    """The grid of the dense and that of the expert layers over the same ranks; sizes: by argument name, all five.
-
-    Raises ValueError, naming what does not fit, where a size is below 1, the ranks are not a multiple of a grid's
-    product, or a pipeline stage would have other ranks for its expert layers.
-    """
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}: must be at least 1")
-    tp, cp, pp = (
-        sizes[f"{name}_size"] for name in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
-    )
-    ep, etp = sizes["expert_model_parallel_size"], sizes["expert_tensor_parallel_size"]
-    for names, product in (
-        ("tensor_model_parallel_size x context_parallel_size x pipeline_model_parallel_size", tp * cp * pp),
-        ("expert_tensor_parallel_size x expert_model_parallel_size x pipeline_model_parallel_size", etp * ep * pp),
-    ):
-        if world_size % product:
-            raise ValueError(f"world size is {world_size}: must be a multiple of {names} ({product})")
-    dense = RankGenerator(tp, 1, world_size // (tp * cp * pp), pp, cp, order)
-    expert = RankGenerator(etp, ep, world_size // (etp * ep * pp), pp, 1, order)
-    if not torch.equal(dense.rank_table("pp"), expert.rank_table("pp")):
-        raise ValueError(
-            f"order is {order!r}: dense layers (tp {tp}, cp {cp}) and expert layers (tp {etp}, ep {ep}) would have "
-            "different pipeline stages; must have pp last"
-        )
-    return dense, expert
-
-
 def _first_and_last(pipelines: Tensor) -> Tensor:
     """pipelines: [pipelines, stages]. Returns [pipelines, 1 or 2]: the stages that hold embedding weights."""
     return pipelines if pipelines.shape[1] <= 2 else pipelines[:, [0, -1]]
@@ -143,6 +114,7 @@ class _GroupMaker:
     def __init__(self, timeout: timedelta, made: list[ProcessGroup]) -> None:
         self._timeout = timeout
         self._made = made
+        self._backend = _backend_of_device()
         self._known: list[tuple[Tensor, ProcessGroup | None]] = []
 
     def own_group(self, table: Tensor, name: str) -> ProcessGroup | None:
@@ -154,12 +126,18 @@ class _GroupMaker:
         # Every rank makes every group, as DeviceMesh does too: torch then numbers them alike on all ranks, and never
         # uses a number twice, so that groups made after destroy_model_parallel do not meet stale addresses.
         for ranks in table.tolist():
-            group = dist.new_group(ranks, timeout=self._timeout, group_desc=name)
+            group = dist.new_group(ranks, timeout=self._timeout, backend=self._backend, group_desc=name)
             if isinstance(group, ProcessGroup):
                 own = group
                 self._made.append(group)
         self._known.append((table, own))
         return own
+
+
+def _backend_of_device() -> str:
+    """The library that serves this rank's device; one for the host beside it is for the group of all ranks alone."""
+    by_device = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return by_device[default_device().type]
 
 
 def _mesh(grid: RankGenerator, groups: dict[str, ProcessGroup | None]) -> DeviceMesh:

@@ -56,6 +56,35 @@ class RankGenerator:
         return ranks
 
 
+def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[RankGenerator, RankGenerator]:
+    """The grid of the dense and that of the expert layers over the same ranks; sizes: by argument name, all five.
+
+    Raises ValueError, naming what does not fit, where a size is below 1, the ranks are not a multiple of a grid's
+    product, or a pipeline stage would have other ranks for its expert layers.
+    """
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}: must be at least 1")
+    tp, cp, pp = (
+        sizes[f"{name}_size"] for name in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
+    )
+    ep, etp = sizes["expert_model_parallel_size"], sizes["expert_tensor_parallel_size"]
+    for names, product in (
+        ("tensor_model_parallel_size x context_parallel_size x pipeline_model_parallel_size", tp * cp * pp),
+        ("expert_tensor_parallel_size x expert_model_parallel_size x pipeline_model_parallel_size", etp * ep * pp),
+    ):
+        if world_size % product:
+            raise ValueError(f"world size is {world_size}: must be a multiple of {names} ({product})")
+    dense = RankGenerator(tp, 1, world_size // (tp * cp * pp), pp, cp, order)
+    expert = RankGenerator(etp, ep, world_size // (etp * ep * pp), pp, 1, order)
+    if not torch.equal(dense.rank_table("pp"), expert.rank_table("pp")):
+        raise ValueError(
+            f"order is {order!r}: dense layers (tp {tp}, cp {cp}) and expert layers (tp {etp}, ep {ep}) would have "
+            "different pipeline stages; must have pp last"
+        )
+    return dense, expert
+
+
 def _checked_axes(order: str, name_to_size: dict[str, int]) -> tuple[str, ...]:
     axes = order.lower().split("-")
     if len(set(axes)) != len(axes) or not set(axes) <= set(name_to_size):

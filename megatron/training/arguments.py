@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # Values that mean what happens anyway, beside a flag's default.
-_HARMLESS_VALUES: dict[str, Any] = {"expert_tensor_parallel_size": 1, "mtp_num_layers": 0}
+_HARMLESS_VALUES: dict[str, Any] = {"mtp_num_layers": 0}
 
 # Arguments that say where a process or a run is, not how it was set up.
 _OF_ONE_RANK = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")

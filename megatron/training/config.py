@@ -141,6 +141,23 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
+class VirtualStagesConfig:
+    """How a pipeline stage's layers are cut into virtual stages; at most one of the two."""
+
+    cli_group: ClassVar[str] = "parallel layout"
+
+    num_layers_per_virtual_pipeline_stage: int | None = config_field(
+        None, help="Layers per virtual stage of a pipeline stage; unset: a stage is one piece.", at_least=1
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = config_field(
+        None, help="Virtual stages per pipeline stage; unset: 1.", at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
 class DistributedConfig:
     """How the processes of a run find and wait for each other."""
 
@@ -151,6 +168,11 @@ class DistributedConfig:
     )
     distributed_timeout_minutes: int = config_field(
         10, help="Minutes that a collective may take before the run fails.", at_least=1
+    )
+    use_gloo_process_groups: bool = config_field(
+        True,
+        flags=("--disable-gloo-process-groups",),
+        help="With GPUs, connect ranks over NCCL alone; else errors and file lists go over gloo, past the GPU.",
     )
 
     def __post_init__(self) -> None:

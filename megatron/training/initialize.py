@@ -55,8 +55,10 @@ def initialize_megatron(
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     seed_all(args.seed)
@@ -71,6 +73,9 @@ def join_process_group(config: DistributedConfig, device: torch.device) -> None:
     backend = config.distributed_backend or distributed_backend(device)
     if backend == "nccl" and device.type != "cuda":
         raise ValueError("--distributed-backend is nccl: this process has no GPU, use gloo or leave the flag out")
+    if backend == "nccl" and config.use_gloo_process_groups:
+        # What is on the host, such as errors and file lists, then need not wait for the GPU's work.
+        backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if "WORLD_SIZE" in os.environ:
         missing = [name for name in _RENDEZVOUS if name not in os.environ]

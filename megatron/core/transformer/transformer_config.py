@@ -13,9 +13,9 @@ from megatron.core.model_parallel_config import (
     InitMethod,
     ModelParallelConfig,
     validate_callables,
-    validate_parallel_layout,
     validate_precision,
 )
+from megatron.core.parallel_layout_config import check_multiple, validate_parallel_layout
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import (
@@ -72,7 +72,6 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, Recompu
     def __post_init__(self) -> None:
         validate_fields(self)
         validate_precision(self)
-        validate_parallel_layout(self)
         validate_callables(self)
         if isinstance(self.moe_layer_freq, str):
             self.moe_layer_freq = parse_layer_pattern(self.moe_layer_freq, field="moe_layer_freq")
@@ -87,10 +86,14 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, Recompu
             self.num_query_groups = self.num_attention_heads
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
+        if self.expert_tensor_parallel_size is None:
+            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
         validate_activation_memory(self)
+        validate_layout_of_layers(self)
+        validate_parallel_layout(self, has_experts=self.num_moe_experts is not None)
         validate_grouped_gemm(self, hidden_size=self.hidden_size, itemsize=self.params_dtype.itemsize)
         if self.init_method is None:
             self.init_method = NormalInit(self.init_method_std)
@@ -128,3 +131,49 @@ def validate_activation_memory(config: TransformerConfig) -> None:
         recompute_granularity=config.recompute_granularity,
         recompute_modules=config.recompute_modules,
     )
+
+
+def validate_layout_of_layers(config: TransformerConfig) -> None:
+    """Raises ValueError where layers, heads, widths or experts cannot be cut into the parts of the parallel layout."""
+    tensor_size = config.tensor_model_parallel_size
+    has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
+    cut = ["num_attention_heads", "num_query_groups"]
+    cut += ["ffn_hidden_size"] if 0 in has_experts else []
+    cut += ["moe_shared_expert_intermediate_size"] if config.moe_shared_expert_intermediate_size is not None else []
+    for name in cut:
+        check_multiple(name, vars(config)[name], of="tensor_model_parallel_size", size=tensor_size)
+    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    named = "pipeline_model_parallel_size" + (
+        " x virtual stages" if config.virtual_pipeline_model_parallel_size else ""
+    )
+    check_multiple("num_layers", config.num_layers, of=named, size=chunks)
+    validate_layout_of_experts(config)
+
+
+def validate_layout_of_experts(config: TransformerConfig) -> None:
+    """Raises ValueError where the experts cannot be cut into the parts of the parallel layout."""
+    if config.num_moe_experts is None:
+        if config.expert_model_parallel_size > 1:
+            raise ValueError(
+                f"expert_model_parallel_size is {config.expert_model_parallel_size} but num_moe_experts is not set: "
+                "a dense model has no experts to spread"
+            )
+        return
+    check_multiple(
+        "num_moe_experts",
+        config.num_moe_experts,
+        of="expert_model_parallel_size",
+        size=config.expert_model_parallel_size,
+    )
+    assert config.moe_ffn_hidden_size is not None, "filled in by __post_init__"
+    expert_tensor_size = config.expert_tensor_parallel_size
+    assert expert_tensor_size is not None, "filled in by __post_init__"
+    tensor_size = config.tensor_model_parallel_size
+    check_multiple(
+        "moe_ffn_hidden_size", config.moe_ffn_hidden_size, of="expert_tensor_parallel_size", size=expert_tensor_size
+    )
+    if tensor_size > 1 and not config.sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size is {tensor_size} and num_moe_experts is {config.num_moe_experts}: "
+            "experts need --sequence-parallel too, so that no token reaches them twice"
+        )

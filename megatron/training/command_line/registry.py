@@ -19,6 +19,7 @@ from megatron.training.config import (
     CommandLineConfig,
     DistributedConfig,
     TrainingConfig,
+    VirtualStagesConfig,
 )
 from megatron.training.logging_config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
 
@@ -31,6 +32,7 @@ CONFIG_CLASSES: tuple[type, ...] = (
     TokenizerConfig,
     TransformerConfig,
     GPTModelConfig,
+    VirtualStagesConfig,
     OptimizerConfig,
     OptimizerParamSchedulerConfig,
     CheckpointConfig,

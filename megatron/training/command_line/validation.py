@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.training.command_line.config_builder import build_every_config, config_from_args, flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flag_table import flags_of_class
+from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.registry import flag_table
 
 
@@ -35,6 +36,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_required(args)
     check_tokenizer(args)
     check_data(args)
+    check_layout(args)
     check_batches(args)
     derive_length(args)
     check_rotation(args)
@@ -84,15 +86,7 @@ def check_data(args: argparse.Namespace) -> None:
 
 
 def check_batches(args: argparse.Namespace) -> None:
-    """Sets the data-parallel size and, if unset, the global batch; checks every batch size of the run."""
-    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    if args.world_size % model_ranks:
-        raise CommandLineError(
-            f"{args.world_size} processes cannot hold copies of a model split over {model_ranks}: "
-            "start a multiple of the product of --tensor-model-parallel-size, --pipeline-model-parallel-size "
-            "and --context-parallel-size"
-        )
-    args.data_parallel_size = args.world_size // model_ranks
+    """Sets the global batch if unset; checks every batch size of the run."""
     if args.global_batch_size is None and args.step_batch_size_schedule is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = batch_sizes(args).schedule.final_size

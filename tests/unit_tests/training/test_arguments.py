@@ -91,17 +91,17 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
             "--optimizer dist_muon",
             ["'dist_muon' is not yet in this version (planned:", "'DDP and distributed optimizer'"],
         ),
-        ("--sequence-parallel", ["--sequence-parallel: not yet in this version", "'Every parallel layout'"]),
-        ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size: not yet in this version"]),
-        ("--no-overlap-p2p-communication", ["--no-overlap-p2p-communication: not yet in this version"]),
+        ("--async-save", ["--async-save: not yet in this version", "'Trust'"]),
+        ("--ddp-num-buckets 2", ["--ddp-num-buckets: not yet in this version"]),
+        ("--no-align-param-gather", ["--no-align-param-gather: not yet in this version"]),
         ("--rl-profile", ["--rl-profile: not supported", "RL trainer"]),
         ("--batch-size 4", ["--micro-batch-size"]),
         ("--img-h", ["only text models"]),
         (
-            "--num-layer 3 --sequence-parallel --batch-size 4 --context-parallel-size 2 --use-distributed-optimizer",
+            "--num-layer 3 --async-save --batch-size 4 --save-retain-interval 2 --use-distributed-optimizer",
             [
                 "unknown flag --num-layer; did you mean --num-layers?; --batch-size: not supported; ",
-                "; --sequence-parallel, --context-parallel-size: not yet in this version (planned:",
+                "; --save-retain-interval, --async-save: not yet in this version (planned:",
                 "; --use-distributed-optimizer: not yet",
             ],
         ),
@@ -155,7 +155,7 @@ def test_help_groups_working_flags_and_hides_the_rest(
     assert caught.value.code == 0
     assert all(f"\n{title}:\n" in text for title in flag_table().working_groups())
     assert "(default: 1234)" in text
-    assert "--sequence-parallel" not in text and "--wandb-project" not in text and "--rl-profile" not in text
+    assert "--async-save" not in text and "--wandb-project" not in text and "--rl-profile" not in text
     assert f"{852 - len(flag_table().in_state(FlagState.WORKS))} more Megatron flags" in text
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit):

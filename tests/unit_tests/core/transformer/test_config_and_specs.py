@@ -78,8 +78,36 @@ def test_unset_fields_follow_from_others() -> None:
         ({"num_moe_experts": 2, "moe_aux_loss_coeff": [0.1, 0.2]}, "moe_aux_loss_coeff has 2 values"),
         ({"num_moe_experts": 2, "moe_aux_loss_coeff": float("inf")}, "moe_aux_loss_coeff is inf"),
         ({"moe_router_load_balancing_type": "quantile"}, "must be one of aux_loss, seq_aux_loss"),
-        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size is 2: .* must be 1"),
-        ({"sequence_parallel": True}, "sequence_parallel is True: not available yet, must be False"),
+        ({"tensor_model_parallel_size": 3}, r"num_attention_heads is 4: .* tensor_model_parallel_size \(3\)"),
+        (
+            {"tensor_model_parallel_size": 4, "num_query_groups": 2},
+            r"num_query_groups is 2: must be a multiple of tensor_model_parallel_size \(4\)",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "ffn_hidden_size": 6},
+            r"ffn_hidden_size is 6: must be a multiple of tensor_model_parallel_size \(4\)",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            r"num_layers is 2: must be a multiple of pipeline_model_parallel_size x virtual stages \(4\)",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            "virtual_pipeline_model_parallel_size is 2: must be 1 with pipeline_model_parallel_size 1",
+        ),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2 but num_moe_experts is not set"),
+        (
+            {"expert_model_parallel_size": 2, "num_moe_experts": 3},
+            r"num_moe_experts is 3: must be a multiple of expert_model_parallel_size \(2\)",
+        ),
+        (
+            {"expert_tensor_parallel_size": 5, "num_moe_experts": 2},
+            r"moe_ffn_hidden_size is .*: must be a multiple of expert_tensor_parallel_size \(5\)",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "num_moe_experts": 2},
+            "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts need --sequence-parallel",
+        ),
         ({"grad_sync_func": print}, "grad_sync_func is .*: not available yet, must be None"),
         ({"bf16": True, "fp16": True}, "choose one precision"),
     ],
