@@ -22,6 +22,7 @@ COMPLETED_OWNERS = ("main", "trainer")
 # Defaults that differ from Megatron's on purpose, by name in the arguments.
 OTHER_DEFAULTS = {
     "attention_backend": "an enum here, its repr there",
+    "cp_comm_type": "one word is for all layers; Megatron keeps it in a list",
     "distributed_backend": "unset picks nccl or gloo by the device",
     "num_query_groups": "unset is one group per head; Megatron ignores its 1 without --group-query-attention",
     "transformer_impl": "there is one implementation",

@@ -54,7 +54,7 @@ class AttentionConfig:
     )
 
     cp_comm_type: list[str] | str = config_field(
-        default_factory=lambda: ["p2p"],
+        "p2p",
         help="How ranks that share sequences attend to each other's tokens, for all layers or one word each: keys and "
         "values pass from rank to rank (p2p) or are gathered (all_gather), or heads change places (a2a).",
         choices=("p2p", "all_gather", "a2a"),

@@ -93,7 +93,6 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, Recompu
         validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
         validate_activation_memory(self)
         validate_layout_of_layers(self)
-        validate_parallel_layout(self, has_experts=self.num_moe_experts is not None)
         validate_grouped_gemm(self, hidden_size=self.hidden_size, itemsize=self.params_dtype.itemsize)
         if self.init_method is None:
             self.init_method = NormalInit(self.init_method_std)
@@ -134,7 +133,9 @@ def validate_activation_memory(config: TransformerConfig) -> None:
 
 
 def validate_layout_of_layers(config: TransformerConfig) -> None:
-    """Raises ValueError where layers, heads, widths or experts cannot be cut into the parts of the parallel layout."""
+    """Raises ValueError where layers, heads, widths or experts cannot be cut into the parts of the parallel layout, and
+    for what they cannot do yet.
+    """
     tensor_size = config.tensor_model_parallel_size
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     cut = ["num_attention_heads", "num_query_groups"]
@@ -148,6 +149,7 @@ def validate_layout_of_layers(config: TransformerConfig) -> None:
     )
     check_multiple("num_layers", config.num_layers, of=named, size=chunks)
     validate_layout_of_experts(config)
+    validate_parallel_layout(config, has_experts=config.num_moe_experts is not None)
 
 
 def validate_layout_of_experts(config: TransformerConfig) -> None:
