@@ -1,68 +1,131 @@
-"""Cross entropy per token over a padded vocabulary, lean in memory; the loss function masks and reduces."""
+"""Cross entropy per token over a padded vocabulary, lean in memory; the loss function masks and reduces.
 
+The vocabulary's columns may be split over a tensor-parallel group. Each rank then takes the softmax of its own columns
+and one small collective joins the ranks: log-sum-exp and label's logit of each token, [2, T] a rank. A group of None is
+this rank alone.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from megatron.core.device import RowChunks
+from megatron.core.group_collectives import all_gather_rows
+from megatron.core.process_groups_config import group_rank, group_size
 
 # A chunk of logits and its exponentials stay in a CPU's cache; a GPU needs a chunk that fills the device.
 _CHUNKS = RowChunks(cpu_elements=1 << 18, gpu_elements=1 << 25)
 
 
-def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: ProcessGroup | None = None,
+) -> Tensor:
     """Negative log-likelihood of each target.
 
-    vocab_parallel_logits: [*, V], any float dtype; left as it is. target: [*], int64, 0 <= target < V.
-    Returns [*], fp32 (fp64 for fp64 logits), on the logits' device.
+    vocab_parallel_logits: [*, V / ranks], any float dtype; left as it is. target: [*], int64, 0 <= target < V, the
+    same on all ranks. Returns [*], fp32 (fp64 for fp64 logits), on the logits' device, the same on all ranks.
+    Raises ValueError for label_smoothing.
     """
-    loss: Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, vocab_parallel_logits.shape[-1], False)
+    if label_smoothing != 0:
+        raise ValueError(f"label_smoothing is {label_smoothing}: targets are never smoothed here, must be 0")
+    columns = _Columns.of(vocab_parallel_logits, tp_group, num_classes=None)
+    loss: Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, columns, False)
     return loss
 
 
-def consuming_cross_entropy(logits: Tensor, target: Tensor, *, num_classes: int) -> Tensor:
+def consuming_cross_entropy(
+    logits: Tensor, target: Tensor, *, num_classes: int, tp_group: ProcessGroup | None = None
+) -> Tensor:
     """Like vocab_parallel_cross_entropy, but the logits' memory is used up: it ends as their gradient.
 
-    logits: [*, V], any float dtype, contiguous, not a leaf, and nobody else's; columns from `num_classes` on are
-    padding: they take no part and get a gradient of exactly 0. target: [*], int64, 0 <= target < num_classes.
-    Returns [*], fp32 (fp64 for fp64 logits). A second backward through the same graph raises RuntimeError.
+    logits: [*, V / ranks], any float dtype, contiguous, not a leaf, and nobody else's; of all V columns those from
+    `num_classes` on are padding: they take no part and get a gradient of exactly 0. target: [*], int64,
+    0 <= target < num_classes. Returns [*], fp32 (fp64 for fp64 logits). A second backward through the same graph
+    raises RuntimeError.
     """
     assert not (logits.is_leaf and logits.requires_grad), "the gradient would overwrite a leaf's values"
+    columns = _Columns.of(logits, tp_group, num_classes=num_classes)
     loss: Tensor
     if logits.dtype in (torch.float32, torch.float64):
-        loss = _CrossEntropyInPlace.apply(logits, target, num_classes)
+        loss = _CrossEntropyInPlace.apply(logits, target, columns)
     else:
-        loss = _CrossEntropy.apply(logits, target, num_classes, True)
+        loss = _CrossEntropy.apply(logits, target, columns, True)
     return loss
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """This rank's columns [first, first + valid) of num_classes; more columns than `valid` are padding."""
+
+    first: int
+    valid: int
+    num_classes: int
+    group: ProcessGroup | None
+
+    @classmethod
+    def of(cls, logits: Tensor, group: ProcessGroup | None, *, num_classes: int | None) -> "_Columns":
+        held = logits.shape[-1]
+        first = group_rank(group) * held
+        num_classes = held * group_size(group) if num_classes is None else num_classes
+        return cls(first, min(max(num_classes - first, 0), held), num_classes, group)
+
+    def own(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """target: [T, 1], int64. Returns as many columns that exist here, and whether they are the target's: bool."""
+        local = target - self.first
+        mine = (local >= 0) & (local < self.valid)
+        # Labels that exist nowhere stay out of range, for gather to stop at.
+        elsewhere = (target >= 0) & (target < self.num_classes) & ~mine
+        return local.masked_fill(elsewhere, 0), mine
+
+    def join(self, log_sum: Tensor, of_label: Tensor) -> tuple[Tensor, Tensor]:
+        """Over the ranks' columns; log_sum, of_label (0 where the label is not here): [T, 1], fp32 or fp64 -> same."""
+        ranks = all_gather_rows(torch.stack([log_sum, of_label]).unsqueeze(0), self.group).wait()  # [ranks, 2, T, 1]
+        return ranks[:, 0].logsumexp(dim=0), ranks[:, 1].sum(dim=0)
 
 
 class _CrossEntropyInPlace(torch.autograd.Function):
     """Logits become probabilities in forward and gradients in backward, in one memory: exponentials once."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, num_classes: int) -> Tensor:
-        rows, labels = logits.view(-1, logits.shape[-1]), target.reshape(-1, 1)  # [T, V], [T, 1]
-        loss = torch.empty(labels.shape, dtype=logits.dtype, device=logits.device)
-        for chunk in _CHUNKS.of(rows):
-            valid = rows[chunk, :num_classes]
-            largest, of_label = valid.amax(-1, keepdim=True), valid.gather(1, labels[chunk])
+    def forward(ctx: Any, logits: Tensor, target: Tensor, columns: _Columns) -> Tensor:
+        rows = logits.view(-1, logits.shape[-1])  # [T, V]
+        labels, mine = columns.own(target.reshape(-1, 1))  # [T, 1]
+        log_sum = rows.new_full(labels.shape, -torch.inf)
+        of_label = torch.zeros_like(log_sum)
+        # A rank may hold padding alone.
+        for chunk in _CHUNKS.of(rows) if columns.valid else ():
+            valid = rows[chunk, : columns.valid]
+            largest, of_label[chunk] = valid.amax(-1, keepdim=True), valid.gather(1, labels[chunk])
             valid.copy_(valid.softmax(-1))
             # log(sum(exp)) from the largest entry, whose probability cannot underflow as the label's may.
-            torch.sub(largest - valid.amax(-1, keepdim=True).log_(), of_label, out=loss[chunk])
-        ctx.save_for_backward(logits, labels)
-        ctx.num_classes = num_classes
-        return loss.view(target.shape)
+            torch.sub(largest, valid.amax(-1, keepdim=True).log_(), out=log_sum[chunk])
+        # By how much this rank's probabilities, which sum to 1, are too large.
+        share = None
+        if group_size(columns.group) > 1:
+            local = log_sum
+            log_sum, of_label = columns.join(local, of_label.masked_fill_(~mine, 0))
+            share = (local - log_sum).exp_()
+        ctx.save_for_backward(logits, labels, mine, share)
+        ctx.columns = columns
+        return (log_sum - of_label).view(target.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         # Writing in place moves the tensor's version, so autograd itself refuses a second backward.
-        probs, labels = ctx.saved_tensors
+        probs, labels, mine, share = ctx.saved_tensors
         rows, scale = probs.view(-1, probs.shape[-1]), grad_loss.reshape(-1, 1)
-        rows[:, : ctx.num_classes].mul_(scale).scatter_add_(1, labels, -scale)
-        rows[:, ctx.num_classes :] = 0
+        if ctx.columns.valid:
+            valid = rows[:, : ctx.columns.valid]
+            valid.mul_(scale if share is None else scale * share).scatter_add_(1, labels, -scale * mine)
+        rows[:, ctx.columns.valid :] = 0
         return probs, None, None
 
 
@@ -70,30 +133,36 @@ class _CrossEntropy(torch.autograd.Function):
     """Keeps the logits and one number per token; exponentials are computed again in backward, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, num_classes: int, consume: bool) -> Tensor:
-        rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1, 1)  # [T, V], [T, 1]
+    def forward(ctx: Any, logits: Tensor, target: Tensor, columns: _Columns, consume: bool) -> Tensor:
+        rows = logits.reshape(-1, logits.shape[-1])  # [T, V]
+        labels, mine = columns.own(target.reshape(-1, 1))  # [T, 1]
         accumulate = torch.promote_types(logits.dtype, torch.float32)
-        loss = torch.empty(labels.shape, dtype=accumulate, device=logits.device)
-        log_sum = torch.empty_like(loss)
-        for chunk in _CHUNKS.of(rows):
-            valid = rows[chunk, :num_classes]
+        loss = torch.zeros(labels.shape, dtype=accumulate, device=logits.device)
+        log_sum, of_label = torch.full_like(loss, -torch.inf), torch.zeros_like(loss)
+        for chunk in _CHUNKS.of(rows) if columns.valid else ():
+            valid = rows[chunk, : columns.valid]
             log_probs = torch.log_softmax(valid, dim=-1, dtype=accumulate)
             torch.neg(log_probs.gather(1, labels[chunk]), out=loss[chunk])
-            torch.add(valid.gather(1, labels[chunk]).to(accumulate), loss[chunk], out=log_sum[chunk])
-        ctx.save_for_backward(logits, labels, log_sum)
-        ctx.num_classes, ctx.consume = num_classes, consume
+            of_label[chunk] = valid.gather(1, labels[chunk])
+            torch.add(of_label[chunk], loss[chunk], out=log_sum[chunk])
+        if group_size(columns.group) > 1:
+            log_sum, of_label = columns.join(log_sum, of_label.masked_fill_(~mine, 0))
+            loss = log_sum - of_label
+        ctx.save_for_backward(logits, labels, mine, log_sum)
+        ctx.columns, ctx.consume = columns, consume
         return loss.view(target.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, labels, log_sum = ctx.saved_tensors
+        logits, labels, mine, log_sum = ctx.saved_tensors
+        num_valid = ctx.columns.valid
         grad = logits if ctx.consume else torch.empty_like(logits, memory_format=torch.contiguous_format)
         source, result = logits.reshape(-1, logits.shape[-1]), grad.view(-1, logits.shape[-1])
         scale = grad_loss.reshape(-1, 1).to(log_sum.dtype)
-        for chunk in _CHUNKS.of(source):
-            probs = (source[chunk, : ctx.num_classes].to(log_sum.dtype) - log_sum[chunk]).exp_()
-            probs.mul_(scale[chunk]).scatter_add_(1, labels[chunk], -scale[chunk])
-            result[chunk, : ctx.num_classes] = probs
-        result[:, ctx.num_classes :] = 0
+        for chunk in _CHUNKS.of(source) if num_valid else ():
+            probs = (source[chunk, :num_valid].to(log_sum.dtype) - log_sum[chunk]).exp_()
+            probs.mul_(scale[chunk]).scatter_add_(1, labels[chunk], -scale[chunk] * mine[chunk])
+            result[chunk, :num_valid] = probs
+        result[:, num_valid:] = 0
         return grad, None, None, None

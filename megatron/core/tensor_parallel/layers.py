@@ -163,7 +163,6 @@ class RowParallelLinear(nn.Module):
         self.register_parameter("bias", None)
         if bias:
             self.bias = zero_parameter(output_size, config=config)
-            set_tensor_model_parallel_attributes(self.bias, False, -1, 1)
             # It is added to this rank's part of the sequence alone.
             mark_partial_gradient(self.bias, partial=sequence_parallel)
 
@@ -261,13 +260,26 @@ def split_piece(key: str, local: Tensor, *, group: dist.ProcessGroup | None, dim
 
 def empty_parameter(*shape: int, config: LayerConfig) -> nn.Parameter:
     """A parameter whose values are still to be set: [*shape], config.params_dtype, on this process's device."""
-    device = torch.device("cpu") if config.use_cpu_initialization else default_device()
-    return nn.Parameter(torch.empty(*shape, dtype=config.params_dtype, device=device))
+    return new_parameter(empty_values(*shape, config=config))
 
 
 def zero_parameter(*shape: int, config: LayerConfig) -> nn.Parameter:
     """A parameter of zeros: [*shape], config.params_dtype, on this process's device."""
-    return nn.Parameter(empty_parameter(*shape, config=config).detach().zero_())
+    return new_parameter(empty_values(*shape, config=config).zero_())
+
+
+def empty_values(*shape: int, config: LayerConfig) -> Tensor:
+    """Memory for a parameter, of any values: [*shape], dtype config.params_dtype, on this process's device."""
+    device = torch.device("cpu") if config.use_cpu_initialization else default_device()
+    return torch.empty(*shape, dtype=config.params_dtype, device=device)
+
+
+def new_parameter(values: Tensor) -> nn.Parameter:
+    """A parameter with these values, any shape, float dtype, that is not split: whoever splits it says so after."""
+    param = nn.Parameter(values)
+    set_tensor_model_parallel_attributes(param, False, -1, 1)
+    mark_partial_gradient(param, partial=False)
+    return param
 
 
 def initialize_weight(

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron.core.device import default_device, rng_state_bytes, set_rng_state_bytes
+from megatron.core.process_groups_config import group_size
 
 _MODEL_PARALLEL_RNG = "model-parallel-rng"
 # Far from the seeds of neighbouring ranks and from the default stream's.
@@ -66,6 +68,14 @@ class CudaRNGStatesTracker:
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     """The streams of this process."""
     return CudaRNGStatesTracker()
+
+
+def numbers_of_each_rank(group: ProcessGroup | None, *, dropout: float) -> Callable[[], AbstractContextManager[None]]:
+    """A context inside which each rank of the group draws numbers of its own; without dropout, or ranks, it is empty.
+
+    Outside of it the ranks draw the same numbers, as they must for what they all hold.
+    """
+    return get_cuda_rng_tracker().fork if dropout > 0 and group_size(group) > 1 else nullcontext
 
 
 def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0) -> None:

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.tensor_parallel.layers import split_size
+from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
+from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.context_parallel_attention import over_ranks
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -31,7 +34,10 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(MegatronModule):
-    """Rows of linear_qkv come per key/value group: its queries, then its key, then its value."""
+    """Rows of linear_qkv come per key/value group: its queries, then its key, then its value.
+
+    Whole groups are split over the tensor-parallel ranks: num_groups is what this rank has.
+    """
 
     def __init__(
         self,
@@ -44,13 +50,14 @@ class SelfAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         assert config.kv_channels is not None and config.num_query_groups is not None
-        tp_group = pg_collection.tp if pg_collection else None
-        self.head_width, self.num_groups = config.kv_channels, config.num_query_groups
+        self.tp_group = tp_group = pg_collection.tp if pg_collection else None
+        self.head_width = config.kv_channels
+        self.num_groups = split_size(config.num_query_groups, tp_group, name="num_query_groups")
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
-            self.num_groups * (self.queries_per_group + 2) * self.head_width,
+            config.num_query_groups * (self.queries_per_group + 2) * self.head_width,
             config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear or config.add_qkv_bias,
@@ -61,6 +68,8 @@ class SelfAttention(MegatronModule):
         )
         cp_group = pg_collection.cp if pg_collection else None
         self.core_attention = over_ranks(core, config, layer_number=layer_number, cp_group=cp_group)
+        # Each rank has other heads, so other probabilities to drop.
+        self.core_numbers = numbers_of_each_rank(tp_group, dropout=config.attention_dropout)
         if config.qk_layernorm and (submodules.q_layernorm is None or submodules.k_layernorm is None):
             raise ValueError("qk_layernorm is True: the layer's spec must have q_layernorm and k_layernorm")
         self.q_layernorm = self._head_norm(submodules.q_layernorm)
@@ -86,19 +95,29 @@ class SelfAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
-        Returns [S, B, H], same dtype, and the bias [H] that is still to be added, or None.
+        Returns [S, B, H], same dtype, and the bias [H] that is still to be added, or None. Under sequence parallelism
+        both have this rank's part of the sequence.
         """
         query, key, value = self.get_query_key_value_tensors(hidden_states, rotary_pos_emb)
-        # [S, B, N * D]
+        # [S, B, N / ranks * D]
         context = self.parts.core_attn(
-            self.core_attention, query, key, value, attention_mask, packed_seq_params=packed_seq_params
+            self._attend, query, key, value, attention_mask, packed_seq_params=packed_seq_params
         )
         return self.parts.attn_proj(self.linear_proj, context)
+
+    def _attend(self, *tensors: Tensor | None, packed_seq_params: PackedSeqParams | None) -> Tensor:
+        # Here and not around the caller: what recompute runs again must draw from the same stream.
+        with self.core_numbers():
+            context: Tensor = self.core_attention(*tensors, packed_seq_params=packed_seq_params)
+            return context
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden_states: [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], same dtype."""
+        """hidden_states: [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], same dtype.
+
+        Of a split layer: this rank's heads and groups, of the whole sequence.
+        """
         mixed, _ = self.parts.qkv_linear(self.linear_qkv, hidden_states)  # [S, B, G * (q + 2) * D]
         mixed = mixed.unflatten(-1, (self.num_groups, self.queries_per_group + 2, self.head_width))
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
@@ -119,10 +138,17 @@ class SelfAttention(MegatronModule):
         if spec is None:
             return None
         config = self.config
-        return build_module(spec, config=config, hidden_size=self.head_width, eps=config.layernorm_epsilon)
+        norm = build_module(spec, config=config, hidden_size=self.head_width, eps=config.layernorm_epsilon)
+        for param in norm.parameters():
+            # This rank's heads alone, whether or not the sequence is split too.
+            mark_partial_gradient(param, partial=group_size(self.tp_group) > 1)
+        return norm
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """linear_qkv is stored as three tensors: q [G, q, D, H], k [G, D, H], v [G, D, H]; so are biases without H."""
+        """linear_qkv is stored as three tensors: q [G, q, D, H], k [G, D, H], v [G, D, H]; so are biases without H.
+
+        G counts the groups of all ranks.
+        """
         pieces = {"linear_qkv.weight": self._qkv_pieces(prefix + "linear_qkv.weight", (self.config.hidden_size,))}
         if self.linear_qkv.bias is not None:
             pieces["linear_qkv.bias"] = self._qkv_pieces(prefix + "linear_qkv.bias", ())
@@ -140,9 +166,11 @@ class SelfAttention(MegatronModule):
         head, group = width * row, (queries + 2) * width * row
         inner = (row, 1) if columns else (1,)
         q_shape, kv_shape = (groups, queries, width, *columns), (groups, width, *columns)
+        ranks, first_group = group_size(self.tp_group), group_rank(self.tp_group) * groups
 
         def piece(name: str, shape: tuple[int, ...], *, stride: tuple[int, ...], offset: int) -> LogicalPiece:
-            return LogicalPiece(f"{key}.{name}", shape, stride, offset, shape, (0,) * len(shape))
+            whole, place = (ranks * groups, *shape[1:]), (first_group, *(0,) * (len(shape) - 1))
+            return LogicalPiece(f"{key}.{name}", shape, stride, offset, whole, place)
 
         return [
             piece("q", q_shape, stride=(group, head, *inner), offset=0),

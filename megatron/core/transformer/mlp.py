@@ -6,10 +6,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.tensor_parallel.param_attributes import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,7 +29,7 @@ class MLPSubmodules:
 
 
 class MLP(MegatronModule):
-    """fc2(activation(fc1(x))); with a gated activation fc1's rows are gate over up."""
+    """fc2(activation(fc1(x))); with a gated activation fc1's rows are gate over up, on each rank its part of both."""
 
     def __init__(
         self,
@@ -44,12 +46,13 @@ class MLP(MegatronModule):
         self.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
         self.activation = build_activation(config)
         groups = pg_collection or ProcessGroupCollection()
+        self.tp_group = groups.expt_tp if is_expert else groups.tp
         shared: dict[str, Any] = {
             "config": config,
             "bias": config.add_bias_linear,
             "skip_bias_add": True,
             "is_expert": is_expert,
-            "tp_group": groups.expt_tp if is_expert else groups.tp,
+            "tp_group": self.tp_group,
         }
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
@@ -58,6 +61,9 @@ class MLP(MegatronModule):
             init_method=config.init_method,
             **shared,
         )
+        if config.gated_linear_unit:
+            for param in self.linear_fc1.parameters():
+                set_tensor_model_parallel_attributes(param, True, 0, 2)
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             self.ffn_hidden_size,
@@ -79,22 +85,29 @@ class MLP(MegatronModule):
         return output, output_bias
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """A gated linear_fc1 is stored as two tensors, gate and up: [F, H], and [F] of the bias."""
+        """A gated linear_fc1 is stored as two tensors, gate and up: [F, H], and [F] of the bias; F of all ranks."""
         if not self.config.gated_linear_unit:
             return {}
         return {
-            f"linear_fc1.{name}": gate_up_pieces(f"{prefix}linear_fc1.{name}", tuple(parameter.shape))
+            f"linear_fc1.{name}": gate_up_pieces(
+                f"{prefix}linear_fc1.{name}", tuple(parameter.shape), group=self.tp_group
+            )
             for name, parameter in self.linear_fc1.named_parameters()
         }
 
 
-def gate_up_pieces(key: str, shape: tuple[int, ...]) -> list[LogicalPiece]:
-    """The upper and lower half of a [2F, H] or [2F] tensor, as `<key>.gate` and `<key>.up`."""
+def gate_up_pieces(key: str, shape: tuple[int, ...], *, group: ProcessGroup | None = None) -> list[LogicalPiece]:
+    """The upper and lower half of a [2F, H] or [2F] tensor, as `<key>.gate` and `<key>.up`.
+
+    group: ranks that hold other rows of both; None for this rank alone.
+    """
     half = (shape[0] // 2, *shape[1:])
     row = shape[1] if len(shape) == 2 else 1
     stride = (row, 1)[-len(shape) :] if len(shape) == 2 else (1,)
+    whole = (half[0] * group_size(group), *half[1:])
+    place = (half[0] * group_rank(group), *(0,) * (len(half) - 1))
     return [
-        LogicalPiece(f"{key}.{name}", half, stride, offset, half, (0,) * len(half))
+        LogicalPiece(f"{key}.{name}", half, stride, offset, whole, place)
         for name, offset in (("gate", 0), ("up", half[0] * row))
     ]
 

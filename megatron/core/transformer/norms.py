@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.tensor_parallel.layers import empty_parameter, zero_parameter
+from megatron.core.tensor_parallel.layers import empty_values, new_parameter, zero_parameter
+from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -27,6 +28,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.weight = one_parameter(hidden_size, config)
         self.bias = zero_parameter(hidden_size, config=config)
+        mark_partial_gradient(self.bias, partial=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [*, hidden_size], any float dtype -> same."""
@@ -47,8 +49,11 @@ class RMSNorm(nn.Module):
 
 
 def one_parameter(size: int, config: TransformerConfig) -> nn.Parameter:
-    """A parameter of ones: [size], config.params_dtype, on this process's device."""
-    return nn.Parameter(empty_parameter(size, config=config).detach().fill_(1))
+    """A norm's weight, ones: [size], config.params_dtype, on this process's device."""
+    weight = new_parameter(empty_values(size, config=config).fill_(1))
+    # A rank of a split sequence sees its own tokens alone.
+    mark_partial_gradient(weight, partial=config.sequence_parallel)
+    return weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rope import RotaryTable
@@ -41,6 +42,9 @@ class TransformerLayer(MegatronModule):
         """layer_number: counts from 1 over the whole model; handed to the attention."""
         super().__init__(config)
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
+        # Ranks that hold parts of the sequence drop other elements, ranks that all hold the whole drop the same.
+        split_over = pg_collection.tp if pg_collection and config.sequence_parallel else None
+        self.hidden_numbers = numbers_of_each_rank(split_over, dropout=self.hidden_dropout)
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.input_layernorm = build_module(submodules.input_layernorm, **norm)
         self.self_attention = build_module(
@@ -60,7 +64,7 @@ class TransformerLayer(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
-        Returns [S, B, H], same dtype.
+        Returns [S, B, H], same dtype. Under sequence parallelism both have this rank's part of the sequence.
         """
         normed, release = self.parts.attn_norm(self.input_layernorm, hidden_states)
         attention_output = self.self_attention(
@@ -68,8 +72,11 @@ class TransformerLayer(MegatronModule):
         )
         release(attention_output[0])
         # Asked each time: whether there is dropout depends on the mode of the moment.
-        hidden_states = self.self_attn_bda(self.training)(attention_output, hidden_states, self.hidden_dropout)
+        with self.hidden_numbers():
+            hidden_states = self.self_attn_bda(self.training)(attention_output, hidden_states, self.hidden_dropout)
         normed, release = self.parts.mlp_norm(self.pre_mlp_layernorm, hidden_states)
         mlp_output = self.parts.mlp(self.mlp, normed)
         release(mlp_output[0])
-        return self.mlp_bda(self.training)(mlp_output, hidden_states, self.hidden_dropout)
+        with self.hidden_numbers():
+            output: Tensor = self.mlp_bda(self.training)(mlp_output, hidden_states, self.hidden_dropout)
+        return output

@@ -9,9 +9,10 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.gpt.gpt_config import POSITION_EMBEDDINGS
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.initialization import deferred_initialization, initialize_parameters
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
@@ -51,7 +52,8 @@ class GPTModel(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """transformer_layer_spec: one spec for all layers, or a block's with one each. vocab_size: rows with
-        padding; those from unpadded_vocab_size on start and stay zero. parallel_output: no effect in one rank.
+        padding; those from unpadded_vocab_size on start and stay zero. parallel_output: logits stay split over
+        the tensor-parallel ranks; losses do not depend on it.
         pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
         Raises ValueError where pre_process or post_process is False, or fp16_lm_cross_entropy is True.
         """
@@ -66,6 +68,8 @@ class GPTModel(MegatronModule):
         groups = existing_process_groups() if pg_collection is None else pg_collection
         # Of a sequence, each of which is another rank's.
         self.num_parts = group_size(groups.cp)
+        self.tp_group, self.parallel_output = groups.tp, parallel_output
+        _require_tensor_parallel_ranks(config, self.tp_group)
         # Weights are drawn at the end, by name: inside a layer the name is not known.
         with deferred_initialization(config):
             self._build_layers(_block_spec(transformer_layer_spec, config), groups)
@@ -99,7 +103,8 @@ class GPTModel(MegatronModule):
         """input_ids, position_ids: [B, S], int64; attention_mask: bool, broadcastable to [B, 1, S, S], True where
         attention is forbidden, or None: causal; labels: [B, S], int64, below the unpadded vocabulary size;
         where one is negative (-100), the loss is 0.
-        Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype.
+        Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype;
+        with parallel_output [B, S, V / ranks].
         Raises ValueError for masks and borders that do not fit input_ids.
         loss_mask: masking is the loss function's work; accepted for callers that pass it.
         packed_seq_params: segments that attention does not leave, instead of a mask.
@@ -111,14 +116,18 @@ class GPTModel(MegatronModule):
         if packed_seq_params is not None:
             packed_seq_params.require_samples(batch, seq_length)
         hidden_states = self.embedding(input_ids, position_ids)
-        rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(hidden_states.shape[0])
+        rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(input_ids.shape[1])
         hidden_states = self.decoder(hidden_states, attention_mask, rotary, packed_seq_params=packed_seq_params)
-        # [S, B, V]
+        # [S, B, V / ranks]
         logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
         if labels is None:
+            if not self.parallel_output:
+                logits = gather_from_tensor_model_parallel_region(logits, self.tp_group)
             return logits.transpose(0, 1).contiguous()
         # [S, B]
-        losses = consuming_cross_entropy(logits, labels.t().clamp(min=0), num_classes=self.unpadded_vocab_size)
+        losses = consuming_cross_entropy(
+            logits, labels.t().clamp(min=0), num_classes=self.unpadded_vocab_size, tp_group=self.tp_group
+        )
         # Contiguous: loss functions of existing scripts flatten it with view(-1).
         return losses.t().contiguous().masked_fill(labels < 0, 0)
 
@@ -127,7 +136,7 @@ class GPTModel(MegatronModule):
         self.aux_losses.finalize_step(group)
 
     def shared_embedding_or_output_weight(self) -> Tensor:
-        """The weight of the output layer: [V, H], parameter dtype; the word embeddings' where they are tied."""
+        """The weight of the output layer: [V / ranks, H], parameter dtype; the word embeddings' where they are tied."""
         if self.share_embeddings_and_output_weights:
             return self.embedding.word_embeddings.weight
         assert self.output_layer.weight is not None
@@ -139,8 +148,19 @@ class GPTModel(MegatronModule):
         names = ["embedding.word_embeddings.weight"]
         if not self.share_embeddings_and_output_weights:
             names.append("output_layer.weight")
-        shape, stride = (self.unpadded_vocab_size, self.config.hidden_size), (self.config.hidden_size, 1)
-        return {name: [LogicalPiece(prefix + name, shape, stride, 0, shape, (0, 0))] for name in names}
+        hidden, first = self.config.hidden_size, group_rank(self.tp_group) * self._vocab_rows()
+        whole, own = (self.unpadded_vocab_size, hidden), (self._used_vocab_rows(), hidden)
+        # A rank may hold padding alone: an empty box at the end.
+        offset = (min(first, self.unpadded_vocab_size), 0)
+        return {name: [LogicalPiece(prefix + name, own, (hidden, 1), 0, whole, offset)] for name in names}
+
+    def _vocab_rows(self) -> int:
+        return self.vocab_size // group_size(self.tp_group)
+
+    def _used_vocab_rows(self) -> int:
+        """This rank's rows of the vocabulary that are not padding."""
+        left = self.unpadded_vocab_size - group_rank(self.tp_group) * self._vocab_rows()
+        return min(max(left, 0), self._vocab_rows())
 
     def _build_layers(self, spec: TransformerBlockSubmodules, pg_collection: ProcessGroupCollection) -> None:
         config = self.config
@@ -160,7 +180,7 @@ class GPTModel(MegatronModule):
             init_method=config.init_method,
             bias=False,
             skip_weight_param_allocation=self.share_embeddings_and_output_weights,
-            tp_group=pg_collection.tp,
+            tp_group=self.tp_group,
         )
 
     def _share_recorder(self) -> None:
@@ -174,8 +194,8 @@ class GPTModel(MegatronModule):
     def _initialize(self) -> None:
         with torch.no_grad():
             # Zero rows get zero gradients from the loss, so they stay zero and no checkpoint needs them.
-            self.shared_embedding_or_output_weight()[self.unpadded_vocab_size :] = 0
-            self.embedding.word_embeddings.weight[self.unpadded_vocab_size :] = 0
+            self.shared_embedding_or_output_weight()[self._used_vocab_rows() :] = 0
+            self.embedding.word_embeddings.weight[self._used_vocab_rows() :] = 0
         if self.config.perform_initialization:
             seed = self.config.init_seed
             initialize_parameters(self, seed=torch.initial_seed() if seed is None else seed)
@@ -209,6 +229,15 @@ def _require_mask(mask: Tensor, *, batch: int, seq_length: int) -> None:
         raise ValueError(
             f"attention_mask is {mask.dtype} of shape {list(mask.shape)}: must be torch.bool, True where attention is "
             f"forbidden, of shape [micro-batch, 1, sequence, sequence] = {list(full)} or with 1 in place of a size"
+        )
+
+
+def _require_tensor_parallel_ranks(config: TransformerConfig, group: ProcessGroup | None) -> None:
+    # Layers are split by their group, but what was checked to divide is the configuration.
+    if group_size(group) != config.tensor_model_parallel_size:
+        raise ValueError(
+            f"tensor_model_parallel_size is {config.tensor_model_parallel_size}, but pg_collection.tp has "
+            f"{group_size(group)} ranks: pass the groups of a layout of that size"
         )
 
 

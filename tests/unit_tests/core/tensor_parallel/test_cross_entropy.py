@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import RowChunks
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy, vocab_parallel_cross_entropy
+from tests.harness import run_on_ranks
 
 CLASSES, PADDED = 13, 16
 
@@ -85,3 +87,36 @@ def test_loss_without_gradients_and_without_tokens() -> None:
     empty = vocab_parallel_cross_entropy(torch.zeros(0, PADDED, requires_grad=True), target.new_zeros(0))
     assert empty.shape == (0,)
     empty.sum().backward()
+
+
+def test_split_columns_give_the_losses_and_gradients_of_whole_ones() -> None:
+    run_on_ranks(compare_split_columns, 3)
+
+
+def compare_split_columns() -> None:
+    """Body of a rank. 18 columns of which 8 are valid: the second rank holds both kinds, the third padding alone."""
+    cross_entropy._CHUNKS = RowChunks(cpu_elements=3 * PADDED, gpu_elements=3 * PADDED)
+    group, own = dist.group.WORLD, slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
+    generator = torch.Generator().manual_seed(2)
+    whole = torch.randn(4, 2, 18, generator=generator, dtype=torch.float64).mul_(3)
+    # A rank's columns may be far below the others'.
+    whole[0, 0, :6] -= 500
+    weights = torch.linspace(-1, 2, 8, dtype=torch.float64).view(4, 2)
+    for num_classes in (8, 18):
+        target = torch.randint(0, num_classes, (4, 2), generator=torch.Generator().manual_seed(3))
+        exact = whole.clone().requires_grad_()
+        expected = F.cross_entropy(exact[..., :num_classes].flatten(0, 1), target.flatten(), reduction="none")
+        (expected.view(4, 2) * weights).sum().backward()
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 3e-2)):
+            leaf = whole[..., own].to(dtype, copy=True).requires_grad_()
+            loss = consuming_cross_entropy(leaf * 1, target, num_classes=num_classes, tp_group=group)
+            (loss * weights).sum().backward()
+            if dtype is not torch.bfloat16:
+                torch.testing.assert_close(loss.double(), expected.detach().view(4, 2), atol=0, rtol=tolerance)
+            torch.testing.assert_close(leaf.grad.double(), exact.grad[..., own], atol=tolerance, rtol=0)
+    public = vocab_parallel_cross_entropy(whole[..., own], target, tp_group=group)
+    torch.testing.assert_close(public, expected.detach().view(4, 2))
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        vocab_parallel_cross_entropy(whole[..., own], target.new_full((4, 2), 18), tp_group=group)
+    with pytest.raises(ValueError, match="label_smoothing is 0.1"):
+        vocab_parallel_cross_entropy(whole[..., own], target, 0.1, group)

@@ -4,6 +4,9 @@ from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import part_of
+from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -25,30 +28,41 @@ class LanguageModelEmbedding(MegatronModule):
         self.max_sequence_length = max_sequence_length
         # Of a sequence, each of which is another rank's.
         self.num_parts = group_size(pg_collection.cp if pg_collection else None)
+        tp_group = pg_collection.tp if pg_collection else None
+        # The ranks that share the sequence; None: each has all of it.
+        self.sequence_group = tp_group if config.sequence_parallel else None
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
             init_method=config.init_method,
+            reduce_scatter_embeddings=config.sequence_parallel,
             config=config,
-            tp_group=pg_collection.tp if pg_collection else None,
+            tp_group=tp_group,
         )
         self.position_embeddings = None
         if position_embedding_type == "learned_absolute":
             self.position_embeddings = VocabParallelEmbedding(
                 max_sequence_length, config.hidden_size, init_method=config.init_method, config=config
             )
+            # Every rank has the table and reads the rows of its own part of the sequence.
+            set_tensor_model_parallel_attributes(self.position_embeddings.weight, False, -1, 1)
+            mark_partial_gradient(self.position_embeddings.weight, partial=config.sequence_parallel)
+        self.dropout_numbers = numbers_of_each_rank(self.sequence_group, dropout=config.hidden_dropout)
         self.embedding_dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """input_ids, position_ids: [B, S], int64. Returns [S, B, H], parameter dtype, contiguous.
+        """input_ids, position_ids: [B, S], int64. Returns [S, B, H], parameter dtype, contiguous; under sequence
+        parallelism this rank's part, [S / ranks, B, H].
 
         Raises ValueError where a sequence is longer than the table of learned positions.
         """
-        # Small integers are transposed instead of wide rows.
-        embeddings = self.word_embeddings(input_ids.t())
+        # Small integers are transposed instead of wide rows; a layer that scatters the sequence does so itself.
+        scatters = self.config.sequence_parallel
+        embeddings = self.word_embeddings(input_ids if scatters else input_ids.t())
         if self.position_embeddings is not None:
             num_positions, limit = input_ids.shape[1] * self.num_parts, self.max_sequence_length
             if num_positions > limit:
                 raise ValueError(f"the sequence has {num_positions} positions: the model was built for {limit}")
-            embeddings = embeddings + self.position_embeddings(position_ids.t())
-        return self.embedding_dropout(embeddings)
+            embeddings = embeddings + self.position_embeddings(part_of(position_ids.t(), self.sequence_group, dim=0))
+        with self.dropout_numbers():
+            return self.embedding_dropout(embeddings)
