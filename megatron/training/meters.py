@@ -15,7 +15,6 @@ from torch import nn
 
 from megatron.core.device import device_name, memory_bytes, peak_bf16_tflops
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.timers import Timers, format_times
 from megatron.training.callbacks import RankTimes, StepReport
 from megatron.training.flops import num_floating_point_operations
@@ -91,11 +90,12 @@ class ParamsNormMeter:
 
     def __init__(self, optimizer: MegatronOptimizer, model: Sequence[nn.Module]) -> None:
         self._optimizer = optimizer
-        self._frozen = [p.detach() for chunk in model for p in chunk.parameters() if not p.requires_grad]
+        self._frozen = [p for chunk in model for p in chunk.parameters() if not p.requires_grad]
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets params_norm."""
-        frozen = get_grad_norm_fp32(self._frozen, accumulate_in=torch.float64) if self._frozen else 0.0
+        # Also on ranks without any: others wait for them.
+        frozen = self._optimizer.norm_of(self._frozen)
         return replace(report, params_norm=math.hypot(self._optimizer.params_norm(), frozen))
 
 

@@ -38,7 +38,8 @@ def finalize_model_grads(
     Stages before the last, which sum no losses, may leave it None.
     pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
     """
-    pp_group = (pg_collection or existing_process_groups()).pp
+    groups = pg_collection or existing_process_groups()
+    pp_group = groups.pp
     counts_tokens = group_rank(pp_group) == group_size(pp_group) - 1
     for chunk in model:
         if not isinstance(chunk, PlainDataParallel):
@@ -51,6 +52,7 @@ def finalize_model_grads(
             )
         # Also for one rank: parameters that were not used get their zeros here.
         chunk.finish_grad_sync()
+        chunk.reduce_partial_grads(groups.tp)
         if chunk.calculate_per_token_loss:
             total = _total_tokens(num_tokens, chunk, pp_group=pp_group)
             chunk.scale_gradients(1.0 / total)

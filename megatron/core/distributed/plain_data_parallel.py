@@ -15,6 +15,7 @@ from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_
 from megatron.core.distributed.grad_buffer import GradBuffer
 from megatron.core.distributed.replica_checks import check_grads
 from megatron.core.process_groups_config import group_size
+from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.utils import ModelWrapper
 
 
@@ -70,6 +71,22 @@ class PlainDataParallel(ModelWrapper):
             check_grads(self.named_main_grads(), self.group)
         for buffer in self.grad_buffers:
             self._reduce(buffer.storage, self.group)
+
+    def reduce_partial_grads(self, group: dist.ProcessGroup | None) -> None:
+        """Sums over the tensor-parallel `group` the gradients of which each rank has a part. Collective.
+
+        Those are marked sequence_parallel: of norms and biases that see a part of the tokens or heads.
+        """
+        if group_size(group) == 1:
+            return
+        for buffer in self.grad_buffers:
+            grads = [entry.grad for entry in buffer.entries if param_facts(entry.param).sequence_parallel]
+            if grads:
+                # One message: they are many and small.
+                flat = torch.cat([grad.view(-1) for grad in grads])
+                self._reduce(flat, group)
+                for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
+                    grad.copy_(total.view(grad.shape))
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dist_checkpointing.logical import canonical_name
@@ -18,6 +17,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping, ParamGroupOverride, ParamKey
 from megatron.core.optimizer.param_runs import ParamRun, build_runs
 from megatron.core.optimizer.update_rules import FusedRule, MuonRule, UpdateRule
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.weight_matrices import HasWeightMatrices, MatrixWindow
 
 __all__ = [
@@ -39,14 +40,20 @@ def get_megatron_optimizer(
     model_chunks: Sequence[nn.Module],
     *,
     config_overrides: ConfigOverrides | None = None,
-    grad_stats_group: dist.ProcessGroup | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
 ) -> MegatronOptimizer:
     """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
 
     The parameters that require grad move into flat storage. config_overrides: other rates and decays for some of them;
-    of several that match a parameter the later wins. grad_stats_group: ranks that hold other parameters
-    (model parallel), for norm and overflow; None for this rank alone.
+    of several that match a parameter the later wins. pg_collection: the groups that parameters are spread over, for
+    norm and overflow; None: those of parallel_state, if there are any.
     """
+    groups = pg_collection or existing_process_groups()
+    if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
+        raise ValueError(
+            "OptimizerConfig.optimizer is muon with tensor-parallel layers: it needs whole matrices, so "
+            "tensor_model_parallel_size and expert_tensor_parallel_size must be 1"
+        )
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
     buffers = [buffer for chunk in model_chunks for buffer in _wrapped(chunk).grad_buffers]
@@ -60,7 +67,7 @@ def get_megatron_optimizer(
         runs=runs,
         grad_buffers=buffers,
         grad_scaler=_grad_scaler(config),
-        grad_stats_group=grad_stats_group,
+        pg_collection=groups,
     )
 
 

@@ -1,4 +1,4 @@
-"""Norm, clipping and zero count of gradients, each logical element counted once by the caller's choice of tensors.
+"""Norm, clipping and zero count of gradients, over the tensors and ranks that the caller chooses: grad_stats.py.
 
 The optimizer folds the clip factor into its own pass (optimizer.py); clip_grad_by_total_norm_fp32 is for scripts.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron.core.device import default_device
 from megatron.core.process_groups_config import group_size
 
 # Added to the norm before dividing by it, as in Megatron and torch.
@@ -31,10 +32,20 @@ def get_grad_norm_fp32(
     torch.float64 makes the result independent of how the gradients are cut.
     """
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
-    # On the device until the last line.
+    return read_norm_sync(total_norm(grads, norm_type, group=grad_stats_parallel_group, accumulate_in=accumulate_in))
+
+
+def total_norm(
+    grads: list[torch.Tensor], norm_type: float, *, group: dist.ProcessGroup | None, accumulate_in: torch.dtype
+) -> torch.Tensor:
+    """As get_grad_norm_fp32, of tensors of any shape and dtype, but left on the device: [], fp64."""
     total = _local_norm(grads, norm_type, accumulate_in=accumulate_in)
-    total = _norm_over_ranks(total, norm_type, group=grad_stats_parallel_group)
-    return _read_fp32_sync(total)
+    return _norm_over_ranks(total, norm_type, group=group)
+
+
+def read_norm_sync(total: torch.Tensor) -> float:
+    """A norm, [] fp64, rounded to fp32. NOTE: reads the device at each step: the optimizer needs it to decide."""
+    return total.float().item()
 
 
 def clip_coefficient(max_norm: float, total_norm: float) -> float:
@@ -66,7 +77,7 @@ def count_zeros(grads: Iterable[torch.Tensor], group: dist.ProcessGroup | None) 
     """Number of exact zeros in `grads`: any shapes, floating point, other elements on each rank of the group."""
     # [] each, added up on the device so that it is read once.
     counts = [grad.numel() - torch.count_nonzero(grad) for grad in grads]
-    total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
+    total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=default_device())
     if group_size(group) > 1:
         dist.all_reduce(total, group=group)
     return _read_count_sync(total)
@@ -77,7 +88,7 @@ def _local_norm(grads: list[torch.Tensor], norm_type: float, *, accumulate_in: t
     pieces = [piece for grad in grads for piece in grad.view(-1).split(_PIECE) if piece.numel() > 0]
     # A rank may own nothing and still take part in the exchange over ranks.
     if not pieces:
-        return torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+        return torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else default_device())
     # One launch for all gradients of a dtype.
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for piece in pieces:
@@ -96,11 +107,6 @@ def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.Proce
     norms = [torch.empty_like(local) for _ in range(group_size(group))]
     dist.all_gather(norms, local, group=group)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-def _read_fp32_sync(total: torch.Tensor) -> float:
-    """NOTE: reads the device at each step: the optimizer needs the norm to decide on the update."""
-    return total.float().item()
 
 
 def _read_count_sync(total: torch.Tensor) -> float:

@@ -4,21 +4,23 @@ Which parameters lie together is param_runs.py; the update rules are torch.optim
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, sharded_tensors
 from megatron.core.distributed.grad_buffer import GradBuffer
-from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, get_grad_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
+from megatron.core.optimizer.grad_stats import OwnedElements
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class MegatronOptimizer:
@@ -29,8 +31,8 @@ class MegatronOptimizer:
     3. otherwise each rule divides by loss scale and clip factor while it updates its runs (fused: no pass of its own);
     4. 16-bit parameters are written from their fp32 masters.
 
-    grad_stats_group: ranks that hold other parameters (model parallel); None for this rank alone. State exists from
-    the start, so that a run whose every step was skipped can be saved and resumed.
+    pg_collection: the groups that parameters are spread over. State exists from the start, so that a run whose every
+    step was skipped can be saved and resumed.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class MegatronOptimizer:
         runs: Sequence[ParamRun],
         grad_buffers: Sequence[GradBuffer],
         grad_scaler: GradScaler | None = None,
-        grad_stats_group: dist.ProcessGroup | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ):
         self.config = config
         self.grad_scaler = grad_scaler
@@ -49,7 +51,8 @@ class MegatronOptimizer:
         self._rules = list(rules)
         self._runs = list(runs)
         self._grad_buffers = list(grad_buffers)
-        self._grad_stats_group = grad_stats_group
+        self._owned = OwnedElements(pg_collection or ProcessGroupCollection())
+        self._owned_parts = self._owned.parts_of(self._runs)
         # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
 
@@ -89,7 +92,7 @@ class MegatronOptimizer:
         """Updates the parameters from reduced gradients: (whether it did, gradient norm, zeros if configured).
 
         The norm is that of the unscaled gradients before clipping. Not updated means that a gradient was not finite.
-        Collective over grad_stats_group.
+        Collective over all ranks that hold parts of the model.
         """
         # Else the kernel would update memory that the model no longer reads, silently.
         for run in self._runs:
@@ -114,8 +117,11 @@ class MegatronOptimizer:
 
     def params_norm(self) -> float:
         """2-norm of all parameters as they are stepped (masters), summed in fp64. Collective, as `step`."""
-        mains = [run.main for run in self._runs]
-        return get_grad_norm_fp32(mains, grad_stats_parallel_group=self._grad_stats_group, accumulate_in=torch.float64)
+        return self._owned.norm((part.of(part.run.main) for part in self._owned_parts), accumulate_in=torch.float64)
+
+    def norm_of(self, params: Iterable[nn.Parameter]) -> float:
+        """2-norm of parameters that it does not step, any shapes and dtypes, summed in fp64. Collective, as `step`."""
+        return self._owned.norm_of(params)
 
     def reload_model_params(self) -> None:
         """Takes the fp32 masters from the model's parameters, after weights alone were loaded."""
@@ -158,12 +164,8 @@ class MegatronOptimizer:
         return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
 
     def _grad_norm(self) -> float:
-        return get_grad_norm_fp32(
-            [run.grad for run in self._runs],
-            grad_stats_parallel_group=self._grad_stats_group,
-            # Whole runs: their padding is zero and adds nothing.
-            accumulate_in=self._norm_dtype,
-        )
+        grads = (part.of(part.run.grad) for part in self._owned_parts)
+        return self._owned.norm(grads, accumulate_in=self._norm_dtype)
 
     def _clip_coefficient(self, grad_norm: float) -> float:
         # No factor would repair such a gradient, and a step that is skipped needs none.
@@ -173,8 +175,8 @@ class MegatronOptimizer:
 
     def _count_zeros(self) -> float:
         # Per parameter: the padding's zeros are nobody's.
-        grads = [grad for run in self._runs for _, grad in run.named_views(run.grad)]
-        return count_zeros(grads, self._grad_stats_group)
+        members = ((member, run.grad) for run in self._runs for member in run.params)
+        return self._owned.count_zeros((member.param, member.view_of(grad)) for member, grad in members)
 
     def _update(self, divisor: float) -> None:
         for rule in self._rules:

@@ -1,0 +1,92 @@
+"""Norms and zero counts of tensors that are spread over ranks: each logical element counts once.
+
+The arithmetic of one rank's tensors is clip_grads.py's.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.optimizer.clip_grads import count_zeros, read_norm_sync, total_norm
+from megatron.core.optimizer.param_runs import ParamRun
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.tensor_parallel.param_attributes import param_facts
+
+
+@dataclass(frozen=True)
+class OwnedPart:
+    """A range of a run's flat tensors that this rank counts; is_apart: over the ranks of expert layers."""
+
+    run: ParamRun
+    start: int
+    end: int
+    is_apart: bool
+
+    def of(self, flat: Tensor) -> tuple[Tensor, bool]:
+        """flat: [N], one of the run's, any dtype -> the range, a view, and is_apart."""
+        return flat[self.start : self.end], self.is_apart
+
+
+class OwnedElements:
+    """Which elements of its parameters a rank counts, and over which ranks the counts are joined.
+
+    Of copies on several tensor-parallel ranks the first rank's counts, of tied weights the owner's. Dense and expert
+    parameters are spread over different groups: mp, and tp_ep_pp. Their data-parallel copies count in each replica
+    alike, so all ranks come to one result.
+    """
+
+    def __init__(self, groups: ProcessGroupCollection) -> None:
+        self._groups = groups
+        # Then there is one list, in the parameters' order, and one collective.
+        self._one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether this rank counts a parameter's elements: any shape and dtype."""
+        facts = param_facts(param)
+        ranks = self._groups.expt_tp if facts.is_expert else self._groups.tp
+        return not facts.shared and (facts.tensor_model_parallel or group_rank(ranks) == 0)
+
+    def parts_of(self, runs: Sequence[ParamRun]) -> list[OwnedPart]:
+        """The flat ranges of runs that this rank counts, neighbours joined."""
+        parts = []
+        for run in runs:
+            kinds = groupby(run.params, key=lambda member: (self.owns(member.param), self._is_apart(member.param)))
+            for (owned, apart), members in kinds:
+                spans = [member.span for member in members]
+                if owned:
+                    # With the padding behind each, which is zero: one range for a run that is owned as a whole.
+                    parts.append(OwnedPart(run, spans[0].start, spans[-1].padded_end, apart))
+        return parts
+
+    def norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype, norm_type: float = 2) -> float:
+        """Norm over all ranks, rounded to fp32. Collective.
+
+        owned: tensors that this rank counts, any shapes, contiguous, floating point; and whether each is `apart`.
+        """
+        dense, experts = self._by_group(owned)
+        total = total_norm(dense, norm_type, group=self._groups.mp, accumulate_in=accumulate_in)
+        if not self._one_group:
+            of_experts = total_norm(experts, norm_type, group=self._groups.tp_ep_pp, accumulate_in=accumulate_in)
+            total = torch.linalg.vector_norm(torch.stack([total, of_experts]), norm_type)
+        return read_norm_sync(total)
+
+    def norm_of(self, params: Iterable[nn.Parameter]) -> float:
+        """2-norm of parameters, any shapes and dtypes, over all ranks, summed in fp64. Collective."""
+        owned = ((param.detach(), self._is_apart(param)) for param in params if self.owns(param))
+        return self.norm(owned, accumulate_in=torch.float64)
+
+    def count_zeros(self, named: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Exact zeros over all ranks. Collective. named: parameters and gradients, any shape and floating dtype."""
+        dense, experts = self._by_group((grad, self._is_apart(param)) for param, grad in named if self.owns(param))
+        total = count_zeros(dense, self._groups.mp)
+        return total if self._one_group else total + count_zeros(experts, self._groups.tp_ep_pp)
+
+    def _is_apart(self, param: Tensor) -> bool:
+        return not self._one_group and param_facts(param).is_expert
+
+    def _by_group(self, owned: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[Tensor]]:
+        pairs = list(owned)
+        return [t for t, apart in pairs if not apart], [t for t, apart in pairs if apart]
