@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing import (
     model_logical_pieces,
     model_sharded_tensors,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint_args import args_to_json, check_same_model, check_same_optimizer
 from megatron.training.checkpoint_folder import (
     FoundCheckpoint,
@@ -35,7 +36,7 @@ from megatron.training.checkpoint_folder import (
 )
 from megatron.training.config import CheckpointConfig
 from megatron.training.console import print_rank_0
-from megatron.training.initialize import seed_data_parallel_rank
+from megatron.training.initialize import seed_ranks
 from megatron.training.rng_state import restore_rng, rng_sharded_state
 from megatron.training.train_state import TrainState
 
@@ -71,7 +72,7 @@ class _Parts:
     model: Sequence[torch.nn.Module]
     optimizer: CheckpointedOptimizer | None
     scheduler: CheckpointedScheduler | None
-    data_parallel_group: dist.ProcessGroup | None
+    groups: ProcessGroupCollection
 
     def pieces(self) -> dict[str, list[LogicalPiece]]:
         """Logical pieces of all parameters."""
@@ -98,16 +99,16 @@ def save_checkpoint(
     train_state: TrainState,
     args: argparse.Namespace,
     config: CheckpointConfig,
-    data_parallel_group: dist.ProcessGroup | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
 ) -> Path:
     """Writes config.save/iteration_NNNNNNN and then the tracker; returns the folder, complete and on disk.
 
-    Collective over all ranks. data_parallel_group: None for a group of this rank alone. After a failure, which every
+    Collective over all ranks. pg_collection: None for this rank alone. After a failure, which every
     rank raises, earlier checkpoints and the tracker are as they were.
     """
     if config.save is None:
         raise ValueError("a checkpoint needs --save: give the folder for the checkpoints")
-    parts = _Parts(model, optimizer, opt_param_scheduler, data_parallel_group)
+    parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or ProcessGroupCollection())
     common = {"iteration": iteration, "train_state": train_state.state_dict(), "args": args_to_json(args)}
     state = _content(parts, config, common=common)
     folder = iteration_folder(config.save, iteration)
@@ -130,7 +131,7 @@ def load_checkpoint(
     train_state: TrainState,
     args: argparse.Namespace,
     config: CheckpointConfig,
-    data_parallel_group: dist.ProcessGroup | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
 ) -> int:
     """Continues from config.load: fills all objects in place; returns the iteration.
 
@@ -150,7 +151,7 @@ def load_checkpoint(
             check_same_optimizer(args, common["args"])
             # Before the tensors: a schedule that differs is a frequent mistake, and this is quick.
             _load_schedule(opt_param_scheduler, common["scheduler"])
-    parts = _Parts(model, optimizer, opt_param_scheduler, data_parallel_group)
+    parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or ProcessGroupCollection())
     _load_tensors(parts, found, taken=taken, frozen=set(common["frozen"]), seed=args.seed)
     if taken.optimizer and optimizer is not None:
         optimizer.load_state_dict(common["optimizer"])
@@ -182,7 +183,7 @@ def _content(parts: _Parts, config: CheckpointConfig, *, common: dict[str, Any])
         common["optimizer"] = parts.optimizer.state_dict()
         common["scheduler"] = None if parts.scheduler is None else parts.scheduler.state_dict()
     if not config.no_save_rng:
-        state += rng_sharded_state(parts.data_parallel_group)
+        state += rng_sharded_state(parts.groups)
     return state
 
 
@@ -226,7 +227,7 @@ def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, froze
     """Fills weights, optimizer and generators from the checkpoint, in that order of importance."""
     # With its optimizer a run continues exactly or not at all; weights alone may change precision.
     weights = parts.weights(allow_cast=not taken.optimizer)
-    rng = rng_sharded_state(parts.data_parallel_group) if taken.rng else []
+    rng = rng_sharded_state(parts.groups) if taken.rng else []
     with all_ranks_agree():
         same_ranks = _holds(found, rng)
     wanted = weights + (rng if same_ranks else [])
@@ -240,7 +241,7 @@ def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, froze
     if same_ranks and rng:
         restore_rng(rng)
     elif rng:
-        _reseed(parts.data_parallel_group, seed=seed, iteration=found.iteration)
+        _reseed(parts.groups, seed=seed, iteration=found.iteration)
 
 
 def _load_schedule(scheduler: CheckpointedScheduler | None, state: dict[str, Any] | None) -> None:
@@ -272,15 +273,14 @@ def _holds(found: FoundCheckpoint, tensors: list[ShardedTensor]) -> bool:
     return all(stored.get(t.key) == (t.global_shape, t.data.dtype) for t in tensors)
 
 
-def _reseed(group: dist.ProcessGroup | None, *, seed: int, iteration: int) -> None:
+def _reseed(groups: ProcessGroupCollection, *, seed: int, iteration: int) -> None:
     """Fresh seeds, other ones at each resume, where the saved generators belong to other ranks."""
     print_rank_0(
-        "The checkpoint holds the random-number state of another number of data-parallel ranks or devices: "
+        "The checkpoint holds the random-number state of another layout of ranks or of other devices: "
         "dropout continues with fresh seeds."
     )
-    rank = 0 if group is None else dist.get_rank(group)
     # As a run starts, moved on by the iteration: the masks of step 0 must not come again.
-    seed_data_parallel_rank(seed + 7_919 * iteration, rank)
+    seed_ranks(seed + 7_919 * iteration, groups)
 
 
 def _rank() -> int:

@@ -22,6 +22,8 @@ from megatron.core.device import (
     use_deterministic_kernels,
 )
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import config_from_args, parse_args, validate_args
 from megatron.training.checkpoint_args import load_args_from_checkpoint
 from megatron.training.config import DistributedConfig
@@ -61,7 +63,9 @@ def initialize_megatron(
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
-    seed_all(args.seed)
+    groups = parallel_state.get_process_groups()
+    # All copies draw the same weights; seed_ranks parts them once that is done.
+    _seed(args.seed, groups)
     publish_run(args)
     return args
 
@@ -95,9 +99,18 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def seed_data_parallel_rank(seed: int, data_parallel_rank: int) -> None:
-    """Gives each copy of the model its own dropout; called once the weights, equal on all copies, are drawn."""
-    seed_all(seed + 1_000_003 * data_parallel_rank)
+def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
+    """Gives each copy of the model, and each part of sequences and layers, its own dropout.
+
+    Tensor-parallel ranks go on sharing the default stream. Called once the weights, equal on all copies, are drawn.
+    """
+    _seed(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
+
+
+def _seed(seed: int, groups: ProcessGroupCollection) -> None:
+    seed_all(seed)
+    ranks = {"tp_rank": groups.tp, "ep_rank": groups.ep, "etp_rank": groups.expt_tp}
+    model_parallel_cuda_manual_seed(seed, **{name: group_rank(group) for name, group in ranks.items()})
 
 
 def silence_library_notices() -> None:

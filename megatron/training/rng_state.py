@@ -1,6 +1,6 @@
-"""Random-number state of each data-parallel rank, as rows of a few tensors in a checkpoint.
+"""Random-number state of each rank, as rows of a few tensors in a checkpoint.
 
-Seeding a run and forking streams for model parallelism live elsewhere.
+Seeding a run lives elsewhere.
 """
 
 import math
@@ -8,46 +8,53 @@ import random
 
 import numpy
 import torch
-import torch.distributed as dist
 
 from megatron.core.device import default_device, rng_state_bytes, set_rng_state_bytes
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 _PREFIX = "rng."
 # In the order of rng_state_bytes; the second only where there is a GPU.
 _TORCH = ("torch", "cuda")
 
 
-def rng_sharded_state(data_parallel_group: dist.ProcessGroup | None) -> list[ShardedTensor]:
-    """This rank's generators as row `rank` of [data-parallel size, N] tensors: int64, float64 and uint8, on the CPU.
-
-    data_parallel_group: None for a group of this rank alone.
+def rng_sharded_state(groups: ProcessGroupCollection) -> list[ShardedTensor]:
+    """This rank's generators as rows of [data, pipeline, context, tensor parallel size, N] tensors, on the CPU: int64,
+    float64 and uint8.
     """
-    rank, size = (0, 1)
-    if data_parallel_group is not None:
-        rank, size = dist.get_rank(data_parallel_group), dist.get_world_size(data_parallel_group)
+    axes = (groups.dp, groups.pp, groups.cp, groups.tp)
+    sizes, place = tuple(map(group_size, axes)), tuple(map(group_rank, axes))
     # Rows of one tensor, not keys with a rank in them: whoever loads sees by the shape whether they are his.
     return [
-        ShardedTensor(_PREFIX + name, row.unsqueeze(0), (size, row.numel()), (rank, 0))
+        ShardedTensor(_PREFIX + name, row.view(1, 1, 1, 1, -1), (*sizes, row.numel()), (*place, 0))
         for name, row in _capture().items()
     ]
 
 
 def restore_rng(loaded: list[ShardedTensor]) -> None:
     """Sets this rank's generators from what rng_sharded_state made and `load` filled."""
-    rows = {tensor.key.removeprefix(_PREFIX): tensor.data[0] for tensor in loaded}
+    rows = {tensor.key.removeprefix(_PREFIX): tensor.data.view(-1) for tensor in loaded}
     python, numpy_state, gauss = rows["python"].tolist(), rows["numpy"].numpy(), rows["gauss"].tolist()
     # 3 is the format of the Mersenne twister's state since Python 3.2.
     random.setstate((3, tuple(python), None if math.isnan(gauss[0]) else gauss[0]))
     keys, (position, has_gauss) = numpy_state[:-2].astype(numpy.uint32), numpy_state[-2:].tolist()
     numpy.random.set_state(("MT19937", keys, position, has_gauss, gauss[1]))
     set_rng_state_bytes([rows[name] for name in _TORCH if name in rows], default_device())
+    tracker = get_cuda_rng_tracker()
+    streams = {name: [f"{name}.{kind}" for kind in _TORCH] for name in tracker.get_states()}
+    tracker.set_states({name: [rows[key] for key in keys if key in rows] for name, keys in streams.items()})
 
 
 def _capture() -> dict[str, torch.Tensor]:
     _, python, python_gauss = random.getstate()
     numpy_state = numpy.random.get_state(legacy=False)
     keys, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    streams = {
+        f"{name}.{kind}": state
+        for name, states in get_cuda_rng_tracker().get_states().items()
+        for kind, state in zip(_TORCH, states, strict=False)
+    }
     return {
         "python": torch.tensor(python, dtype=torch.int64),
         "numpy": torch.tensor([*keys.tolist(), position, numpy_state["has_gauss"]], dtype=torch.int64),
@@ -55,4 +62,6 @@ def _capture() -> dict[str, torch.Tensor]:
         "gauss": torch.tensor(
             [math.nan if python_gauss is None else python_gauss, numpy_state["gauss"]], dtype=torch.float64
         ),
-    } | dict(zip(_TORCH, rng_state_bytes(default_device()), strict=False))
+        **dict(zip(_TORCH, rng_state_bytes(default_device()), strict=False)),
+        **streams,
+    }

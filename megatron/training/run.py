@@ -98,7 +98,7 @@ class TrainingRun:
             train_state=self.state,
             args=self.args,
             config=self.checkpoint,
-            data_parallel_group=self.groups.dp_cp,
+            pg_collection=self.groups,
         )
         update_num_microbatches(self.state.consumed_train_samples)
         if self.training.train_samples is not None:
@@ -124,6 +124,6 @@ class TrainingRun:
             train_state=self.state,
             args=self.args,
             config=self.checkpoint,
-            data_parallel_group=self.groups.dp_cp,
+            pg_collection=self.groups,
         )
         self.callbacks.on_save(self.state.iteration)

@@ -37,7 +37,7 @@ from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.global_vars import publish_timers, publish_tokenizer
-from megatron.training.initialize import seed_data_parallel_rank
+from megatron.training.initialize import seed_ranks
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
 from megatron.training.run import TrainingRun
@@ -94,7 +94,7 @@ def setup_run(
         timers=timers,
         meters=build_meters(logging, args, model=model, optimizer=optimizer, timers=timers, device=default_device()),
     )
-    seed_data_parallel_rank(args.seed, group_rank(run.groups.dp_cp))
+    seed_ranks(args.seed, run.groups)
     run.load_checkpoint()
     return run
 

@@ -7,16 +7,21 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import seed_all
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing import check_save_folder, load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig
 from tests.harness import launch_on_ranks, run_on_ranks
 from tests.unit_tests.training.small_run import SmallRun
 
 
+def groups():
+    return ProcessGroupCollection(dp=dist.group.WORLD, dp_cp=dist.group.WORLD)
+
+
 def call(function, run, folder, *leading):
     config = CheckpointConfig(save=str(folder), load=str(folder))
     objects = [run.model], run.optimizer, run.scheduler
-    common = {"train_state": run.state, "args": run.args, "config": config, "data_parallel_group": dist.group.WORLD}
+    common = {"train_state": run.state, "args": run.args, "config": config, "pg_collection": groups()}
     return function(*leading, *objects, **common)
 
 

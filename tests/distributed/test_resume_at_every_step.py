@@ -120,7 +120,7 @@ def _state(run: TrainingRun) -> State:
     """All that the rest of a run depends on, by name: digests of tensors, the rest as text."""
     assert run.optimizer is not None and run.scheduler is not None
     tensors: dict[str, torch.Tensor] = dict(run.model[0].named_parameters())
-    pieces = [*run.optimizer.sharded_state(model_logical_pieces(run.model[0])), *rng_sharded_state(run.groups.dp)]
+    pieces = [*run.optimizer.sharded_state(model_logical_pieces(run.model[0])), *rng_sharded_state(run.groups)]
     tensors |= {f"{piece.key} {piece.global_offset}": piece.data for piece in pieces}
     groups = [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
     others = [run.optimizer.state_dict(), run.scheduler.state_dict(), groups, run.state.state_dict()]
