@@ -1,0 +1,45 @@
+"""Process groups on real processes: every group talks to its own ranks, ends in time, and leaves nothing behind."""
+
+import gc
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from tests.harness import run_on_ranks
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "expert_tensor_parallel_size": 1},
+    {"context_parallel_size": 3, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+]
+
+
+def test_groups_sum_over_their_ranks_in_one_layout_after_another_and_leave_nothing_open() -> None:
+    run_on_ranks(_two_layouts_twice, 6)
+
+
+def _two_layouts_twice() -> None:
+    open_files = []
+    for sizes in [*LAYOUTS, *LAYOUTS]:
+        parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=7)
+        for name, group in vars(parallel_state.get_process_groups()).items():
+            if group is None:
+                assert name == "embd" and 0 < parallel_state.get_pipeline_model_parallel_rank() < 2
+                continue
+            ranks = torch.tensor([float(dist.get_rank())])
+            dist.all_reduce(ranks, group=group)
+            assert ranks.item() == sum(dist.get_process_group_ranks(group)), name
+            timeout = group._get_backend(torch.device("cpu")).options._timeout
+            assert timeout == timedelta(minutes=7), name
+        del group
+        # Nobody closes a connection that another rank still reads from.
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        gc.collect()
+        assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    # Fewer at the end, where another rank has left already.
+    assert max(open_files) == open_files[0], open_files
