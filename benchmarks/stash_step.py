@@ -1,6 +1,7 @@
 """What a paged stash saves and costs in expert layers with static buffers: forward and backward, beside other ways.
 
     python benchmarks/stash_step.py [--rounds 9] [--layers 8] [--device cuda] [--json FILE]
+    python benchmarks/stash_step.py --hidden 1024 --ffn 512 --tokens 512    more flops for each saved byte
 
 The experts of a layer get T x K rows on average, skewed: other numbers in every layer of every round.
   dynamic    buffers of R rows, as many as there are: the host has to know R before it can go on
@@ -47,13 +48,34 @@ from megatron.core.transformer.moe.paged_stash import (  # noqa: E402
     recompute_gate_up,
 )
 
-TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 1024, 256, 512, 8, 2
-MEAN_ROWS = TOKENS * TOPK
-CAPACITY = 2 * MEAN_ROWS  # C
-WIDTHS = (HIDDEN, 2 * FFN, FFN, 1)  # of x, gate_up, act and weights, in elements
+EXPERTS, TOPK = 8, 2
 PAGE_BYTES = 65536
 SKEW = 0.4  # standard deviation of the logarithm of a layer's rows
 SHORT = 0.6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer: T tokens, H, F."""
+
+    tokens: int = 1024
+    hidden: int = 256
+    ffn: int = 512
+
+    @property
+    def mean_rows(self) -> int:
+        """That its experts get."""
+        return self.tokens * TOPK
+
+    @property
+    def capacity(self) -> int:
+        """C."""
+        return 2 * self.mean_rows
+
+    @property
+    def widths(self) -> list[int]:
+        """Of x, gate_up, act and weights, in elements."""
+        return [self.hidden, 2 * self.ffn, self.ffn, 1]
 
 
 @dataclass
@@ -74,11 +96,12 @@ class Rows:
 class ExpertLayer(nn.Module):
     """Gathers rows, runs the experts in a context, adds their results to the tokens."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, sizes: Sizes) -> None:
         super().__init__()
         self.name = name
-        self.weight1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * FFN) * HIDDEN**-0.5)
-        self.weight2 = nn.Parameter(torch.randn(EXPERTS, FFN, HIDDEN) * FFN**-0.5)
+        hidden, ffn = sizes.hidden, sizes.ffn
+        self.weight1 = nn.Parameter(torch.randn(EXPERTS, hidden, 2 * ffn) * hidden**-0.5)
+        self.weight2 = nn.Parameter(torch.randn(EXPERTS, ffn, hidden) * ffn**-0.5)
 
     def forward(self, hidden: Tensor, rows: Rows, *, stash: PagedStash | None) -> Tensor:
         """hidden: [T, H], parameter dtype. Returns the same."""
@@ -120,17 +143,18 @@ class Way:
 class Bench:
     """The layers, their input, and the gradient of their output."""
 
-    def __init__(self, layers: int, device: torch.device) -> None:
+    def __init__(self, layers: int, device: torch.device, *, sizes: Sizes) -> None:
         torch.manual_seed(1)
+        self.sizes = sizes
         self.generator = torch.Generator().manual_seed(1)
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.device, self.itemsize = device, dtype.itemsize
-        self.layers = nn.ModuleList(ExpertLayer(f"layer {number}") for number in range(layers)).to(device, dtype)
-        self.hidden = torch.randn(TOKENS, HIDDEN, device=device, dtype=dtype, requires_grad=True)
-        self.grad = torch.randn(TOKENS, HIDDEN, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(ExpertLayer(f"layer {number}", sizes) for number in range(layers)).to(device, dtype)
+        self.hidden = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype, requires_grad=True)
+        self.grad = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)
         # Log-normal with mean 1, as far as C has room for it. A round has the same numbers, in other layers.
         logarithms = torch.randn(layers, generator=self.generator) * SKEW - SKEW**2 / 2
-        self.live = [min(CAPACITY, int(MEAN_ROWS * share)) for share in logarithms.exp().tolist()]
+        self.live = [min(sizes.capacity, int(sizes.mean_rows * share)) for share in logarithms.exp().tolist()]
 
     def draw(self) -> list[Rows]:
         """A new routing of every layer."""
@@ -160,7 +184,7 @@ class Bench:
     def pages_needed(self) -> int:
         """Of all live rows of all layers."""
         layout = PoolLayout(PAGE_BYTES, 1)
-        return sum(layout.pages_for(live * width * self.itemsize) for live in self.live for width in WIDTHS)
+        return sum(layout.pages_for(live * width * self.itemsize) for live in self.live for width in self.sizes.widths)
 
     def _forward(self, way: Way, routing: list[Rows]) -> Tensor:
         hidden: Tensor = self.hidden
@@ -172,8 +196,8 @@ class Bench:
         # Experts' shares differ by a factor of ten and more.
         shares = torch.randn(EXPERTS, generator=self.generator).exp().cumsum(dim=0)
         offsets = (shares / shares[-1] * live).round().int().to(self.device)
-        tokens = torch.randint(TOKENS, (CAPACITY,), generator=self.generator).to(self.device)
-        weights = torch.rand(CAPACITY, generator=self.generator).to(self.grad)
+        tokens = torch.randint(self.sizes.tokens, (self.sizes.capacity,), generator=self.generator).to(self.device)
+        weights = torch.rand(self.sizes.capacity, generator=self.generator).to(self.grad)
         return Rows(tokens, weights, offsets, offsets[-1:].long(), live)
 
     def _now_sync(self) -> float:
@@ -245,10 +269,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="expert layers (default: 8)")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    for letter, default in (("tokens", 1024), ("hidden", 256), ("ffn", 512)):
+        parser.add_argument(f"--{letter}", type=int, default=default, help=f"of a layer (default: {default})")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_cpu_heap()
-    bench = Bench(options.layers, options.device)
+    sizes = Sizes(options.tokens, options.hidden, options.ffn)
+    bench = Bench(options.layers, options.device, sizes=sizes)
     ways = ways_of(bench)
     measure(bench, ways, rounds=options.rounds)
     rows = [figures_of(way, {way.name: way for way in ways}) for way in ways]
@@ -265,9 +292,9 @@ def main() -> None:
             f"{row['dropped_act']:11}"
         )
     if options.json is not None:
-        sizes = {"layers": options.layers, "tokens": TOKENS, "capacity": CAPACITY, "live_rows": bench.live}
+        shape = {"layers": options.layers, **vars(sizes), "capacity": sizes.capacity, "live_rows": bench.live}
         where = {**machine(), "device": str(options.device)} if options.device.type != "cpu" else machine()
-        options.json.write_text(json.dumps({"rows": rows, "rounds": options.rounds, **sizes, **where}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"rows": rows, "rounds": options.rounds, **shape, **where}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
