@@ -3,7 +3,7 @@
 Parallel sizes are in parallel_layout_config.py, shapes of the network in transformer/transformer_config.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from dataclasses import field as plain_field
@@ -13,20 +13,25 @@ import torch
 
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.parallel_layout_config import ParallelLayoutConfig, validate_parallel_layout
+from megatron.core.pipeline_config import PipelineConfig
 from megatron.core.timers import Timers
 
 # Fills a weight of any shape and float dtype in place.
 InitMethod = Callable[[torch.Tensor], object]
+NoSync = Callable[[], AbstractContextManager[None]]
+# Takes a chunk's parameters.
+SyncOfChunk = Callable[..., None]
 
 
 @dataclass(kw_only=True)
-class ModelParallelConfig(ParallelLayoutConfig):
+class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
     """Precision and schedule of a model, with its parallel layout; `TransformerConfig` inherits the fields.
 
     The callables are set by the training loop: `grad_scale_func` multiplies the loss before backward,
     `aux_loss_scale_func` receives the same factor for losses that hang inside the model, `no_sync_func` defers
-    gradient reduction to the last microbatch, `finalize_model_grads_func` runs after the last one. `timers` measure
-    the passes.
+    gradient reduction to the last microbatch, `grad_sync_func` and `param_sync_func` start collectives of a chunk
+    (pipeline_parallel/sync_callables.py says when; each a list with one callable a chunk where there are several),
+    `finalize_model_grads_func` runs after the last one. `timers` measure the passes.
     """
 
     cli_group: ClassVar[str] = "mixed precision and determinism"
@@ -49,8 +54,9 @@ class ModelParallelConfig(ParallelLayoutConfig):
     params_dtype: torch.dtype = torch.float32
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     aux_loss_scale_func: Callable[[torch.Tensor], None] | None = None
-    no_sync_func: Callable[[], AbstractContextManager[None]] | None = None
-    grad_sync_func: Callable[..., None] | None = None
+    no_sync_func: NoSync | Sequence[NoSync] | None = None
+    grad_sync_func: SyncOfChunk | Sequence[SyncOfChunk] | None = None
+    param_sync_func: SyncOfChunk | Sequence[SyncOfChunk] | None = None
     finalize_model_grads_func: Callable[..., None] | None = None
     timers: Timers = plain_field(default_factory=Timers)
 
@@ -58,16 +64,9 @@ class ModelParallelConfig(ParallelLayoutConfig):
         validate_fields(self)
         validate_precision(self)
         validate_parallel_layout(self, has_experts=False)
-        validate_callables(self)
 
 
 def validate_precision(config: ModelParallelConfig) -> None:
     """Raises ValueError where the precision flags contradict each other."""
     if config.fp16 and config.bf16:
         raise ValueError("--fp16 and --bf16 are both given: choose one precision")
-
-
-def validate_callables(config: ModelParallelConfig) -> None:
-    """Raises ValueError for a callable that the schedule would not call."""
-    if config.grad_sync_func is not None:
-        raise ValueError(f"grad_sync_func is {config.grad_sync_func}: not available yet, must be None")

@@ -34,7 +34,9 @@ LAYERS = (
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
     Layer(
-        2, "config", r"megatron\.core\.(parallel_state|rank_generator|num_microbatches_calculator|group_collectives)"
+        2,
+        "config",
+        r"megatron\.core\.(parallel_state|pipeline_split|rank_generator|num_microbatches_calculator|group_collectives)",
     ),
     # What a module says of its own parameters: layers of line 3 do, and nothing of these two is about files.
     Layer(2, "logical", r"megatron\.core\.dist_checkpointing\.(boxes|logical)"),

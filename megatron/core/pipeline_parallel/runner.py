@@ -1,75 +1,134 @@
-"""Executes a schedule: forward steps, loss scaling, backward passes, and gradient finalisation at the end.
+"""Executes a stage's list: forward steps, loss scaling, backward passes, transfers, and gradient finalisation.
 
-Which actions run in which order is schedule.py's decision.
+Which steps run in which order is decided in schedule.py and transfers.py.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from megatron.core.device import default_device
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.loss_scaling import scaled_loss
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, validate_schedule
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, validate_schedule
+from megatron.core.pipeline_parallel.sync_callables import SyncCallables
+from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Step, Transfer
+from megatron.core.utils import get_attr_wrapped_model
 
-LossFunction = Callable[[torch.Tensor], tuple[Any, ...]]
+LossFunction = Callable[..., Any]
 ForwardStep = Callable[[Any, nn.Module], tuple[torch.Tensor, LossFunction]]
+
+
+class _Kept(NamedTuple):
+    """What a forward leaves for its backward: the input, and the end of its graph.
+
+    An edge, not the output: once it is sent, a stage's output is needed for nothing, and its memory is free.
+    """
+
+    given: torch.Tensor | None
+    edge: GradientEdge | torch.Tensor | None
 
 
 @dataclass(kw_only=True)
 class ScheduleRunner:
-    """Runs one step's actions over `model` and collects what the loss function reports of each microbatch.
+    """Runs one step's list over the chunks of `model` and collects what the loss function reports of each microbatch.
 
-    cp_group: the ranks that hold parts of the same sequences.
+    data_iterators: one a chunk. cp_group: the ranks that hold parts of the same sequences. non_loss_data: the loss
+    function is called with non_loss_data=True, and what it returns is collected as it is.
     """
 
     forward_step: ForwardStep
-    data_iterator: Iterator[Any] | None
-    model: nn.Module
+    data_iterators: Sequence[Iterator[Any] | None]
+    model: Sequence[nn.Module]
     config: ModelParallelConfig
     num_microbatches: int
+    communicator: P2PCommunicator
     cp_group: ProcessGroup | None = None
-    reports: list[dict[str, torch.Tensor]] = field(init=False, default_factory=list)
+    non_loss_data: bool = False
+    reports: list[Any] = field(init=False, default_factory=list)
     num_tokens: torch.Tensor | None = field(init=False, default=None)
-    _losses: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    _kept: dict[Action, _Kept] = field(init=False, default_factory=dict)
+    _inputs: dict[Action, torch.Tensor] = field(init=False, default_factory=dict)
+    _outputs: dict[Transfer, torch.Tensor] = field(init=False, default_factory=dict)
 
-    def run(self, actions: list[Action]) -> list[dict[str, torch.Tensor]]:
-        """Executes `actions`; returns one report a microbatch: name to a tensor [] or [2] (sum, count), fp32.
+    def run(self, steps: Sequence[Step]) -> list[Any]:
+        """Executes `steps`; returns one report a microbatch: name to a tensor [] or [2] (sum, count), fp32.
 
-        Raises ValueError, with nothing executed, where the actions cannot run in this order.
+        Stages that compute no loss return none. Raises ValueError, with nothing executed, where the passes cannot run
+        in this order.
         """
+        actions = [step for step in steps if isinstance(step, Action)]
         # Before the first of them: half a step would leave gradients behind.
         validate_schedule(actions)
-        last = max((i for i, action in enumerate(actions) if action.kind is ActionKind.BACKWARD), default=None)
-        with ExitStack() as deferred_sync:
-            if self.config.no_sync_func is not None and last is not None:
-                deferred_sync.enter_context(self.config.no_sync_func())
-            for index, action in enumerate(actions):
-                if index == last:
-                    # Gradients of the last microbatch complete the sums, so reduction may start during its backward.
-                    deferred_sync.close()
-                self._execute(action)
-        if last is not None and self.config.finalize_model_grads_func is not None:
-            self.config.finalize_model_grads_func([self.model], self.num_tokens)
+        sync = SyncCallables(self.config, self.model, actions=actions)
+        sync.begin()
+        try:
+            for step in steps:
+                self._take(step, sync)
+        finally:
+            sync.end()
+        self.communicator.finish()
+        has_backward = any(action.kind is ActionKind.BACKWARD for action in actions)
+        if has_backward and self.config.finalize_model_grads_func is not None:
+            self.config.finalize_model_grads_func(list(self.model), self.num_tokens)
         return self.reports
 
-    def _execute(self, action: Action) -> None:
-        if action.kind is ActionKind.FORWARD:
-            with self.config.timers("forward-compute", log_level=2):
-                self._losses[action.microbatch] = self._forward()
+    @property
+    def _pipeline(self) -> Pipeline:
+        return Pipeline(self.communicator.num_stages, len(self.model))
+
+    def _take(self, step: Step, sync: SyncCallables) -> None:
+        if isinstance(step, Post):
+            self.communicator.post(step.transfers, self._outputs, device=default_device())
+            for transfer in step.transfers:
+                self._outputs.pop(transfer, None)
+        elif isinstance(step, Await):
+            source = self._pipeline.source(self.communicator.stage, step.action)
+            assert source is not None, f"{step} has no sender"
+            arrived = self.communicator.receive(Transfer(Direction.RECEIVE, step.action, source.stage))
+            self._inputs[step.action] = arrived
         else:
-            with self.config.timers("backward-compute", log_level=2):
-                self._backward(self._losses.pop(action.microbatch))
+            sync.before(step)
+            if step.kind is ActionKind.FORWARD:
+                with self.config.timers("forward-compute", log_level=2):
+                    self._forward(step)
+            else:
+                with self.config.timers("backward-compute", log_level=2):
+                    self._backward(step)
+            sync.after(step)
 
     @record_function("ScheduleRunner._forward")
-    def _forward(self) -> torch.Tensor:
+    def _forward(self, action: Action) -> None:
         self._set_aux_loss_scale()
-        output, loss_function = self.forward_step(self.data_iterator, self.model)
+        model = self.model[action.chunk]
+        given = self._inputs.pop(action, None)
+        if given is not None:
+            # A leaf: the gradient that goes to the stage before ends here.
+            given.requires_grad_(torch.is_grad_enabled())
+            get_attr_wrapped_model(model, "set_input_tensor")(given)
+        output, loss_function = self.forward_step(self.data_iterators[action.chunk], model)
+        target = self._pipeline.target(self.communicator.stage, action)
+        if target is not None:
+            self._outputs[Transfer(Direction.SEND, action, target.stage)] = output.detach()
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            self._keep(action, _Kept(given, edge))
+        elif self.non_loss_data:
+            self.reports.append(loss_function(output, non_loss_data=True))
+        else:
+            self._keep(action, _Kept(given, self._loss(output, loss_function)))
+
+    def _keep(self, action: Action, kept: _Kept) -> None:
+        if torch.is_grad_enabled():
+            self._kept[action._replace(kind=ActionKind.BACKWARD)] = kept
+
+    def _loss(self, output: torch.Tensor, loss_function: LossFunction) -> torch.Tensor:
         scaled = scaled_loss(
             loss_function(output),
             per_token=self.config.calculate_per_token_loss,
@@ -94,7 +153,15 @@ class ScheduleRunner:
         self.config.aux_loss_scale_func(scale / parts)
 
     @record_function("ScheduleRunner._backward")
-    def _backward(self, loss: torch.Tensor) -> None:
-        if self.config.grad_scale_func is not None:
-            loss = self.config.grad_scale_func(loss)
-        loss.backward()
+    def _backward(self, action: Action) -> None:
+        given, edge = self._kept.pop(action)
+        gradient = self._inputs.pop(action, None)
+        if isinstance(edge, torch.Tensor):
+            loss = edge if self.config.grad_scale_func is None else self.config.grad_scale_func(edge)
+            loss.backward()
+        elif edge is not None:
+            torch.autograd.backward([edge], [gradient])
+        target = self._pipeline.target(self.communicator.stage, action)
+        if target is not None:
+            assert given is not None and given.grad is not None, f"{action}: the model did not use its input"
+            self._outputs[Transfer(Direction.SEND, action, target.stage)] = given.grad

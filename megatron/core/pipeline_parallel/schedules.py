@@ -1,73 +1,143 @@
 """The entry points that training scripts know: get_forward_backward_func and the functions it returns.
 
-Thin: schedule.py lists the actions, runner.py executes them.
+Thin: schedule.py lists the passes, transfers.py what stages send each other, runner.py executes them.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
-from megatron.core.model_parallel_config import validate_callables
-from megatron.core.parallel_state import existing_process_groups
+from megatron.core.parallel_state import existing_process_groups, get_virtual_pipeline_model_parallel_world_size
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
-from megatron.core.pipeline_parallel.schedule import forward_only as without_backward
-from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.pipeline_parallel.schedule import Pipeline
+from megatron.core.pipeline_parallel.transfers import pipeline_programs
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.utils import get_model_config
 
+ForwardBackward = Callable[..., list[Any]]
 
-def get_forward_backward_func() -> Callable[..., list[dict[str, torch.Tensor]]]:
+
+def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
     """The function that runs forward and backward of all microbatches of a step in the current layout.
 
-    It returns a report a microbatch: name to a tensor [] or [2] (sum, count), fp32.
+    pp_size, vp_size: pipeline stages and chunks of each; None: those of parallel_state. The three functions take the
+    same keywords, see `forward_backward`.
     """
-    return forward_backward_no_pipelining
+    stages = group_size(existing_process_groups().pp) if pp_size is None else pp_size
+    chunks = get_virtual_pipeline_model_parallel_world_size() if vp_size is None else vp_size
+    if stages == 1:
+        return forward_backward_no_pipelining
+    if chunks in (None, 1):
+        return forward_backward_pipelining_without_interleaving
+    return forward_backward_pipelining_with_interleaving
 
 
 @record_function("forward_backward_no_pipelining")
-def forward_backward_no_pipelining(
+def forward_backward_no_pipelining(**arguments: Any) -> list[Any]:
+    """Runs the microbatches one after the other, without pipeline stages. Keywords: see `forward_backward`."""
+    return forward_backward(**arguments)
+
+
+@record_function("forward_backward_pipelining_without_interleaving")
+def forward_backward_pipelining_without_interleaving(**arguments: Any) -> list[Any]:
+    """1F1B over pipeline stages with one model chunk each. Keywords: see `forward_backward`."""
+    return forward_backward(**arguments)
+
+
+@record_function("forward_backward_pipelining_with_interleaving")
+def forward_backward_pipelining_with_interleaving(**arguments: Any) -> list[Any]:
+    """Interleaved 1F1B over pipeline stages with several model chunks each. Keywords: see `forward_backward`."""
+    return forward_backward(**arguments)
+
+
+def forward_backward(
     *,
     forward_step_func: ForwardStep,
-    data_iterator: Iterator[Any] | list[Iterator[Any]] | None,
+    data_iterator: Iterator[Any] | list[Iterator[Any] | None] | None,
     model: nn.Module | list[nn.Module],
     num_microbatches: int,
     seq_length: int | None = None,
     micro_batch_size: int | None = None,
     forward_only: bool = False,
+    collect_non_loss_data: bool = False,
     pg_collection: ProcessGroupCollection | None = None,
-) -> list[dict[str, torch.Tensor]]:
-    """Runs `num_microbatches` one after the other without pipeline stages.
+    **rest: Any,
+) -> list[Any]:
+    """Runs forward and backward of `num_microbatches` in the order that stages and chunks ask for. Collective.
 
-    Returns what the loss function reported of each: name to a tensor [] or [2] (sum, count), fp32.
-    `seq_length` and `micro_batch_size` are what stages would exchange; without stages they have no part.
-    pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
+    data_iterator, model: one, or a list with one a model chunk. seq_length, micro_batch_size: what stages exchange is
+    [seq_length / cp (and / tp under sequence parallelism), micro_batch_size, hidden_size], params_dtype; without
+    stages they have no part. collect_non_loss_data, with forward_only: see ScheduleRunner. pg_collection: the groups
+    of this rank; None: those of parallel_state, if there are any. rest: other keywords of Megatron, see check_rest.
+    Returns what the loss function reported of each microbatch on the last stage, nothing on others: name to a tensor
+    [] or [2] (sum, count), fp32.
     """
-    chunk = _only(model)
-    config = get_model_config(chunk)
-    # Again, because scripts set them after the configuration was made.
-    validate_callables(config)
+    check_rest(rest, seq_length=seq_length)
+    if collect_non_loss_data and not forward_only:
+        raise ValueError("collect_non_loss_data is True: there is no loss to run backward from, set forward_only too")
+    chunks = list(model) if isinstance(model, list) else [model]
+    config = get_model_config(chunks[0])
+    groups = pg_collection or existing_process_groups()
+    communicator = P2PCommunicator(groups.pp, config)
+    programs = pipeline_programs(
+        Pipeline(communicator.num_stages, len(chunks)),
+        num_microbatches,
+        group_size=config.microbatch_group_size_per_vp_stage,
+        without_backward=forward_only,
+        overlap=config.overlap_p2p_comm,
+    )
+    if communicator.num_stages > 1:
+        if seq_length is None or micro_batch_size is None:
+            raise ValueError(
+                f"seq_length is {seq_length} and micro_batch_size is {micro_batch_size}: pipeline stages need both"
+            )
+        parts = group_size(groups.cp) * (group_size(groups.tp) if config.sequence_parallel else 1)
+        communicator.agree_on_shape((seq_length // parts, micro_batch_size, config.hidden_size))
     runner = ScheduleRunner(
         forward_step=forward_step_func,
-        data_iterator=_only(data_iterator),
-        model=chunk,
+        data_iterators=_one_a_chunk(data_iterator, chunks),
+        model=chunks,
         config=config,
         num_microbatches=num_microbatches,
-        cp_group=(pg_collection or existing_process_groups()).cp,
+        communicator=communicator,
+        cp_group=groups.cp,
+        non_loss_data=collect_non_loss_data,
     )
-    actions = no_pipelining_schedule(num_microbatches)
-    if not forward_only:
-        return runner.run(actions)
-    with torch.no_grad():
-        return runner.run(without_backward(actions))
+    with torch.no_grad() if forward_only else nullcontext():
+        return runner.run(programs[communicator.stage])
 
 
-def _only(item: Any) -> Any:
-    """Scripts may pass lists with one entry a model chunk; without pipelining there is one."""
-    if not isinstance(item, list):
-        return item
-    if len(item) != 1:
-        raise ValueError(f"{len(item)} model chunks were given: without pipeline parallelism there is exactly 1")
-    return item[0]
+def check_rest(rest: dict[str, Any], *, seq_length: int | None) -> None:
+    """Raises ValueError for keywords that would have a meaning here but have none, TypeError for unknown ones.
+
+    decoder_seq_length must be seq_length: models are decoders alone. first_val_step says when weights in eight bits
+    are converted, of which there are none. adjust_tensor_shapes_fn and p2p_communicator must be None.
+    """
+    known = {"decoder_seq_length", "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator"}
+    unknown = sorted(rest.keys() - known)
+    if unknown:
+        raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}")
+    for name in ("adjust_tensor_shapes_fn", "p2p_communicator"):
+        if rest.get(name) is not None:
+            raise ValueError(f"{name} is given: stages exchange one shape in one way, must be None")
+    if rest.get("decoder_seq_length") not in (None, seq_length):
+        raise ValueError(
+            f"decoder_seq_length is {rest['decoder_seq_length']}: there is no encoder, must be seq_length "
+            f"({seq_length})"
+        )
+
+
+def _one_a_chunk(iterators: Any, chunks: list[nn.Module]) -> list[Any]:
+    if not isinstance(iterators, list):
+        iterators = [iterators]
+    if len(iterators) != len(chunks):
+        raise ValueError(
+            f"data_iterator has {len(iterators)} iterators for {len(chunks)} model chunks: must be a list with one for "
+            "each"
+        )
+    return iterators

@@ -12,10 +12,10 @@ from megatron.core.config_field import config_field, validate_fields
 from megatron.core.model_parallel_config import (
     InitMethod,
     ModelParallelConfig,
-    validate_callables,
     validate_precision,
 )
 from megatron.core.parallel_layout_config import check_multiple, validate_parallel_layout
+from megatron.core.pipeline_split import validate_pipeline_split
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import (
@@ -72,7 +72,6 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, Recompu
     def __post_init__(self) -> None:
         validate_fields(self)
         validate_precision(self)
-        validate_callables(self)
         if isinstance(self.moe_layer_freq, str):
             self.moe_layer_freq = parse_layer_pattern(self.moe_layer_freq, field="moe_layer_freq")
         if isinstance(self.window_attn_skip_freq, str):
@@ -143,11 +142,7 @@ def validate_layout_of_layers(config: TransformerConfig) -> None:
     cut += ["moe_shared_expert_intermediate_size"] if config.moe_shared_expert_intermediate_size is not None else []
     for name in cut:
         check_multiple(name, vars(config)[name], of="tensor_model_parallel_size", size=tensor_size)
-    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    named = "pipeline_model_parallel_size" + (
-        " x virtual stages" if config.virtual_pipeline_model_parallel_size else ""
-    )
-    check_multiple("num_layers", config.num_layers, of=named, size=chunks)
+    validate_pipeline_split(config, num_layers=config.num_layers)
     validate_layout_of_experts(config)
     validate_parallel_layout(config, has_experts=config.num_moe_experts is not None)
 

@@ -6,6 +6,7 @@ What layers must fulfil is checked by TransformerConfig.
 import argparse
 
 from megatron.core.parallel_layout_config import check_multiple
+from megatron.core.pipeline_split import num_parts_in_layout
 from megatron.core.rank_generator import DEFAULT_ORDER, rank_grids
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
@@ -47,15 +48,29 @@ def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def derive_virtual_stages(args: argparse.Namespace) -> None:
-    """Sets the virtual pipeline size, None where a stage is one piece, from either flag for it."""
+    """Sets the virtual pipeline size, None where a stage is one piece, from any of the flags for it."""
     layers, pieces = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
-    stages = args.pipeline_model_parallel_size
+    stages, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
     args.virtual_pipeline_model_parallel_size = None
     if layers is not None and pieces is not None:
         raise CommandLineError(
             f"--num-layers-per-virtual-pipeline-stage is {layers} and --num-virtual-stages-per-pipeline-rank is "
             f"{pieces}: give one of them"
         )
+    if layout is not None:
+        if layers is not None or pieces is not None:
+            flag = (
+                "--num-layers-per-virtual-pipeline-stage"
+                if pieces is None
+                else "--num-virtual-stages-per-pipeline-rank"
+            )
+            raise CommandLineError(f"--pipeline-model-parallel-layout says what every virtual stage holds: drop {flag}")
+        with flags_named_in_errors():
+            parts = num_parts_in_layout(layout)
+            check_multiple(
+                "pipeline_model_parallel_layout's stages", parts, of="pipeline_model_parallel_size", size=stages
+            )
+        pieces = parts // stages
     if layers is not None:
         if args.num_layers % (stages * layers):
             raise CommandLineError(

@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.runner import ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import (
     Action,
@@ -59,18 +60,30 @@ def test_impossible_orders_are_refused(kinds: str) -> None:
 
 def test_an_impossible_schedule_is_refused_before_anything_runs() -> None:
     model, data = Linear(), batches()
-    arguments: dict[str, Any] = {"forward_step": forward_step, "data_iterator": iter(data), "num_microbatches": 3}
-    runner = ScheduleRunner(model=model, config=model.config, **arguments)
+    arguments: dict[str, Any] = {"forward_step": forward_step, "data_iterators": [iter(data)], "num_microbatches": 3}
+    communicator = P2PCommunicator(None, model.config)
+    runner = ScheduleRunner(model=[model], config=model.config, communicator=communicator, **arguments)
     with pytest.raises(ValueError, match="schedule runs F0.0 twice"):
         runner.run([*no_pipelining_schedule(1), Action(ActionKind.FORWARD, 0, 0)])
     assert runner.reports == [] and model.weight.grad is None
 
 
-def test_a_callable_that_nothing_would_call_is_refused() -> None:
-    model = Linear()
-    model.config.grad_sync_func = print
-    with pytest.raises(ValueError, match="grad_sync_func is .*: not available yet, must be None"):
-        run(model, batches())
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decoder_seq_length": 3, "seq_length": 4}, "decoder_seq_length is 3"),
+        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn is given"),
+        ({"collect_non_loss_data": True}, "collect_non_loss_data is True"),
+        ({"data_iterator": [None, None]}, "data_iterator has 2 iterators for 1 model chunks"),
+        ({"model": [Linear(), Linear()], "data_iterator": [None, None]}, "2 model chunks were given"),
+    ],
+)
+def test_keywords_that_nothing_would_honour_are_refused(options: dict[str, Any], message: str) -> None:
+    arguments = {"forward_step_func": forward_step, "model": Linear(), "data_iterator": None, "num_microbatches": 1}
+    with pytest.raises(ValueError, match=message):
+        get_forward_backward_func()(**{**arguments, "first_val_step": True, **options})
+    with pytest.raises(TypeError, match="unexpected keyword arguments: modle"):
+        get_forward_backward_func()(**arguments, modle=None)
 
 
 def test_gradients_are_the_mean_over_microbatches_of_token_means() -> None:
@@ -117,6 +130,15 @@ def test_reduction_is_deferred_until_the_last_backward() -> None:
     model.weight.register_post_accumulate_grad_hook(lambda _: events.append("backward"))
     run(model, batches())
     assert events == ["defer", *["forward", "backward"] * 2, "forward", "allow", "backward"]
+    events.clear()
+    model.config.no_sync_func = [no_sync]
+    model.config.grad_sync_func = lambda parameters: events.append(f"reduce {len(list(parameters))}")
+    model.config.param_sync_func = [lambda parameters: events.append("gather")]
+    run(model, batches())
+    assert events == ["defer", "gather", *["forward", "backward"] * 3, "allow", "reduce 1"]
+    model.config.param_sync_func = [print, print]
+    with pytest.raises(ValueError, match="param_sync_func has 2 callables for 1 model chunks"):
+        run(model, batches())
 
 
 def test_evaluation_makes_no_gradients() -> None:

@@ -1,0 +1,120 @@
+"""P2PCommunicator: moves activations and gradients between the stages of a pipeline, in batches.
+
+When which transfer is posted is decided in transfers.py; shapes are agreed once, not sent along.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.transfers import Direction, Transfer
+from megatron.core.pipeline_parallel.validation import MAX_BATCHES
+from megatron.core.process_groups_config import group_rank, group_size
+
+
+class P2PCommunicator:
+    """One step's transfers of one stage.
+
+    Sent tensors are kept until their batch is done: at most MAX_BATCHES batches are in flight.
+    """
+
+    def __init__(self, pp_group: dist.ProcessGroup | None, config: ModelParallelConfig) -> None:
+        self.pp_group = pp_group
+        self.config = config
+        self.stage, self.num_stages = group_rank(pp_group), group_size(pp_group)
+        self._shape: tuple[int, ...] = ()
+        self._batches: deque[_Batch] = deque()
+        self._received: dict[Transfer, tuple[_Batch, Tensor]] = {}
+
+    def agree_on_shape(self, shape: tuple[int, ...]) -> None:
+        """Sets the shape of all tensors that stages exchange. Collective over the stages, once for each shape.
+
+        Raises ValueError on all of them where they differ.
+        """
+        if self.num_stages > 1:
+            _check_same_everywhere(self.pp_group, (shape, str(self.config.params_dtype)))
+        self._shape = shape
+
+    @record_function("P2PCommunicator.post")
+    def post(self, transfers: Sequence[Transfer], outputs: dict[Transfer, Tensor], *, device: torch.device) -> None:
+        """Starts the transfers together. outputs: of those that send: [*agreed shape], dtype params_dtype.
+
+        Raises ValueError where an output has another shape or dtype.
+        """
+        while len(self._batches) >= MAX_BATCHES:
+            self._batches.popleft().wait()
+        tensors = []
+        for transfer in transfers:
+            if transfer.direction is Direction.SEND:
+                tensors.append(self._checked(outputs[transfer], transfer))
+            else:
+                tensors.append(torch.empty(self._shape, dtype=self.config.params_dtype, device=device))
+        batch = _Batch(
+            [
+                dist.P2POp(
+                    dist.isend if transfer.direction is Direction.SEND else dist.irecv,
+                    tensor,
+                    group=self.pp_group,
+                    group_peer=transfer.peer,
+                )
+                for transfer, tensor in zip(transfers, tensors, strict=True)
+            ]
+        )
+        self._batches.append(batch)
+        for transfer, tensor in zip(transfers, tensors, strict=True):
+            if transfer.direction is Direction.RECEIVE:
+                self._received[transfer] = (batch, tensor)
+
+    @record_function("P2PCommunicator.receive")
+    def receive(self, transfer: Transfer) -> Tensor:
+        """What a posted transfer brings: [*agreed shape], dtype params_dtype; waits for it."""
+        batch, tensor = self._received.pop(transfer)
+        batch.wait()
+        return tensor
+
+    def finish(self) -> None:
+        """Waits for everything that was posted."""
+        while self._batches:
+            self._batches.popleft().wait()
+
+    def _checked(self, output: Tensor, transfer: Transfer) -> Tensor:
+        if tuple(output.shape) != self._shape or output.dtype != self.config.params_dtype:
+            raise ValueError(
+                f"pipeline stage {self.stage} would {transfer}: {output.dtype} of shape {list(output.shape)}, but "
+                f"stages exchange {self.config.params_dtype} of shape {list(self._shape)} (sequence, micro-batch, "
+                "hidden): check seq_length and micro_batch_size, and that the model returns its hidden states"
+            )
+        return output.contiguous()
+
+
+class _Batch:
+    """Transfers started together."""
+
+    def __init__(self, operations: list[dist.P2POp]) -> None:
+        # Kept: a back end may read a tensor until its work is done.
+        self._operations = operations
+        self._works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> None:
+        """Until all of them are done; nothing happens the second time."""
+        for work in self._works:
+            work.wait()
+        self._works, self._operations = [], []
+
+
+@lru_cache(maxsize=8)
+def _check_same_everywhere(group: dist.ProcessGroup, value: tuple[tuple[int, ...], str]) -> None:
+    """Collective, the first time. It also makes NCCL's communicator, which a batch between two stages could not."""
+    everyone: list[tuple[tuple[int, ...], str] | None] = [None] * group_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    if any(other != value for other in everyone):
+        raise ValueError(
+            f"pipeline stages would exchange different tensors: {', '.join(map(str, everyone))} (shape and dtype by "
+            "stage): seq_length, micro_batch_size and hidden_size must be the same on all of them"
+        )

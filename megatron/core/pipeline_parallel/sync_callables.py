@@ -1,0 +1,72 @@
+"""When the callables of a model's configuration run that reduce gradients and gather parameters, chunk by chunk."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+
+
+class SyncCallables:
+    """Calls no_sync_func, grad_sync_func and param_sync_func of one step.
+
+    no_sync_func is entered for each chunk before the first pass and left before the chunk's last backward, whose
+    gradients complete the sums; where grad_sync_func is given, after it, and grad_sync_func(parameters) follows.
+    param_sync_func(parameters) is called for the first two chunks before the first pass, and for each other chunk
+    before the first forward of the chunk before it. Raises ValueError unless each is None, one callable for one
+    chunk, or a list with one a chunk.
+    """
+
+    def __init__(self, config: ModelParallelConfig, model: Sequence[nn.Module], *, actions: Sequence[Action]) -> None:
+        self._model = model
+        self._no_sync = _per_chunk("no_sync_func", config.no_sync_func, num_chunks=len(model))
+        self._grad_sync = _per_chunk("grad_sync_func", config.grad_sync_func, num_chunks=len(model))
+        self._param_sync = _per_chunk("param_sync_func", config.param_sync_func, num_chunks=len(model))
+        self._first_forward = {a.chunk: a for a in reversed(actions) if a.kind is ActionKind.FORWARD}
+        self._last_backward = {a.chunk: a for a in actions if a.kind is ActionKind.BACKWARD}
+        self._deferred = [ExitStack() for _ in model]
+
+    def begin(self) -> None:
+        """Before the first pass."""
+        if self._no_sync and self._last_backward:
+            for deferred, no_sync in zip(self._deferred, self._no_sync):
+                deferred.enter_context(no_sync())
+        for chunk in range(min(2, len(self._model))):
+            self._gather(chunk)
+
+    def before(self, action: Action) -> None:
+        """Before each pass."""
+        if action.chunk > 0 and action == self._first_forward.get(action.chunk):
+            self._gather(action.chunk + 1)
+        if not self._grad_sync and action == self._last_backward.get(action.chunk):
+            self._deferred[action.chunk].close()
+
+    def after(self, action: Action) -> None:
+        """After each pass."""
+        if self._grad_sync and action == self._last_backward.get(action.chunk):
+            self._deferred[action.chunk].close()
+            self._grad_sync[action.chunk](self._model[action.chunk].parameters())
+
+    def end(self) -> None:
+        """After the last pass, or an error: nothing stays deferred."""
+        for deferred in self._deferred:
+            deferred.close()
+
+    def _gather(self, chunk: int) -> None:
+        if self._param_sync and chunk < len(self._model):
+            self._param_sync[chunk](self._model[chunk].parameters())
+
+
+def _per_chunk(name: str, given: Any, *, num_chunks: int) -> list[Callable[..., Any]]:
+    """One callable a chunk; none at all for None."""
+    if given is None:
+        return []
+    functions = list(given) if isinstance(given, (list, tuple)) else [given]
+    if len(functions) != num_chunks:
+        raise ValueError(
+            f"{name} has {len(functions)} callables for {num_chunks} model chunks: must be a list with one for each"
+        )
+    return functions

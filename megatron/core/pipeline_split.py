@@ -1,0 +1,142 @@
+"""Which layers each pipeline stage holds: from settings to a number of layers a part, pure.
+
+Part c * stages + s is chunk c of stage s: parts in this order are the model. Building them is the block's work.
+"""
+
+import re
+from itertools import accumulate
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+
+_GROUP = re.compile(r"\(([^()]*)\)\*(\d+)|([A-Za-z|])\*(\d+)|\(([^()]*)\)(?!\*)")
+
+
+def layers_per_part(config: ModelParallelConfig, *, num_layers: int) -> list[int]:
+    """Number of layers of each part, [stages x chunks]. Raises ValueError where settings do not come to num_layers."""
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+    accounted = config.account_for_embedding_in_pipeline_split or config.account_for_loss_in_pipeline_split
+    if config.pipeline_model_parallel_layout is not None:
+        if first or last or accounted:
+            raise ValueError(
+                f"pipeline_model_parallel_layout is {config.pipeline_model_parallel_layout!r}: it says what every "
+                "stage holds, drop the other settings of the split"
+            )
+        return _from_layout(config.pipeline_model_parallel_layout, stages * chunks, num_layers=num_layers)
+    if first or last:
+        if accounted:
+            raise ValueError(
+                "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage already say what the ends of "
+                "the pipeline hold: drop account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split"
+            )
+        return _with_given_ends(config, num_layers=num_layers)
+    return _evenly(config, num_layers=num_layers)
+
+
+def validate_pipeline_split(config: ModelParallelConfig, *, num_layers: int) -> None:
+    """Raises ValueError where the layers cannot be cut into stages, or groups of microbatches are too small."""
+    layers_per_part(config, num_layers=num_layers)
+    group_size, stages = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
+    if group_size is not None and group_size < stages:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage is {group_size}: must be at least pipeline_model_parallel_size "
+            f"({stages})"
+        )
+
+
+def layer_offset(counts: list[int], part: int) -> int:
+    """Layers before the part's first."""
+    return [0, *accumulate(counts)][part]
+
+
+def num_parts_in_layout(layout: str) -> int:
+    """Stages x chunks that a layout string describes. Raises ValueError where it is not one."""
+    return len(_parts_of_layout(layout))
+
+
+def _evenly(config: ModelParallelConfig, *, num_layers: int) -> list[int]:
+    parts = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    embedding, loss = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
+    counted = num_layers + embedding + loss
+    if counted % parts:
+        also = "".join(
+            f" + 1 ({name})"
+            for name, counts in (
+                ("account_for_embedding_in_pipeline_split", embedding),
+                ("account_for_loss_in_pipeline_split", loss),
+            )
+            if counts
+        )
+        raise ValueError(
+            f"num_layers is {num_layers}{also}: must be a multiple of pipeline_model_parallel_size"
+            f"{' x virtual stages' if config.virtual_pipeline_model_parallel_size else ''} ({parts}), or give "
+            "pipeline_model_parallel_layout"
+        )
+    counts = [counted // parts] * parts
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return counts
+
+
+def _with_given_ends(config: ModelParallelConfig, *, num_layers: int) -> list[int]:
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    given = {0: config.num_layers_in_first_pipeline_stage, stages - 1: config.num_layers_in_last_pipeline_stage}
+    if stages == 1:
+        raise ValueError(
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need "
+            "pipeline_model_parallel_size of at least 2"
+        )
+    known = {stage: count for stage, count in given.items() if count is not None}
+    rest, others = num_layers - sum(known.values()), stages - len(known)
+    if rest < 0 or (rest if others == 0 else rest % others):
+        raise ValueError(
+            f"num_layers is {num_layers}: with {', '.join(f'{n} in stage {s}' for s, n in known.items())} "
+            f"(num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage) {rest} are left for {others} "
+            "stages: must be a multiple"
+        )
+    per_stage = [known.get(stage, rest // max(1, others)) for stage in range(stages)]
+    uneven = [count for count in per_stage if count % chunks]
+    if uneven:
+        raise ValueError(f"a stage has {uneven[0]} layers: must be a multiple of its virtual stages ({chunks})")
+    return [count // chunks for _ in range(chunks) for count in per_stage]
+
+
+def _from_layout(layout: str, num_parts: int, *, num_layers: int) -> list[int]:
+    parts = _parts_of_layout(layout)
+    if len(parts) != num_parts:
+        raise ValueError(
+            f"pipeline_model_parallel_layout is {layout!r} with {len(parts)} stages: must have "
+            f"pipeline_model_parallel_size x virtual stages ({num_parts})"
+        )
+    counts = [part.count("t") for part in parts]
+    if sum(counts) != num_layers:
+        raise ValueError(
+            f"pipeline_model_parallel_layout is {layout!r} with {sum(counts)} layers (t): must be num_layers "
+            f"({num_layers})"
+        )
+    return counts
+
+
+def _parts_of_layout(layout: str) -> list[str]:
+    """One string of letters a part: "Et*2|tL" -> ["Ett", "tL"]."""
+    text = layout.replace(",", "").replace(" ", "")
+    while (match := _GROUP.search(text)) is not None:
+        group, times, letter, letter_times, alone = match.groups()
+        body = alone if alone is not None else group if group is not None else letter
+        count = int(times or letter_times or 1)
+        if len(text) + len(body) * count > 100_000:
+            raise ValueError(f"pipeline_model_parallel_layout is {layout!r}: repeats too much")
+        text = text[: match.start()] + body * count + text[match.end() :]
+    # A repeated "tt|" ends in a separator that another may follow: "(tt|)*2|L" would have an empty stage.
+    parts = text.split("|")
+    unknown = sorted(set(text) - set("EtL|"))
+    where = f"pipeline_model_parallel_layout is {layout!r}"
+    if "m" in unknown:
+        raise ValueError(f"{where}: multi-token prediction (m) is not available")
+    if unknown:
+        raise ValueError(f"{where}: {unknown[0]!r} means nothing, must be of E, t, L, |, *N and (...)")
+    if not re.fullmatch(r"E[t|]*L", text):
+        raise ValueError(f"{where}: must begin with the embedding (E) and end with the loss (L), each once")
+    if "" in parts:
+        raise ValueError(f"{where}: stage {parts.index('')} (from 0) is empty")
+    return parts

@@ -1,0 +1,110 @@
+"""Stages in processes of their own compute what one process does, for any number of microbatches."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from tests.harness import run_on_ranks
+
+SEQ, BATCH, HIDDEN = 3, 2, 4
+
+
+class Part(nn.Linear):
+    """Part of a model of linear layers; all but the first get their input through set_input_tensor."""
+
+    def __init__(self, number: int, **options: Any) -> None:
+        super().__init__(HIDDEN, HIDDEN, dtype=torch.float64)
+        torch.manual_seed(number)
+        nn.init.normal_(self.weight)
+        nn.init.normal_(self.bias)
+        self.config = ModelParallelConfig(params_dtype=torch.float64, **options)
+        self.config.hidden_size = HIDDEN  # type: ignore[attr-defined]
+        self.given: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensor: torch.Tensor) -> None:
+        self.given = tensor
+
+    def forward(self, data: torch.Tensor | None) -> torch.Tensor:
+        given = data if self.given is None else self.given
+        self.given = None
+        return torch.tanh(super().forward(given))
+
+
+def forward_step(iterator: Any, part: nn.Module) -> Any:
+    output = part(None if iterator is None else next(iterator))
+    return output, lambda out: (out.square().sum(), {"loss": out.detach().square().sum()})
+
+
+def microbatches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.float64, generator=generator) for _ in range(count)]
+
+
+def run_stage(chunks: int, counts: list[int], overlap: bool) -> list[Any]:
+    stage, stages = dist.get_rank(), dist.get_world_size()
+    found = []
+    for count in counts:
+        model = [Part(chunk * stages + stage, overlap_p2p_comm=overlap) for chunk in range(chunks)]
+        ended: list[int] = []
+        model[0].config.finalize_model_grads_func = lambda parts, _, ended=ended: ended.append(len(parts))
+        first = iter(microbatches(count)) if stage == 0 else None
+        arguments: dict[str, Any] = {
+            "forward_step_func": forward_step,
+            "data_iterator": [first, *[None] * (chunks - 1)],
+            "model": model,
+            "num_microbatches": count,
+            "seq_length": SEQ,
+            "micro_batch_size": BATCH,
+            "pg_collection": ProcessGroupCollection(pp=dist.group.WORLD),
+        }
+        reports = get_forward_backward_func(stages, chunks)(**arguments)
+        assert ended == [chunks]
+        arguments["data_iterator"][0] = iter(microbatches(count)) if stage == 0 else None
+        evaluated = get_forward_backward_func(stages, chunks)(**arguments, forward_only=True)
+        assert [r["loss"].item() for r in evaluated] == [r["loss"].item() for r in reports]
+        grads = [part.weight.grad for part in model]
+        found.append(([report["loss"].item() for report in reports], grads))
+    return found
+
+
+@pytest.mark.parametrize(("stages", "chunks", "overlap"), [(2, 1, True), (3, 2, False), (3, 2, True)])
+def test_stages_give_the_gradients_of_one_process(stages: int, chunks: int, overlap: bool) -> None:
+    counts = [1, 2, 5]
+    ranks = run_on_ranks(run_stage, stages, chunks, counts, overlap)
+    for index, count in enumerate(counts):
+        model = [Part(number) for number in range(stages * chunks)]
+        losses = []
+        for data in microbatches(count):
+            for part in model:
+                data = part(data)
+            (data.square().sum() / count).backward()
+            losses.append(data.square().sum().item())
+        assert ranks[-1][index][0] == pytest.approx(losses, rel=1e-12) and ranks[0][index][0] == []
+        for stage, rank in enumerate(ranks):
+            for chunk, gradient in enumerate(rank[index][1]):
+                expected = model[chunk * stages + stage].weight.grad
+                torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+def different_shapes() -> None:
+    part = Part(dist.get_rank())
+    get_forward_backward_func(2)(
+        forward_step_func=forward_step,
+        data_iterator=None,
+        model=part,
+        num_microbatches=1,
+        seq_length=SEQ + dist.get_rank(),
+        micro_batch_size=BATCH,
+        pg_collection=ProcessGroupCollection(pp=dist.group.WORLD),
+    )
+
+
+def test_stages_that_would_exchange_different_shapes_all_say_so() -> None:
+    with pytest.raises(ValueError, match="stages would exchange different tensors"):
+        run_on_ranks(different_shapes, 2)
