@@ -7,8 +7,6 @@ from megatron.core.config_field import config_field, validate_fields
 
 # Fields that must keep their default until all layers honour another value, and until layers with experts do.
 NOT_YET = (
-    "tensor_model_parallel_size",
-    "sequence_parallel",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",

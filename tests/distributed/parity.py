@@ -1,0 +1,183 @@
+"""Runs of the training program in fp64 under any layout, with gradients put together by logical name for comparison.
+
+A layout's run and the run of one process see the same token groups when their global and micro-batch sizes are equal.
+Holds no tests.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pretrain_gpt
+from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
+from megatron.training import get_args
+from megatron.training.callbacks import StepReport
+from megatron.training.run import TrainingRun
+from megatron.training.training import train_step
+from tests.distributed.tiny_runs import Batch, started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+STEPS = 5
+TOLERANCE = 1e-10  # of a tensor's norm, in fp64
+NEGLIGIBLE = 1e-6  # share of the whole gradient's norm below which a tensor's error is not looked at
+
+# Enough of everything that splits: 8 heads, 4 groups, a padded vocabulary whose last rows nobody has.
+FLAGS: Flags = {
+    "num-attention-heads": 8,
+    "init-method-std": 0.1,
+    "seq-length": 16,
+    "global-batch-size": 8,
+    "micro-batch-size": 2,
+    "make-vocab-size-divisible-by": 16,
+    "vocab-size": 101,
+    "train-iters": STEPS,
+    "lr": 0.1,
+    "lr-warmup-iters": 0,
+    "lr-decay-style": "linear",
+    "optimizer": "sgd",
+    "weight-decay": 0.1,
+    "clip-grad": 0,
+}
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a logical tensor that a rank holds."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass
+class RankRun:
+    """What one rank saw. grads: by step, the boxes of its gradients before clipping. final: those of its weights."""
+
+    reports: list[StepReport]
+    grads: list[list[Box]]
+    final: list[Box]
+
+
+@dataclass
+class WholeRun:
+    """A run's losses, gradient norms, and gradients and final weights by logical name."""
+
+    losses: list[dict[str, float]]
+    norms: list[float]
+    grads: list[dict[str, Tensor]]
+    final: dict[str, Tensor]
+
+
+def run_layout(base: str, ranks: int, flags: Flags) -> WholeRun:
+    """Trains the model of a base of bases.yaml with `flags` (the layout's among them) on that many processes."""
+    argv = command_line({**read_bases()[base], **FLAGS, **flags})
+    runs: list[RankRun] = run_on_ranks(_train, ranks, argv)
+    return WholeRun(
+        [report.losses for report in runs[-1].reports],
+        [report.grad_norm for report in runs[0].reports],
+        [put_together([box for run in runs for box in run.grads[step]]) for step in range(STEPS)],
+        put_together([box for run in runs for box in run.final]),
+    )
+
+
+def assert_same_run(run: WholeRun, reference: WholeRun) -> None:
+    """Losses, gradient norms, every gradient of every step and the final weights, within the tolerance of fp64."""
+    for step in range(STEPS):
+        assert run.losses[step].keys() == reference.losses[step].keys()
+        for name, loss in reference.losses[step].items():
+            # A mean of fp64 numbers.
+            assert abs(run.losses[step][name] - loss) <= TOLERANCE * abs(loss), f"{name} of step {step}"
+        # Rounded to fp32.
+        assert abs(run.norms[step] - reference.norms[step]) <= 1.2e-7 * reference.norms[step], f"step {step}"
+        errors = relative_errors(run.grads[step], reference.grads[step])
+        wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+        assert not wrong, f"gradients of step {step}: {wrong}"
+    assert max(relative_errors(run.final, reference.final).values()) <= TOLERANCE
+
+
+def relative_errors(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    """Each tensor's error by its reference's norm; tensors that are next to nothing are left out."""
+    assert tensors.keys() == reference.keys(), tensors.keys() ^ reference.keys()
+    norms = {name: torch.linalg.vector_norm(value).item() for name, value in reference.items()}
+    whole = torch.linalg.vector_norm(torch.tensor(list(norms.values()))).item()
+    return {
+        name: torch.linalg.vector_norm(tensors[name] - reference[name]).item() / norm
+        for name, norm in norms.items()
+        if norm > NEGLIGIBLE * whole
+    }
+
+
+def put_together(boxes: Sequence[Box]) -> dict[str, Tensor]:
+    """Whole tensors by key; boxes that several ranks hold must be the same on all of them."""
+    whole: dict[str, Tensor] = {}
+    for box in boxes:
+        place = tuple(slice(start, start + size) for start, size in zip(box.offset, box.values.shape))
+        target = whole.setdefault(box.key, torch.full(box.shape, torch.nan, dtype=box.values.dtype))[place]
+        known = ~target.isnan()
+        torch.testing.assert_close(target[known], box.values[known], rtol=1e-12, atol=1e-14, msg=box.key)
+        target.copy_(box.values)
+    missing = [key for key, value in whole.items() if value.isnan().any()]
+    assert not missing, f"no rank has all of {missing}"
+    return whole
+
+
+# In a rank's process.
+
+
+def _train(argv: Sequence[str]) -> RankRun:
+    with started_run(argv, forward_step=fp64_forward_step, model_provider=fp64_model) as run:
+        grads: list[list[Box]] = []
+        _record_gradients(run, grads)
+        reports = [train_step(run)[0] for _ in range(STEPS)]
+        return RankRun(reports, grads, boxes_of_weights(run))
+
+
+def boxes_of_weights(run: TrainingRun) -> list[Box]:
+    """This rank's parameters as they are now."""
+    return _boxes(run, {name: param.detach() for chunk in run.model for name, param in chunk.named_parameters()})
+
+
+def fp64_model(pre_process: bool = True, post_process: bool = True, **options: Any) -> nn.Module:
+    """The model of the flags in fp64, for which there is no flag."""
+    get_args().params_dtype = torch.float64
+    return pretrain_gpt.model_provider(pre_process, post_process, **options)
+
+
+def fp64_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Any]:
+    """pretrain_gpt's, but for the loss, which stays in fp64."""
+    losses, loss_func = pretrain_gpt.forward_step(data_iterator, model)
+    mask = loss_func.args[0]
+
+    def in_fp64(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total, count = (output.view(-1) * mask.view(-1)).sum(), mask.sum()
+        return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
+
+    return losses, in_fp64
+
+
+def _record_gradients(run: TrainingRun, grads: list[list[Box]]) -> None:
+    """Writes them down between their reduction and the optimizer's step."""
+    optimizer = run.optimizer
+    assert optimizer is not None
+    step = optimizer.step
+
+    def recorded_step() -> Any:
+        named = {name: grad for chunk in run.model for name, grad in chunk.named_main_grads()}  # type: ignore[operator]
+        grads.append(_boxes(run, named))
+        return step()
+
+    vars(optimizer)["step"] = recorded_step
+
+
+def _boxes(run: TrainingRun, named: dict[str, Tensor]) -> list[Box]:
+    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
+    return [
+        Box(piece.key, piece.global_shape, piece.global_offset, piece.view_of(tensor).clone())
+        for name, tensor in named.items()
+        for piece in pieces[canonical_name(name)]
+    ]

@@ -1,0 +1,90 @@
+"""Weights and optimizer state do not know how many tensor-parallel ranks held them; resumed runs go on bit for bit."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.logical import model_logical_pieces
+from megatron.training.run import TrainingRun
+from megatron.training.training import train_step
+from tests.distributed.parity import Box, boxes_of_weights, put_together
+from tests.distributed.tiny_runs import comparable, started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+# Of four ranks, two hold vocabulary padding alone.
+FLAGS: Flags = {"vocab-size": 60, "padded-vocab-size": 128, "make-vocab-size-divisible-by": 1, "bf16": True}
+STEPS = 3
+
+
+@pytest.mark.parametrize("base", ["dense", "llama"])
+def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, tmp_path: Path) -> None:
+    flags: Flags = {**FLAGS, "num-attention-heads": 8, "num-query-groups": 4}
+    if base == "dense":
+        del flags["num-query-groups"]
+    states = []
+    # Written by two ranks, read and written by one, read and written by four, read by two.
+    for step, size in enumerate((2, 1, 4, 2)):
+        argv = _argv(base, flags, size, load=tmp_path / f"{step - 1}" if step else None)
+        states.append(_merged(run_on_ranks(_state_of, size, [*argv, "--save", str(tmp_path / f"{step}")], step == 0)))
+    trained, initial = states[0][1], states[0][0]
+    for _, state in states[1:]:
+        assert state.keys() == trained.keys()
+        assert [name for name in state if not torch.equal(state[name], trained[name])] == []
+    assert not torch.equal(initial["decoder.final_layernorm.weight"], trained["decoder.final_layernorm.weight"])
+    # Fresh weights, from the seed alone.
+    for before, _ in states[1:]:
+        assert [name for name in initial if not torch.equal(before[name], initial[name])] == []
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_run_with_dropout_resumes_bit_for_bit(sequence: bool, tmp_path: Path) -> None:
+    flags: Flags = {"hidden-dropout": 0.2, "attention-dropout": 0.2, "sequence-parallel": sequence}
+    argv = [*_argv("dense", flags, 2), "--save", str(tmp_path)]
+    for whole, again in run_on_ranks(_stop_and_resume, 2, argv):
+        assert whole == again
+
+
+def _argv(base: str, flags: Flags, size: int, *, load: Path | None = None) -> list[str]:
+    layout: Flags = {"tensor-model-parallel-size": size, "load": None if load is None else str(load)}
+    return command_line({**read_bases()[base], **flags, **layout})
+
+
+def _state_of(argv: Sequence[str], train: bool) -> tuple[list[Box], list[Box]]:
+    """Initial weights; weights and optimizer state after the first steps, or as loaded; saves."""
+    at_load = argv.index("--load") if "--load" in argv else len(argv)
+    with started_run([*argv[:at_load], *argv[at_load + 2 :]]) as run:
+        initial = boxes_of_weights(run)
+        if train:
+            for _ in range(STEPS):
+                train_step(run)
+            run.save_checkpoint()
+            return initial, _whole_state(run)
+    with started_run(argv) as run:
+        run.save_checkpoint()
+        return initial, _whole_state(run)
+
+
+def _whole_state(run: TrainingRun) -> list[Box]:
+    assert run.optimizer is not None
+    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
+    tensors = run.optimizer.sharded_state(pieces)
+    return boxes_of_weights(run) + [Box(t.key, t.global_shape, t.global_offset, t.data.clone()) for t in tensors]
+
+
+def _merged(states: list[tuple[list[Box], list[Box]]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    before, after = zip(*states)
+    return put_together([box for own in before for box in own]), put_together([box for own in after for box in own])
+
+
+def _stop_and_resume(argv: Sequence[str]) -> tuple[list[Any], list[Any]]:
+    with started_run(argv) as run:
+        train_step(run)
+        run.save_checkpoint()
+        whole = [comparable(train_step(run)[0]) for _ in range(STEPS - 1)]
+    with started_run([*argv, "--load", argv[-1]]) as run:
+        return whole, [comparable(train_step(run)[0]) for _ in range(STEPS - 1)]

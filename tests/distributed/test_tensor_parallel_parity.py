@@ -1,0 +1,56 @@
+"""Tensor- and sequence-parallel training agrees with one process in fp64: losses, norms, gradients, weights."""
+
+from functools import cache
+
+import pytest
+
+from tests.counts import slow
+from tests.distributed.parity import WholeRun, assert_same_run, run_layout
+from tests.functional_tests.case import Flags
+
+# By what they split besides: biases and tied embeddings; groups of queries, gates and head norms.
+MODELS: dict[str, Flags] = {
+    "dense": {"add-qkv-bias": True},
+    "llama": {"num-query-groups": 4, "qk-layernorm": True, "untie-embeddings-and-output-weights": True},
+}
+# What changes the numbers, and what must not.
+FEATURES: dict[str, tuple[Flags, Flags]] = {
+    "recomputed parts": (
+        {"window-size": "5,0"},
+        {"recompute-granularity": "selective", "recompute-modules": ["core_attn", "layernorm", "mlp"]},
+    ),
+    "recomputed layers": (
+        {"reset-position-ids": True, "reset-attention-mask": True, "calculate-per-token-loss": True},
+        {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 2},
+    ),
+    "offloaded parts": (
+        {},
+        {
+            "fine-grained-activation-offloading": True,
+            "offload-modules": ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"],
+            "min-offloaded-tensor-size": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("base", MODELS)
+@pytest.mark.parametrize(("ranks", "tp", "sequence"), [(2, 2, False), slow(2, 2, True), (4, 4, True), slow(4, 2, True)])
+def test_training_agrees_with_one_process(base: str, ranks: int, tp: int, sequence: bool) -> None:
+    layout: Flags = {"tensor-model-parallel-size": tp, "sequence-parallel": sequence}
+    assert_same_run(run_layout(base, ranks, {**MODELS[base], **layout}), _reference(base))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_memory_saving_changes_nothing_in_split_layers(feature: str, sequence: bool) -> None:
+    numbers, memory = FEATURES[feature]
+    layout: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": sequence}
+    run = run_layout("dense", 2, {**MODELS["dense"], **numbers, **memory, **layout})
+    assert_same_run(run, _reference("dense", feature))
+
+
+@cache
+def _reference(base: str, feature: str | None = None) -> WholeRun:
+    numbers = {} if feature is None else FEATURES[feature][0]
+    return run_layout(base, 1, {**MODELS[base], **numbers})
