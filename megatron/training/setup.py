@@ -22,7 +22,7 @@ from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_optimizer_param_scheduler
 from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
 from megatron.core.parallel_state import get_process_groups
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_size_with_padding
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -164,18 +164,17 @@ def get_model(
     model_type: one value so far. Raises ValueError on every rank if the copies start from different weights.
     """
     chunks = [model_provider(pre_process=True, post_process=True).to(default_device())]
-    return [_wrap_chunk(chunk, args, group=get_process_groups().dp_cp) for chunk in chunks]
+    return [_wrap_chunk(chunk, args, groups=get_process_groups()) for chunk in chunks]
 
 
-def _wrap_chunk(model: nn.Module, args: argparse.Namespace, *, group: dist.ProcessGroup | None) -> PlainDataParallel:
-    check_weights_agree(model, group)
-    if isinstance(model, RecordsAuxLosses):
-        model.aux_losses.data_parallel_group = group
+def _wrap_chunk(model: nn.Module, args: argparse.Namespace, *, groups: ProcessGroupCollection) -> PlainDataParallel:
+    check_weights_agree(model, groups.dp_cp, expert_group=groups.expt_dp)
     if args.fp16 or args.bf16:
         model = Float16Module(get_model_config(model), model)
     return PlainDataParallel(
         model,
-        group=group,
+        group=groups.dp_cp,
+        expert_group=groups.expt_dp,
         deterministic=args.deterministic_mode,
         calculate_per_token_loss=get_model_config(model).calculate_per_token_loss,
         # An overflow under fp16 is the loss scaler's business.

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from megatron.training.evaluation import evaluate_validation
@@ -92,7 +93,7 @@ def _global_config() -> Any:
 def _route_globally(logits: Tensor) -> list[tuple[float, Tensor]]:
     """The loss of each micro-batch [T, E] and its gradient; a second forward, as recomputing makes, changes nothing."""
     router, found = TopKRouter(_global_config()), []
-    router.aux_losses.data_parallel_group = dist.group.WORLD
+    router.aux_losses.groups = ProcessGroupCollection(tp_dp_cp=dist.group.WORLD)
     for microbatch in logits[:, dist.get_rank()]:
         router.routing(microbatch.clone().requires_grad_())
         rows = microbatch.clone().requires_grad_()

@@ -21,7 +21,10 @@ class FinalizesStep(Protocol):
     """A model that changes by itself once a step, as routers with an expert bias do."""
 
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
-        """After gradients are reduced over `group`, before the optimizer; also of steps that the optimizer skips."""
+        """After gradients are reduced, before the optimizer; also of steps that the optimizer skips.
+
+        group: all ranks that see different tokens.
+        """
         ...
 
 
@@ -58,7 +61,8 @@ def finalize_model_grads(
             chunk.scale_gradients(1.0 / total)
         inner = unwrap_model(chunk)
         if isinstance(inner, FinalizesStep):
-            inner.finalize_step(chunk.group)
+            # Routers of tensor-parallel ranks see parts of the sequence each.
+            inner.finalize_step(groups.tp_dp_cp or chunk.group)
 
 
 def _total_tokens(

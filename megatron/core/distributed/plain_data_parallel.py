@@ -26,9 +26,10 @@ class PlainDataParallel(ModelWrapper):
     not reach has a gradient of zero, on one rank or on all; a parameter frozen before wrapping has none.
     `param.grad` is None between steps: read gradients through `named_main_grads`.
 
-    group: data-parallel ranks; None for this rank alone. deterministic: sum in rank order. calculate_per_token_loss:
-    ranks are summed instead of averaged, for finalize_model_grads to divide by their tokens. check_for_nan_in_grad:
-    look at this rank's gradients before reduction; leave it off for fp16, whose loss scaler expects overflow.
+    group: data-parallel ranks; None for this rank alone. expert_group: those that hold the same experts; a module
+    with expert parameters needs it. deterministic: sum in rank order. calculate_per_token_loss: ranks are summed
+    instead of averaged, for finalize_model_grads to divide by their tokens. check_for_nan_in_grad: look at this rank's
+    gradients before reduction, and tell all ranks; leave it off for fp16, whose loss scaler expects overflow.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class PlainDataParallel(ModelWrapper):
         module: nn.Module,
         *,
         group: dist.ProcessGroup | None,
+        expert_group: dist.ProcessGroup | None = None,
         deterministic: bool = False,
         calculate_per_token_loss: bool = False,
         check_for_nan_in_grad: bool = False,
@@ -44,7 +46,12 @@ class PlainDataParallel(ModelWrapper):
         self.group = group
         self.calculate_per_token_loss = calculate_per_token_loss
         # The mean is taken by scaling while gradients are moved anyway; the sum over ranks then needs no pass after it.
-        self.grad_buffers = _build_buffers(module, scale=1.0 if calculate_per_token_loss else 1.0 / group_size(group))
+        # An expert's gradient has its share of every rank's tokens already, so the number of replicas is that of the
+        # dense layers for both.
+        scale = 1.0 if calculate_per_token_loss else 1.0 / group_size(group)
+        self.expert_group = _expert_group(module, group, expert_group=expert_group)
+        self._reductions = _build_buffers(module, group, expert_group=self.expert_group, scale=scale)
+        self.grad_buffers = [buffer for buffer, _ in self._reductions]
         # Chosen once: what a step does depends on no flag.
         self._reduce = rank_ordered_all_reduce_ if deterministic else all_reduce_
         self._check_for_nan_in_grad = check_for_nan_in_grad
@@ -59,7 +66,7 @@ class PlainDataParallel(ModelWrapper):
             buffer.clear()
 
     def finish_grad_sync(self) -> None:
-        """Reduces the gradients over the group, in place; call after the last microbatch. Collective.
+        """Reduces the gradients over their groups, in place; call after the last microbatch. Collective.
 
         Raises NonFiniteGradientError on all ranks if the check is on and any rank's gradient is NaN or infinite.
         """
@@ -68,9 +75,9 @@ class PlainDataParallel(ModelWrapper):
             buffer.fill_missing()
         # Before the sum, after which every rank has the same NaN and nobody can tell whose it was.
         if self._check_for_nan_in_grad:
-            check_grads(self.named_main_grads(), self.group)
-        for buffer in self.grad_buffers:
-            self._reduce(buffer.storage, self.group)
+            check_grads(self.named_main_grads(), None if self.group is None else dist.group.WORLD)
+        for buffer, group in self._reductions:
+            self._reduce(buffer.storage, group)
 
     def reduce_partial_grads(self, group: dist.ProcessGroup | None) -> None:
         """Sums over the tensor-parallel `group` the gradients of which each rank has a part. Collective.
@@ -98,26 +105,54 @@ class PlainDataParallel(ModelWrapper):
         return (item for buffer in self.grad_buffers for item in buffer.named_grads())
 
     def broadcast_params(self) -> None:
-        """Gives every rank of the group the parameters of its first. Collective."""
-        broadcast_params(self.module, self.group)
+        """Gives every rank of a group the parameters of its first. Collective."""
+        broadcast_params(self.module, self.group, expert_group=self.expert_group)
 
 
-def broadcast_params(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Copies the parameters of the group's first rank to the others, in place. Collective."""
-    if group_size(group) == 1:
-        return
+def broadcast_params(
+    module: nn.Module, group: dist.ProcessGroup | None, *, expert_group: dist.ProcessGroup | None = None
+) -> None:
+    """Copies the parameters of the group's first rank to the others, in place. Collective.
+
+    expert_group: the ranks that hold the same experts; a module with expert parameters needs it.
+    """
+    expert_group = _expert_group(module, group, expert_group=expert_group)
     for param in module.parameters():
-        # One by one: this happens once, and flat copies would need the memory twice.
-        dist.broadcast(param.data, group=group, group_src=0)
+        its_group = expert_group if param_facts(param).is_expert else group
+        if group_size(its_group) > 1:
+            # One by one: this happens once, and flat copies would need the memory twice.
+            dist.broadcast(param.data, group=its_group, group_src=0)
 
 
-def _build_buffers(module: nn.Module, *, scale: float) -> list[GradBuffer]:
-    # One reduction a dtype; nearly always there is one dtype.
-    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+def _expert_group(
+    module: nn.Module, group: dist.ProcessGroup | None, *, expert_group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    # Without it experts would be summed with others, or with none, and nobody would notice.
+    if group is not None and expert_group is None and any(param_facts(p).is_expert for p in module.parameters()):
+        raise ValueError("expert_group is None: the module has expert parameters, so give the ranks that share them")
+    return expert_group
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int] | None:
+    # A group of this rank alone is None, or one of a grid.
+    return None if group_size(group) == 1 or group is None else dist.get_process_group_ranks(group)
+
+
+def _build_buffers(
+    module: nn.Module, group: dist.ProcessGroup | None, *, expert_group: dist.ProcessGroup | None, scale: float
+) -> list[tuple[GradBuffer, dist.ProcessGroup | None]]:
+    """Buffers and the ranks to sum each over; of experts apart where those are other ranks."""
+    apart = _ranks(expert_group) != _ranks(group)
+    # One reduction a dtype and group; nearly always there is one dtype.
+    by_kind: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     # named_parameters gives a parameter that two modules share once.
     for name, param in module.named_parameters():
         if param.requires_grad:
             # fp64 for comparisons with exact references; 16-bit sums lose microbatches.
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-            by_dtype.setdefault(dtype, []).append((canonical_name(name), param))
-    return [GradBuffer(named_params, dtype, scale=scale) for dtype, named_params in by_dtype.items()]
+            is_expert = apart and param_facts(param).is_expert
+            by_kind.setdefault((is_expert, dtype), []).append((canonical_name(name), param))
+    return [
+        (GradBuffer(named_params, dtype, scale=scale), expert_group if is_expert else group)
+        for (is_expert, dtype), named_params in by_kind.items()
+    ]

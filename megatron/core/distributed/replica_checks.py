@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.process_groups_config import group_size
+from megatron.core.tensor_parallel.param_attributes import param_facts
 
 _NAMES_SHOWN = 3
 
@@ -34,19 +36,34 @@ def check_grads(named_grads: Iterable[tuple[str, torch.Tensor]], group: dist.Pro
         _raise_named(_describe_sync(suspects), group)
 
 
-def check_weights_agree(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Raises ValueError on all ranks, naming parameter and ranks, unless all have bit-identical parameters. Collective.
+def check_weights_agree(
+    model: nn.Module, group: dist.ProcessGroup | None, *, expert_group: dist.ProcessGroup | None = None
+) -> None:
+    """Raises ValueError on all ranks, naming parameter and ranks, unless replicas are bit-identical. Collective.
 
-    Costs a checksum of all parameters and an exchange of a number each: for the start of a run.
+    group, expert_group: the ranks that hold the same dense and the same expert parameters. Ranks of a group without a
+    difference raise RemoteRankError. Costs a checksum of all parameters and an exchange of a number each: for the
+    start of a run.
     """
-    # Of bytes: bit-identical is what replicas are, and NaN equals itself.
-    checksums = {canonical_name(name): _crc32_sync(param) for name, param in model.named_parameters()}
+    dense: dict[str, int] = {}
+    experts: dict[str, int] = {}
+    for name, param in model.named_parameters():
+        # Of bytes: bit-identical is what replicas are, and NaN equals itself.
+        (experts if param_facts(param).is_expert else dense)[canonical_name(name)] = _crc32_sync(param)
+    differences = [_first_difference(dense, group), _first_difference(experts, expert_group)]
+    with all_ranks_agree():
+        for difference in differences:
+            if difference is not None:
+                raise ValueError(difference)
+
+
+def _first_difference(checksums: dict[str, int], group: dist.ProcessGroup | None) -> str | None:
     per_rank = _gather(checksums, group)
     if all(other == per_rank[0] for other in per_rank):
-        return
+        return None
     name = next(n for n in [*per_rank[0], *checksums] if any(r.get(n) != per_rank[0].get(n) for r in per_rank))
     ranks = [rank for rank, other in enumerate(per_rank) if other.get(name) != per_rank[0].get(name)]
-    raise ValueError(
+    return (
         f"parameter {name} differs between data-parallel rank 0 and ranks {ranks}: "
         "all replicas must start from the same seed or checkpoint"
     )

@@ -87,7 +87,7 @@ class GPTModel(MegatronModule):
                 cp_group=groups.cp,
                 dtype=torch.promote_types(config.params_dtype, torch.float32),
             )
-        self._share_recorder()
+        self._share_recorder(groups)
         self._initialize()
 
     def forward(
@@ -132,7 +132,10 @@ class GPTModel(MegatronModule):
         return losses.t().contiguous().masked_fill(labels < 0, 0)
 
     def finalize_step(self, group: ProcessGroup | None) -> None:
-        """What the model does once a step, after its gradients are reduced over `group`: the routers' biases move."""
+        """What the model does once a step, after its gradients are reduced: the routers' biases move.
+
+        group: all ranks that see different tokens.
+        """
         self.aux_losses.finalize_step(group)
 
     def shared_embedding_or_output_weight(self) -> Tensor:
@@ -183,10 +186,10 @@ class GPTModel(MegatronModule):
             tp_group=self.tp_group,
         )
 
-    def _share_recorder(self) -> None:
+    def _share_recorder(self, groups: ProcessGroupCollection) -> None:
         """Hands one recorder to every router."""
         device, num_experts = self.embedding.word_embeddings.weight.device, self.config.num_moe_experts or 0
-        self.aux_losses = AuxLossRecorder(self.config.num_layers, device, num_experts=num_experts)
+        self.aux_losses = AuxLossRecorder(self.config.num_layers, device, num_experts=num_experts, groups=groups)
         for number, layer in enumerate(self.decoder.layers, start=1):
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.router.report_to(self.aux_losses, layer_number=number)

@@ -3,6 +3,7 @@
 Which router adds which loss is in router.py and load_balancing.py; the loss scale comes from the training schedule.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.device import default_device
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.recompute import Recorder
 
 LOAD_BALANCING_LOSS = "load_balancing_loss"
@@ -33,7 +34,8 @@ def switch_load_balancing_loss_func(
     """coeff * E * sum over experts of (share of the assignments) * (mean probability).
 
     probs: [T, E], softmax over all experts, fp32 or more; tokens_per_expert: [E], any integer or float dtype.
-    Returns a scalar of the probs' dtype; it is `coeff` when tokens and probabilities are spread evenly.
+    Returns a scalar of the probs' dtype; it is `coeff` when tokens and probabilities are spread evenly. Where ranks
+    share the tokens, each with its own probs, tokens_per_expert and total_num_tokens of all: shares that sum to it.
     """
     factor = num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)
     return (probs.sum(dim=0) * tokens_per_expert).sum() * factor
@@ -64,7 +66,7 @@ class AuxLossRecorder(Recorder, nn.Module):
     """One per model chunk: the factor of auxiliary gradients, and what its routers count in a step, on the device.
 
     Losses are kept until they are taken, tokens per expert until `finalize_step`.
-    data_parallel_group: the ranks that `average_counts` averages over; None for this rank alone.
+    groups: tp_dp_cp are the ranks whose tokens `average_counts` counts, tp_cp those that share a micro-batch.
     """
 
     backward_scale: Tensor
@@ -74,11 +76,20 @@ class AuxLossRecorder(Recorder, nn.Module):
     global_tokens_per_expert: Tensor
     num_microbatches: Tensor
 
-    def __init__(self, num_layers: int, device: torch.device | None = None, *, num_experts: int = 0) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        device: torch.device | None = None,
+        *,
+        num_experts: int = 0,
+        groups: ProcessGroupCollection | None = None,
+    ) -> None:
         super().__init__()
         device = device or default_device()
         self.names = (LOAD_BALANCING_LOSS, SEQ_LOAD_BALANCING_LOSS, GLOBAL_LOAD_BALANCING_LOSS, Z_LOSS)
-        self.data_parallel_group: dist.ProcessGroup | None = None
+        self.groups = groups or ProcessGroupCollection()
+        # Of each layer, one a microbatch, for the second forward of those whose backward is still to come.
+        self._averages: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._bias_updates: dict[int, Callable[[Tensor], None]] = {}
         self._recording = True
         losses = torch.zeros(len(self.names), num_layers, dtype=torch.float32, device=device)
@@ -132,15 +143,19 @@ class AuxLossRecorder(Recorder, nn.Module):
             self.tokens_per_expert[layer_number - 1] += tokens_per_expert
 
     def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int) -> Tensor:
-        """The mean of `tokens_per_expert`, [E], int64, over the ranks and the step's microbatches so far. Collective.
+        """The mean of `tokens_per_expert`, [E], int64, over the micro-batches of all ranks so far. Collective.
 
-        Returns [E], fp64. layer_number: from 1.
+        Returns [E], fp64; when a layer runs again in backward, what its first forward had: by then later microbatches
+        of a pipeline have been counted. layer_number: from 1.
         """
-        layer = layer_number - 1
+        layer, averages = layer_number - 1, self._averages[layer_number]
         if self._recording:
-            self.global_tokens_per_expert[layer] += _summed(tokens_per_expert, self.data_parallel_group)
-            self.num_microbatches[layer] += group_size(self.data_parallel_group)
-        return self.global_tokens_per_expert[layer].double() / self.num_microbatches[layer]
+            self.global_tokens_per_expert[layer] += summed_counts(tokens_per_expert, self.groups.tp_dp_cp)
+            self.num_microbatches[layer] += group_size(self.groups.tp_dp_cp) // group_size(self.groups.tp_cp)
+            averages.append(self.global_tokens_per_expert[layer].double() / self.num_microbatches[layer])
+            return averages[-1]
+        # Microbatches go through backward in the order in which they went through forward.
+        return averages.popleft()
 
     def update_bias_with(self, update: Callable[[Tensor], None], *, layer_number: int) -> None:
         """Has `update` called at the end of each step with the layer's tokens per expert over all ranks, [E], int64."""
@@ -149,14 +164,15 @@ class AuxLossRecorder(Recorder, nn.Module):
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
         """Ends a step, after its last microbatch: moves the biases, forgets the tokens. Collective.
 
-        group: the data-parallel ranks, whose tokens count together; None for this rank alone.
+        group: all ranks that see different tokens, which count together; None for this rank alone.
         """
         if self._bias_updates:
-            totals = _summed(self.tokens_per_expert, group)
+            totals = summed_counts(self.tokens_per_expert, group)
             for layer_number, update in self._bias_updates.items():
                 update(totals[layer_number - 1])
         for tokens in (self.tokens_per_expert, self.global_tokens_per_expert, self.num_microbatches):
             tokens.zero_()
+        self._averages.clear()
 
     def layer_totals(self) -> LayerTotals:
         """What was recorded since losses were last taken and the last step ended, by layer, of this rank."""
@@ -172,8 +188,8 @@ class AuxLossRecorder(Recorder, nn.Module):
         return dict(zip(self.names, totals.unbind(), strict=True))
 
 
-def _summed(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Over the ranks. Whole numbers: the same sum in any order."""
+def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Over the ranks, a copy; tokens: any shape, int64. Whole numbers: the same sum in any order. Collective."""
     total = tokens.clone()
     if group_size(group) > 1:
         dist.all_reduce(total, group=group)

@@ -10,11 +10,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.aux_losses import (
     GLOBAL_LOAD_BALANCING_LOSS,
     LOAD_BALANCING_LOSS,
     SEQ_LOAD_BALANCING_LOSS,
+    summed_counts,
     switch_load_balancing_loss_func,
 )
 from megatron.core.transformer.moe.routing import count_tokens, normalised_scores
@@ -31,15 +34,16 @@ class BalancingLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class Routed:
-    """What a router did with a micro-batch of T = S x B tokens, position before sequence.
+    """What a router did with its T = S x B tokens of a micro-batch, position before sequence.
 
-    logits: [T, E], fp32 or fp64. indices: [T, K], int64. average_counts: from this micro-batch's counts [E] to the
-    mean over ranks and micro-batches of the step so far.
+    logits: [T, E], fp32 or fp64. indices: [T, K], int64. group: the ranks that have the micro-batch's other positions.
+    average_counts: from this rank's counts [E] to the mean over the micro-batches of all ranks in the step so far.
     """
 
     logits: Tensor
     indices: Tensor
     num_sequences: int
+    group: ProcessGroup | None
     average_counts: Callable[[Tensor], Tensor]
 
     @functools.cached_property
@@ -66,7 +70,10 @@ class LoadBalancing:
         self.wanted = [(name, coefficient, loss) for name, coefficient, loss in coefficients if coefficient > 0]
 
     def losses(self, routed: Routed) -> list[BalancingLoss]:
-        """Each loss of one micro-batch; none where no coefficient is above 0."""
+        """Each loss of one micro-batch, of which this rank has a share; none where no coefficient is above 0.
+
+        Collective over the ranks that have shares.
+        """
         if not self.wanted:
             return []
         # Over all experts, unlike the weights: an expert that is not chosen must feel the loss too.
@@ -79,25 +86,27 @@ class LoadBalancing:
         ]
 
     def _of_microbatch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
-        return self._switch_loss(scores, routed.tokens_per_expert, coefficient=coefficient)
+        counts = summed_counts(routed.tokens_per_expert, routed.group)
+        return self._switch_loss(scores, counts, group=routed.group, coefficient=coefficient)
 
     def _of_sequences(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         """The mean over sequences of each one's own loss: every column is an expert as one sequence sees it."""
         num_sequences = routed.num_sequences
         sequence = torch.arange(len(scores), device=scores.device).remainder(num_sequences).unsqueeze(1)  # [T, 1]
         counts = count_tokens(sequence * self.num_experts + routed.indices, num_sequences * self.num_experts)  # [B * E]
-        loss = self._switch_loss(scores.view(-1, len(counts)), counts, coefficient=coefficient)
-        return loss / num_sequences
+        by_sequence = scores.view(-1, len(counts))  # [S, B * E]
+        counts = summed_counts(counts, routed.group)
+        return self._switch_loss(by_sequence, counts, group=routed.group, coefficient=coefficient) / num_sequences
 
     def _of_global_batch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         counts = routed.average_counts(routed.tokens_per_expert)
-        return self._switch_loss(scores, counts.to(scores.dtype), coefficient=coefficient)
+        return self._switch_loss(scores, counts.to(scores.dtype), group=routed.group, coefficient=coefficient)
 
-    def _switch_loss(self, scores: Tensor, counts: Tensor, *, coefficient: float) -> Tensor:
+    def _switch_loss(self, scores: Tensor, counts: Tensor, *, group: ProcessGroup | None, coefficient: float) -> Tensor:
         return switch_load_balancing_loss_func(
             scores,
             counts,
-            total_num_tokens=len(scores),
+            total_num_tokens=len(scores) * group_size(group),
             topk=self.topk,
             num_experts=self.num_experts,
             moe_aux_loss_coeff=coefficient,

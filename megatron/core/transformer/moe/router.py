@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.model_parallel_config import InitMethod
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
+from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.aux_losses import Z_LOSS, AuxLossRecorder, z_loss_func
 from megatron.core.transformer.moe.load_balancing import (
@@ -33,6 +34,8 @@ class Router(ABC, MegatronModule):
         assert config.num_moe_experts is not None and config.init_method is not None
         self.num_experts, self.init_method = config.num_moe_experts, config.init_method
         self.weight = empty_parameter(self.num_experts, config.hidden_size, config=config)
+        # Under sequence parallelism each rank routes its part of the sequence.
+        mark_partial_gradient(self.weight, partial=config.sequence_parallel)
         initialize_weight(self.weight, self.init_method, config=config)
         self.dtype = None if config.moe_router_dtype is None else _DTYPES[config.moe_router_dtype]
         self.jitter_eps = config.moe_input_jitter_eps or 0.0
@@ -76,6 +79,11 @@ class TopKRouter(Router):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
         self.topk = config.moe_router_topk
+        groups = pg_collection or ProcessGroupCollection()
+        # The ranks that have parts of the same sequences. Their shares of a loss add up: over tensor-parallel ranks
+        # when the router's gradients are summed, over context-parallel ones in a mean, which their number makes a sum.
+        self.sequence_group, self.num_shares = groups.tp_cp, group_size(groups.tp_cp)
+        self.num_averaged = group_size(groups.cp)
         self.training_route, self.evaluation_route = _build_routes(config)
         self.balancing = LoadBalancing(config)
         self.z_loss_coeff = config.moe_z_loss_coeff or 0.0
@@ -118,14 +126,14 @@ class TopKRouter(Router):
         route = self.training_route if self.training else self.evaluation_route
         weights, indices = route(logits, self.expert_bias)
         if learning:
-            routed = Routed(logits, indices, num_sequences, self._average_counts)
+            routed = Routed(logits, indices, num_sequences, self.sequence_group, self._average_counts)
             weights = self._add_balancing_losses(weights, routed)
             if self.counts_tokens:
                 self.aux_losses.count_tokens(routed.tokens_per_expert, layer_number=self.layer_number)
         return weights, indices
 
     def _add_z_loss(self, logits: Tensor) -> Tensor:
-        loss = z_loss_func(logits, self.z_loss_coeff)
+        loss = z_loss_func(logits, self.z_loss_coeff) / self.num_shares
         return self._add_loss(logits, loss, name=Z_LOSS, coeff=self.z_loss_coeff)
 
     def _add_balancing_losses(self, weights: Tensor, routed: Routed) -> Tensor:
@@ -137,11 +145,14 @@ class TopKRouter(Router):
         return self.aux_losses.average_counts(tokens_per_expert, layer_number=self.layer_number)
 
     def _add_loss(self, activation: Tensor, loss: Tensor, *, name: str, coeff: float) -> Tensor:
-        """activation: [T, E] or [T, K], float -> the same, with an edge to the loss."""
-        self.aux_losses.record(name, loss / coeff, layer_number=self.layer_number)
+        """activation: [T, E] or [T, K], float; loss: [], this rank's share. Returns the same, with an edge to it."""
+        # The log has the mean over ranks.
+        self.aux_losses.record(name, loss / coeff * self.num_shares, layer_number=self.layer_number)
         if self.config.calculate_per_token_loss:
             # The main loss is then a sum over tokens that is divided by their number at the end of the step.
-            loss = loss * len(activation)
+            loss = loss * (len(activation) * self.num_shares)
+        else:
+            loss = loss * self.num_averaged
         return self.aux_losses.attach(activation, loss)
 
 

@@ -6,6 +6,8 @@ from torch import Tensor
 from megatron.core.model_parallel_config import InitMethod
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -32,10 +34,13 @@ class SharedExpertMLP(MLP):
             ffn_hidden_size=config.moe_shared_expert_intermediate_size,
             pg_collection=pg_collection,
         )
+        groups = pg_collection or ProcessGroupCollection()
+        self.sequence_group = groups.tp if config.sequence_parallel else None
         self.gate_weight = None
         if gate:
             assert config.init_method is not None
             self.gate_weight = empty_parameter(1, config.hidden_size, config=config)
+            mark_partial_gradient(self.gate_weight, partial=config.sequence_parallel)
             initialize_weight(self.gate_weight, config.init_method, config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
@@ -50,4 +55,6 @@ class SharedExpertMLP(MLP):
         if self.gate_weight is None:
             return super().forward(hidden_states, per_token_scale)
         gate = F.linear(hidden_states, self.gate_weight).sigmoid().squeeze(-1)
+        # It weighs the activations, which under sequence parallelism are of all positions and this rank's columns.
+        gate = gather_from_sequence_parallel_region(gate, group=self.sequence_group)
         return super().forward(hidden_states, gate if per_token_scale is None else gate * per_token_scale)
