@@ -15,8 +15,6 @@ NOT_YET_WITH_EXPERTS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
 )
 
 

@@ -189,7 +189,13 @@ class GPTModel(MegatronModule):
     def _share_recorder(self, groups: ProcessGroupCollection) -> None:
         """Hands one recorder to every router."""
         device, num_experts = self.embedding.word_embeddings.weight.device, self.config.num_moe_experts or 0
-        self.aux_losses = AuxLossRecorder(self.config.num_layers, device, num_experts=num_experts, groups=groups)
+        self.aux_losses = AuxLossRecorder(
+            self.config.num_layers,
+            device,
+            num_experts=num_experts,
+            dtype=torch.promote_types(self.config.params_dtype, torch.float32),
+            groups=groups,
+        )
         for number, layer in enumerate(self.decoder.layers, start=1):
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.router.report_to(self.aux_losses, layer_number=number)

@@ -82,8 +82,10 @@ class AuxLossRecorder(Recorder, nn.Module):
         device: torch.device | None = None,
         *,
         num_experts: int = 0,
+        dtype: torch.dtype = torch.float32,
         groups: ProcessGroupCollection | None = None,
     ) -> None:
+        """dtype: of the sums of losses."""
         super().__init__()
         device = device or default_device()
         self.names = (LOAD_BALANCING_LOSS, SEQ_LOAD_BALANCING_LOSS, GLOBAL_LOAD_BALANCING_LOSS, Z_LOSS)
@@ -92,7 +94,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         self._averages: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._bias_updates: dict[int, Callable[[Tensor], None]] = {}
         self._recording = True
-        losses = torch.zeros(len(self.names), num_layers, dtype=torch.float32, device=device)
+        losses = torch.zeros(len(self.names), num_layers, dtype=dtype, device=device)
         tokens = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
         buffers = {
             "backward_scale": torch.ones((), dtype=torch.float64, device=device),

@@ -102,25 +102,6 @@ def validate_dispatcher(config: MoEConfig) -> None:
         raise ValueError(f"moe_shared_expert_overlap is True but moe_token_dispatcher_type is {kind}: must be alltoall")
 
 
-def validate_expert_layout(
-    config: MoEConfig, *, expert_model_parallel_size: int, expert_tensor_parallel_size: int
-) -> None:
-    """Raises ValueError where the experts cannot be shared out evenly over the ranks of their groups."""
-    if config.num_moe_experts is None:
-        return
-    assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
-    if config.num_moe_experts % expert_model_parallel_size:
-        raise ValueError(
-            f"expert_model_parallel_size is {expert_model_parallel_size}: must divide num_moe_experts "
-            f"({config.num_moe_experts})"
-        )
-    if config.moe_ffn_hidden_size % expert_tensor_parallel_size:
-        raise ValueError(
-            f"expert_tensor_parallel_size is {expert_tensor_parallel_size}: must divide moe_ffn_hidden_size "
-            f"({config.moe_ffn_hidden_size})"
-        )
-
-
 def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int) -> None:
     """Raises ValueError where rows of the grouped product are not whole 16-byte words; itemsize: bytes of a weight."""
     if config.num_moe_experts is None or not config.moe_grouped_gemm:
