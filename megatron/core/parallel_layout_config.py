@@ -9,7 +9,6 @@ from megatron.core.config_field import config_field, validate_fields
 NOT_YET = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
 )
 NOT_YET_WITH_EXPERTS = (
     "tensor_model_parallel_size",

@@ -103,18 +103,22 @@ def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers:
     validate_window(config, num_layers=num_layers)
 
 
-def validate_context_parallel(config: AttentionConfig, *, num_layers: int, context_parallel_size: int) -> None:
-    """Raises ValueError for a number of kinds that is not the layers', and for what a kind cannot do over ranks."""
+def validate_context_parallel(config: AttentionConfig, *, num_layers: int, context_parallel_size: int) -> set[str]:
+    """The values of cp_comm_type that layers use. Raises ValueError for a number of values that is not the layers',
+    and for dropout where a value has none over several ranks.
+    """
     if isinstance(config.cp_comm_type, list) and len(config.cp_comm_type) not in (1, num_layers):
         raise ValueError(
             f"cp_comm_type has {len(config.cp_comm_type)} values: must have 1, or one for each of {num_layers} layers"
         )
-    kinds = {config.cp_comm_type_of_layer(number) for number in range(1, num_layers + 1)} - {"a2a"}
-    if context_parallel_size > 1 and kinds and config.attention_dropout > 0:
+    used = {config.cp_comm_type_of_layer(number) for number in range(1, num_layers + 1)}
+    without_dropout = used - {"a2a"}
+    if context_parallel_size > 1 and without_dropout and config.attention_dropout > 0:
         raise ValueError(
             f"attention_dropout is {config.attention_dropout}, context_parallel_size is {context_parallel_size} and "
-            f"cp_comm_type is {min(kinds)}, which has no dropout: set attention_dropout to 0, or cp_comm_type to a2a"
+            f"cp_comm_type is {min(without_dropout)}, which has no dropout: set it to 0, or cp_comm_type to a2a"
         )
+    return used
 
 
 def validate_window(config: AttentionConfig, *, num_layers: int) -> None:

@@ -58,7 +58,7 @@ def slice_batch(batch: dict[str, Tensor], group: ProcessGroup | None) -> dict[st
     if batch.get("attention_mask") is not None:
         raise ValueError(
             f"the batch has an attention_mask and context_parallel_size is {size}: masks are not cut over ranks, "
-            "leave out --create-attention-mask-in-dataloader, cu_seqlens then has the borders of documents"
+            "give the borders of documents as cu_seqlens"
         )
     return {
         key: value if key in _OF_WHOLE_SAMPLES or value is None else split_sequence(value, 1, size=size, rank=rank)

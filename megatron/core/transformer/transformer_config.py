@@ -77,7 +77,6 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, Recompu
         if isinstance(self.window_attn_skip_freq, str):
             self.window_attn_skip_freq = parse_layer_pattern(self.window_attn_skip_freq, field="window_attn_skip_freq")
         validate_attention(self, hidden_size=self.hidden_size, num_layers=self.num_layers)
-        validate_context_parallel(self, num_layers=self.num_layers, context_parallel_size=self.context_parallel_size)
         # Derived fields come after the checks that name what the user gave.
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // self.num_attention_heads
@@ -143,6 +142,11 @@ def validate_layout_of_layers(config: TransformerConfig) -> None:
     for name in cut:
         check_multiple(name, vars(config)[name], of="tensor_model_parallel_size", size=tensor_size)
     validate_pipeline_split(config, num_layers=config.num_layers)
+    context_size = config.context_parallel_size
+    exchanges = validate_context_parallel(config, num_layers=config.num_layers, context_parallel_size=context_size)
+    for name in ("num_attention_heads", "num_query_groups") if "a2a" in exchanges else ():
+        sizes = "tensor_model_parallel_size x context_parallel_size, for cp_comm_type a2a"
+        check_multiple(name, vars(config)[name], of=sizes, size=tensor_size * context_size)
     validate_layout_of_experts(config)
     validate_parallel_layout(config, has_experts=config.num_moe_experts is not None)
 

@@ -31,6 +31,11 @@ def check_layout(args: argparse.Namespace) -> None:
             check_multiple(
                 "padded_vocab_size", args.padded_vocab_size, of="tensor_model_parallel_size", size=tensor_size
             )
+    if context_size > 1 and args.reset_attention_mask and args.create_attention_mask_in_dataloader:
+        raise CommandLineError(
+            f"--reset-attention-mask makes masks of whole sequences, and --context-parallel-size is {context_size}: "
+            "add --no-create-attention-mask-in-dataloader, which hands over borders of documents instead"
+        )
     args.data_parallel_size = dense.name_to_size["dp"]
     derive_virtual_stages(args)
 
