@@ -1,0 +1,58 @@
+"""Training on parts of sequences agrees with one process in fp64: losses, norms, gradients, weights."""
+
+from functools import cache
+
+import pytest
+
+from tests.counts import slow
+from tests.distributed.parity import WholeRun, assert_same_run, run_layout
+from tests.functional_tests.case import Flags
+
+# Documents of a few tokens, whose last do not count: parts of sequences have unequal numbers of learned tokens.
+BORDERS: Flags = {
+    "seq-length": 32,
+    "reset-position-ids": True,
+    "reset-attention-mask": True,
+    "no-create-attention-mask-in-dataloader": True,
+    "eod-mask-loss": True,
+}
+# By positions and by what attention is besides.
+MODELS: dict[str, Flags] = {
+    "dense": {"position-embedding-type": "learned_absolute", "window-size": "5,0"},
+    "llama": {"num-query-groups": 4, "calculate-per-token-loss": True, **BORDERS},
+    "packed": {"num-query-groups": 4, **BORDERS},
+}
+RECOMPUTE: Flags = {"recompute-granularity": "selective", "recompute-modules": ["core_attn"]}
+OFFLOAD: Flags = {
+    "fine-grained-activation-offloading": True,
+    "min-offloaded-tensor-size": 1,
+    "offload-modules": ["core_attn", "attn_proj"],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "size", "kind", "flags"),
+    [
+        ("dense", 2, 2, "p2p", {}),
+        slow("dense", 2, 2, "all_gather", RECOMPUTE),
+        ("packed", 4, 4, "p2p", RECOMPUTE),
+        ("packed", 2, 2, "all_gather", OFFLOAD),
+        ("llama", 4, 2, "p2p", {}),
+        slow("llama", 4, 4, "a2a", {}),
+        slow("llama", 2, 2, ["a2a", "p2p"], {}),
+    ],
+)
+def test_training_agrees_with_one_process(
+    model: str, ranks: int, size: int, kind: str | list[str], flags: Flags
+) -> None:
+    layout: Flags = {"context-parallel-size": size, "cp-comm-type": kind, **flags}
+    assert_same_run(_run(model, ranks, layout), _reference(model))
+
+
+@cache
+def _reference(model: str) -> WholeRun:
+    return _run(model, 1, {})
+
+
+def _run(model: str, ranks: int, layout: Flags) -> WholeRun:
+    return run_layout("dense" if model == "dense" else "llama", ranks, {**MODELS[model], **layout})
