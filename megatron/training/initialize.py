@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.agreement import all_ranks_agree
 from megatron.core.device import (
     default_device,
     distributed_backend,
@@ -24,13 +25,23 @@ from megatron.core.device import (
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.training.arguments import config_from_args, parse_args, validate_args
+from megatron.training.arguments import CommandLineError, config_from_args, config_values, parse_args, validate_args
 from megatron.training.checkpoint_args import load_args_from_checkpoint
+from megatron.training.command_line.config_builder import with_flag_names
+from megatron.training.command_line.registry import flag_table
 from megatron.training.config import DistributedConfig
 from megatron.training.global_vars import publish_run
 
 # What torch needs, besides the number of processes, for them to find each other.
 _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# Arguments that may differ between machines, or that each rank reads for itself.
+_OF_ONE_MACHINE = frozenset(
+    """
+    config data_path train_data_path valid_data_path test_data_path data_args_path data_cache_path mmap_bin_files
+    num_workers tokenizer_model vocab_file merge_file save load tensorboard_dir memory_snapshot_path
+    """.split()
+)
 
 
 def initialize_megatron(
@@ -54,6 +65,7 @@ def initialize_megatron(
     device = default_device()
     prepare_device(device)
     join_process_group(config_from_args(DistributedConfig, args), device)
+    check_same_settings(config_values(args))
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -88,6 +100,22 @@ def join_process_group(config: DistributedConfig, device: torch.device) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def check_same_settings(settings: dict[str, Any]) -> None:
+    """Raises on every rank, naming rank and flag, where one was started with another value than rank 0. Collective.
+
+    settings: JSON values by name in the arguments. Files and folders may differ from machine to machine.
+    """
+    of_first: list[dict[str, Any]] = [settings]
+    dist.broadcast_object_list(of_first, src=0)
+    with all_ranks_agree():
+        for name in (name for name in {**of_first[0], **settings} if name not in _OF_ONE_MACHINE):
+            expected, given = of_first[0].get(name), settings.get(name)
+            # Text, because NaN equals nothing.
+            if repr(given) != repr(expected):
+                text = f"{name} is {given} on this rank and {expected} on rank 0: start all ranks with the same flags"
+                raise CommandLineError(with_flag_names(text, flag_table()))
 
 
 def leave_process_group() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from megatron.training.arguments import CommandLineError, parse_args, validate_args
 from megatron.training.command_line.config_builder import with_flag_names
+from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.registry import flag_table
 
 MINIMAL = {
@@ -146,6 +147,50 @@ def test_contradictions_name_the_flags_and_the_fix(words: str, drop: str, fragme
     message = str(caught.value)
     assert all(fragment in message for fragment in fragments), message
     assert "Config." not in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        ("--context-parallel-size 3", ["--seq-length is 32", "2 x --context-parallel-size (6)"]),
+        (
+            "--tensor-model-parallel-size 3 --context-parallel-size 4 --sequence-parallel",
+            ["--seq-length is 32", "--context-parallel-size x --tensor-model-parallel-size (12)"],
+        ),
+        (
+            "--tensor-model-parallel-size 4 --padded-vocab-size 66",
+            ["--padded-vocab-size is 66", "--tensor-model-parallel-size (4)"],
+        ),
+    ],
+)
+def test_tokens_must_divide_among_ranks(words: str, fragments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    test_contradictions_name_the_flags_and_the_fix(words, "", fragments)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", (3, False, None)),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1 --sequence-parallel",
+            (6, False, None),
+        ),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4", (6, False, 4)),
+        (
+            "--num-layers 12 --pipeline-model-parallel-size 3 --num-layers-per-virtual-pipeline-stage 2"
+            " --tensor-model-parallel-size 2 --sequence-parallel",
+            (2, True, 2),
+        ),
+    ],
+)
+def test_copies_and_virtual_stages_follow_from_the_layout(
+    words: str, expected: tuple[int, bool, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    args = parse_args(argv=f"--seq-length 32 --num-layers 8 {words}".split())
+    check_layout(args)
+    assert (args.data_parallel_size, args.sequence_parallel, args.virtual_pipeline_model_parallel_size) == expected
 
 
 def test_absent_values_follow_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
