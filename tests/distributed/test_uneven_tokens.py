@@ -10,7 +10,12 @@ from torch import Tensor, nn
 import pretrain_gpt
 from megatron.core.distributed import PlainDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel_state import get_data_parallel_group, get_data_parallel_rank, initialize_model_parallel
+from megatron.core.parallel_state import (
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_expert_data_parallel_group,
+    initialize_model_parallel,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from megatron.training.training import train_step
@@ -65,7 +70,8 @@ def gradients_of_a_rank(cp_size: int, fields: dict[str, Any]) -> list[list[Tenso
     for per_token, returns_share in ((False, False), (False, True), (True, False)):
         group = get_data_parallel_group(with_context_parallel=True)
         chunk = build(per_token=per_token, **fields)
-        model = PlainDataParallel(chunk, group=group, calculate_per_token_loss=per_token)
+        experts = get_expert_data_parallel_group()
+        model = PlainDataParallel(chunk, group=group, expert_group=experts, calculate_per_token_loss=per_token)
         chunk.config.finalize_model_grads_func = finalize_model_grads
         chunk.config.grad_scale_func = lambda loss: loss * 4.0  # as a loss scale of fp16, which the optimizer takes off
         chunk.config.aux_loss_scale_func = chunk.aux_losses.set_backward_scale
