@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
 from megatron.core.distributed.plain_data_parallel import PlainDataParallel
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.optimizer import (
@@ -68,6 +68,7 @@ def get_megatron_optimizer(
         grad_buffers=buffers,
         grad_scaler=_grad_scaler(config),
         pg_collection=groups,
+        logical_pieces={name: held for chunk in model_chunks for name, held in model_logical_pieces(chunk).items()},
     )
 
 

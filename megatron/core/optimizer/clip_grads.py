@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import default_device
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.param_attributes import param_facts
 
 # Added to the norm before dividing by it, as in Megatron and torch.
 _CLIP_EPS = 1e-6
@@ -66,11 +67,24 @@ def clip_grad_by_total_norm_fp32(
 
 
 def count_zeros_fp32(
-    parameters: Iterable[torch.Tensor] | torch.Tensor, grad_stats_parallel_group: dist.ProcessGroup | None = None
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    grad_stats_parallel_group: dist.ProcessGroup | None = None,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Number of exact zeros in the `.grad` of `parameters` (any shape, floating point) over the group's ranks."""
+    """Number of exact zeros in the `.grad` of `parameters` (any shape, floating point) over the group's ranks.
+
+    tp_group: its ranks hold copies of what they do not split, which count on the first alone; so do tied weights.
+    """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return count_zeros((t.grad for t in tensors if t.grad is not None), grad_stats_parallel_group)
+    counted = (t for t in tensors if owns_elements(t, tp_group))
+    return count_zeros((t.grad for t in counted if t.grad is not None), grad_stats_parallel_group)
+
+
+def owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank counts a parameter's elements: any shape and dtype; of copies the group's first rank does."""
+    facts = param_facts(param)
+    return not facts.shared and (facts.tensor_model_parallel or group_rank(tp_group) == 0)
 
 
 def count_zeros(grads: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> float:

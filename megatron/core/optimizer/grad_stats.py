@@ -10,9 +10,9 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from megatron.core.optimizer.clip_grads import count_zeros, read_norm_sync, total_norm
+from megatron.core.optimizer.clip_grads import count_zeros, owns_elements, read_norm_sync, total_norm
 from megatron.core.optimizer.param_runs import ParamRun
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 
 
@@ -45,9 +45,7 @@ class OwnedElements:
 
     def owns(self, param: Tensor) -> bool:
         """Whether this rank counts a parameter's elements: any shape and dtype."""
-        facts = param_facts(param)
-        ranks = self._groups.expt_tp if facts.is_expert else self._groups.tp
-        return not facts.shared and (facts.tensor_model_parallel or group_rank(ranks) == 0)
+        return owns_elements(param, self._groups.expt_tp if param_facts(param).is_expert else self._groups.tp)
 
     def parts_of(self, runs: Sequence[ParamRun]) -> list[OwnedPart]:
         """The flat ranges of runs that this rank counts, neighbours joined."""
@@ -78,9 +76,12 @@ class OwnedElements:
         owned = ((param.detach(), self._is_apart(param)) for param in params if self.owns(param))
         return self.norm(owned, accumulate_in=torch.float64)
 
-    def count_zeros(self, named: Iterable[tuple[Tensor, Tensor]]) -> float:
-        """Exact zeros over all ranks. Collective. named: parameters and gradients, any shape and floating dtype."""
-        dense, experts = self._by_group((grad, self._is_apart(param)) for param, grad in named if self.owns(param))
+    def count_zeros(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> float:
+        """Exact zeros over all ranks. Collective. grads: parameters and what there is of their gradients, any shape and
+        floating dtype.
+        """
+        owned = ((param, parts) for param, parts in grads if self.owns(param))
+        dense, experts = self._by_group((part, self._is_apart(param)) for param, parts in owned for part in parts)
         total = count_zeros(dense, self._groups.mp)
         return total if self._one_group else total + count_zeros(experts, self._groups.tp_ep_pp)
 

@@ -31,7 +31,8 @@ class MegatronOptimizer:
     3. otherwise each rule divides by loss scale and clip factor while it updates its runs (fused: no pass of its own);
     4. 16-bit parameters are written from their fp32 masters.
 
-    pg_collection: the groups that parameters are spread over. State exists from the start, so that a run whose every
+    pg_collection: the groups that parameters are spread over. logical_pieces: by parameter name, those whose padding is
+    not to be counted. State exists from the start, so that a run whose every
     step was skipped can be saved and resumed.
     """
 
@@ -44,6 +45,7 @@ class MegatronOptimizer:
         grad_buffers: Sequence[GradBuffer],
         grad_scaler: GradScaler | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        logical_pieces: dict[str, list[LogicalPiece]] | None = None,
     ):
         self.config = config
         self.grad_scaler = grad_scaler
@@ -52,6 +54,7 @@ class MegatronOptimizer:
         self._runs = list(runs)
         self._grad_buffers = list(grad_buffers)
         self._owned = OwnedElements(pg_collection or ProcessGroupCollection())
+        self._logical_pieces = logical_pieces or {}
         self._owned_parts = self._owned.parts_of(self._runs)
         # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
@@ -174,9 +177,12 @@ class MegatronOptimizer:
         return clip_coefficient(self.config.clip_grad, grad_norm)
 
     def _count_zeros(self) -> float:
-        # Per parameter: the padding's zeros are nobody's.
-        members = ((member, run.grad) for run in self._runs for member in run.params)
-        return self._owned.count_zeros((member.param, member.view_of(grad)) for member, grad in members)
+        # By logical piece: zeros of padding, between parameters and of the vocabulary, are nobody's.
+        members = ((member, member.view_of(run.grad)) for run in self._runs for member in run.params)
+        return self._owned.count_zeros((member.param, self._parts_of(member.name, grad)) for member, grad in members)
+
+    def _parts_of(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [piece.view_of(tensor) for piece in self._logical_pieces.get(name, [])] or [tensor]
 
     def _update(self, divisor: float) -> None:
         for rule in self._rules:

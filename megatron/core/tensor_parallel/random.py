@@ -91,7 +91,7 @@ def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int = 0, ep_rank: int
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """function(*args), of which the arguments alone are kept; backward runs it again. args: any shape and dtype."""
     if distribute_saved_activations:
-        raise ValueError("distribute_saved_activations is True: layers are not split over ranks yet, must be False")
+        raise ValueError("distribute_saved_activations is True: every rank keeps the arguments whole, must be False")
     return recompute(function, *args)
 
 

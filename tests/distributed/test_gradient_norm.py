@@ -1,0 +1,151 @@
+"""Norm and zeros of gradients, and the parameters' norm, count each logical element once under any layout.
+
+Bugs that users of other trainers met: experts left out of the norm, copies counted per rank, norms of stale copies, and
+no clipping at all, infinite gradients or ranks that own nothing.
+"""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core import parallel_state
+from megatron.core.distributed import PlainDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_shared
+from tests.harness import run_on_ranks
+
+# tensor, pipeline, expert, expert-tensor; the rest of 4 ranks hold copies.
+LAYOUTS = [(1, 1, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (2, 2, 2, 1), (4, 1, 4, 1), (1, 4, 1, 1), (1, 1, 4, 1)]
+EXPERTS, ROWS, WIDTH = 4, 8, 4
+
+
+@dataclass
+class Whole:
+    """Gradients and weights of the whole model: three tensors a stage, and a weight that first and last stage share."""
+
+    grads: list[Tensor]
+    weights: list[Tensor]
+
+    def expected(self) -> tuple[float, float, float]:
+        """Gradient norm, zeros and parameters' norm of one process in fp64."""
+        grads, weights = (torch.cat([t.flatten() for t in tensors]).double() for tensors in (self.grads, self.weights))
+        zeros = float((grads == 0).sum())
+        return torch.linalg.vector_norm(grads).item(), zeros, torch.linalg.vector_norm(weights).item()
+
+
+def test_expert_and_split_gradients_count_once_in_norm_zeros_and_parameters_norm() -> None:
+    for results in run_on_ranks(_measure_layouts, 4):
+        for layout, (measured, expected) in zip(LAYOUTS, results, strict=True):
+            assert measured == pytest.approx(expected, rel=1e-6), layout
+
+
+def _measure_layouts() -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    results = []
+    for layout in LAYOUTS:
+        groups = _groups_of(layout)
+        whole = _whole_model(stages=layout[1])
+        optimizer = _optimizer(groups, whole, clip_grad=1.0)
+        before = optimizer.params_norm()
+        updated, norm, zeros = optimizer.step()
+        assert updated and zeros is not None
+        # Of what was stepped, not of copies from before.
+        assert optimizer.params_norm() != before
+        results.append(((norm, zeros, before), whole.expected()))
+        _refuses_infinite_gradients(groups, whole)
+        _never_clips(groups, whole, norm=norm)
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def _groups_of(layout: tuple[int, int, int, int]) -> ProcessGroupCollection:
+    tensor, pipeline, expert, expert_tensor = layout
+    parallel_state.initialize_model_parallel(
+        tensor,
+        pipeline,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+    )
+    return parallel_state.get_process_groups()
+
+
+def _whole_model(*, stages: int) -> Whole:
+    generator = torch.Generator().manual_seed(11)
+    shapes = [(ROWS, 3), (5,), (EXPERTS, WIDTH)] * stages + [(ROWS, 2)]
+    weights, grads = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2))
+    for grad in grads:
+        grad.view(-1)[::3] = 0
+    return Whole(grads, weights)
+
+
+def _optimizer(groups: ProcessGroupCollection, whole: Whole, *, clip_grad: float) -> MegatronOptimizer:
+    """This rank's part of the model, with its gradients in place."""
+    pairs = list(zip(whole.weights, whole.grads))
+    stage, stages = group_rank(groups.pp), group_size(groups.pp)
+    model = nn.Module()
+    split, copied, expert = pairs[3 * stage : 3 * stage + 3]
+    # An odd order, so that what is owned and what is not are no neighbours.
+    parts = {"split": _cut(split, groups.tp, dim=0), "expert": expert, "copied": copied}
+    parts["expert"] = _cut(_cut(parts["expert"], groups.ep, dim=0), groups.expt_tp, dim=1)
+    if stage in (0, stages - 1):
+        parts["tied"] = _cut(pairs[-1], groups.tp, dim=0)
+    params = {name: nn.Parameter(weight.clone()) for name, (weight, _) in parts.items()}
+    for name, param in params.items():
+        set_tensor_model_parallel_attributes(param, name in ("split", "tied"), 0, 1)
+        if name == "expert":
+            set_tensor_model_parallel_attributes(param, True, 1, 1)
+            mark_expert(param)
+        if name == "tied" and stage > 0:
+            mark_shared(param)
+        model.register_parameter(name, param)
+    wrapped = PlainDataParallel(model, group=None)
+    config = OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, clip_grad=clip_grad, log_num_zeros_in_grad=True)
+    optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)
+    for name, param in params.items():
+        (param * parts[name][1]).sum().backward()
+    return optimizer
+
+
+def _cut(pair: tuple[Tensor, Tensor], group: object, *, dim: int) -> tuple[Tensor, Tensor]:
+    weight, grad = (t.chunk(group_size(group), dim)[group_rank(group)].contiguous() for t in pair)  # type: ignore[arg-type]
+    return weight, grad
+
+
+def _refuses_infinite_gradients(groups: ProcessGroupCollection, whole: Whole) -> None:
+    """One bad element, which one rank alone may have: nobody steps."""
+    grads = [grad.clone() for grad in whole.grads]
+    grads[2][-1, -1] = math.inf
+    bad = _optimizer(groups, Whole(grads, whole.weights), clip_grad=1.0)
+    before = bad.params_norm()
+    assert bad.step()[:2] == (False, math.inf) and bad.params_norm() == before
+
+
+def _never_clips(groups: ProcessGroupCollection, whole: Whole, *, norm: float) -> None:
+    free = _optimizer(groups, whole, clip_grad=0.0)
+    before = [run.main.clone() for run in free._runs]
+    assert free.step()[:2] == (True, norm)
+    for run, old in zip(free._runs, before):
+        torch.testing.assert_close(run.main, old - 0.5 * run.grad)
+
+
+def test_ranks_without_parameters_of_their_own_take_part() -> None:
+    # Copies alone: three of four tensor-parallel ranks own nothing.
+    norms = run_on_ranks(_norm_of_copies, 4)
+    assert norms == [(5.0, 0.0, 5.0)] * 4
+
+
+def _norm_of_copies() -> tuple[float, float | None, float]:
+    groups = _groups_of((4, 1, 1, 1))
+    model = nn.Module()
+    model.register_parameter("copied", nn.Parameter(torch.tensor([3.0, 4.0])))
+    wrapped = PlainDataParallel(model, group=None)
+    config = OptimizerConfig(optimizer="sgd", lr=0.5, log_num_zeros_in_grad=True)
+    optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)
+    (model.copied.square().sum() / 2).backward()  # type: ignore[operator,union-attr]
+    before = optimizer.params_norm()
+    _, norm, zeros = optimizer.step()
+    return norm, zeros, before
