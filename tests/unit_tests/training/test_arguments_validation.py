@@ -152,6 +152,10 @@ def test_contradictions_name_the_flags_and_the_fix(words: str, drop: str, fragme
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
+        (
+            "--context-parallel-size 2 --attention-dropout 0 --reset-attention-mask",
+            ["--context-parallel-size is 2", "add --no-create-attention-mask-in-dataloader"],
+        ),
         ("--context-parallel-size 3", ["--seq-length is 32", "2 x --context-parallel-size (6)"]),
         (
             "--tensor-model-parallel-size 3 --context-parallel-size 4 --sequence-parallel",

@@ -95,6 +95,15 @@ def test_unset_fields_follow_from_others() -> None:
             {"virtual_pipeline_model_parallel_size": 2},
             "virtual_pipeline_model_parallel_size is 2: must be 1 with pipeline_model_parallel_size 1",
         ),
+        ({"cp_comm_type": ["p2p"] * 3}, "cp_comm_type has 3 values: must have 1, or one for each of 2 layers"),
+        (
+            {"context_parallel_size": 2, "attention_dropout": 0.1, "cp_comm_type": ["a2a", "p2p"]},
+            "attention_dropout is 0.1, context_parallel_size is 2 and cp_comm_type is p2p, which has no dropout",
+        ),
+        (
+            {"context_parallel_size": 4, "cp_comm_type": "a2a", "num_query_groups": 2},
+            r"num_query_groups is 2: must be a multiple of .* cp_comm_type a2a \(4\)",
+        ),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2 but num_moe_experts is not set"),
         (
             {"expert_model_parallel_size": 2, "num_moe_experts": 3},
