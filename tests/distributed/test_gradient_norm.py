@@ -143,6 +143,8 @@ def _norm_of_copies() -> tuple[float, float | None, float]:
     model = nn.Module()
     model.register_parameter("copied", nn.Parameter(torch.tensor([3.0, 4.0])))
     wrapped = PlainDataParallel(model, group=None)
+    with pytest.raises(ValueError, match="muon with tensor-parallel layers: it needs whole matrices"):
+        get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=0.5), [wrapped], pg_collection=groups)
     config = OptimizerConfig(optimizer="sgd", lr=0.5, log_num_zeros_in_grad=True)
     optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)
     (model.copied.square().sum() / 2).backward()  # type: ignore[operator,union-attr]

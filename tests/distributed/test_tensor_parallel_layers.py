@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from megatron.core import tensor_parallel as tp
 from megatron.core.dist_checkpointing.logical import model_logical_pieces
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import linear as linear_module
 from megatron.core.tensor_parallel.mappings import part_of
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from tests.harness import run_on_ranks
-from tests.unit_tests.core.models.small_models import small_config
+from tests.unit_tests.core.models.small_models import small_batch, small_config, small_model
 
 RANKS = 3
 SEQ, BATCH, IN, OUT = 6, 2, 9, 12
@@ -31,8 +32,41 @@ def _compare_layers() -> None:
     for sequence_parallel in (False, True):
         _compare_linears(group, sequence_parallel=sequence_parallel)
         _compare_embedding(group, reduce_scatter=sequence_parallel)
+    _compare_whole_activations(group)
     with pytest.raises(ValueError, match=r"output_size is 4: must be divisible by the 3"):
         tp.ColumnParallelLinear(4, 4, config=small_config(), init_method=nn.init.normal_, tp_group=group)
+
+
+def _compare_whole_activations(group: Any) -> None:
+    """Layers between which every rank has all columns; and logits, which a model gathers on demand."""
+    config = small_config(params_dtype=torch.float64)
+    shared: dict[str, Any] = {"config": config, "init_method": config.init_method, "tp_group": group}
+    tp.model_parallel_cuda_manual_seed(7, tp_rank=dist.get_rank())
+    column = tp.ColumnParallelLinear(IN, OUT, gather_output=True, skip_bias_add=True, **shared)
+    row = tp.RowParallelLinear(OUT, IN, input_is_parallel=False, bias=False, **shared)
+    x = torch.randn(SEQ, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    weights = [
+        tp.gather_from_tensor_model_parallel_region(layer.weight.detach().t().contiguous(), group).t()
+        if layer is column
+        else tp.gather_from_tensor_model_parallel_region(layer.weight.detach(), group)
+        for layer in (column, row)
+    ]
+    hidden, bias = column(x)
+    torch.testing.assert_close(hidden, x @ weights[0].t())
+    assert bias is column.bias
+    output, none = row(hidden)
+    assert none is None
+    torch.testing.assert_close(output, x @ weights[0].t() @ weights[1].t())
+    (grad,) = torch.autograd.grad(output.sum(), x)
+    torch.testing.assert_close(grad, (weights[1].sum(0) @ weights[0]).expand(SEQ, IN))
+
+    config = small_config(num_attention_heads=6, hidden_size=24, ffn_hidden_size=48, tensor_model_parallel_size=RANKS)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 3, but pg_collection.tp has 1 ranks"):
+        small_model(config)
+    groups = ProcessGroupCollection(tp=group)
+    split, whole = (small_model(config, pg_collection=groups, parallel_output=parallel) for parallel in (True, False))
+    parts = [model(*small_batch()[:2], None) for model in (split, whole)]
+    torch.testing.assert_close(parts[0], part_of(parts[1], group, dim=-1))
 
 
 def _compare_linears(group: Any, *, sequence_parallel: bool) -> None:
@@ -59,6 +93,9 @@ def _compare_linears(group: Any, *, sequence_parallel: bool) -> None:
     output, skipped = layers[1](layers[0](input_)[0].square())
     assert skipped is None
     torch.testing.assert_close(output, own(expected.detach()), rtol=1e-12, atol=1e-12)
+    # What is kept of a split sequence is this rank's part.
+    kept = [saved.shape for saved in layers[0](input_)[0].grad_fn.saved_tensors]
+    assert kept == [input_.shape, layers[0].weight.shape]
     with _recorded_order() as order:
         (output * own(weights)).sum().backward()
     reduction = "reduce_scatter_rows" if sequence_parallel else "all_reduce_sum"

@@ -36,6 +36,11 @@ def check_layout(args: argparse.Namespace) -> None:
             f"--reset-attention-mask makes masks of whole sequences, and --context-parallel-size is {context_size}: "
             "add --no-create-attention-mask-in-dataloader, which hands over borders of documents instead"
         )
+    if args.optimizer == "muon" and max(tensor_size, args.expert_tensor_parallel_size or tensor_size) > 1:
+        raise CommandLineError(
+            f"--optimizer is muon and --tensor-model-parallel-size is {tensor_size}: muon needs whole matrices, so it "
+            "and --expert-tensor-parallel-size must be 1"
+        )
     args.data_parallel_size = dense.name_to_size["dp"]
     derive_virtual_stages(args)
 
