@@ -10,11 +10,7 @@ NOT_YET = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )
-NOT_YET_WITH_EXPERTS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-)
+NOT_YET_WITH_EXPERTS = ("pipeline_model_parallel_size",)
 
 
 @dataclass(kw_only=True)

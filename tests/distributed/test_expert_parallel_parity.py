@@ -4,21 +4,31 @@ from functools import cache
 
 import pytest
 
+from tests.counts import slow
 from tests.distributed.parity import WholeRun, assert_same_run, run_layout
 from tests.functional_tests.case import Flags
 
-# By what the router does: all losses and a shared expert; a bias that follows the tokens of all ranks.
+SHARED: Flags = {"moe-shared-expert-intermediate-size": 16, "moe-shared-expert-gate": True}
+# By what the router does. A capacity counts each rank's tokens, so one process must have the same parts of them.
 MODELS: dict[str, Flags] = {
     "losses": {
+        **SHARED,
         "moe-router-load-balancing-type": ["aux_loss", "seq_aux_loss"],
         "moe-aux-loss-coeff": [0.05, 0.03],
         "moe-z-loss-coeff": 0.01,
-        "moe-shared-expert-intermediate-size": 16,
-        "moe-shared-expert-gate": True,
+    },
+    # What was counted so far is the same where there is one replica.
+    "global": {
+        **SHARED,
+        "moe-router-load-balancing-type": ["global_aux_loss", "seq_aux_loss"],
+        "moe-aux-loss-coeff": [0.05, 0.03],
+        "moe-z-loss-coeff": 0.01,
+        "moe-router-score-function": "sigmoid",
+        "moe-router-enable-expert-bias": True,
     },
     "bias": {
-        "moe-router-load-balancing-type": "none",
-        "moe-aux-loss-coeff": 0.0,
+        "moe-router-load-balancing-type": ["aux_loss"],
+        "moe-aux-loss-coeff": 0.05,
         "moe-router-score-function": "sigmoid",
         "moe-router-enable-expert-bias": True,
         "moe-router-bias-update-rate": 0.05,
@@ -26,20 +36,36 @@ MODELS: dict[str, Flags] = {
         "moe-router-group-topk": 1,
         "calculate-per-token-loss": True,
     },
+    "sequential": {"moe-grouped-gemm": None, "disable-bias-linear": None, "moe-router-dtype": "fp64"},
+    "dropped": {"moe-expert-capacity-factor": 0.8},
+    "padded": {"moe-expert-capacity-factor": 0.8, "moe-pad-expert-input-to-capacity": True},
 }
 ALLTOALL: Flags = {"moe-token-dispatcher-type": "alltoall"}
-LAYOUTS: dict[str, tuple[int, Flags]] = {
-    "ep2": (2, {"expert-model-parallel-size": 2}),
-    "ep2_overlapped": (2, {"expert-model-parallel-size": 2, **ALLTOALL, "moe-shared-expert-overlap": True}),
-    "ep4": (4, {"expert-model-parallel-size": 4, **ALLTOALL}),
-    "etp2_ep2": (4, {"expert-model-parallel-size": 2, "expert-tensor-parallel-size": 2, **ALLTOALL}),
-}
+OVERLAPPED: Flags = {**ALLTOALL, "moe-shared-expert-overlap": True}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_agrees_with_one_process(layout: str) -> None:
-    ranks, flags = LAYOUTS[layout]
-    model = "bias" if layout == "ep4" else "losses"
+def layout(tp: int = 1, cp: int = 1, *, ep: int = 1, etp: int = 1) -> Flags:
+    """The flags of these sizes."""
+    flags: Flags = {"expert-model-parallel-size": ep, "expert-tensor-parallel-size": etp, "context-parallel-size": cp}
+    return {**flags, "tensor-model-parallel-size": tp, "sequence-parallel": tp > 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "flags"),
+    [
+        ("losses", 2, layout(ep=2)),
+        ("bias", 4, {**layout(ep=4), **ALLTOALL}),
+        ("losses", 4, {**layout(ep=2, etp=2), **OVERLAPPED}),
+        ("global", 2, {**layout(tp=2, ep=2), **ALLTOALL}),
+        ("global", 2, layout(cp=2, ep=2)),
+        ("sequential", 4, layout(tp=2, ep=2, etp=2)),
+        slow("bias", 4, {**layout(tp=2, etp=2), **ALLTOALL}),
+        slow("losses", 4, {**layout(cp=2, ep=4), **ALLTOALL}),
+        slow("bias", 4, layout(tp=2, ep=4)),
+        *(slow(model, 2, {**layout(ep=2), **kind}) for model in ("dropped", "padded") for kind in ({}, ALLTOALL)),
+    ],
+)
+def test_training_agrees_with_one_process(model: str, ranks: int, flags: Flags) -> None:
     assert_same_run(run_layout("moe", ranks, {**MODELS[model], **flags}), _reference(model))
 
 
