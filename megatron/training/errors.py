@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import NonFiniteGradientError
 from megatron.training.arguments import CommandLineError
+from megatron.training.failure_board import lost_another_rank
 from megatron.training.step_statistics import NonFiniteLossError
 
 USAGE_EXIT_CODE = 2
@@ -21,8 +22,7 @@ INTERRUPT_EXIT_CODE = 130  # as shells have it: 128 + SIGINT
 
 _EVERY_RANK_KNOWS = (RemoteRankError, NonFiniteLossError, NonFiniteGradientError)
 _INSTALLED = ("site-packages", "dist-packages")
-# How gloo words the end of a connection; torch has no class for it.
-_LOST_CONNECTION = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+_LONGEST_NOTE = 400  # characters
 
 
 @contextmanager
@@ -47,11 +47,17 @@ def exit_on_user_error() -> Iterator[None]:
         raise SystemExit(USAGE_EXIT_CODE if usage else FAILURE_EXIT_CODE) from error
 
 
-def _message_for_user(error: Exception) -> str | None:
+def message_for_other_ranks(error: BaseException) -> str:
+    """One line that says what ended a rank."""
+    text = _message_for_user(error) or f"{type(error).__name__}: {error}"
+    return text.partition("\n")[0][:_LONGEST_NOTE]
+
+
+def _message_for_user(error: BaseException) -> str | None:
     """What tells the user what to do; None for a bug."""
     if isinstance(error, (OSError, *_EVERY_RANK_KNOWS)) or (isinstance(error, ValueError) and raised_on_purpose(error)):
         return str(error)
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_CONNECTION):
+    if lost_another_rank(error):
         return "the connection to another rank was lost: that rank has ended, its own messages say why"
     return None
 

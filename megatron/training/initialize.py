@@ -4,20 +4,15 @@ Builds no model and reads no data; training.py does.
 """
 
 import argparse
-import os
 import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.device import (
     default_device,
-    distributed_backend,
     prepare_device,
     seed_all,
     use_deterministic_kernels,
@@ -25,23 +20,12 @@ from megatron.core.device import (
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.training.arguments import CommandLineError, config_from_args, config_values, parse_args, validate_args
+from megatron.training.arguments import config_from_args, parse_args, validate_args
 from megatron.training.checkpoint_args import load_args_from_checkpoint
-from megatron.training.command_line.config_builder import with_flag_names
-from megatron.training.command_line.registry import flag_table
 from megatron.training.config import DistributedConfig
+from megatron.training.failure_board import FailureBoard
 from megatron.training.global_vars import publish_run
-
-# What torch needs, besides the number of processes, for them to find each other.
-_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-
-# Arguments that may differ between machines, or that each rank reads for itself.
-_OF_ONE_MACHINE = frozenset(
-    """
-    config data_path train_data_path valid_data_path test_data_path data_args_path data_cache_path mmap_bin_files
-    num_workers tokenizer_model vocab_file merge_file save load tensorboard_dir memory_snapshot_path
-    """.split()
-)
+from megatron.training.joining import common_settings, join_process_group
 
 
 def initialize_megatron(
@@ -50,10 +34,12 @@ def initialize_megatron(
     *,
     ignore_unknown_args: bool = False,
     argv: Sequence[str] | None = None,
+    board: FailureBoard | None = None,
 ) -> argparse.Namespace:
     """Parses and checks the arguments, joins the process group and seeds every generator.
 
-    Works under torchrun and in a plain process, which becomes a group of one. Raises ValueError for bad arguments.
+    Works under torchrun and in a plain process, which becomes a group of one. board: where ranks tell each other of
+    failures from the moment that they have met. Raises ValueError for bad arguments, and for ranks whose differ.
     """
     args = parse_args(extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv))
     if args.use_checkpoint_args and args.load is not None:
@@ -64,8 +50,7 @@ def initialize_megatron(
         use_deterministic_kernels()
     device = default_device()
     prepare_device(device)
-    join_process_group(config_from_args(DistributedConfig, args), device)
-    check_same_settings(config_values(args))
+    join_process_group(config_from_args(DistributedConfig, args), device, settings=common_settings(args), board=board)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -80,42 +65,6 @@ def initialize_megatron(
     _seed(args.seed, groups)
     publish_run(args)
     return args
-
-
-def join_process_group(config: DistributedConfig, device: torch.device) -> None:
-    """Initialises torch.distributed from torchrun's environment; one process alone needs no address."""
-    if dist.is_initialized():
-        return
-    backend = config.distributed_backend or distributed_backend(device)
-    if backend == "nccl" and device.type != "cuda":
-        raise ValueError("--distributed-backend is nccl: this process has no GPU, use gloo or leave the flag out")
-    if backend == "nccl" and config.use_gloo_process_groups:
-        # What is on the host, such as errors and file lists, then need not wait for the GPU's work.
-        backend = "cpu:gloo,cuda:nccl"
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    if "WORLD_SIZE" in os.environ:
-        missing = [name for name in _RENDEZVOUS if name not in os.environ]
-        if missing:
-            raise ValueError(f"WORLD_SIZE is set in the environment, but not {', '.join(missing)}: start with torchrun")
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-
-
-def check_same_settings(settings: dict[str, Any]) -> None:
-    """Raises on every rank, naming rank and flag, where one was started with another value than rank 0. Collective.
-
-    settings: JSON values by name in the arguments. Files and folders may differ from machine to machine.
-    """
-    of_first: list[dict[str, Any]] = [settings]
-    dist.broadcast_object_list(of_first, src=0)
-    with all_ranks_agree():
-        for name in (name for name in {**of_first[0], **settings} if name not in _OF_ONE_MACHINE):
-            expected, given = of_first[0].get(name), settings.get(name)
-            # Text, because NaN equals nothing.
-            if repr(given) != repr(expected):
-                text = f"{name} is {given} on this rank and {expected} on rank 0: start all ranks with the same flags"
-                raise CommandLineError(with_flag_names(text, flag_table()))
 
 
 def leave_process_group() -> None:

@@ -16,8 +16,10 @@ from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.callbacks import Callback, RunStart, StepReport
 from megatron.training.console import print_rank_0
+from megatron.training.errors import message_for_other_ranks
 from megatron.training.evaluation import evaluate_test, evaluate_validation
 from megatron.training.exit_conditions import ExitReason
+from megatron.training.failure_board import FailureBoard
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.run import TrainingRun
@@ -47,8 +49,8 @@ def pretrain(
     """
     if model_type is not ModelType.encoder_or_decoder:
         raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
-    try:
-        args = initialize_megatron(extra_args_provider, args_defaults, argv=argv)
+    with FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
+        args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, board=board)
         run = setup_run(
             args,
             model_provider,
@@ -65,8 +67,6 @@ def pretrain(
                 evaluate_test(run)
         finally:
             run.callbacks.on_run_end()
-    finally:
-        leave_process_group()
 
 
 def train(run: TrainingRun) -> ExitReason | None:

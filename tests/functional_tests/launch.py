@@ -80,9 +80,14 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def torchrun(
-    argv: Sequence[str], nproc: int, *, cwd: Path, env: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    nproc: int,
+    *,
+    cwd: Path,
+    script: str = "pretrain_gpt.py",
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts pretrain_gpt.py under torchrun in `cwd`, for the caller to end with signal_ranks.
+    """Starts a script of this repository under torchrun in `cwd`, for the caller to end with signal_ranks.
 
     stdout and stderr go to `cwd`/output.txt: a pipe that nobody reads would stop the run when it is full.
     """
@@ -90,7 +95,7 @@ def torchrun(
     rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     with (cwd / "output.txt").open("wb") as output:
         return subprocess.Popen(
-            [*launcher, *rendezvous, str(ROOT / "pretrain_gpt.py"), *argv],
+            [*launcher, *rendezvous, str(ROOT / script), *argv],
             cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
             stdout=output,

@@ -1,0 +1,197 @@
+"""How the processes of a run find each other, and make sure that they were started alike, before any group is made.
+
+What they tell each other later, when one fails, is failure_board.py's.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.device import distributed_backend
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.values import yaml_of_value
+from megatron.training.command_line.yaml_config import shown_flags
+from megatron.training.config import DistributedConfig
+from megatron.training.failure_board import FailureBoard
+
+Settings = Mapping[str, str]
+
+# What torch needs, besides the number of processes, for them to find each other.
+_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+_ALL_IS_WELL = "all is well"
+_SETTINGS_SHOWN, _RANKS_SHOWN = 5, 8
+# Arguments that may differ between machines, or that each rank reads for itself: only whether there is a value counts.
+_OF_ONE_MACHINE = frozenset(
+    """
+    data_path train_data_path valid_data_path test_data_path data_args_path data_cache_path mmap_bin_files
+    num_workers tokenizer_model vocab_file merge_file save load tensorboard_dir memory_snapshot_path
+    """.split()
+)
+
+
+def join_process_group(
+    config: DistributedConfig, device: torch.device, *, settings: Settings, board: FailureBoard | None
+) -> None:
+    """Initialises torch.distributed from torchrun's environment; one process alone needs no address. Collective.
+
+    settings: see `common_settings`. board: gets connected, where there are others. Raises
+    CommandLineError on every rank where settings differ, OSError naming the ranks that did not come in time.
+    """
+    if dist.is_initialized():
+        return
+    backend = _backend(config, device)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    if "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    meeting = MeetingPoint.of_environment()
+    store = meeting.connect(timeout, serve=meeting.serves)
+    if board is not None:
+        board.connect(
+            dist.PrefixStore("failures", store),
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            watched=dist.PrefixStore("failures", meeting.connect(timeout, serve=False)),
+            hosts_store=meeting.serves,
+        )
+    agree_on_settings(dist.PrefixStore("settings", store), settings, rank=meeting.rank, world_size=meeting.world_size)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("groups", store),
+        rank=meeting.rank,
+        world_size=meeting.world_size,
+        timeout=timeout,
+    )
+
+
+def _backend(config: DistributedConfig, device: torch.device) -> str:
+    backend = config.distributed_backend or distributed_backend(device)
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError("--distributed-backend is nccl: this process has no GPU, use gloo or leave the flag out")
+    if backend == "nccl" and config.use_gloo_process_groups:
+        # What is on the host, such as errors and file lists, then need not wait for the GPU's work.
+        return "cpu:gloo,cuda:nccl"
+    return backend
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where a launcher says that the processes of a run meet. serves: this process is the server of the store."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    serves: bool
+    attempt: str
+
+    @classmethod
+    def of_environment(cls) -> "MeetingPoint":
+        """What torchrun set, or somebody in its place. Raises ValueError where a part is missing."""
+        missing = [name for name in _RENDEZVOUS if name not in os.environ]
+        if missing:
+            raise ValueError(f"WORLD_SIZE is set in the environment, but not {', '.join(missing)}: start with torchrun")
+        rank = int(os.environ["RANK"])
+        return cls(
+            host=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            rank=rank,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            # torchrun's agent on the first node serves, and outlives the ranks.
+            serves=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+
+    def connect(self, timeout: timedelta, *, serve: bool) -> dist.Store:
+        """A connection to the store. Raises OSError where nobody serves it in time."""
+        try:
+            store = dist.TCPStore(
+                self.host,
+                self.port,
+                self.world_size,
+                serve,
+                timeout,
+                # Who has come is counted by agree_on_settings, which can name the others.
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except dist.DistNetworkError as error:
+            raise OSError(
+                f"nobody answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within {_minutes(timeout)}, "
+                "where rank 0 or its torchrun should be"
+            ) from error
+        # Whatever a run before torchrun's restart has left is not this one's.
+        return dist.PrefixStore(f"attempt {self.attempt}", store)
+
+
+def common_settings(args: argparse.Namespace) -> dict[str, str]:
+    """What all ranks of a run must have the same, by flag, as text: everything but where files are."""
+    settings = {"WORLD_SIZE": str(args.world_size), "the version of torch": str(torch.__version__)}
+    for flag in shown_flags(args, flag_table()):
+        value = vars(args)[flag.dest]
+        given = "given" if flag.dest in _OF_ONE_MACHINE and value is not None else json.dumps(yaml_of_value(value))
+        settings[flag.flags[0]] = given
+    return settings
+
+
+def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world_size: int) -> None:
+    """Waits until all ranks have come, and compares what they were started with; each rank sends a few requests.
+
+    Raises CommandLineError, with the same text on every rank, naming ranks that differ from most others; OSError
+    naming those that did not come within the store's timeout.
+    """
+    text = json.dumps(settings)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    # Equal ones overwrite each other.
+    store.set(digest, text)
+    if store.add(f"processes of rank {rank}", 1) > 1:
+        store.set("verdict", f"RANK is {rank} in several processes: each needs its own; torchrun sets it")
+    store.set(f"rank {rank}", digest)
+    if store.add("num arrivals", 1) == world_size:
+        store.compare_set("verdict", "", _difference(store, world_size) or _ALL_IS_WELL)
+    try:
+        verdict = store.get("verdict").decode()
+    except dist.DistStoreError as error:
+        late = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
+        raise OSError(
+            f"rank {', '.join(late)} did not come in time (--distributed-timeout-minutes): was not started, has ended, "
+            "or has another MASTER_ADDR or MASTER_PORT"
+        ) from error
+    if verdict != _ALL_IS_WELL:
+        raise CommandLineError(verdict)
+
+
+def _difference(store: dist.Store, world_size: int) -> str:
+    """Which ranks have other settings than most, and which settings; nothing where all are equal."""
+    ranks: dict[str, list[int]] = {}
+    for rank, known in enumerate(store.multi_get([f"rank {rank}" for rank in range(world_size)])):
+        ranks.setdefault(known.decode(), []).append(rank)
+    # Where there are as many of each, rank 0 is right.
+    usual = max(ranks, key=lambda digest: len(ranks[digest]))
+    expected = json.loads(store.get(usual))
+    parts = []
+    for digest in ranks.keys() - {usual}:
+        found = json.loads(store.get(digest))
+        different = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+        values = [f"{name} is {found.get(name)}, not {expected.get(name)}" for name in different[:_SETTINGS_SHOWN]]
+        parts.append(f"on rank {_listed(ranks[digest])} {' and '.join(values)}")
+    if not parts:
+        return ""
+    return f"ranks were started differently: {'; '.join(sorted(parts))}, as on rank {_listed(ranks[usual])}"
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    return shown if len(ranks) <= _RANKS_SHOWN else f"{shown} and {len(ranks) - _RANKS_SHOWN} others"
+
+
+def _minutes(time: timedelta) -> str:
+    return f"{time.total_seconds() / 60:g} minutes"

@@ -1,0 +1,71 @@
+"""A rank that fails ends all others, which say which rank it was and what became of it."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.functional_tests.faulty_program import FAULTY_RANK, MESSAGE
+from tests.functional_tests.launch import run_program, torchrun
+
+RANKS = 3
+FLAGS: Flags = {
+    **read_bases()["dense"],
+    "global-batch-size": 6,
+    "eval-iters": 0,
+    "eval-interval": None,
+    "data-cache-path": ".",
+}
+SECONDS = 60  # far below the timeout of collectives, which is 10 minutes
+KILLED = r"rank {} ended or hangs without a message \(killed\?\); this rank was in \w+"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said", "faulty"),
+    [
+        ("exception", 1, rf"rank 1 failed: RuntimeError: {MESSAGE}; this rank was in \w+ of \w+", FAULTY_RANK),
+        ("killed", 1, KILLED.format(FAULTY_RANK), FAULTY_RANK),
+        ("chain", 1, KILLED.format(RANKS - 1), RANKS - 1),
+        ("settings", 2, "ranks were started differently: on rank 1 --lr is 0.5, not 0.01, as on rank 0, 2", None),
+    ],
+)
+def test_a_rank_that_fails_ends_and_is_named_by_all_others(
+    fault: str, code: int, said: str, faulty: int | None, tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    program = "tests.functional_tests.faulty_program:main"
+    run = run_program(command_line(FLAGS), RANKS, folder=tmp_path, program=program, env={"FAULT": fault})
+    assert time.monotonic() - started < SECONDS, run.written()
+    for outcome in run.outcomes:
+        if outcome.rank == faulty:
+            assert outcome.exit_code != 0
+            continue
+        assert outcome.exit_code == code, run.written()
+        lines = re.findall(rf"^\[rank {outcome.rank}\] error: {said}", outcome.stderr, re.MULTILINE)
+        assert len(lines) == 1 and "Traceback" not in outcome.stderr, run.written()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "cause"), [("exception", f"RuntimeError: {MESSAGE}"), ("killed", "SIGKILL")])
+def test_torchrun_names_the_rank_and_leaves_no_process(fault: str, cause: str, tmp_path: Path) -> None:
+    script = "tests/functional_tests/faulty_program.py"
+    process = torchrun(command_line(FLAGS), RANKS, cwd=tmp_path, script=script, env={"FAULT": fault})
+    # From here on none of its ranks can be taken for another process's.
+    ranks = _children(process.pid, RANKS)
+    process.wait(60)
+    written = (tmp_path / "output.txt").read_text()
+    assert process.returncode != 0
+    assert re.search(rf"rank *: {FAULTY_RANK} ", written) and cause in written, written
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()], "a rank is left, or its zombie"
+
+
+def _children(parent: int, count: int) -> list[int]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        if len(children) >= count:
+            return [int(child) for child in children]
+        time.sleep(0.05)
+    raise TimeoutError(f"process {parent} did not start {count} others")
