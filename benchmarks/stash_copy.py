@@ -1,17 +1,19 @@
-"""Stash and restore of a page pool against Tensor.copy_ of the same bytes.
+"""Stash and restore of a page pool, compared with Tensor.copy_ of the same bytes.
 
     python benchmarks/stash_copy.py [--rounds 25] [--json benchmarks/results/stash_copy_cpu.json]
     python benchmarks/stash_copy.py --device cuda [--json FILE] [--plot FILE.html]
 
-A group is what an expert layer saves: x, gate_up of twice its width and act, 15/16 of their rows live, pages of 64
-rows of x. The copies go to and from as many buffers in turn as the pool has room for groups: two. Stash, restore and
-copies are interleaved; a figure is the median over rounds of copy seconds / our seconds, x: the rate as a share of
-copy_'s. A round under the profiler must allocate nothing. Pages lie in the pool's ring of free ones in the order of
+A group is what an expert layer saves: x, gate_up of twice its width, and act; 15/16 of their rows are live, and a page
+holds 64 rows of x. The pool has room for two groups, so the plain copies use two sets of buffers in turn. Stash,
+restore and plain copies are interleaved. The figures, stash x and restore x, are medians over rounds of copy_'s seconds
+/ our seconds: the rate as a share of copy_'s. A round under the profiler must allocate nothing. The order of free pages
+in the pool's ring is that of
   new       a reset: a tensor's pages follow each other
-  step      a step that 64 groups of other sizes went through since the reset, as under pipeline parallelism
-  shuffled  chance, the worst: hardly two pages follow each other
+  step      a step in which 64 groups of other sizes went through the pool, as under pipeline parallelism
+  shuffled  chance, the worst case: hardly two pages follow each other
 
-On a GPU: sizes of a group x most programs a kernel may occupy, for pages on the device and in pinned host memory.
+On a GPU the cases are group sizes x the most programs that a kernel may occupy, for pages on the device and in pinned
+host memory.
 """
 
 import argparse
@@ -38,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from benchmarks.train_step import context  # noqa: E402
+from benchmarks.train_step import context as machine  # noqa: E402
 from megatron.core.device import device_name, keep_cpu_heap  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Priority, TensorSpec  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool  # noqa: E402
@@ -50,14 +52,14 @@ MIB = 2**20
 GROUP_BYTES = 64 * MIB
 SIZES_ON_CPU = (1, 4, 16, 256)  # MiB
 GROUPS_OF_STEP = 64
-TARGETS = {256: 0.75}  # by width in bytes, 0.9 for others
+TARGETS = {256: 0.75}  # of stash x and restore x, by width in bytes; 0.9 for other widths
 SIZES_ON_GPU = (1, 8, 64, 512)  # MiB
 PROGRAMS = (4, 8, 16, 32, 64, 128, 0)  # 0: as many as are useful
 
 
 @dataclass
 class Bench:
-    """A pool with a group of three tensors, and buffers that copy_ works on instead."""
+    """A pool with a group of three tensors, and two sets of buffers for copy_, which stand for the pages."""
 
     pool: PagePool
     specs: list[TensorSpec]
@@ -72,7 +74,7 @@ class Bench:
 
     @property
     def live_bytes(self) -> int:
-        """That one stash, restore or copy moves."""
+        """Bytes that one stash, restore or copy moves."""
         return sum(buffer.nbytes for buffer in self.buffers[0])
 
     def stash(self, _turn: int) -> None:
@@ -90,7 +92,7 @@ class Bench:
             target[: buffer.nbytes].view(buffer.dtype).copy_(buffer, non_blocking=True)
 
     def round(self, turn: int, timed: Callable[[Callable[[int], None], int], None]) -> None:
-        """One of each, in an order that changes."""
+        """Runs each verb once, plain copies first in every other turn; timed(verb, turn) has to call verb(turn)."""
         verbs = [(self.copy_in, self.stash), (self.copy_out, self.restore)]
         self.pool.plan(self.group, self.num_rows)
         for pair in verbs:
@@ -100,7 +102,7 @@ class Bench:
 
 
 def build(width: int, dtype: torch.dtype, *, num_bytes: int, order: str, device: str, tier: str) -> Bench:
-    """Memory of everything, touched once."""
+    """A bench for x of this width in bytes and groups of num_bytes; all memory has been touched."""
     max_rows = num_bytes // (4 * width) * 16 // 15
     num_rows = num_bytes // (4 * width) - 3  # the last page is not full
     widths = ((width, Priority.INPUT), (2 * width, Priority.GATE_UP), (width, Priority.ACT))
@@ -127,7 +129,7 @@ def build(width: int, dtype: torch.dtype, *, num_bytes: int, order: str, device:
 
 
 def age(pool: PagePool, specs: list[TensorSpec]) -> None:
-    """Sends groups of a tenth of these rows, more or less, through the pool, some of them open at a time."""
+    """Sends GROUPS_OF_STEP groups through the pool, each with about a tenth of these rows, up to 9 open at once."""
     numbers = random.Random(1)
     waiting: list[PageGroup] = []
     for _ in range(GROUPS_OF_STEP):
@@ -140,7 +142,7 @@ def age(pool: PagePool, specs: list[TensorSpec]) -> None:
 
 
 def leave(pool: PagePool, group: PageGroup) -> None:
-    """A group's backward."""
+    """Gives a group's pages and its room back, as after its backward."""
     pool.release(group)
     pool.close_group(group)
 
@@ -154,7 +156,10 @@ def check_no_allocation(bench: Bench) -> None:
 
 
 def measure_cpu(bench: Bench, rounds: int) -> dict[str, Any]:
-    """Medians over rounds; CPU seconds with one thread, wall seconds with two."""
+    """Figures over these rounds, in CPU seconds with one thread and in wall seconds with two.
+
+    Raises AssertionError if the steady state allocates.
+    """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in ("copy_in", "stash", "copy_out", "restore")}
 
@@ -170,7 +175,7 @@ def measure_cpu(bench: Bench, rounds: int) -> dict[str, Any]:
 
 
 def figures_of(seconds: dict[str, list[float]], live_bytes: int) -> dict[str, Any]:
-    """Ratios to the copies and their rate."""
+    """Medians over rounds: ratios to plain copies, and microseconds. seconds: by verb, one a round."""
     ratio = {
         ours: statistics.median(copy / own for copy, own in zip(seconds[theirs], seconds[ours]))
         for ours, theirs in (("stash", "copy_in"), ("restore", "copy_out"))
@@ -180,7 +185,7 @@ def figures_of(seconds: dict[str, list[float]], live_bytes: int) -> dict[str, An
 
 
 def main_cpu(rounds: int) -> list[dict[str, Any]]:
-    """Widths x dtypes, widths x orders, then sizes at one width; all with each number of threads."""
+    """Measures widths x dtypes, widths x orders, then sizes at one width, all with one thread and with two."""
     keep_cpu_heap()
     cases = [(w, d, GROUP_BYTES, "step") for w in WIDTHS for d in DTYPES]
     cases += [(w, torch.float32, GROUP_BYTES, order) for order in ("new", "shuffled") for w in WIDTHS]
@@ -206,7 +211,7 @@ def main_cpu(rounds: int) -> list[dict[str, Any]]:
 
 
 def main_gpu(device: str, rounds: int) -> list[dict[str, Any]]:
-    """Sizes x programs x tiers, by events of the device."""
+    """Measures tiers x sizes x programs, timed by events of the device."""
     rows = []
     print("tier   group MiB programs copy GB/s  stash x restore x")
     for tier in ("device", "host"):
@@ -226,7 +231,7 @@ def main_gpu(device: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_gpu(bench: Bench, rounds: int) -> dict[str, Any]:
-    """Medians over rounds of what the device needed."""
+    """Figures over these rounds, after two that do not count, in seconds of the device."""
     marks: dict[str, list[tuple[torch.Event, torch.Event]]] = {}
 
     def timed(verb: Callable[[int], None], turn: int) -> None:
@@ -244,7 +249,7 @@ def measure_gpu(bench: Bench, rounds: int) -> dict[str, Any]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Rate of stash and restore over the cap on programs, one line a tier and size."""
+    """Plots the rates of stash and restore over the limit of programs, with a line for each tier and size."""
     figure = graph_objects.Figure()
     labels = [str(programs or "all") for programs in PROGRAMS]
     for tier, size in sorted({(row["tier"], row["group_mib"]) for row in rows}):
@@ -258,7 +263,7 @@ def plot(rows: list[dict[str, Any]], path: Path, *, title: str) -> None:
 
 
 def main() -> None:
-    """Measures, prints, writes."""
+    """Measures, prints, and writes what the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--rounds", type=int, default=25, help="counted rounds of each case (default: 25)")
@@ -268,7 +273,7 @@ def main() -> None:
     if options.plot is not None and graph_objects is None:
         parser.error("--plot needs plotly: pip install 'plotly>=6', or this project's extra report")
     rows = main_cpu(options.rounds) if options.device == "cpu" else main_gpu(options.device, options.rounds)
-    record = {"rows": rows, "rounds": options.rounds, **context()}
+    record = {"rows": rows, "rounds": options.rounds, **machine()}
     if options.device != "cpu":
         record["device"] = device_name(torch.device(options.device))
     if options.json is not None:

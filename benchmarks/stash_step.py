@@ -1,19 +1,19 @@
-"""What a paged stash saves and costs in expert layers with static buffers: forward and backward, beside other ways.
+"""What a paged stash saves and costs in expert layers with static buffers, forward and backward, beside other ways.
 
     python benchmarks/stash_step.py [--rounds 9] [--layers 8] [--device cuda] [--json FILE]
     python benchmarks/stash_step.py --hidden 1024 --ffn 512 --tokens 512    more flops for each saved byte
 
-The experts of a layer get T x K rows on average, skewed: other numbers in every layer of every round.
-  dynamic    buffers of R rows, as many as there are: the host has to know R before it can go on
+The experts of a layer get T x K rows on average. The numbers are skewed, and go to other layers in every round.
+  dynamic    buffers of R rows, as many as are live: the host has to know R before it can go on
   static     buffers of C = 2 x T x K rows, of which R are live
-  full       static, and a stash with as many device pages as the live rows need; as its reserve counts with C rows for
-             layers to come, some act is computed again all the same
-  60%        static, and a stash with 60% of these: what finds no page is computed again
+  full       static, and a stash with as many device pages as the live rows need; some act is computed again all the
+             same, because its reserve counts on C rows in layers to come
+  60%        static, and a stash with 60% of these pages: what finds no page is computed again
   60% host   the same, and host pages for the rest
   host       static, and a stash with host pages alone
-All see the same rows in a round, in turn; gradients of the static ones have to be equal bit for bit. Printed: bytes
-that wait for backward (made in forward and still held after it; pages at their high water), and the time of a step as
-a ratio, the median over rounds: CPU seconds of the process, on other devices wall time.
+In a round all ways run one after the other on the same rows; gradients of all but `dynamic` have to be equal bit for
+bit. Printed are the bytes that wait for backward (made in forward and still held after it; pages at their high water),
+and the time of a step as a ratio, the median over rounds: CPU seconds of the process, on other devices wall time.
 """
 
 import argparse
@@ -56,7 +56,7 @@ SHORT = 0.6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer: T tokens, H, F."""
+    """Sizes of a layer: T tokens, H, F."""
 
     tokens: int = 1024
     hidden: int = 256
@@ -64,7 +64,7 @@ class Sizes:
 
     @property
     def mean_rows(self) -> int:
-        """That its experts get."""
+        """Rows that its experts get on average."""
         return self.tokens * TOPK
 
     @property
@@ -123,7 +123,7 @@ class ExpertLayer(nn.Module):
 
 @dataclass
 class Way:
-    """One way to run the layers, and what was seen of it in each round. stash, pool: both or none."""
+    """One way to run the layers, and what each round showed. stash, pool: both or neither."""
 
     name: str
     is_padded: bool = True
@@ -152,7 +152,7 @@ class Bench:
         self.layers = nn.ModuleList(ExpertLayer(f"layer {number}", sizes) for number in range(layers)).to(device, dtype)
         self.hidden = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype, requires_grad=True)
         self.grad = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype)
-        # Log-normal with mean 1, as far as C has room for it. A round has the same numbers, in other layers.
+        # Log-normal with mean 1, cut off at C. All rounds have the same numbers, each in another order of layers.
         logarithms = torch.randn(layers, generator=self.generator) * SKEW - SKEW**2 / 2
         self.live = [min(sizes.capacity, int(sizes.mean_rows * share)) for share in logarithms.exp().tolist()]
 
@@ -163,7 +163,10 @@ class Bench:
         ]
 
     def step(self, way: Way, routing: list[Rows]) -> list[Tensor]:
-        """Forward and backward, then again for the bytes between. Returns gradients: [as parameters], their dtype."""
+        """Times forward and backward, then counts bytes between them in a second step.
+
+        Returns gradients: [as each parameter and the input], their dtype.
+        """
         routing = routing if way.is_padded else [rows.without_padding() for rows in routing]
         parameters = [*self.layers.parameters(), self.hidden]
         start = self._now_sync()
@@ -175,14 +178,14 @@ class Bench:
         with LiveBytes() as made:
             output = self._forward(way, routing)
         way.bytes_outside.append(made.total() - output.nbytes)
-        # So that the stash sees a step like the others.
+        # Backward, so that the stash sees a step like the others.
         torch.autograd.grad(output, parameters, self.grad)
         if way.stash is not None:
             way.stash.reset()
         return list(gradients)
 
     def pages_needed(self) -> int:
-        """Of all live rows of all layers."""
+        """Pages for all live rows of all layers."""
         layout = PoolLayout(PAGE_BYTES, 1)
         return sum(layout.pages_for(live * width * self.itemsize) for live in self.live for width in self.sizes.widths)
 
@@ -193,7 +196,7 @@ class Bench:
         return hidden
 
     def _draw_rows(self, live: int) -> Rows:
-        # Experts' shares differ by a factor of ten and more.
+        # Experts' shares differ by a factor of ten or more.
         shares = torch.randn(EXPERTS, generator=self.generator).exp().cumsum(dim=0)
         offsets = (shares / shares[-1] * live).round().int().to(self.device)
         tokens = torch.randint(self.sizes.tokens, (self.sizes.capacity,), generator=self.generator).to(self.device)
@@ -213,7 +216,7 @@ def _read_sync(counters: Tensor) -> list[int]:
 
 
 def ways_of(bench: Bench) -> list[Way]:
-    """All that are compared."""
+    """The ways that are compared."""
     need = bench.pages_needed()
     short, rest = int(SHORT * need), need - int(SHORT * need)
     return [
@@ -227,7 +230,10 @@ def ways_of(bench: Bench) -> list[Way]:
 
 
 def measure(bench: Bench, ways: list[Way], *, rounds: int) -> None:
-    """Rounds of all ways after one that warms up and lets stashes learn the order of a step."""
+    """Runs rounds of all ways, after one that warms up and lets stashes learn the order of a step.
+
+    Raises SystemExit if a padded way's gradients differ from static's.
+    """
     for number in range(rounds + 1):
         routing = bench.draw()
         static = next(way for way in ways if way.name == "static")
@@ -246,7 +252,7 @@ def measure(bench: Bench, ways: list[Way], *, rounds: int) -> None:
 
 
 def figures_of(way: Way, ways: dict[str, Way]) -> dict[str, Any]:
-    """A way's line: medians over rounds of times; of bytes and counts the largest."""
+    """A way's line: medians of times over rounds, and the largest bytes and counts."""
     figures: dict[str, Any] = {"way": way.name}
     for other in ("dynamic", "static", "full"):
         ratios = [mine / theirs for mine, theirs in zip(way.seconds, ways[other].seconds, strict=True)]
@@ -269,8 +275,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="expert layers (default: 8)")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    for letter, default in (("tokens", 1024), ("hidden", 256), ("ffn", 512)):
-        parser.add_argument(f"--{letter}", type=int, default=default, help=f"of a layer (default: {default})")
+    for name, default in vars(Sizes()).items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"of a layer (default: {default})")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_cpu_heap()

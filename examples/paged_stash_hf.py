@@ -1,15 +1,15 @@
 """Hugging Face's Qwen3-MoE, unmodified, trained twice: as it is, and with what its experts keep in a paged stash.
 
     python examples/paged_stash_hf.py                                      most pages on the host
-    python examples/paged_stash_hf.py --device-pages 0.8 --host-pages 0    all on the device: nothing saved
+    python examples/paged_stash_hf.py --device-pages 0.8 --host-pages 0    all on the device: saves nothing
 
 Needs transformers 5. The stash is the folder megatron/core/transformer/moe/paged_stash; benchmarks/live_bytes.py
 measures.
 
 With experts_implementation="grouped_mm" a layer's experts work on one buffer of T x K rows: T tokens with K experts
-each. No row of it is padding, so that device pages alone save nothing here: they hold the same bytes. What the stash
-brings to this model is the host tier: what the device's pages do not hold waits in host memory, and comes back before
-its layer's backward. Where buffers have room to spare the pages themselves save: examples/paged_stash_pytorch.py.
+each. No row of it is padding, so device pages alone save nothing here: they hold the same bytes. What the stash brings
+to this model is the host tier: rows that find no device page wait in host memory, and come back before their layer's
+backward. Where buffers have padding, the pages themselves save memory: examples/paged_stash_pytorch.py.
 """
 
 import argparse
@@ -50,7 +50,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 def use_stash(model: nn.Module, stash: PagedStash) -> None:
-    """Lets every layer's experts run in a context of the stash; names and weights of the model stay as they are."""
+    """Runs every layer's experts in a context of the stash; the model's names and weights stay as they are."""
     for name, module in model.named_modules():
         if isinstance(module, Qwen3MoeExperts):
             module.forward = partial(stashed_forward, stash, name, experts=module.forward)
@@ -59,7 +59,7 @@ def use_stash(model: nn.Module, stash: PagedStash) -> None:
 def stashed_forward(
     stash: PagedStash, name: str, *inputs: Tensor, experts: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """inputs: hidden states [T, H], any float dtype, experts and weights of each token [T, K]. Returns [T, H]."""
+    """inputs: hidden states [T, H], any float dtype; each token's experts and weights, [T, K]. Returns [T, H]."""
     rows = inputs[1].numel()  # T x K, all of them live
     with stash.context(name, rows, max_rows=rows):
         return experts(*inputs)
@@ -67,7 +67,7 @@ def stashed_forward(
 
 @dataclass
 class Run:
-    """Of each step: its loss; bytes made in forward and still held after it, outside of pages; the pool's counters."""
+    """By step: the loss; bytes made in forward and still held after it, outside of pages; the pool's counters."""
 
     losses: list[float] = field(default_factory=list)
     bytes_outside: list[int] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Run:
 
 
 def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
-    """Trains a small model for some steps, with a stash if there is a pool for it."""
+    """Trains a small model for some steps, with a stash if a pool is given."""
     torch.manual_seed(1)
     model = Qwen3MoeForCausalLM(CONFIG)
     nn.Module.to(model, device)
@@ -91,7 +91,7 @@ def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
             loss = model(input_ids=ids.to(device), labels=ids.to(device)).loss
         run.losses.append(loss.item())
         run.bytes_outside.append(made.total())
-        # Asked before backward: among these rows are indices, and backward would look up what lost ones point to.
+        # Before backward: some of these rows are indices, and backward would look up whatever lost ones point to.
         if stash is not None and stash.is_void_sync():
             raise SystemExit("Pages ran out: give --device-pages or --host-pages more")
         loss.backward()
@@ -115,7 +115,7 @@ def compare(plain: Run, stashed: Run, *, page_bytes: int) -> None:
     if stashed.losses != plain.losses:
         raise SystemExit(f"The losses differ; without the stash they are {plain.losses}")
     print(f"All {len(plain.losses)} losses equal those without the stash, bit for bit.")
-    print("Every row is live: what the device no longer holds is on the host, and pages by themselves save nothing.")
+    print("Every row is live: what the device no longer holds is on the host, and device pages alone save nothing.")
 
 
 def main() -> None:

@@ -4,14 +4,14 @@
     python examples/paged_stash_pytorch.py --device-pages 0.25    fewer: the rest is computed again
     python examples/paged_stash_pytorch.py --device-pages 0.1 --host-pages 0.5
 
-The stash is the folder megatron/core/transformer/moe/paged_stash, which needs torch alone; benchmarks/live_bytes.py
+The stash is the folder megatron/core/transformer/moe/paged_stash, which needs only torch; benchmarks/live_bytes.py
 measures.
 
 The experts compute on buffers of C rows whatever the routing says: no shape depends on a value, and no number is read
-from the device. R of the rows are live. Autograd would keep all C for backward; the stash keeps R, in pages, and the
-layer whose backward comes next as it is. In backward the rows of two layers at a time are back in buffers of C.
+from the device. R of the rows are live. Autograd would keep all C for backward. The stash keeps R, in pages; only the
+layer whose backward comes next stays as it is. In backward the rows of two layers at a time are back in buffers of C.
 In the first step the order of layers is unknown, and only x gets pages: the rest is computed again.
-Shapes: T tokens, H hidden, F ffn, E experts, K experts of a token at most, C = T x K rows, R <= C live ones.
+Shapes: T tokens, H hidden, F ffn, E experts, at most K of them for a token, C = T x K rows, R <= C live ones.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class MoELayer(nn.Module):
         # Rows lie sorted by expert; what nobody wants comes last, beyond R.
         experts, order = experts.where(wanted, E).flatten().sort(stable=True)
         offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
-        # A token's rows are added up in one order, there and in backward: threads that add to one place change bits.
+        # Gather and sum add up a token's rows in one order, in forward and backward: atomic adds would change bits.
         x = tokens[:, None].expand(T, K, H).flatten(0, 1)[order]
         y = self.run_experts(x, weights.flatten()[order], offsets=offsets)
         return hidden + y[order.argsort()].view(T, K, H).sum(dim=1)
@@ -76,12 +76,12 @@ class MoELayer(nn.Module):
         """x: [C, H], weights: [C], fp32; offsets: [E], int32: where each expert's rows end. Returns [C, H], fp32."""
         num_rows = offsets[-1:].long()  # R
         with self.context(self.name, num_rows, max_rows=C) as group:
-            # Three functions that read no row beyond R, there and back, for the stash brings none of these back.
+            # Three functions that read no row beyond R, in forward or backward: the stash brings none of these back.
             gate_up = grouped_gemm(x, self.weight1, offsets=offsets)
             act = gated_activation(gate_up, weights, num_rows=num_rows)
             y = grouped_gemm(act, self.weight2, offsets=offsets)
             if group is not None:
-                # Without marks every tensor needs its pages. These two may do without: first act, then gate_up.
+                # Without marks every tensor needs pages. These two can do without: first act, then gate_up.
                 again = recompute_act(num_rows)
                 group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, weights))
                 again = recompute_gate_up(self.weight1, offsets)
@@ -91,7 +91,7 @@ class MoELayer(nn.Module):
 
 @dataclass
 class Run:
-    """Of each step: its loss; bytes made in forward and still held after it, outside of pages; the pool's counters."""
+    """By step: the loss; bytes made in forward and still held after it, outside of pages; the pool's counters."""
 
     losses: list[float] = field(default_factory=list)
     bytes_outside: list[int] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Run:
 
 
 def train(steps: int, device: str, *, pool: PagePool | None = None) -> Run:
-    """Trains a small model for some steps, with a stash if there is a pool for it."""
+    """Trains a small model for some steps, with a stash if a pool is given."""
     stash = None if pool is None else PagedStash(pool)
     context: Context = (lambda *_, **__: nullcontext()) if stash is None else stash.context
     torch.manual_seed(1)
