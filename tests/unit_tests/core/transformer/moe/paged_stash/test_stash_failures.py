@@ -156,11 +156,11 @@ MISTAKES: list[tuple[Callable[[Any, Tensor], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("body", "error", "message"), MISTAKES)
 def test_mistakes_inside_a_context_are_named(body: Callable[..., Any], error: type[Exception], message: str) -> None:
-    stash = make_stash()
+    stash, kept = make_stash(), None
     with pytest.raises(error, match=message), context_of(stash) as (group, x):
         kept = body(group, x)
     assert is_empty_sync(stash)
-    if "kept" in locals() and kept is not None:
+    if kept is not None:
         with pytest.raises(RuntimeError, match="did not end well"):
             kept.sum().backward()
 
