@@ -1,7 +1,7 @@
-"""Triton kernels of activations of experts and their gradients. triton_rungs.py launches them.
+"""Triton kernels for the activations of experts and their gradients. triton_rungs.py launches them.
 
 Shapes: max_rows rows of the buffers, ffn columns of act; gate_up has gate before up. Arithmetic is in fp32.
-Loads of rows beyond the live ones are masked: whatever lies there, NaN too, is never read.
+Loads of rows beyond the live ones are masked: what lies there, which may be NaN, is never read.
 """
 # mypy: allow-untyped-defs
 
@@ -24,7 +24,7 @@ def _erf_cdf(x):
 
 @triton.jit
 def _tanh_cdf(x):
-    """(1 + tanh(z)) / 2 of gelu's tanh form, as the sigmoid of 2z: no difference of near numbers."""
+    """(1 + tanh(z)) / 2 of gelu's tanh form, as the sigmoid of 2z, which loses no bits to cancellation."""
     return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 

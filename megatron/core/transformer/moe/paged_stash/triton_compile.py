@@ -1,6 +1,6 @@
-"""How a file of kernels says what a compiler without a GPU needs to build each of them; no kernel here.
+"""How a file of kernels says what it takes to compile each of them without a GPU; no kernel here.
 
-Each such file has a function compile_cases() that yields one CompileCase or more of every kernel that it launches.
+Each such file has a function compile_cases() that yields at least one CompileCase for every kernel that it launches.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _DIVISIBLE = ":16"
 
 @dataclass(frozen=True)
 class CompileCase:
-    """One kernel as it is launched. options: num_warps, num_stages, where the launch gives them."""
+    """One kernel as it is launched. options: num_warps and num_stages, as far as the launch gives them."""
 
     name: str
     source: ASTSource
@@ -22,8 +22,10 @@ class CompileCase:
 
 
 def compile_case(kernel: Any, name: str, *, options: Mapping[str, int], **arguments: object) -> CompileCase:
-    """arguments: the type of each parameter, as in "*i64", "i64", "*bf16:16" for an address that 16 divides, or a tuple
-    of types; anything but words and tuples of words is the value of a constant.
+    """The case of a kernel with arguments of these types.
+
+    arguments: for each parameter its type, such as "*i64", "i64" or "*bf16:16", an address that 16 divides, or a tuple
+    of types; anything but strings and tuples is the value of a constexpr.
     """
     constants = {key: value for key, value in arguments.items() if not isinstance(value, (str, tuple))}
     types = {key: "constexpr" if key in constants else value for key, value in arguments.items()}

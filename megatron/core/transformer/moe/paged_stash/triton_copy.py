@@ -1,21 +1,21 @@
-"""Kernel that copies the live rows of a group's tensors into their pages and back; which pages is not decided here.
+"""The kernel that copies the live rows of a group's tensors into their pages and back; plan has chosen the pages.
 
 [Note: work of a copy]
 A page is cut into chunks of BLOCK words of 16 bytes. The chunks of all tensors, page after page, are dealt to the
 programs in turn, so that one launch serves a whole group whatever the mix of sizes, and a program without a chunk
-leaves at once. The host knows only the most rows there can be; how many live the kernel reads from `held`.
+leaves at once. The host knows only the largest possible number of rows; the kernel reads from `held` how many are live.
 
 [Note: words]
-Widths and addresses decide with how many bytes at a time a tensor can be copied: the largest power of 2 up to 16 that
+Widths and addresses decide how many bytes at a time a tensor can be copied: the largest power of 2 up to 16 that
 divides its address and, where rows lie apart, width and pitch. Rows without gaps are one run of bytes: their width does
-not matter, and what is left of the last word goes byte by byte. Pages start at multiples of 16. The choice is made per
-tensor in the kernel, from numbers that all its threads share: it costs a branch and no second compilation.
+not matter, and bytes after the last whole word go one by one. Pages start at multiples of 16. The kernel chooses for
+each tensor, from numbers that all its threads share: that costs a branch, but no second compilation.
 
 [Note: few programs]
-A copy beside a matrix product takes streaming multiprocessors from it and slows it by more than the copy is worth,
-while a fraction of them moves as many bytes as the memory gives. Hence num_programs. A program of the largest block has
-a multiprocessor's registers and up to 64 KiB of loads under way; 0 stands for MAX_WARPS warps on each multiprocessor,
-one such program or several smaller, for copies that nothing runs beside.
+A copy beside a matrix product takes streaming multiprocessors away from it and slows it down by more than the copy is
+worth, while a fraction of them already uses all of the memory's bandwidth. Hence num_programs. A program of the largest
+block uses all registers of a multiprocessor and has up to 64 KiB of loads under way. 0 stands for MAX_WARPS warps on
+each multiprocessor, in one such program or several smaller ones, for copies that nothing runs beside.
 """
 # mypy: allow-untyped-defs
 
@@ -28,10 +28,10 @@ import triton.language as tl
 
 from megatron.core.transformer.moe.paged_stash.page_layout import ALIGNMENT, INTS_PER_TENSOR
 from megatron.core.transformer.moe.paged_stash.triton_compile import CompileCase, compile_case
-from megatron.core.transformer.moe.paged_stash.triton_numbers import SHIFTED, count_for, hidden, hidden_tensors
+from megatron.core.transformer.moe.paged_stash.triton_numbers import SHIFTED, count_for, shifted, shifted_tensors
 
 MIN_BLOCK, MAX_BLOCK = 128, 4096  # words of 16 bytes
-WORDS_PER_WARP = 256  # 8 a thread: loads under way, which cover the memory's latency
+WORDS_PER_WARP = 256  # 8 a thread: enough loads under way to hide the memory's latency
 MIN_WARPS, MAX_WARPS = 4, 16
 ONE_RUN = tl.constexpr(2**60)  # width of rows without gaps: longer than any tensor
 
@@ -41,7 +41,7 @@ def _copy_items(
     table, address, pages_at, row_bytes, pitch, live, span, first, items, step,
     BYTES: tl.constexpr, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program's chunks of one tensor. pages_at: addresses of the tiers, page size, size of the device tier."""
+    """One program's chunks of one tensor. pages_at: addresses of both tiers, page_bytes, pages of the device tier."""
     device_at, host_at, page_bytes, device_pages = pages_at
     word = tl.int64 if BYTES >= 8 else (tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8))
     PER_WORD: tl.constexpr = 2 if BYTES == 16 else 1
@@ -62,8 +62,8 @@ def _copy_items(
         for done in range(0, size, BLOCK * BYTES):
             row = (start + done) // BYTES // words_per_row
             place = (start + done) // BYTES - row * words_per_row + lanes
-            # Rows that a lane is beyond `row`. Wide rows end once in a block at most; the others are short enough for
-            # 32 bits, in which division is many times cheaper.
+            # How many rows a lane is beyond `row`. Of wide rows at most one ends within a block; the numbers of narrow
+            # ones fit 32 bits, in which division is many times cheaper.
             if words_per_row >= BLOCK:
                 beyond = (place >= words_per_row).to(tl.int32)
             else:
@@ -80,7 +80,7 @@ def _copy_items(
             else:
                 tl.store(in_rows, tl.load(in_pages, mask=mask), mask=mask)
         rest = size % BYTES
-        if rest > 0:  # Only at the end of rows without gaps: position and address go together.
+        if rest > 0:  # Only at the end of rows without gaps, where a byte's position gives its address.
             lane = tl.arange(0, 16)
             in_rows = (address + start + size - rest).to(tl.pointer_type(tl.int8)) + lane
             in_pages = (page_at + size - rest).to(tl.pointer_type(tl.int8)) + lane
@@ -95,8 +95,9 @@ def _copy_tensor(
     table, page_bytes, device_pages, device_at, host_at, address, row_bytes, pitch, max_rows, table_start, rows, first,
     items, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Not inlined: each of a group's tensors runs the same instructions. Numbers up to table_start come as arguments of
-    the kernel do, so that the caller has few to keep in registers.
+    """One program's chunks of one tensor. Not inlined, so that all tensors of a group run the same instructions.
+
+    Numbers up to table_start come shifted, as the kernel's arguments do: the caller then keeps few in registers.
     """
     step = tl.num_programs(0).to(tl.int64)
     address = (address - SHIFTED) >> 1
@@ -125,7 +126,7 @@ def _copy_tensor(
 
 @triton.jit(do_not_specialize_on_alignment=["table", "held"])
 def copy_kernel(table, held, pool, tensors, addresses, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr):
-    """pool: page_bytes, pages of both tiers, addresses of both; tensors: encode_tensors; addresses: theirs."""
+    """pool: page_bytes, then pages and addresses of both tiers; tensors: encode_tensors; addresses: one for each."""
     page_bytes = (pool[0] - SHIFTED) >> 1
     step = tl.num_programs(0).to(tl.int64)
     turn = tl.program_id(0).to(tl.int64)
@@ -154,7 +155,7 @@ def stash(
     tensors: Sequence[int],
     num_programs: int,
 ) -> None:
-    """The operator in one launch: sources, [bytes] uint8 each, at most 16; others as in kernels.py."""
+    """paged_stash::stash in one launch. sources: at most 16, [bytes], uint8; others as in kernels.py."""
     pages = (device_pages, host_pages)
     _launch(
         table, held, to_pages=True, pages=pages, moved=sources, numbers=(layout, tensors), num_programs=num_programs
@@ -172,7 +173,7 @@ def restore(
     tensors: Sequence[int],
     num_programs: int,
 ) -> None:
-    """The operator in one launch: targets, [bytes] uint8 each, at most 16; others as in kernels.py."""
+    """paged_stash::restore in one launch. targets: at most 16, [bytes], uint8; others as in kernels.py."""
     pages = (device_pages, host_pages)
     _launch(
         table, held, to_pages=False, pages=pages, moved=targets, numbers=(layout, tensors), num_programs=num_programs
@@ -202,9 +203,9 @@ def _launch(
     copy_kernel[(max(programs, 1),)](
         table,
         held,
-        hidden([*layout, *tiers]),
-        hidden_tensors(tensors),
-        hidden(addresses),
+        shifted([*layout, *tiers]),
+        shifted_tensors(tensors),
+        shifted(addresses),
         BLOCK=block,
         TO_PAGES=to_pages,
         num_warps=_num_warps(block),
@@ -212,7 +213,7 @@ def _launch(
 
 
 def block_words(page_bytes: int) -> int:
-    """Words of 16 bytes that a program moves at a time: a page's, within limits; the same for all groups of a pool."""
+    """Words of 16 bytes that a program moves at a time: a page, within limits; the same for all groups of a pool."""
     return min(max(triton.next_power_of_2(page_bytes // 16), MIN_BLOCK), MAX_BLOCK)
 
 
@@ -221,7 +222,7 @@ def _num_warps(block: int) -> int:
 
 
 def _max_items(tensors: Sequence[int], page_bytes: int, *, block: int) -> int:
-    """Chunks of the group if every row lives: more programs have nothing to do."""
+    """Chunks of the group if all rows are live: more programs would have nothing to do."""
     records = (tensors[start : start + INTS_PER_TENSOR] for start in range(0, len(tensors), INTS_PER_TENSOR))
     pages = sum(-(-record[0] * record[2] // page_bytes) for record in records)
     return pages * -(-page_bytes // (16 * block))

@@ -1,8 +1,8 @@
-"""Triton kernels of the matrix products of experts: rows times weights, and gradients of the weights.
+"""Triton kernels for the matrix products of experts: rows times weights, and gradients of the weights.
 
-Shapes: max_rows rows of the buffers, sorted by expert; weights [num_experts, inner, outer]. Whose rows a tile has is
-found on the device, from the offsets. Sums are in fp32, and fp32 products are not rounded to tf32.
-Loads of rows beyond the live ones are masked: whatever lies there, NaN too, is never read.
+Shapes: max_rows rows of the buffers, sorted by expert; weights [num_experts, inner, outer]. Which expert's rows a tile
+has is found on the device, from the offsets. Sums are in fp32, and fp32 products are not rounded to tf32.
+Loads of rows beyond the live ones are masked: what lies there, which may be NaN, is never read.
 """
 # mypy: allow-untyped-defs
 
@@ -33,7 +33,7 @@ def grouped_gemm_kernel(
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    """One tile [ROWS, COLUMNS] after the other. The rows of no expert are one more group, whose sums have no terms."""
+    """Tiles [ROWS, COLUMNS] of the product in turn. Rows of no expert form one more group, whose sums have no terms."""
     if (forward == 0) & (tl.load(needed) == 0):
         return
     group = tl.arange(0, GROUPS)
@@ -71,13 +71,13 @@ def grouped_gemm_kernel(
 
 @triton.jit
 def _ends(offset_at, max_rows, exists):
-    """Row ends, none beyond the last row; where there is no expert, its rows neither start nor end: 0."""
+    """Where rows of experts end, none beyond max_rows; 0 for an expert that does not exist."""
     return tl.minimum(tl.maximum(tl.load(offset_at, mask=exists, other=0), 0), max_rows)
 
 
 @triton.jit
 def _near_tile(local, row_tiles, column_tiles):
-    """Row and column of a tile, in an order in which neighbours share what they read: it is still in the cache."""
+    """Row and column of a tile, in an order in which neighbours read the same data while it is still in the cache."""
     BAND: tl.constexpr = 8
     band = local // (BAND * column_tiles)
     first_row = band * BAND
@@ -106,7 +106,7 @@ def weight_grad_kernel(
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    """One program for a tile [ROWS, COLUMNS] of one expert's gradient: sums over the expert's rows in their order."""
+    """A program for each tile [ROWS, COLUMNS] of an expert's gradient: sums over the expert's rows in their order."""
     row_tiles, column_tiles = tl.cdiv(inner, ROWS), tl.cdiv(outer, COLUMNS)
     expert = tl.program_id(0) // (row_tiles * column_tiles)
     row_tile, column_tile = _near_tile(tl.program_id(0) % (row_tiles * column_tiles), row_tiles, column_tiles)

@@ -1,19 +1,19 @@
 """Kernels that give pages out and take them back, one program each, and the launchers of all four operators on a GPU.
 
-The kernels that copy are in triton_copy.py. A launcher allocates nothing and reads nothing from the device, so that a
+The kernel that copies is in triton_copy.py. A launcher allocates nothing and reads nothing from the device, so that a
 CUDA graph can hold it; it launches on the current device and stream.
 
 [Note: two ends of a ring]
-plan owns the heads, release the tails, and the two may run at the same time on two streams. What release of one group
-hands to plan of another are ring entries and then the tail past them:
+plan owns the heads, release the tails, and the two may run at the same time on two streams. What the release of one
+group hands to the plan of another is ring entries, and then the tail past them:
   release: all threads write entries; barrier; the tail is exchanged, with release semantics on the GPU.
   plan: the tail is read with acquire semantics on the GPU; barrier; all threads read entries below it.
 Barriers order the threads of a program, and release and acquire are cumulative over them: a plan that sees the tail
-sees the entries. One that does not see it yet takes free pages for held ones: it spills or drops earlier than it must,
-never wrongly.
+also sees the entries. A plan that does not see it yet takes free pages for held ones: it spills or drops earlier than
+it must, but gives out no page twice.
 The other direction needs no fence. release writes only entries that plan has given out: their pages are being released,
-and plan, stash and restore of that group came before by stream order and events. Tensors that only one of the two
-touches, heads among them, are read and written plainly.
+and plan, stash and restore of that group came before by stream order and events. What only one of the two touches, such
+as the heads, is read and written plainly.
 """
 # mypy: allow-untyped-defs
 
@@ -30,13 +30,13 @@ from megatron.core.transformer.moe.paged_stash.triton_numbers import (
     COUNTS,
     SHIFTED,
     count_for,
-    hidden,
-    hidden_tensors,
+    shifted,
+    shifted_tensors,
 )
 
 __all__ = ["compile_cases", "plan", "release", "restore", "stash"]
 
-LANES = 256  # pages that the program looks at at a time
+LANES = 256  # pages that a program handles at a time
 VOID = tl.constexpr(int(Counter.VOID))
 BAD_COUNT = tl.constexpr(int(Counter.BAD_COUNT))
 HIGH_WATER_DEVICE = tl.constexpr(int(Counter.HIGH_WATER_DEVICE))
@@ -86,7 +86,7 @@ def plan_kernel(
     page_bytes = (layout[0] - SHIFTED) >> 1
     device_pages = (layout[1] - SHIFTED) >> 1
     host_pages = (layout[2] - SHIFTED) >> 1
-    # An addition of nothing is the read with acquire semantics that Triton has. See [Note: two ends of a ring].
+    # Triton has no load with acquire semantics; adding 0 is one. See [Note: two ends of a ring].
     tail_device = tl.atomic_add(tails, 0, sem="acquire", scope="gpu")
     tail_host = tl.atomic_add(tails + 1, 0, sem="acquire", scope="gpu")
     head_device = tl.load(heads)
@@ -133,7 +133,7 @@ def plan_kernel(
     after = tl.maximum(after, tl.where(lane == HIGH_WATER_DEVICE, used_device, before))
     after = tl.maximum(after, tl.where(lane == HIGH_WATER_HOST, used_host, before))
     tl.store(counters + lane, after, mask=lane < NUM_COUNTERS)
-    # One thread stores what all have read: without the barrier a late warp would start from the new heads.
+    # One thread stores what all have read: without the barrier a late warp could start from the new heads.
     tl.debug_barrier()
     tl.store(heads, head_device)
     tl.store(heads + 1, head_host)
@@ -141,7 +141,7 @@ def plan_kernel(
 
 @triton.jit(noinline=True)
 def _take_back(ring, table, tail_device, tail_host, device_pages, host_pages, pages, LANES: tl.constexpr):
-    """Writes a tensor's page ids behind the tails; returns how many are device pages, which plan gave first."""
+    """Writes a tensor's page ids behind the tails; returns how many are device pages, which come first."""
     found = tl.zeros((LANES,), tl.int32)
     for start in range(0, pages, LANES):
         lane = start + tl.arange(0, LANES)
@@ -177,7 +177,7 @@ def release_kernel(ring, tails, table, held, layout, tensors, COUNT: tl.constexp
             )
             tail_device += on_device
             tail_host += pages - on_device
-    # No thread may still have to read `held`, and every entry must be written, when one thread goes on.
+    # Before the stores below, all threads must have read `held` and written their entries.
     tl.debug_barrier()
     for i in tl.static_range(COUNT):
         slot = (tensors[7 * i + 6] - SHIFTED) >> 1
@@ -200,11 +200,11 @@ def plan(
     layout: Sequence[int],
     tensors: Sequence[int],
 ) -> None:
-    """The operator in one launch. num_rows: [1], int64; reserve: [3], int64; others as in kernels.py."""
+    """paged_stash::plan in one launch. num_rows: [1], int64; reserve: [3], int64; others as in kernels.py."""
     count = count_for(len(tensors) // INTS_PER_TENSOR)
     state = (heads, tails, ring, table, held, counters)
     plan_kernel[(1,)](
-        num_rows, reserve, *state, hidden(layout), hidden_tensors(tensors), COUNT=count, LANES=LANES, num_warps=4
+        num_rows, reserve, *state, shifted(layout), shifted_tensors(tensors), COUNT=count, LANES=LANES, num_warps=4
     )
 
 
@@ -217,14 +217,14 @@ def release(
     layout: Sequence[int],
     tensors: Sequence[int],
 ) -> None:
-    """The operator in one launch. ring: [pages], int32; tails: [2], int64; others as in kernels.py."""
+    """paged_stash::release in one launch. ring: [pages], int32; tails: [2], int64; others as in kernels.py."""
     count = count_for(len(tensors) // INTS_PER_TENSOR)
-    numbers = (hidden(layout), hidden_tensors(tensors))
+    numbers = (shifted(layout), shifted_tensors(tensors))
     release_kernel[(1,)](ring, tails, table, held, *numbers, COUNT=count, LANES=LANES, num_warps=4)
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """For a few and for the most tensors."""
+    """With the fewest and with the most tensors."""
     state = {"ring": "*i32", "tails": "*i64", "table": "*i64", "held": "*i64"}
     plan_state = {"num_rows": "*i64", "reserve": "*i64", "heads": "*i64", "counters": "*i64", **state}
     warps = {"num_warps": 4}

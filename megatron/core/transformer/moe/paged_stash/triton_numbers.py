@@ -2,11 +2,14 @@
 
 [Note: numbers that kernels are not specialized on]
 Triton compiles a kernel anew for each pattern of its integer arguments: the value 1 becomes a constant, multiples of 16
-are marked, values from 2**31 on are wider. do_not_specialize turns that off for plain arguments, not for the members of
+are marked, values from 2**31 on are wider. do_not_specialize turns that off for plain arguments, but not for members of
 a tuple, and groups of tensors come as tuples. So each number v travels as 2 * v + SHIFTED, which is odd, never 1 and
-always an int64: one compiled kernel for all sizes and addresses. Kernels take it back as (number - SHIFTED) >> 1.
-What stays a constant of the compilation: how many tensors there are, rounded up to COUNTS, the size of a copied block,
-which all groups of a pool share, and the direction of a copy.
+always an int64: one compiled kernel serves all sizes and addresses. Kernels get v back as (number - SHIFTED) >> 1.
+What stays a constant of the compilation: the number of tensors, rounded up to one of COUNTS, the size of a copied
+block, which all groups of a pool share, and the direction of a copy.
+
+In kernels, number 7 * i + f of `tensors` is field f of EncodedTensor for tensor i, and held + slot * 3 + c is column c
+of Held.
 """
 
 from collections.abc import Sequence
@@ -28,12 +31,12 @@ def count_for(num_tensors: int) -> int:
     return next(count for count in COUNTS if count >= num_tensors)
 
 
-def hidden(numbers: Sequence[int]) -> tuple[int, ...]:
-    """As kernels take them. See [Note: numbers that kernels are not specialized on]."""
+def shifted(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Numbers as kernels take them. See [Note: numbers that kernels are not specialized on]."""
     return tuple(2 * number + SHIFTED.value for number in numbers)
 
 
-def hidden_tensors(tensors: Sequence[int]) -> tuple[int, ...]:
-    """The records of encode_tensors, filled up with absent ones."""
+def shifted_tensors(tensors: Sequence[int]) -> tuple[int, ...]:
+    """What encode_tensors gave, filled up with absent tensors, as kernels take it."""
     num_tensors = len(tensors) // INTS_PER_TENSOR
-    return hidden([*tensors, *_ABSENT * (count_for(num_tensors) - num_tensors)])
+    return shifted([*tensors, *_ABSENT * (count_for(num_tensors) - num_tensors)])

@@ -1,7 +1,7 @@
-"""Launches the Triton kernels of the operators in rung_operators.py: the same arguments, on CUDA tensors.
+"""Launches the Triton kernels of the operators in rung_operators.py, with the same arguments on CUDA tensors.
 
-One compiled kernel serves a rung and its forward function: `forward`, a number that no kernel is specialised for, is
-1 in forward, where `needed` does not count and rows beyond the live ones become zeros. So both give the same bits.
+One compiled kernel serves a rung and its forward function, so that both give the same bits: `forward`, a number that
+kernels are not specialized on, is 1 in forward, where `needed` does not count and rows beyond the live ones become 0.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def gated_activation_backward(
 
 def gate_up_from_x(x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor) -> None:
     """x times each row's expert's weight, if needed; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
-    # Its low word comes first, so that the kernel reads the same type as in forward.
+    # As int32, low word first, because in forward the kernel gets the offsets, int32, in its place.
     _launch_grouped_gemm(x, weight, offsets=offsets, needed=needed.view(torch.int32), out=out, forward=0)
 
 
@@ -97,7 +97,7 @@ def _act_tile(ffn: int, elements: int) -> dict[str, int]:
 
 
 def gemm_tile(dtype: torch.dtype) -> dict[str, int]:
-    """Sizes of tiles, warps and stages of the matrix products; larger ones spill registers on sm_80 or sm_90."""
+    """Sizes of tiles, warps and stages for matrix products; larger ones would spill registers on sm_80 or sm_90."""
     if dtype == torch.float32:
         return {"ROWS": 64, "COLUMNS": 64, "TERMS": 16, "num_warps": 4, "num_stages": 3}
     return {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
@@ -142,7 +142,7 @@ def _launch_grouped_gemm(
     _refuse_what_no_kernel_takes(x, out)
     experts, inner, outer = weight.shape
     tile = gemm_tile(x.dtype)
-    # An expert may leave its last tile of rows partly empty, and so may the rows of none.
+    # The last tile of each expert's rows may be partly empty, and so may that of the rows of no expert.
     tiles = (triton.cdiv(x.shape[0], tile["ROWS"]) + experts + 1) * triton.cdiv(outer, tile["COLUMNS"])
     with torch.accelerator.device_index(x.device.index):
         grouped_gemm_kernel[(_programs(x, tiles),)](
@@ -172,7 +172,7 @@ def _refuse_what_no_kernel_takes(*tensors: Tensor) -> None:
 
 
 def _programs(tensor: Tensor, tiles: int) -> int:
-    """As many as run at once, so that each takes several tiles, and leaving at once costs little; interpreted: two."""
+    """Programs to launch: as many as run at once, so that a rung that is not needed costs little; interpreted: two."""
     if tensor.device.type == "cpu":
         return 2
     device: Any = torch.get_device_module(tensor.device).get_device_properties(tensor.device)
@@ -180,7 +180,7 @@ def _programs(tensor: Tensor, tiles: int) -> int:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """For weights as stored and transposed, widths that 16 divides, and the activations with least and most to keep."""
+    """Weights as stored and transposed, widths that 16 divides, and the simplest and the costliest activation."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         yield from _gemm_cases(dtype, name)
         for curve in (Curve.SILU, Curve.GELU_TANH):
