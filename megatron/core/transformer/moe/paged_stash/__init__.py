@@ -1,4 +1,4 @@
-"""Paged stashing: the live rows of what expert backward needs, in pages; knows torch and Triton alone."""
+"""The paged stash: live rows of what experts save for backward, in pages. Needs torch, and Triton on GPUs; no more."""
 
 from megatron.core.transformer.moe.paged_stash.megatron_names import (
     PagedStashManager,

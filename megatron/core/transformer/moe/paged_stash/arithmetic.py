@@ -1,13 +1,21 @@
-"""Pages before anything runs: what groups need, peaks of a step, the reserve table, a pool simulated in numbers.
+"""What can be said of pages before anything runs: what groups need, peaks of a step and its footprint in bytes, the
+reserve table, a pool simulated in numbers.
 
-Pure functions of lists of events (stash_order.py) and sizes (page_layout.py). Bytes and times are in cost_model.py.
+Pure functions of lists of events (stash_order.py) and sizes (page_layout.py). Estimates from the shape of a model
+alone, in bytes and seconds, are in cost_model.py.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.page_layout import (
+    COUNTER_OF_DROPPED,
+    Counter,
+    PoolLayout,
+    Priority,
+    TensorSpec,
+)
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent
 
 
@@ -28,7 +36,7 @@ ReserveRow = tuple[int, int, int]
 
 
 class _Pass(NamedTuple):
-    """An event that takes pages (forward) or gives them back (backward); rank: of the group, by order of forwards."""
+    """An event that takes pages (forward) or gives them back (backward). rank: the group's, by order of forwards."""
 
     forward: bool
     rank: int
@@ -48,9 +56,9 @@ def pages_for(specs: Sequence[TensorSpec], num_rows: int, *, layout: PoolLayout)
 
 
 def pages_bound(live_bytes: int, num_tensors: int, *, layout: PoolLayout) -> int:
-    """The memory law: these many tensors with so many live bytes in all never hold more pages than this.
+    """The memory law: num_tensors tensors with live_bytes bytes in all never hold more pages than this.
 
-    Each tensor's last page may be filled by a single byte, all others are full.
+    Each tensor's last page may hold as little as one byte; all others are full.
     """
     return live_bytes // layout.page_bytes + num_tensors
 
@@ -62,7 +70,7 @@ def resident_groups(events: Sequence[StashEvent]) -> set[Group]:
 
 
 def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority = Priority.ACT) -> int:
-    """Most pages held at once by the tensors up to a priority when all of them get pages."""
+    """The most pages held at once by tensors at least as important as `up_to`, if all of them get pages."""
     passes, groups = _passes(events)
     held = peak = 0
     for forward, rank in passes:
@@ -74,10 +82,10 @@ def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that wait for backward at the peak of a step, on the device: whole buffers, or a stash instead.
+    """Bytes on the device that wait for backward at the peak of a step, without a stash and with one.
 
-    static_bytes: of buffers with all max_rows rows. arena_bytes: the device tier. working_set_bytes: whole buffers of
-    the group that computes and of those whose rows come back ahead of it.
+    static_bytes: without, of whole buffers of max_rows rows. With: arena_bytes, the device tier, and working_set_bytes,
+    whole buffers of the group that computes and of those whose rows come back ahead of it.
     """
 
     static_bytes: int
@@ -86,26 +94,26 @@ class Footprint:
 
     @property
     def saving(self) -> float:
-        """Share of the static bytes; negative where the stash costs memory."""
+        """Share of the static bytes that the stash saves; negative if it costs memory."""
         return 1 - (self.arena_bytes + self.working_set_bytes) / self.static_bytes if self.static_bytes else 0.0
 
 
 def footprint(
     events: Sequence[StashEvent], max_bytes: Callable[[Group], int], *, layout: PoolLayout, prefetch_groups: int
 ) -> Footprint:
-    """Of a step of these events, in which a group's buffers have max_bytes bytes. Resident groups wait in any case."""
+    """The footprint of a step of these events. max_bytes: of a group's whole buffers, resident groups left out."""
     resident, groups = resident_groups(events), {event.group for event in events}
     waiting = {group: 0 if group in resident else max_bytes(group) for group in groups}
-    peak = peak_pages(events, lambda group: PagesByPriority(waiting[group]))
+    peak_bytes = peak_pages(events, lambda group: PagesByPriority(waiting[group]))  # the same sums, of bytes
     working_sets = sum(sorted(waiting.values(), reverse=True)[: 1 + prefetch_groups])
-    return Footprint(peak, layout.device_pages * layout.page_bytes, working_sets)
+    return Footprint(peak_bytes, layout.device_pages * layout.page_bytes, working_sets)
 
 
 def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: PagesOf | None = None) -> list[ReserveRow]:
-    """For each forward, in order: pages that must stay free once a tensor of a priority is admitted, (0, r1, r2).
+    """For each forward, in order: (0, r1, r2), pages that must stay free once a tensor of each priority is admitted.
 
     pages: the most that a group may need. at_least: the least that its inputs will take, and its gate_up even if a
-    part is dropped; 0 where it is not given. Let all this be true. Then
+    part of it is dropped; 0 if not given. If all of this is true, then
     (1) a pool of peak_pages(events, pages, up_to=INPUT) pages or more never lacks pages for inputs;
     (2) once an act got pages, the gate_ups of all later groups get theirs: act is given up first.
 
@@ -147,7 +155,7 @@ class TensorPages:
 
 @dataclass
 class PoolModel:
-    """The counts of a pool without its pages: decides what the planning kernel decides, and counts as it does."""
+    """A pool's counts without its pages: it decides what the planning kernel decides, and counts as it does."""
 
     layout: PoolLayout
     held: dict[Group, list[TensorPages]] = field(default_factory=dict)
@@ -155,7 +163,7 @@ class PoolModel:
 
     @property
     def free(self) -> tuple[int, int]:
-        """Free pages of the device and of the host."""
+        """Free pages on the device and on the host."""
         taken = [one for tensors in self.held.values() for one in tensors]
         device = self.layout.device_pages - sum(one.device for one in taken)
         return device, self.layout.host_pages - sum(one.host for one in taken)
@@ -190,7 +198,7 @@ class PoolModel:
 
     def _count(self, priority: Priority, got: TensorPages, *, num_bytes: int) -> None:
         if got.dropped:
-            self.counters[_COUNTER_OF_DROPPED[priority]] += 1
+            self.counters[COUNTER_OF_DROPPED[priority]] += 1
             return
         self.counters[Counter.PLANNED_PAGES] += got.device + got.host
         self.counters[Counter.SPILLED_PAGES] += got.host
@@ -203,13 +211,6 @@ class PoolModel:
             (Counter.HIGH_WATER_HOST, self.layout.host_pages - host),
         ):
             self.counters[counter] = max(self.counters[counter], held)
-
-
-_COUNTER_OF_DROPPED = {
-    Priority.INPUT: Counter.VOID,
-    Priority.GATE_UP: Counter.DROPPED_GATE_UP,
-    Priority.ACT: Counter.DROPPED_ACT,
-}
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def simulate(
     layout: PoolLayout,
     reserve: Sequence[ReserveRow] | None = None,
 ) -> Simulation:
-    """What planning decides in a step in which each backward gives its group's pages back before the next forward."""
+    """What planning decides in a step, if each backward gives its group's pages back before the next forward."""
     pool, placements = PoolModel(layout), {}
     passes, groups = _passes(events)
     for forward, rank in passes:
@@ -250,7 +251,7 @@ def simulate(
 
 
 def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[Group]]:
-    """Events that take or give back pages, and the groups by order of their forwards.
+    """Events that take pages or give them back, and the groups in the order of their forwards.
 
     The second part of a split backward, and a backward without a forward, do neither.
     """
@@ -270,9 +271,9 @@ def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[Group]]:
 
 
 def _highest(passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]) -> int:
-    """Highest level + above[g] over the groups g after the first pass, a forward, from level 0 there.
+    """The highest level + above[g] over all groups g that come after the first pass, a forward, where level is 0.
 
-    New groups take and give back what `taken` says; the first one and those before it give back `given_back`.
+    These groups take and give back what `taken` says; the first group and those before it give back `given_back`.
     """
     level = highest = 0
     start = passes[0].rank

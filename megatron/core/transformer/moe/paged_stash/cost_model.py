@@ -1,14 +1,14 @@
 """What stashing saves and costs, in bytes and seconds, from sizes alone. Pages are counted in arithmetic.py.
 
 Letters: H hidden, F ffn of one expert, N rows of a group, S pairs of (layer, micro-batch) that wait for backward at
-once, b bytes that a row leaves for backward, c capacity factor. A layer without stash keeps c x N rows whatever the
-router did: static buffers are made for the worst case. These are estimates for choosing sizes; what a run holds is
-counted by its pool.
+once, b bytes that a row leaves for backward, c capacity factor. Without a stash a layer keeps c x N rows whatever the
+router decided: static buffers are made for the worst case. These are estimates for choosing sizes; what a run really
+holds, its pool counts.
 """
 
 from dataclasses import dataclass
 
-_PASSES = 4  # stash reads and writes each byte, restore does so again
+_PASSES = 4  # stash reads and writes each byte, and restore does so again
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,17 @@ class ExpertShape:
 
     @property
     def input_bytes(self) -> int:
-        """Of x per row; its routing weight, 4 bytes, is left out."""
+        """Of x, per row; the row's routing weight, 4 bytes, is left out."""
         return self.hidden_size * self.itemsize
 
     @property
     def gate_up_bytes(self) -> int:
-        """Per row."""
+        """Of gate_up, per row."""
         return 2 * self.ffn_hidden_size * self.itemsize
 
     @property
     def act_bytes(self) -> int:
-        """Per row."""
+        """Of act, per row."""
         return self.ffn_hidden_size * self.itemsize
 
     @property
@@ -56,7 +56,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepShape:
-    """A step: S = live_groups groups of N = num_rows rows each wait for their backward at the peak."""
+    """A step, at whose peak S = live_groups groups of N = num_rows rows each wait for their backward."""
 
     expert: ExpertShape
     num_rows: int
@@ -101,7 +101,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class GroupCosts:
-    """Seconds that one group of num_rows rows takes. What runs beside other work costs less than it takes."""
+    """Seconds that work on one group of num_rows rows takes. Beside other work it may cost less time than that."""
 
     expert: ExpertShape
     num_rows: int
@@ -109,7 +109,7 @@ class GroupCosts:
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward of the experts; a third of it is forward."""
+        """Forward and backward of the experts; a third of it is the forward."""
         return self.num_rows * self.expert.flops / self.machine.flops
 
     def copy_seconds(self, row_bytes: int) -> float:
@@ -132,10 +132,10 @@ class GroupCosts:
 
     @property
     def act_rung_seconds(self) -> float:
-        """Act computed again: no product, its memory traffic alone; gate_up is read and act written."""
+        """Act computed again. It costs just memory traffic: gate_up is read and act written."""
         return self.num_rows * (self.expert.gate_up_bytes + self.expert.act_bytes) / self.machine.copied_bytes
 
     @property
     def gate_up_rung_seconds(self) -> float:
-        """Gate_up computed again from x: a product with 2 F columns, 4 of the 18 H F flops of a step."""
+        """Gate_up computed again from x: a product with 2 F columns, 4 of the 18 H F flops of a row."""
         return self.compute_seconds * 4 / 18

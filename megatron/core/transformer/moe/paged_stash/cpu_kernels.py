@@ -1,7 +1,8 @@
-"""The operators of a page pool on the CPU: what kernels.py says of them, in numbers and torch's copies.
+"""The operators of a page pool on the CPU, as kernels.py describes them: Python's numbers and torch's copies.
 
-All of it reads its tensors, which lie on the CPU. In the steady state nothing is allocated, but indices of pages on
-the host tier. What costs here is the number of calls into torch: a group's copies may take no more than a millisecond.
+All functions read their tensors, which lie on the CPU. In the steady state nothing is allocated except indices of pages
+on the host tier. What costs time is the number of calls into torch, as all copies of a group may take as little as a
+millisecond.
 """
 
 from bisect import bisect_left
@@ -13,18 +14,13 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.page_copies import Moves, PagedRows
 from megatron.core.transformer.moe.paged_stash.page_layout import (
+    COUNTER_OF_DROPPED,
     Counter,
     EncodedTensor,
     Held,
     Priority,
     split_tensors,
 )
-
-DROPS = {
-    Priority.INPUT: Counter.VOID,
-    Priority.GATE_UP: Counter.DROPPED_GATE_UP,
-    Priority.ACT: Counter.DROPPED_ACT,
-}
 
 
 def plan_sync(
@@ -40,7 +36,7 @@ def plan_sync(
     layout: list[int],
     tensors: list[int],
 ) -> None:
-    """The operator. num_rows: [1], int64; reserve: [3], int64; others as in kernels.py. NOTE: reads them."""
+    """paged_stash::plan. num_rows: [1], int64; reserve: [3], int64; others as in kernels.py. NOTE: reads them."""
     encoded, (page_bytes, device_pages, host_pages) = split_tensors(tensors), layout
     records, tally, ends = _read_records_sync(held, encoded), _read_sync(counters), _read_sync(heads)
     live = _checked_count_sync(num_rows, encoded, tally=tally.now)
@@ -50,7 +46,7 @@ def plan_sync(
         need = -(-rows * one.row_bytes // page_bytes)
         if need and need + kept[one.priority] > sum(last) - sum(end):
             records.write(one.slot, [0, rows, 1])
-            tally.now[DROPS[Priority(one.priority)]] += 1
+            tally.now[COUNTER_OF_DROPPED[Priority(one.priority)]] += 1
             continue
         records.write(one.slot, [need, rows, 0])
         on_device = min(need, last[0] - end[0])
@@ -74,7 +70,7 @@ def plan_sync(
 def release_sync(
     ring: Tensor, tails: Tensor, *, table: Tensor, held: Tensor, layout: list[int], tensors: list[int]
 ) -> None:
-    """The operator. ring: [pages], int32; tails: [2], int64; others as in kernels.py. NOTE: reads them."""
+    """paged_stash::release. ring: [pages], int32; tails: [2], int64; others as in kernels.py. NOTE: reads them."""
     encoded, (_, device_pages, host_pages) = split_tensors(tensors), layout
     records, ends = _read_records_sync(held, encoded), _read_sync(tails)
     for one in encoded:
@@ -103,7 +99,7 @@ def stash_sync(
     tensors: list[int],
     num_programs: int,
 ) -> None:
-    """The operator. sources: [bytes] each, uint8; others as in kernels.py. NOTE: reads records."""
+    """paged_stash::stash. sources: [bytes] each, uint8; others as in kernels.py. NOTE: reads records."""
     tiers = device_pages, host_pages
     moves = _moves_sync(sources, split_tensors(tensors), table=table, held=held, page_bytes=layout[0], tiers=tiers)
     for pages, indices, rows in moves.whole_pages:
@@ -123,7 +119,7 @@ def restore_sync(
     tensors: list[int],
     num_programs: int,
 ) -> None:
-    """The operator. targets: [bytes] each, uint8; others as in kernels.py. NOTE: reads records."""
+    """paged_stash::restore. targets: [bytes] each, uint8; others as in kernels.py. NOTE: reads records."""
     tiers = device_pages, host_pages
     moves = _moves_sync(targets, split_tensors(tensors), table=table, held=held, page_bytes=layout[0], tiers=tiers)
     for pages, indices, rows in moves.whole_pages:
@@ -134,7 +130,7 @@ def restore_sync(
 
 @dataclass
 class _Numbers:
-    """Some integers of a tensor [n], int64, to change as Python's and to store where they changed."""
+    """The integers of a tensor [n], int64, as a list to work on; `store` writes back those that changed."""
 
     tensor: Tensor
     before: list[int]
@@ -148,7 +144,7 @@ class _Numbers:
 
 @dataclass
 class _Records(_Numbers):
-    """Rows of `held` from first_slot on."""
+    """Consecutive rows of `held`, from first_slot on."""
 
     first_slot: int = 0
 
@@ -168,7 +164,7 @@ def _read_sync(tensor: Tensor) -> _Numbers:
 
 
 def _read_records_sync(held: Tensor, encoded: list[EncodedTensor]) -> _Records:
-    """Of these tensors and what lies between; a group's slots follow each other."""
+    """The records of these tensors and of what lies between them; a group's slots follow each other."""
     slots = [one.slot for one in encoded]
     around = held[min(slots) : max(slots) + 1].view(-1)
     numbers = around.tolist()
@@ -176,7 +172,7 @@ def _read_records_sync(held: Tensor, encoded: list[EncodedTensor]) -> _Records:
 
 
 def _checked_count_sync(num_rows: Tensor, encoded: list[EncodedTensor], *, tally: list[int]) -> int:
-    """num_rows [1], int64, as a number that all tensors have room for; others are counted in `tally`."""
+    """num_rows, [1], int64, limited to what all tensors have room for; a value out of range is counted in `tally`."""
     limit = min(one.max_rows * one.tokens_per_row for one in encoded)
     (count,) = num_rows.tolist()
     if not 0 <= count <= limit:
@@ -186,7 +182,10 @@ def _checked_count_sync(num_rows: Tensor, encoded: list[EncodedTensor], *, tally
 
 
 def _ring_parts(ids: Tensor, ring: Tensor, *, position: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """`ids` [n] beside a ring's entries from a position on that grows for ever: one pair of views, two at its end."""
+    """`ids` [n] and as many entries of a ring, [m], in pairs of views: two pairs where the ring's end lies between.
+
+    position: of the first entry, as heads and tails count: without end, so modulo the ring's size.
+    """
     count, size = ids.numel(), ring.numel()
     if count:
         start = position % size
@@ -206,8 +205,8 @@ def _moves_sync(
     page_bytes: int,
     tiers: tuple[Tensor, Tensor],
 ) -> Moves:
-    """What a group's copies are, all of them before the first: a copy leaves little of the interpreter in the caches,
-    and what comes between two costs five times as much. NOTE: reads records and page ids.
+    """All copies of a group, listed before the first one is made: a copy drives the interpreter out of the caches, so
+    that Python code between two copies takes five times as long. NOTE: reads records and page ids.
     """
     records, moves = _read_records_sync(held, encoded), Moves([], [], [])
     for memory, one in zip(memories, encoded, strict=True):

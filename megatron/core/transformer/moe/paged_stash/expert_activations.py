@@ -1,7 +1,7 @@
 """Activations of experts by name, on the CPU: values and gradients of live rows. Kernels: triton_activations.py.
 
-Shapes: C rows of the buffers, of which the first R are live, F ffn; [C, 2F] holds gate before up.
-Half precision is computed in fp32 and rounded once. act = f(gate) * up * scale, multiplied in this order.
+Shapes: C rows of the buffers, of which the first R are live; F ffn; [C, 2F] holds gate before up.
+act = f(gate) * up * scale, multiplied in this order; for half precision in fp32, rounded once.
 """
 
 import enum
@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows worked on together: the temporaries of so many elements stay in the shared cache.
+# Elements of gate_up worked on at a time: temporaries of this size stay in the shared cache.
 _CHUNK_ELEMENTS = 1 << 19
 _aten = torch.ops.aten
 
 
 class Curve(enum.IntEnum):
-    """f, for kernels."""
+    """The number of f in kernels."""
 
     SILU = 0
     GELU = 1
@@ -29,7 +29,7 @@ class Curve(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Activation:
-    """f by its number in kernels, whether up multiplies it, value(x, out) = out = f(x) and slope(g, x) = g f'(x)."""
+    """f and whether up multiplies it. value(x, out) writes f(x) to out and returns it; slope(g, x) returns g f'(x)."""
 
     curve: Curve
     is_gated: bool
@@ -37,7 +37,7 @@ class Activation:
     slope: Callable[[Tensor, Tensor], Tensor]
 
     def width(self, gate_up: Tensor) -> int:
-        """F of gate_up: [C, 2F], or [C, F] where up is not there, any float dtype."""
+        """F. gate_up: [C, 2F], or [C, F] for a plain activation, any float dtype."""
         return gate_up.shape[1] // 2 if self.is_gated else gate_up.shape[1]
 
 

@@ -1,17 +1,17 @@
-"""The four operators of a page pool, `paged_stash::plan`, `stash`, `restore` and `release`, and what they mean.
-Their work is in cpu_kernels.py and triton_kernels.py, the memory they work on in page_pool.py.
+"""The four operators of a page pool, `paged_stash::plan`, `stash`, `restore` and `release`, and what they take.
+What they do is in cpu_kernels.py and triton_kernels.py, the memory they work on in page_pool.py.
 
-All arguments are standing tensors of a pool, changed in place; nothing is returned. A tier is a kind of memory: 0 on
-the device, 1 pinned host memory (ordinary memory in pools on the CPU). Page id i lies at byte i * page_bytes of
-device_pages [D * page_bytes], uint8, if i < D, else at byte (i - D) * page_bytes of host_pages, of the same kind.
+A pool keeps these tensors for good; operators change them in place and return nothing. A tier is a kind of memory: 0
+is the device's, 1 pinned host memory (ordinary memory in pools on the CPU). Page i lies at byte i * page_bytes of
+device_pages [D * page_bytes] if i < D, else at byte (i - D) * page_bytes of host_pages [Hn * page_bytes], both uint8.
 
     heads, tails  [2], int64                   pages taken and given back since the reset, by tier: free = tail - head
     ring          [D + Hn], int32              free page ids in order, each tier's ring after the other's
-    table         [entries], int64             page ids that tensors hold: what torch indexes with as it is
-    held          [slots, 3], int64            by tensor; columns as in Held
+    table         [entries], int64             page ids that tensors hold, in the dtype that torch indexes with
+    held          [slots, 3], int64            a row for each tensor; columns as in Held
     counters      [len(Counter)], int64
     num_rows      [1], int64                   live tokens of the group
-    reserve       [3], int64                   pages that must stay free once a tensor of that priority got its own
+    reserve       [3], int64                   pages that must stay free once a tensor of that priority has its own
     layout        PoolLayout.encode()
     tensors       encode_tensors(), in order of priority, at most 16
     num_programs  most programs that a GPU kernel may occupy, 0 for as many as are useful; without effect on the CPU
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.cpu_kernels import plan_sync, release_sync, restore_sync, stash_sync
 
-MAX_TENSORS = 16  # of one call: kernels unroll over them
+MAX_TENSORS = 16  # in one call: kernels unroll their loop over tensors
 
 SCHEMAS = {
     "plan": (

@@ -1,5 +1,5 @@
-"""The names of Megatron-LM's paged stash, for scripts that call them; thin, over PagedStash. There is no manager of the
-whole process here: functions take the one that is meant as a keyword.
+"""The names of Megatron-LM's paged stash, for scripts that call them: thin wrappers of PagedStash. There is no manager
+for the whole process here: functions take the one that is meant as a keyword.
 """
 
 from contextlib import AbstractContextManager
@@ -33,8 +33,8 @@ def get_paged_stash_context(
 ) -> AbstractContextManager[StashGroup]:
     """Around an expert group's forward.
 
-    num_tokens_tensor: [1] or scalar, int64 or int32, on the device. avg_num_tokens: not needed, as the pool has its
-    size before. Raises ValueError where max_num_tokens or num_tokens_tensor is missing.
+    num_tokens_tensor: [1] or scalar, int64 or int32, on the device. avg_num_tokens: ignored, as the pool has its size.
+    Raises ValueError if max_num_tokens or num_tokens_tensor is missing.
     """
     if max_num_tokens is None or num_tokens_tensor is None:
         raise ValueError(
@@ -44,16 +44,16 @@ def get_paged_stash_context(
 
 
 def paged_stash_group_start(tensor: Tensor, *, manager: PagedStash) -> Tensor:
-    """The same tensor, any shape and dtype, before its group's context: copies of the group before are waited for."""
+    """Call before a group's context: waits for copies of earlier groups. Returns the tensor, any shape and dtype."""
     manager.join()
     return tensor
 
 
 def paged_stash_group_commit(tensor: Tensor, name: str | None = None) -> Tensor:
-    """The same tensor, any shape and dtype: the end of the context has stashed the group already."""
+    """Returns the tensor, any shape and dtype, and does nothing: the end of the context stashes the group."""
     return tensor
 
 
 def check_paged_stash_overflow(*, manager: PagedStash) -> Tensor:
-    """Above 0 if the step's gradients are wrong for lack of pages, as PagedStash.void: scalar, int64, on the device."""
+    """PagedStash.void: above 0 if the step's gradients are wrong; scalar, int64, on the device."""
     return manager.void

@@ -1,9 +1,9 @@
-"""How a tensor's rows lie in its pages, as pairs of views that torch copies between on the CPU. No allocator here.
+"""How a tensor's rows lie in its pages: pairs of views that torch copies between on the CPU. No page is allocated here.
 
-A tensor's live rows, taken without gaps, are cut into pages. Pages that follow each other in memory are a run: a few
-runs are copied one by one, at the rate of a plain copy. A ring that many groups have gone through gives out single
-pages: the whole ones of a tier then move in one indexed copy of the widest words that addresses allow (torch moves
-16-byte elements at nearly the rate of a plain copy, and bytes not at all so).
+A tensor's live rows, without their gaps, are cut into pages. Pages that follow each other in memory form a run. A few
+runs are copied one by one, at the rate of a plain copy. A ring that many groups have gone through gives out scattered
+pages instead: then the full pages of a tier move in one indexed copy, in the widest words that sizes and addresses
+allow (torch moves elements of 16 bytes at nearly the rate of a plain copy, but single bytes far more slowly).
 """
 
 from bisect import bisect_left
@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Bytes and dtype, widest first. Elements are only moved: any bits survive.
+# Bytes and dtype, widest first. Elements are moved, never computed with: any bits survive.
 WORDS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-# Where runs are longer than this on average, a copy for each costs less than one indexed copy, which is a tenth slower.
+# Bytes. If runs are longer on average, a copy of each costs less than one indexed copy, whose rate is a tenth lower.
 LONG_RUN = 1024 * 1024
-FEW_RUNS = 4  # cost less than an indexed copy, however short they are
+FEW_RUNS = 4  # so many cost less than an indexed copy, however short they are
 
 
 class Run(NamedTuple):
-    """Pages first .. stop - 1 of a tensor: they follow each other in memory, the first being page `page_id`."""
+    """Pages first .. stop - 1 of a tensor, which follow each other in memory from page `page_id` on."""
 
     first: int
     stop: int
@@ -29,9 +29,9 @@ class Run(NamedTuple):
 
 
 class WholePages(NamedTuple):
-    """Pages of one tier and the rows in them: pages[indices[n]] and rows[n] match. Both have one dtype, any of WORDS.
+    """Full pages of one tier and the rows that belong in them: rows[i] in pages[indices[i]].
 
-    pages: all of the tier, [P, ...]; indices: [n], int64; rows: [n, ...].
+    pages: [P, ...], all of the tier; indices: [n], int64; rows: [n, ...]; pages and rows of one dtype, any of WORDS.
     """
 
     pages: Tensor
@@ -40,8 +40,8 @@ class WholePages(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Copies between pages and rows, in either direction: those indexed, and pairs of pages[i] and rows[i], uint8, any
-    shape.
+    """Copies between pages and rows, to be made in either direction: the indexed ones, and pairs of views of one shape,
+    pages[i] and rows[i], uint8.
     """
 
     whole_pages: list[WholePages]
@@ -50,7 +50,7 @@ class Moves(NamedTuple):
 
 
 def runs_of(page_ids: list[int], num_device_pages: int, *, most: int) -> list[Run] | None:
-    """The runs that these pages make up, in their order, none in both tiers; None if there are more than `most`."""
+    """The runs that these pages form, in their order, each within one tier; None if there are more than `most`."""
     starts = [0]
     for place, (one, following) in enumerate(zip(page_ids, page_ids[1:]), 1):
         if following != one + 1 or following == num_device_pages:
@@ -63,10 +63,10 @@ def runs_of(page_ids: list[int], num_device_pages: int, *, most: int) -> list[Ru
 
 
 class PagedRows(NamedTuple):
-    """The first num_bytes bytes, at least one, of a tensor's rows without their gaps, and the pages they belong to.
+    """The first num_bytes bytes, at least one, of a tensor's rows without their gaps, and the pages they belong in.
 
-    memory: [at least the rows' extent], uint8, from the tensor's first byte; ids: [pages], int64, in the rows' order,
-    and page_ids the same numbers; device_pages, host_pages: the tiers, [their pages * page_bytes], uint8.
+    memory: [at least the rows' extent], uint8, from the tensor's first byte on; ids: [pages], int64, in the order of
+    the rows; page_ids: the same numbers as a list; device_pages, host_pages: the tiers, [pages * page_bytes], uint8.
     """
 
     memory: Tensor
@@ -80,7 +80,7 @@ class PagedRows(NamedTuple):
     host_pages: Tensor
 
     def add_to(self, moves: Moves) -> None:
-        """All pages, by the cheaper way."""
+        """Adds the copies of all pages, made in the cheaper way."""
         num_device_pages = self.device_pages.numel() // self.page_bytes
         num_pages, num_whole = len(self.page_ids), self._num_whole_pages()
         most = max(FEW_RUNS, self.num_bytes // LONG_RUN) if num_whole else num_pages
@@ -92,17 +92,17 @@ class PagedRows(NamedTuple):
             self._add_run(run, moves)
 
     def _whole_pages(self, num_whole: int, num_device_pages: int) -> Iterator[WholePages]:
-        """The first num_whole pages, of each tier."""
+        """The first num_whole pages, by tier."""
         on_device = bisect_left(self.page_ids, num_device_pages, hi=num_whole)  # pages of the device come first
         if on_device:
             yield self._matched(self.device_pages, self.ids[:on_device], first_page=0)
         if on_device < num_whole:
-            # Indices of its own, eight bytes a page: the only memory that a copy takes, and only where pages spilled.
+            # New indices, eight bytes a page: the only memory that a copy allocates, and only where pages spilled.
             indices = self.ids[on_device:num_whole] - num_device_pages
             yield self._matched(self.host_pages, indices, first_page=on_device)
 
     def _add_run(self, run: Run, moves: Moves) -> None:
-        """Its bytes, in as few pieces as views can describe."""
+        """Adds the copies of a run, in as few pieces as views can describe."""
         stop = min(run.stop * self.page_bytes, self.num_bytes)
         tier, place = self.device_pages, run.page_id * self.page_bytes
         if place >= tier.numel():
@@ -114,18 +114,18 @@ class PagedRows(NamedTuple):
             place += rows.numel()
 
     @property
-    def _dense(self) -> bool:
+    def _is_dense(self) -> bool:
         return self.pitch_bytes == self.row_bytes
 
     def _num_whole_pages(self) -> int:
-        """Pages that an indexed copy can take: full ones that one view describes."""
-        describable = self._dense or self.page_bytes % self.row_bytes == 0
-        return self.num_bytes // self.page_bytes if describable else 0
+        """How many pages an indexed copy can move: full ones, if one view describes the rows in them."""
+        is_describable = self._is_dense or self.page_bytes % self.row_bytes == 0
+        return self.num_bytes // self.page_bytes if is_describable else 0
 
     def _matched(self, tier: Tensor, indices: Tensor, *, first_page: int) -> WholePages:
-        """The rows of as many pages as there are indices, from first_page on."""
+        """The tier's pages and the rows in them; indices: of the tensor's pages from first_page on."""
         # Without gaps a page is one row.
-        row_bytes, pitch_bytes = (self.page_bytes,) * 2 if self._dense else (self.row_bytes, self.pitch_bytes)
+        row_bytes, pitch_bytes = (self.page_bytes,) * 2 if self._is_dense else (self.row_bytes, self.pitch_bytes)
         width, dtype = self._widest_word(tier, sizes=(row_bytes, pitch_bytes))
         row, pitch, num_rows = row_bytes // width, pitch_bytes // width, self.page_bytes // row_bytes
         usable = self.memory.numel() // width * width
@@ -140,8 +140,8 @@ class PagedRows(NamedTuple):
         return next(word for word in WORDS if not any(number % word[0] for number in numbers))
 
     def _row_pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Bytes start to stop of the rows as views [bytes] and [rows, row_bytes], uint8, in order."""
-        if self._dense:
+        """Bytes start .. stop - 1 of the rows, in order, as views [bytes] and [rows, row_bytes], uint8."""
+        if self._is_dense:
             yield self.memory[start:stop]
             return
         row, skipped = divmod(start, self.row_bytes)

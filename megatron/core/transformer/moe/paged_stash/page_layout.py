@@ -1,4 +1,4 @@
-"""What host code and kernels agree on about pages: sizes, priorities, tensor records, counters. No tensors, no memory.
+"""What host code and kernels agree on: sizes of pages, priorities, records of tensors, counters. No tensors here.
 
 A page is page_bytes bytes of one arena; ids 0 .. device_pages - 1 are device pages, the next host_pages ids host pages.
 A tensor of R live rows takes ceil(R * row_bytes / page_bytes) pages: rows follow each other in them without gaps and
@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Kernels copy words of this many bytes where sizes and addresses allow.
+# Kernels copy words of this many bytes where sizes and addresses allow it.
 ALIGNMENT = 16
 
 
 class Priority(enum.IntEnum):
     """Which tensors of an expert group get pages first, and what happens to those that get none."""
 
-    INPUT = 0  # x and the weights of its rows: without them the step is void
+    INPUT = 0  # x and the routing weights of its rows: without them the step is void
     GATE_UP = 1  # computed again from x
     ACT = 2  # computed again from gate_up
 
@@ -25,27 +25,35 @@ class Priority(enum.IntEnum):
 class Counter(enum.IntEnum):
     """Indices into a pool's counters, int64: sums and maxima since the last reset, written by the planning kernel."""
 
-    VOID = 0  # tensors of Priority.INPUT without pages, and counts out of range: any makes the step void
+    VOID = 0  # tensors of Priority.INPUT without pages, and BAD_COUNT; above 0 the step is void
     BAD_COUNT = 1  # calls of plan, each for up to 16 tensors, with a number of rows below 0 or above the maximum
-    HIGH_WATER_DEVICE = 2  # pages
-    HIGH_WATER_HOST = 3  # pages
+    HIGH_WATER_DEVICE = 2  # most pages held at once
+    HIGH_WATER_HOST = 3  # most pages held at once
     PLANNED_PAGES = 4  # pages given out, on both tiers
     SPILLED_PAGES = 5  # those of them on the host tier
-    LIVE_BYTES = 6  # bytes of live rows in these pages; the rest are page tails
+    LIVE_BYTES = 6  # of live rows in these pages; the other bytes are page tails
     DROPPED_GATE_UP = 7  # tensors of this priority without pages
     DROPPED_ACT = 8
 
 
-class Held(enum.IntEnum):
-    """Columns of a page table's record of one tensor, int64."""
+# What counts a tensor that got no pages.
+COUNTER_OF_DROPPED = {
+    Priority.INPUT: Counter.VOID,
+    Priority.GATE_UP: Counter.DROPPED_GATE_UP,
+    Priority.ACT: Counter.DROPPED_ACT,
+}
 
-    PAGES = 0  # that it holds now
-    ROWS = 1  # live rows of this tensor at its planning
+
+class Held(enum.IntEnum):
+    """Columns of `held`, int64, which has a row for each tensor of a page table."""
+
+    PAGES = 0  # that the tensor holds now
+    ROWS = 1  # its live rows when it was planned
     DROPPED = 2  # 1: it got no pages and must be computed again
 
 
 def is_whole(number: object) -> bool:
-    """Whether it is an integer; True and False are none."""
+    """Whether it is an int; True and False do not count."""
     return isinstance(number, int) and not isinstance(number, bool)
 
 
@@ -75,7 +83,7 @@ class PoolLayout:
 
     @property
     def num_pages(self) -> int:
-        """Of both tiers."""
+        """Pages of both tiers."""
         return self.device_pages + self.host_pages
 
     def pages_for(self, num_bytes: int) -> int:
@@ -83,7 +91,7 @@ class PoolLayout:
         return -(-num_bytes // self.page_bytes)
 
     def encode(self) -> list[int]:
-        """As the operators take it."""
+        """The layout as operators take it."""
         return [self.page_bytes, self.device_pages, self.host_pages]
 
 
@@ -91,7 +99,7 @@ class PoolLayout:
 class TensorSpec:
     """One tensor of a group: max_rows rows of row_bytes bytes each, pitch_bytes apart in memory.
 
-    tokens_per_row: tokens that one row stands for: 32 for scales of 32 tokens each, 1 as a rule. Of num_rows live
+    tokens_per_row: tokens that one row stands for, as a rule 1; for scales that 32 tokens share, 32. With num_rows live
     tokens, ceil(num_rows / tokens_per_row) rows are live. Raises ValueError for impossible sizes.
     """
 
@@ -109,7 +117,7 @@ class TensorSpec:
 
     @property
     def max_bytes(self) -> int:
-        """Of all its rows, live or not, without gaps."""
+        """Bytes of all its rows, live or not, without gaps."""
         return self.max_rows * self.row_bytes
 
     @property
@@ -127,14 +135,14 @@ class PlacedTensor:
     slot: int
 
     def encode(self) -> "EncodedTensor":
-        """As the operators take it."""
+        """The tensor as operators take it."""
         spec = self.spec
         sizes = spec.row_bytes, spec.pitch_bytes, spec.max_rows, spec.tokens_per_row, int(spec.priority)
         return EncodedTensor(*sizes, self.table_start, self.slot)
 
 
 class EncodedTensor(NamedTuple):
-    """A PlacedTensor in the integers that operators take."""
+    """A PlacedTensor as the integers that operators take."""
 
     row_bytes: int
     pitch_bytes: int
@@ -149,7 +157,7 @@ INTS_PER_TENSOR = len(EncodedTensor._fields)
 
 
 def encode_tensors(tensors: Iterable[PlacedTensor]) -> list[int]:
-    """All tensors of a group, one after the other, as the operators take them."""
+    """All tensors of a group, one after the other, as operators take them."""
     return [number for tensor in tensors for number in tensor.encode()]
 
 

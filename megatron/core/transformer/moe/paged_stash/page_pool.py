@@ -25,9 +25,9 @@ from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup, Pag
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Where a pool's pages are, and what its counters say of the time since the last reset.
+    """Pages free and held of each tier, and what a pool's counters say about the time since the last reset.
 
-    tail_bytes: of the pages given out, those that no live row filled.
+    tail_bytes: bytes of the pages given out that no live row filled.
     """
 
     device_free: int
@@ -41,7 +41,7 @@ class Occupancy:
 class PagePool:
     """Pages of one device and of pinned host memory; on the CPU both are ordinary memory and behave the same.
 
-    All memory is made here, except page tables, which grow with the groups open at a time. Attributes for reading:
+    All memory is allocated here, except page tables, which grow with the groups open at once. Attributes for reading:
     device_pages [D * page_bytes], host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D + Hn], int32;
     counters [len(Counter)], int64; generation: number of resets.
     """
@@ -63,15 +63,15 @@ class PagePool:
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Of its memory: device_pages, host_pages, tables (everything else)."""
+        """Bytes of its memory, by name: device_pages, host_pages, and tables, which is everything else."""
         records = (self.heads, self.tails, self.ring, self.counters, self._no_reserve)
         tables = self._tables.num_bytes + sum(record.nbytes for record in records)
         return {"device_pages": self.device_pages.nbytes, "host_pages": self.host_pages.nbytes, "tables": tables}
 
     def reset(self) -> None:
-        """All pages are free in their first order, counters are 0, groups opened before are stale. No allocation.
+        """Frees all pages, in their first order, clears counters and makes open groups stale. Allocates nothing.
 
-        A stale group's release and close do nothing, as a closed one's; its other verbs raise RuntimeError.
+        For a stale group, as for a closed one, release and close_group do nothing; other calls raise RuntimeError.
         """
         self.heads.zero_()
         self.tails[:1].fill_(self.layout.device_pages)
@@ -82,16 +82,16 @@ class PagePool:
         self.generation += 1
 
     def open_group(self, specs: Sequence[TensorSpec]) -> PageGroup:
-        """Tensors that are planned together: room in the page table, no pages yet. Raises ValueError without any."""
+        """Room in the page table for tensors that are planned together; no pages yet. Raises ValueError for none."""
         if not specs:
             raise ValueError("specs is empty: a group needs a tensor at least")
         return self._tables.open_group(specs, self.generation)
 
     def plan(self, group: PageGroup, num_rows: Tensor, *, reserve: Tensor | None = None) -> None:
-        """Gives tensors their pages, those of the most important priority first, or marks them as dropped.
+        """Gives tensors their pages, the most important ones first, or marks them as dropped.
 
         num_rows: [1], int64, on the device: live tokens. reserve: [3], int64, on the device: by priority, how many
-        pages must stay free once a tensor got its own; none if not given. Raises ValueError for others.
+        pages must stay free once a tensor has its own; 0 if not given. Raises ValueError for other shapes and dtypes.
         """
         self._check_fresh(group)
         reserve = self._no_reserve if reserve is None else reserve
@@ -117,8 +117,8 @@ class PagePool:
         """Copies live rows into the group's pages.
 
         sources: in the order of the specs, each [>= (max_rows - 1) * pitch_bytes + row_bytes], uint8, on the device:
-        the memory from a tensor's first byte on. num_programs: how many programs a GPU may spend on it, 0 for as many
-        as are useful. Raises ValueError for sources that do not fit.
+        the memory from a tensor's first byte on. num_programs: how many programs a GPU may use for it, 0 for as many as
+        are useful. Raises ValueError for sources that do not fit.
         """
         self._check_fresh(group)
         self._check_memories(group, sources, name="sources")
@@ -135,7 +135,7 @@ class PagePool:
             )
 
     def restore(self, group: PageGroup, targets: Sequence[Tensor], *, num_programs: int = 0) -> None:
-        """Copies live rows out of the group's pages; every other byte of the targets stays what it is.
+        """Copies live rows out of the group's pages; every other byte of the targets stays as it is.
 
         targets: as the sources of stash, [bytes], uint8. Raises ValueError for targets that do not fit.
         """
@@ -166,19 +166,19 @@ class PagePool:
             )
 
     def dropped(self, group: PageGroup, index: int) -> Tensor:
-        """1 if that tensor got no pages at its planning, else 0: [1], int64, on the device, a view of the record."""
+        """1 if that tensor got no pages when it was planned, else 0: [1], int64, on the device, a view."""
         return group.dropped(index)
 
     def close_group(self, group: PageGroup, after: torch.Event | None = None) -> None:
-        """Gives its room in the page table to later groups, which wait for `after`: the event behind its release.
+        """Gives the group's room in the page table to later ones, which wait for `after`, the event behind its release.
 
-        Pages that it still holds then stay taken until the next reset.
+        Pages that it still holds stay taken until the next reset.
         """
         if group.generation == self.generation:
             self._tables.close_group(group, after)
 
     def occupancy_sync(self) -> Occupancy:
-        """Pages by tier, and counters. NOTE: waits for the device."""
+        """Pages of each tier, and counters. NOTE: waits for the device."""
         counts = dict(zip(Counter, self.counters.tolist()))
         free = (self.tails - self.heads).tolist()
         return Occupancy(
@@ -191,9 +191,9 @@ class PagePool:
         )
 
     def check_integrity_sync(self) -> None:
-        """Raises AssertionError if a page is lost, is there twice or is on a wrong tier. NOTE: waits for the device.
+        """Raises AssertionError if a page is lost, doubled or on the wrong tier. NOTE: waits for the device.
 
-        Work of other streams on this pool has to be over.
+        Call it when no other stream works on this pool.
         """
         held = self._held_pages_sync()
         ends = zip(self.heads.tolist(), self.tails.tolist(), self._tiers())
@@ -211,7 +211,7 @@ class PagePool:
         assert not outside, f"groups hold page ids outside 0 .. {self.layout.num_pages - 1}: {outside}"
 
     def _tiers(self) -> tuple[range, range]:
-        """Page ids of each."""
+        """Page ids of the device tier and of the host tier."""
         return range(self.layout.device_pages), range(self.layout.device_pages, self.layout.num_pages)
 
     def _held_pages_sync(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Room in page tables for groups of tensors, handed out on the host. Which pages are in it is kernels.py's matter."""
+"""Room in page tables for groups of tensors, handed out on the host. Operators (kernels.py) write the page ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     encode_tensors,
 )
 
-GROUPS_PER_SLAB = 16  # of the size of the first
+GROUPS_PER_SLAB = 16  # if all are as large as the one that the slab is made for
 CLOSED = -1
 
 
@@ -35,7 +35,7 @@ class _Room:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """What one call of an operator takes of a group: positions in the group's specs, and the encoded tensors."""
+    """The tensors of a group that one call of an operator takes: their positions in the specs, and encoded."""
 
     indices: list[int]
     tensors: list[int]
@@ -43,10 +43,11 @@ class OperatorCall:
 
 @dataclass(eq=False)
 class TableSlab:
-    """A page table [entries], int64, its records `held` [slots, 3], int64, both on the device, and who has room in it.
+    """A page table and its records, on the device, and which groups have room in them.
 
-    Room that a group gave back goes as it is to the next group of the same size, after the events that it came with.
-    waits: events before which no room may be written that was given back before the slab was last empty.
+    table: [entries], int64; held: [slots, 3], int64. Room that a group gave back goes undivided to the next group of
+    the same size, which waits for the events that came with it. waits: the events that new room has to wait for, of
+    groups that had left when the slab was last empty.
     """
 
     table: Tensor
@@ -57,7 +58,7 @@ class TableSlab:
     waits: list[torch.Event] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Nobody has room here, no tensor holds pages."""
+        """Leaves no group with room here, and no tensor with pages."""
         self.held.zero_()
         self.used = _Room(0, 0, 0, 0)
         self.open_groups.clear()
@@ -70,7 +71,7 @@ class TableSlab:
         return rooms.pop(0) if rooms else None
 
     def take_new(self, size: tuple[int, int]) -> tuple[_Room, list[torch.Event]] | None:
-        """Room that nobody had since the slab was last empty."""
+        """Room that no group has had since the slab was last empty, and the events to wait for."""
         start, slot = self.used.num_entries, self.used.num_slots
         if start + size[0] > len(self.table) or slot + size[1] > len(self.held):
             return None
@@ -78,7 +79,7 @@ class TableSlab:
         return _Room(start, slot, *size), list(self.waits)
 
     def renew(self) -> None:
-        """Where every group has left: joins the pieces of all sizes to one that nobody had."""
+        """Joins all room into one piece again; for a slab that every group has left."""
         self.waits += [event for rooms in self.returned.values() for _, events in rooms for event in events]
         self.returned.clear()
         self.used = _Room(0, 0, 0, 0)
@@ -101,12 +102,12 @@ class PageGroup:
     calls: list[OperatorCall]
 
     def dropped(self, index: int) -> Tensor:
-        """1 if the tensor got no pages at its planning: [1], int64, on the device, a view."""
+        """1 if the tensor got no pages when it was planned, else 0: [1], int64, on the device, a view."""
         return self.slab.held[self.tensors[index].slot, Held.DROPPED :][:1]
 
 
 class PageTables:
-    """The slabs of one pool. A new one is made only where no room is left; none is ever given up."""
+    """The slabs of one pool. A new one is made only if no room is left; none is ever freed."""
 
     def __init__(self, layout: PoolLayout, device: torch.device) -> None:
         self.layout = layout
@@ -115,7 +116,7 @@ class PageTables:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slabs, on the device."""
+        """Bytes of all slabs, on the device."""
         return sum(slab.table.nbytes + slab.held.nbytes for slab in self.slabs)
 
     @property
@@ -125,7 +126,7 @@ class PageTables:
 
     @torch.inference_mode(False)  # as in PagePool
     def open_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
-        """Room for the page ids of tensors that may all be full."""
+        """Room for the page ids of these tensors if all their rows are live."""
         lengths = [self.layout.pages_for(spec.max_bytes) for spec in specs]
         slab, room, waits = self._take((sum(lengths), len(specs)))
         placed, start = [], room.start
@@ -137,14 +138,14 @@ class PageTables:
         return group
 
     def close_group(self, group: PageGroup, after: torch.Event | None) -> None:
-        """Takes the room back; its next owner waits for `after`, or without it for what this group had to wait for."""
+        """Takes the room back. Its next owner waits for `after`, or if that is None for what this group waited for."""
         events = [after] if after is not None else group.waits
         group.generation = CLOSED
         group.slab.open_groups.remove(group)
         group.slab.returned.setdefault(group.room.size, []).append((group.room, events))
 
     def reset(self) -> None:
-        """All room is free; no group is open."""
+        """Frees all room; no group is open then."""
         for slab in self.slabs:
             slab.reset()
 
@@ -164,7 +165,7 @@ class PageTables:
 
 
 def _operator_calls(placed: list[PlacedTensor]) -> list[OperatorCall]:
-    """In order of priority, the first given first among equals; at most MAX_TENSORS a call."""
+    """The calls for a group, at most MAX_TENSORS tensors each, in order of priority and among equals as given."""
     order = sorted(range(len(placed)), key=lambda index: placed[index].spec.priority)
     chunks = [order[start : start + MAX_TENSORS] for start in range(0, len(order), MAX_TENSORS)]
     return [OperatorCall(chunk, encode_tensors(placed[index] for index in chunk)) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""StashGroup: what one context collects while experts run inside it, which is what autograd saves and what users mark.
+"""StashGroup: what one context collects while experts run inside it: what autograd saves and what users mark.
 What becomes of it when the context ends is in stash_manager.py.
 """
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.paged_stash.saved_tensors import (
     Hooks,
     Mark,
     SavedTensor,
-    Seen,
+    Snapshot,
     blocks_of,
     is_made_of_parameters,
     row_view,
@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.paged_stash.stash_group import Phase, Stashed
 class StashGroup:
     """What `with stash.context(...) as group` gives. Of no use after the context.
 
-    group: None where the context leaves everything as it is. hooks: those around the context.
+    group: None if the context does nothing; `mark` then does nothing either. hooks: those around the context.
     """
 
     def __init__(self, device: torch.device, max_rows: int, *, group: StashedGroup | None, hooks: Hooks | None) -> None:
@@ -36,9 +36,9 @@ class StashGroup:
         self._kept: list[torch.UntypedStorage] = []
 
     def keep(self, *tensors: Tensor) -> None:
-        """Says that tensors are no rows though max_rows may be their outermost size; call it before they are used.
+        """Leaves tensors alone that are no rows although their outermost size is max_rows; call it before their use.
 
-        For weights that autograd's graph does not tell from activations: buffers, plain tensors, casts of frozen ones.
+        For weights that autograd's graph cannot tell from activations: buffers, plain tensors, casts of frozen weights.
         tensors: any shape and dtype; views of them count too.
         """
         self._kept += [tensor.untyped_storage() for tensor in tensors]
@@ -52,15 +52,15 @@ class StashGroup:
         sources: Sequence[Tensor] = (),
         tokens_per_row: int = 1,
     ) -> None:
-        """Says more about a tensor that autograd saves inside this context; without effect if it does not.
+        """Says more about a tensor that autograd saves inside this context; no effect on one that it does not save.
 
-        tensor: max_rows rows as its outermost dimension in memory, or ceil(max_rows / tokens_per_row), as scales of 32
-        tokens each have; any width and dtype. priority: what may be dropped first if pages run out.
-        recompute(out, needed, *sources): writes the live rows of a dropped tensor, of GATE_UP or ACT, into `out`, on
-        the current stream, and returns None. It is called in any case: needed, [1], int64, on the device, is 0 if the
-        tensor was not dropped, and then it must change nothing. sources: row tensors of higher importance that it
-        reads; those that autograd does not save are stashed too. Other tensors belong in its closure.
-        Raises ValueError for tensors without such rows, and where priority, recompute and sources do not fit.
+        tensor: any width and dtype, with max_rows rows as its outermost dimension in memory, or with
+        ceil(max_rows / tokens_per_row), as scales of 32 tokens each have. priority: how important its pages are; ACT is
+        dropped first. recompute(out, needed, *sources): writes the live rows of a dropped GATE_UP or ACT tensor into
+        `out`, on the current stream, and returns None. It is always called: needed, [1], int64, on the device, is 0 if
+        the tensor was not dropped, and then recompute must change nothing. sources: the row tensors that it reads, each
+        more important than `tensor`; those that autograd does not save are stashed too. It may read other tensors from
+        its closure. Raises ValueError for tensors without such rows, and if priority, recompute and sources do not fit.
         """
         if self._group is None:
             return
@@ -72,12 +72,12 @@ class StashGroup:
             )
         if tokens_per_row < 1:
             raise ValueError(f"tokens_per_row ({tokens_per_row}) must be at least 1")
-        seen = self._seen(tensor, tokens_per_row=tokens_per_row)
-        needed = tuple(self._seen(source, tokens_per_row=1) for source in sources)
-        self._marks.append(Mark(seen, priority, tokens_per_row, recompute, needed))
+        snapshot = self._snapshot(tensor, tokens_per_row=tokens_per_row)
+        needed = tuple(self._snapshot(source, tokens_per_row=1) for source in sources)
+        self._marks.append(Mark(snapshot, priority, tokens_per_row, recompute, needed))
 
     def pack(self, tensor: Tensor) -> SavedTensor:
-        """Autograd's hook: takes row tensors, keeps others or hands them on; tensor: any shape and dtype."""
+        """Autograd's pack hook: takes row tensors, keeps others or hands them on. tensor: any shape and dtype."""
         assert self._group is not None, "hooks without a group"
         may_have_rows = self._may_have_rows(tensor)
         rows = row_view(tensor, self._max_rows) if may_have_rows else None
@@ -86,7 +86,7 @@ class StashGroup:
         saved = SavedTensor(self._group, tensor, may_have_rows=may_have_rows)
         is_taken = rows is not None and self._group.phase is Phase.RECORDING
         if is_taken or self._hooks is None:
-            saved.seen = Seen.now(tensor, rows)
+            saved.snapshot = Snapshot.of(tensor, rows)
         else:
             saved.hand_on(tensor, self._hooks)
         (self._with_rows if is_taken else self._others).append(saved)
@@ -98,10 +98,10 @@ class StashGroup:
         return bool(self._with_rows or self._others)
 
     def blocks(self) -> list[Block]:
-        """The memory to be stashed; none if autograd saved nothing but weights.
+        """The memory to stash; none if autograd saved only weights.
 
-        Raises ValueError if it saved other tensors, but none with max_rows rows on the pool's device; and as
-        blocks_of does.
+        Raises what blocks_of raises, and ValueError if autograd saved activations, but none with max_rows rows on the
+        pool's device.
         """
         for mark in self._marks:
             if mark.tokens_per_row > 1:
@@ -112,7 +112,7 @@ class StashGroup:
                 "be on the device of the experts"
             )
         if not self._with_rows:
-            shapes = sorted({tuple(saved.typed.size) for saved in self._others if saved.may_have_rows})
+            shapes = sorted({tuple(saved.view.size) for saved in self._others if saved.may_have_rows})
             if shapes:
                 raise ValueError(
                     f"max_rows ({self._max_rows}): none of the tensors that autograd saved has as many rows, outermost "
@@ -121,12 +121,12 @@ class StashGroup:
         return blocks_of(self._with_rows, self._marks)
 
     def forget(self) -> None:
-        """Lets go of what was saved, although autograd may still hold it: backward through it raises."""
+        """Lets go of what was saved even if autograd still refers to it: backward through it then raises."""
         for saved in (*self._with_rows, *self._others):
-            saved.seen = saved.packed = None
+            saved.snapshot = saved.packed = None
 
     def close(self) -> None:
-        """Ends collecting. Autograd keeps `pack`, and with it this object, as long as what was saved."""
+        """Ends collecting and drops references: autograd keeps `pack`, and so this object, as long as what it saved."""
         self._group = self._hooks = None
         self._with_rows, self._others, self._marks, self._kept = [], [], [], []
 
@@ -135,7 +135,7 @@ class StashGroup:
             return False
         return not self._kept or tensor.untyped_storage()._cdata not in [storage._cdata for storage in self._kept]
 
-    def _seen(self, tensor: Tensor, *, tokens_per_row: int) -> Seen:
+    def _snapshot(self, tensor: Tensor, *, tokens_per_row: int) -> Snapshot:
         rows = -(-self._max_rows // tokens_per_row)
         view = row_view(tensor, rows) if self._may_have_rows(tensor) else None
         if view is None:
@@ -145,4 +145,4 @@ class StashGroup:
                 f"{self._device} with {rows} rows as its outermost dimension in memory (max_rows {self._max_rows}, "
                 f"tokens_per_row {tokens_per_row}); scales that are not in the order of the tokens cannot be stashed"
             )
-        return Seen.now(tensor, view)
+        return Snapshot.of(tensor, view)

@@ -1,12 +1,12 @@
-"""Memory that stashed rows come back to. On a GPU the caching allocator's; on the CPU buffers that live on, because
-fresh memory costs 5 to 7 times the copy into it: the kernel has to find, zero and map its pages.
+"""Memory that stashed rows come back to. On a GPU it is the caching allocator's. On the CPU it is buffers that live on,
+because fresh memory costs 5 to 7 times as much as the copy into it: the kernel has to find, zero and map its pages.
 """
 
 import torch
 from torch import Tensor
 
-# First bytes of restored rows lie as far behind a multiple of this as the original ones did: kernels choose their
-# vector loops by alignment, and another loop may give other bits.
+# Restored rows start as many bytes after a multiple of this as the original ones did: kernels choose their vector loops
+# by alignment, and another loop may give other bits.
 ALIGNMENT = 64
 
 
@@ -19,7 +19,7 @@ class RestoredMemory:
         self._most_used: dict[int, int] = {}
 
     def take(self, num_bytes: int) -> Tensor:
-        """Contents: whatever was there. Returns [N], uint8, on the device, N at least num_bytes."""
+        """Memory that holds any bytes: [N], uint8, on the device, N at least num_bytes."""
         num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if self._device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -38,5 +38,5 @@ class RestoredMemory:
 
 
 def _is_free(buffer: Tensor) -> bool:
-    # One use is the buffer's own, the other that of the storage object made here. No public call counts these.
+    # One use is the buffer's own, the other that of the storage object made here. No public function counts them.
     return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) == 2

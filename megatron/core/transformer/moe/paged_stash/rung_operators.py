@@ -1,9 +1,9 @@
-"""Operators paged_stash::* that compute act and gate_up, in forward and again in backward: schemas and CPU versions.
+"""Operators paged_stash::* that compute gate_up and act, in forward and again in backward: schemas and CPU versions.
 
 Shapes: C rows of the buffers, of which the first R are live, sorted by expert; e experts; H hidden; F ffn; O any width.
 No row from R on is read. act_from_gate_up and gate_up_from_x, the rungs, do nothing where needed [1], int64, is 0, and
-write live rows alone; all other operators write zeros in the rows from R on. CUDA runs triton_rungs.py, where nothing
-allocates or reads the device: safe to capture.
+write only live rows; the other operators that write rows put zeros in those from R on. CUDA runs triton_rungs.py, which
+allocates nothing and reads nothing from the device, so that a CUDA graph can hold it.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
     from megatron.core.transformer.moe.paged_stash import triton_rungs
 
-# As callers name them: ops.act_from_gate_up and the others of this file.
+# What callers use: ops.act_from_gate_up and the others of this file.
 ops = torch.ops.paged_stash
 
 _ACT = "Tensor gate_up, Tensor? scale, *, Tensor num_rows"
@@ -126,7 +126,7 @@ def _multiply(x: Tensor, weight: Tensor, *, ends: list[int], out: Tensor) -> Non
 
 
 def _is_set_sync(flag: Tensor) -> bool:
-    """NOTE: reads memory of the CPU, where this implementation runs; so do the next two."""
+    """NOTE: reads memory of the CPU, where this implementation runs, as the next two functions do."""
     return bool(flag.item())
 
 
@@ -135,5 +135,5 @@ def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
 
 
 def _ends_sync(offsets: Tensor, rows: Tensor) -> list[int]:
-    """Where each expert's rows end, none beyond the rows that there are; at least one end."""
+    """Where each expert's rows end, none beyond the buffer; [0] if there is no expert."""
     return offsets.clamp(0, rows.shape[0]).tolist() or [0]

@@ -1,9 +1,10 @@
-"""What computes dropped tensors of an expert group again, and the forward functions that run the same kernels.
+"""Rungs, which compute dropped tensors of an expert group again, and the forward functions that run the same kernels.
 
+The rungs are those of a ladder that a pool short of pages climbs down: first act is dropped, then gate_up.
 Shapes: C rows of the buffers, of which the first R are live, sorted by expert; e experts; H hidden; F ffn; O any width.
 Rows from R on are never read. A rung leaves them alone; the forward functions and their gradients are zero there.
-A rung and its forward function give the same bits, because they are one kernel on the same live rows: on the CPU a
-matrix product per expert, which is what torch.nn.functional.grouped_mm does there too; on CUDA one of Triton.
+A rung and its forward function give the same bits, because they run one kernel on the same live rows: on the CPU a
+matrix product for each expert, as torch.nn.functional.grouped_mm does there too; on CUDA a Triton kernel.
 """
 
 from collections.abc import Callable
@@ -21,10 +22,10 @@ Recompute = Callable[..., None]
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
-    """Rows of expert i times weight[i], zeros where no expert has rows.
+    """Rows of expert i times weight[i], zeros in rows of no expert.
 
     x: [C, H]; weight: [e, H, O], any strides; both of one float dtype, fp64 on the CPU only; offsets: [e], int32, same
-    device: where each expert's rows end. Returns [C, O], same dtype. Keeps x and weight for backward, each only if
+    device: where each expert's rows end. Returns [C, O], same dtype. Saves x and weight for backward, each only if
     needed. Raises ValueError if shapes or dtypes do not fit.
     """
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
@@ -37,11 +38,11 @@ def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 
 
 def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, activation: str = "swiglu") -> Tensor:
-    """f(gate) * up * scale of the first num_rows rows, zeros elsewhere; without `up` for the plain activations.
+    """f(gate) * up * scale of the first num_rows rows, zeros in the others; plain activations have no `up`.
 
     gate_up: [C, 2F], gate before up (plain: [C, F]), any float dtype, fp64 on the CPU only; scale: [C], any float
     dtype, or None; num_rows: [1], int64, same device; activation: swiglu, geglu, geglu_tanh, quick_geglu, or plain
-    silu, gelu, gelu_tanh, quick_gelu, squared_relu. Returns [C, F], gate_up's dtype. Keeps gate_up and scale for
+    silu, gelu, gelu_tanh, quick_gelu, squared_relu. Returns [C, F], gate_up's dtype. Saves gate_up and scale for
     backward. Raises ValueError for an unknown activation and for shapes that do not fit.
     """
     if activation_of(activation).is_gated and gate_up.shape[-1] % 2:
@@ -52,7 +53,10 @@ def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor,
 
 
 def recompute_gate_up(weight: Tensor, offsets: Tensor) -> Recompute:
-    """What computes gate_up again from x, for marks; weight: [e, H, O], any float dtype; offsets: [e], int32."""
+    """For StashGroup.mark with sources (x,): computes gate_up again.
+
+    weight: [e, H, O], x's dtype; offsets: [e], int32; both on the device.
+    """
     weight = weight.detach()
 
     def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
@@ -63,7 +67,10 @@ def recompute_gate_up(weight: Tensor, offsets: Tensor) -> Recompute:
 
 
 def recompute_act(num_rows: Tensor, activation: str = "swiglu") -> Recompute:
-    """What computes act again from gate_up, or from gate_up and the rows' weights, for marks; num_rows: [1], int64."""
+    """For StashGroup.mark with sources (gate_up,) or (gate_up, scale): computes act again. num_rows: [1], int64.
+
+    Raises ValueError for an unknown activation.
+    """
     activation_of(activation)
 
     def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
@@ -79,7 +86,7 @@ class _GroupedGemm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_grad_weight else None, weight if needs_grad_x else None, offsets)
-        # A gradient with the strides of a transposed weight is added to it without a copy.
+        # The gradient gets the weight's strides, transposed or not: it is then accumulated without a copy.
         ctx.weight_layout = torch.empty_like(weight, device="meta")
         out = x.new_empty(x.shape[0], weight.shape[2])
         ops.grouped_gemm(x, weight, offsets=offsets, out=out)

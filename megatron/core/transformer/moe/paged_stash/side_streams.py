@@ -4,12 +4,13 @@ is copied, and which memory is kept for how long, is in stash_group.py.
 [Note: side streams] Pages are taken by the planning kernel, which alone writes the heads of the rings, on the stash
 stream; they are given back by the release kernel, which alone writes the tails, on the restore stream. So a stash and
 a restore may run at the same time. With one stream for both, the prefetch of the next group would wait behind stashes
-that nothing waits for. Whatever a lane starts waits for the main stream first:
-- stash: its sources are still being written by the experts' kernels; and its plan has to find free what backward gave
-  back, on which the reserve counts: the main stream waited for these releases before it ran backward;
+that nothing waits for. Whatever either stream starts waits for the main stream first:
+- stash: the experts' kernels may still be writing its sources; and its plan has to find the pages free that backward
+  gave back, as the reserve assumes: the main stream waited for these releases before it ran backward;
 - restore: its targets may be memory that kernels launched earlier on the main stream still read, because the allocator
   hands memory out in the order of the main stream.
-A reset clears the pool on the main stream, so the main stream waits for both lanes before, and both for it after.
+A reset clears the pool on the main stream, so the main stream waits for both streams before it, and both wait for the
+main stream after it.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""The life of one expert group's memory: from the end of its forward into pages, back before its backward, and away.
-Which tensors belong to it is decided in saved_tensors.py, which group comes next in stash_manager.py.
+"""The life of one expert group's memory: into pages at the end of its forward, back before its backward, then freed.
+Which tensors belong to a group is decided in saved_tensors.py, which group comes next in stash_manager.py.
 """
 
 import enum
@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +17,13 @@ from torch import Tensor
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority
 from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
 from megatron.core.transformer.moe.paged_stash.restored_memory import ALIGNMENT, RestoredMemory
-from megatron.core.transformer.moe.paged_stash.saved_tensors import Block, SavedTensor, Typed, block_with
+from megatron.core.transformer.moe.paged_stash.saved_tensors import Block, SavedTensor, StorageView, block_with
 from megatron.core.transformer.moe.paged_stash.side_streams import SideStream, main_waits_for, record_main
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 
 
 class Phase(enum.Enum):
-    """Of a group's tensors."""
+    """Where a group's tensors are."""
 
     RECORDING = "as they were; its forward runs"
     KEPT = "as they were; its backward comes next"
@@ -38,16 +39,26 @@ class Memory:
     __slots__ = ("first_byte", "restored", "__weakref__")
 
     def __init__(self, first_byte: int) -> None:
-        self.first_byte = first_byte  # of the original storage, that the restored memory begins with
+        self.first_byte = first_byte  # the byte of the original storage that the restored memory begins with
         self.restored: Tensor | None = None
+
+
+class Place(NamedTuple):
+    """Where a block's rows come back to: num_bytes bytes that start `lead` bytes into the restored memory, which stands
+    for the original storage from first_byte on.
+    """
+
+    first_byte: int
+    lead: int
+    num_bytes: int
 
 
 @dataclass
 class Pages:
-    """What a group holds of the pool: also known to the finalizer that gives it back, so it must not know the group.
+    """What a group holds of the pool. The finalizer that gives it back refers to it, so it must not refer to the group.
 
-    stashed: when the copy there is done. arrived: when the copy back is done and the pages are given back. targets:
-    memory that the copy back writes to.
+    stashed: when the copy into pages is done. arrived: when the copy back is done and the pages are given back.
+    targets: memory that the copy back writes to.
     """
 
     group: PageGroup
@@ -59,14 +70,14 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class Again:
-    """How to compute a tensor again if it was dropped: indices are those of the group's specs."""
+class Recomputation:
+    """How to compute a tensor again if it was dropped. Indices are positions in the group's specs."""
 
     index: int
     priority: Priority
     recompute: Callable[..., None]
-    out: Typed
-    sources: tuple[tuple[int, Typed], ...]
+    out: StorageView
+    sources: tuple[tuple[int, StorageView], ...]
 
 
 class StashedGroup:
@@ -79,8 +90,8 @@ class StashedGroup:
         self.pages: Pages | None = None
         self.has_backward_begun = False
         self.memories: list[weakref.ref[Memory]] = []
-        self.target_bytes: list[tuple[int, int, int]] = []  # of each block: first byte, bytes before its rows, all
-        self.again: list[Again] = []
+        self.places: list[Place] = []  # one for each block
+        self.recomputations: list[Recomputation] = []
         self.ready: torch.Event | None = None  # rows are back, and what was dropped is computed again
 
 
@@ -90,7 +101,7 @@ class PageKeeper:
     1. `stash`: pages are planned and filled on the stash stream, behind the group's forward.
     2. `start_restore`: rows are copied back on the restore stream, and pages given back at once.
     3. `finish_restore`: the main stream waits for that copy, and computes again what was dropped.
-    4. A group that autograd lets go of without backward gives its pages back when it is collected.
+    4. A group that autograd lets go of without backward gives its pages back when Python collects it.
     5. `reset`: all pages are free; what was still in pages is lost.
     """
 
@@ -99,13 +110,13 @@ class PageKeeper:
         self._num_programs = num_programs
         self._memory = RestoredMemory(pool.device)
         self._stash_stream, self._restore_stream = SideStream(pool.device), SideStream(pool.device)
-        self._reading: list[tuple[torch.Event | None, list[Tensor]]] = []
+        self._reading: list[tuple[torch.Event | None, list[Tensor]]] = []  # copies into pages, and what they read
         self._lock, self._depth = threading.RLock(), 0
-        self._gone: deque[Pages] = deque()
+        self._gone: deque[Pages] = deque()  # of groups that were collected, yet to be released
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keeps other threads out, and finalizers, which Python may run between any two lines, until the end."""
+    def exclusive(self) -> Iterator[None]:
+        """Keeps out other threads, and finalizers, which Python may run between any two lines. Grad mode is off."""
         try:
             with self._lock, torch.inference_mode(False), torch.no_grad():
                 self._depth += 1
@@ -134,71 +145,70 @@ class PageKeeper:
                 # would read what later kernels of the main stream write to it.
                 self._reading.append((pages.stashed, [*sources, num_rows]))
         group.pages, group.phase = pages, Phase.STASHED
-        group.again = [_again(block, blocks, index=index) for index, block in enumerate(blocks) if _can_drop(block)]
+        group.recomputations = [
+            _recomputation_of(block, blocks, index=index) for index, block in enumerate(blocks) if _can_drop(block)
+        ]
         for block in blocks:
             first_byte = block.start // ALIGNMENT * ALIGNMENT
             memory = Memory(first_byte)
             group.memories.append(weakref.ref(memory))
-            lead = block.start - first_byte
-            group.target_bytes.append((lead, (block.rows - 1) * block.pitch + block.end - block.start, first_byte))
+            group.places.append(Place(first_byte, block.start - first_byte, block.num_bytes))
             for saved in block.saved:
-                saved.memory, saved.seen = memory, None
+                saved.memory, saved.snapshot = memory, None
 
     def start_restore(self, group: StashedGroup) -> None:
-        """Starts the copy back of a group in pages; if memory for it is lacking, the group stays as it was."""
+        """Starts the copy back of a group that is in pages; without memory for it, raises and leaves it in pages."""
         pages = self._current(group)
-        targets = [self._memory.take(lead + num_bytes) for lead, num_bytes, _ in group.target_bytes]
-        rows = [
-            target[lead : lead + num_bytes]
-            for target, (lead, num_bytes, _) in zip(targets, group.target_bytes, strict=True)
-        ]
-        # Kept until the main stream has waited for the copy: memory that the allocator hands out earlier would be
-        # written by it.
+        ends = [place.lead + place.num_bytes for place in group.places]
+        targets = [self._memory.take(end) for end in ends]
+        rows = [target[place.lead : end] for target, place, end in zip(targets, group.places, ends, strict=True)]
+        # Kept until the main stream has waited for the copy: it would overwrite memory that the allocator handed out
+        # earlier.
         pages.targets = targets
         with self._restore_stream.behind_main(pages.stashed):
             self.pool.restore(pages.group, rows, num_programs=self._num_programs)
-            # Now, for an interruption between this line and the next must not lead to a copy out of pages given back.
+            # Before giving pages back: after an interruption in between nothing may be copied out of them again.
             group.phase = Phase.RESTORING
             self._give_back(pages)
 
     def finish_restore(self, group: StashedGroup) -> None:
-        """Makes the main stream wait for the rows, and what was dropped be computed again."""
+        """Makes the main stream wait for the rows, and compute again what was dropped."""
         pages = self._current(group)
         with self._restore_stream.behind_main():
             self._give_back(pages)
         main_waits_for(pages.arrived, self.pool.device)
-        for again in sorted(group.again, key=lambda again: again.priority):
-            # Which waits for no one: the flag is on the device, and the callable returns at once where it is 0.
-            needed = self.pool.dropped(pages.group, again.index)
-            looks = ((again.index, again.out), *again.sources)
-            out, *sources = (look.over(pages.targets[i], group.target_bytes[i][2]) for i, look in looks)
-            if again.recompute(out, needed, *sources) is not None:  # type: ignore[func-returns-value]
+        for one in sorted(group.recomputations, key=lambda one: one.priority):
+            # The host waits for nothing: the flag is on the device, where recompute reads it and writes nothing if 0.
+            needed = self.pool.dropped(pages.group, one.index)
+            views = ((one.index, one.out), *one.sources)
+            out, *sources = (view.over(pages.targets[i], group.places[i].first_byte) for i, view in views)
+            if one.recompute(out, needed, *sources) is not None:  # type: ignore[func-returns-value]
                 raise TypeError(
-                    f"{again.recompute} returned a value: recompute(out, needed, *sources) must write to `out`"
+                    f"{one.recompute} returned a value: recompute(out, needed, *sources) must write to `out`"
                 )
         for memory, target in zip(group.memories, pages.targets, strict=True):
             alive = memory()
             if alive is not None:
                 alive.restored = target
         group.ready = record_main(self.pool.device)
-        group.again, pages.targets, group.phase = [], [], Phase.READY
+        group.recomputations, pages.targets, group.phase = [], [], Phase.READY
         # The flags are read by kernels of the main stream: until these are done no one else may get the records.
         self.pool.close_group(pages.group, after=group.ready)
 
     def join(self) -> None:
-        """Makes the main stream wait for all copies into pages, whose sources may then be written or freed."""
+        """Makes the main stream wait for all copies into pages; their sources may then be overwritten or freed."""
         for event, _ in self._reading:
             main_waits_for(event, self.pool.device)
         self._reading.clear()
 
     def join_all(self) -> None:
-        """Makes the main stream wait for all copies there and back."""
+        """Makes the main stream wait for all copies, into pages and back."""
         self.join()
         main_waits_for(self._restore_stream.record(), self.pool.device)
 
     def reset(self) -> None:
         """Gives all pages back. Allocates nothing."""
-        # The pool is cleared by the main stream: no release may come after it.
+        # The main stream clears the pool: no release may run after that.
         self.join_all()
         self.pool.reset()
         self.generation += 1
@@ -223,7 +233,7 @@ class PageKeeper:
         self._release_gone()
 
     def _release_gone(self) -> None:
-        """Gives back the pages of collected groups, unless a call is under way: that one does it at its end."""
+        """Gives back the pages of collected groups, unless another call is under way, which does it at its end."""
         while self._gone and self._lock.acquire(blocking=False):
             try:
                 if self._depth:
@@ -249,29 +259,29 @@ class PageKeeper:
     def _give_back(self, pages: Pages) -> None:
         if not pages.is_given_back:
             self.pool.release(pages.group)
-            # Behind the release, not behind the copy alone: once the main stream has waited for this, the next plan
-            # must find these pages free, as the reserve counts on, and the group's room in the table may be lent.
+            # Behind the release, not just behind the copy: once the main stream has waited for this, the next plan must
+            # find these pages free, as the reserve assumes, and the group's room in the table may go to another.
             pages.arrived = self._restore_stream.record()
-            # Last, for after an interruption all of this is done again, and a second release does nothing.
+            # Last: after an interruption all of this is done again, and a second release does nothing.
             pages.is_given_back = True
 
 
 def tensor_of(saved: SavedTensor) -> Tensor:
-    """A tensor of any shape and dtype whose rows are back. Rows beyond the live ones: whatever is there."""
+    """A saved tensor, of any shape and dtype, whose rows are back. Rows beyond the live ones hold any bytes."""
     assert saved.memory is not None and saved.memory.restored is not None, "not restored"
-    return saved.typed.over(saved.memory.restored, saved.memory.first_byte)
+    return saved.view.over(saved.memory.restored, saved.memory.first_byte)
 
 
 def _can_drop(block: Block) -> bool:
     return block.mark is not None and block.mark.recompute is not None
 
 
-def _again(block: Block, blocks: list[Block], *, index: int) -> Again:
+def _recomputation_of(block: Block, blocks: list[Block], *, index: int) -> Recomputation:
     mark = block.mark
     assert mark is not None and mark.recompute is not None
     sources = []
     for source in mark.sources:
-        place = block_with(source, blocks)
-        assert place is not None, "blocks_of gave every source a block"
-        sources.append((place, Typed.of(source.tensor)))
-    return Again(index, mark.priority, mark.recompute, Typed.of(mark.seen.tensor), tuple(sources))
+        position = block_with(source, blocks)
+        assert position is not None, "blocks_of gave every source a block"
+        sources.append((position, StorageView.of(source.tensor)))
+    return Recomputation(index, mark.priority, mark.recompute, StorageView.of(mark.snapshot.tensor), tuple(sources))

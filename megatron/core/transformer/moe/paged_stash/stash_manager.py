@@ -1,9 +1,9 @@
-"""PagedStash: the context that experts run in, and the order of a step. What a context takes is decided in
-saved_tensors.py, where it goes in stash_group.py.
+"""PagedStash: the context that experts run in, and the order of a step. Which tensors a context takes is decided in
+saved_tensors.py, where they go in stash_group.py.
 
     stash = PagedStash(PagePool(device, PoolLayout(page_bytes=65536, device_pages=4096)))
     for batch in batches:
-        ...
+        ...                                # the forward of every expert layer does this:
             with stash.context(f"layer {number}", num_rows, max_rows=C):
                 y = experts(x)             # x: [C, H], of which num_rows rows are live
         loss.backward()
@@ -36,12 +36,12 @@ from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Gro
 class PagedStash:
     """Keeps in pages the live rows of what expert groups save for backward; their gradients stay the same bit for bit.
 
-    1. A context collects what autograd saves. At its end row tensors are copied into pages, live rows alone, and the
+    1. A context collects what autograd saves. At its end the live rows of row tensors are copied into pages, and the
        oversized memory is free once the next context begins.
-    2. Backward asks for the first tensor of a group: its rows come back, at the addresses' alignment and with the
-       strides that they had, and those of the next groups start on their way.
-    3. Where pages were lacking, marked tensors are computed again; without x, `void` says so.
-    4. `reset` between steps: pages are free, and the order of the step is known for the next.
+    2. When backward asks for the first tensor of a group, the group's rows come back with the strides and the address
+       alignment that they had, and the rows of the next groups start on their way.
+    3. Marked tensors that found no pages are computed again. If an x found none, the step is void.
+    4. `reset` between steps frees all pages and learns the order of the step for the next one.
 
     Rows beyond the live ones come back with whatever bytes are there: backward must not read them.
     """
@@ -55,13 +55,13 @@ class PagedStash:
         num_programs: int = 0,
         reserved_share: float = 1.0,
     ) -> None:
-        """prefetch_groups: how many groups' rows come back ahead of their backward; each needs its memory.
+        """prefetch_groups: how many groups' rows come back ahead of their backward, each into buffers of max_rows rows.
 
-        events: the order of a step; without, it is learned. num_programs: how many programs a copy may occupy on a
-        GPU, 0: as many as are useful. reserved_share: rows of later groups that pages are kept for before gate_up and
+        events: the order of a step; learned if not given. num_programs: how many programs a copy may occupy on a GPU,
+        0: as many as are useful. reserved_share: rows of later groups for which pages are kept back before gate_up and
         act get any, as a share of max_rows. 1 guarantees, in each step that keeps to its order or has none, that x
-        finds pages in a pool that could hold every x; other shares guarantee nothing, and 0 keeps nothing back.
-        See Reserve for what holds when. Raises ValueError for others.
+        finds pages in a pool that could hold every x; smaller shares guarantee nothing, and 0 keeps nothing back.
+        Reserve says what holds when. Raises ValueError for other values.
         """
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:
@@ -71,12 +71,12 @@ class PagedStash:
         self.pool, self.order = pool, StashOrder(events)
         self._prefetch_groups = prefetch_groups
         self._keeper = PageKeeper(pool, num_programs=num_programs)
-        self._instances: Multiset[str] = Multiset()
+        self._instances: Multiset[str] = Multiset()  # forwards of this step so far, by name
         self._groups: dict[Group, weakref.ref[StashedGroup]] = {}
         self._max_bytes: dict[Group, int] = {}  # of the buffers that a group's rows lie in
         self._is_enabled = True
         self._is_spoiled = False  # an exception ended a context of this step
-        with self._keeper.alone():  # whatever mode the caller is in
+        with self._keeper.exclusive():  # whatever mode the caller is in
             self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
             self._reserve.begin_step(self.order.events)
 
@@ -86,16 +86,17 @@ class PagedStash:
     ) -> Iterator[StashGroup]:
         """Around the forward of one expert group, with max_rows rows of which the first num_rows are live.
 
-        num_rows: [1] or scalar, int64 or int32, on the pool's device, read when the context ends; or a number.
+        num_rows: [1] or scalar, int64 or int32, on the pool's device, read when the context ends; or an int.
         backward_is_next: nothing is stashed, as nothing else runs before this group's backward.
-        Nothing happens without grad mode, in a recomputation (while backward runs), and directly inside
-        torch.utils.checkpoint, which keeps nothing. Saved tensors without max_rows rows, and weights, are left to
-        hooks around the context. Raises ValueError for a wrong num_rows or max_rows, and if no saved tensor has rows.
+        The context does nothing without grad mode, in a recomputation (while backward runs), directly inside
+        torch.utils.checkpoint, which keeps nothing, in a step that `reset` disabled, and with max_rows below 2. Weights
+        and saved tensors without max_rows rows are left to hooks around the context. Raises ValueError for a wrong
+        num_rows or max_rows, and if no saved tensor has rows.
         """
         _check_count(num_rows, max_rows, device=self.pool.device)
-        with self._keeper.alone():
-            # What runs next may write to memory that the copies of the group before are reading: buffers of a static
-            # dispatch are the same for all layers, and what autograd let go of is handed out anew.
+        with self._keeper.exclusive():
+            # What runs next may write to memory that the copies of the previous group still read: the buffers of a
+            # static dispatch are the same for all layers, and the allocator hands out again what autograd let go of.
             self._keeper.join()
         hooks = outer_hooks()
         if not self._is_enabled or not torch.is_grad_enabled() or _is_recomputed(hooks) or max_rows < 2:
@@ -117,10 +118,10 @@ class PagedStash:
     def reset(self, *, enabled: bool = True) -> None:
         """Between steps, after the last backward, or after an exception: all pages are free, counters are 0.
 
-        What is still in pages is lost: its backward raises RuntimeError. Rows that are back stay. enabled: False for a
-        step whose contexts do nothing.
+        What is still in pages is lost: its backward raises RuntimeError. Rows that are back stay. enabled: False if the
+        contexts of the next step are to do nothing.
         """
-        with self._keeper.alone():
+        with self._keeper.exclusive():
             groups = [reference() for reference in self._groups.values()]
             is_complete = not any(group is not None and self._keeper.is_waiting(group) for group in groups)
             self._keeper.reset()
@@ -133,9 +134,9 @@ class PagedStash:
             self._is_enabled = enabled
 
     def footprint(self) -> Footprint:
-        """What a step like the last complete one keeps on the device, beside whole buffers; zeros before the first.
+        """Bytes that a step like the last complete one keeps on the device, with and without the stash; zeros before.
 
-        Ask it: a pool that is too large for the step, or a step of few groups, costs memory instead of saving it.
+        Worth a look: in a pool too large for the step, or a step of few groups, the stash costs memory.
         """
         max_bytes = self._max_bytes
         return footprint(
@@ -146,14 +147,14 @@ class PagedStash:
         )
 
     def join(self) -> None:
-        """Makes the main stream wait for all copies, as the end of a CUDA graph's capture needs; reset does it too."""
-        with self._keeper.alone():
+        """Makes the main stream wait for all copies, as a CUDA graph's capture needs at its end; reset does so too."""
+        with self._keeper.exclusive():
             self._keeper.join_all()
 
     @property
     def void(self) -> Tensor:
-        """Above 0 if this step's gradients are wrong, for lack of pages: scalar, int64, on the device; until reset."""
-        with self._keeper.alone():
+        """Above 0 if this step's gradients are wrong: scalar, int64, on the device, a view that `reset` clears."""
+        with self._keeper.exclusive():
             self._keeper.join()
         return self.pool.counters[Counter.VOID]
 
@@ -162,7 +163,7 @@ class PagedStash:
         return bool(self.void.item())
 
     def _begin(self, name: str, *, backward_is_next: bool) -> StashedGroup:
-        with self._keeper.alone():
+        with self._keeper.exclusive():
             event = StashEvent(EventKind.FORWARD, name, self._instances[name])
             self._instances[name] += 1
             group = StashedGroup(event, self._keeper.generation)
@@ -173,7 +174,7 @@ class PagedStash:
             return group
 
     def _commit(self, group: StashedGroup, recording: StashGroup, *, num_rows: Tensor | int, max_rows: int) -> None:
-        with self._keeper.alone():
+        with self._keeper.exclusive():
             if group.phase is Phase.RECORDING:
                 key, blocks = group.event.group, recording.blocks()
                 specs = [block.spec for block in blocks]
@@ -190,29 +191,29 @@ class PagedStash:
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
         group: StashedGroup = saved.group
-        with self._keeper.alone():
+        with self._keeper.exclusive():
             if group.phase is Phase.LOST:
                 raise RuntimeError(f"backward of the expert group {group.event.name!r}, whose forward did not end well")
             if group.phase is not Phase.RECORDING:
                 self._reach(group)
             if saved.memory is not None:
-                # Another stream than that of the first tensor may run this one's backward.
+                # The backward of this tensor may run on another stream than that of the group's first one.
                 main_waits_for(group.ready, self.pool.device)
                 return tensor_of(saved)
         return saved.kept()
 
     def _reach(self, group: StashedGroup) -> None:
-        """Backward has come to a group: its rows now, and those of the groups after it on their way."""
+        """Backward has come to a group: brings its rows back, and starts on those of the groups after it."""
         is_first = not group.has_backward_begun and group.generation == self._keeper.generation
         group.has_backward_begun = True
         backward = StashEvent(EventKind.BACKWARD, *group.event.group)
         if is_first:
-            self._keeper.join()  # as at a context's begin: backward writes to memory that autograd let go of
+            self._keeper.join()  # as at the start of a context: backward writes to memory that autograd let go of
             self.order.observe(backward)
         if group.phase is Phase.STASHED:
             self._keeper.start_restore(group)
         if is_first:
-            # Before the main stream waits, and before it computes dropped tensors: these copies need not.
+            # Before the main stream waits and computes dropped tensors: these copies need to wait for neither.
             self._prefetch(self.order.upcoming_backwards(backward, self._prefetch_groups))
         if group.phase is Phase.RESTORING:
             self._keeper.finish_restore(group)
@@ -226,7 +227,7 @@ class PagedStash:
 
 
 def _is_recomputed(hooks: Hooks | None) -> bool:
-    """Whether what runs now runs again in backward, or is doing so: what it saves is dropped, or used at once."""
+    """Whether this code will run again in backward, or is doing so: what it saves is dropped, or used at once."""
     if hooks is not None and isinstance(hooks[0], FunctionType) and hooks[0].__module__ == "torch.utils.checkpoint":
         return True
     return torch._C._current_graph_task_id() != -1

@@ -1,7 +1,7 @@
-"""In which order expert groups run forward and backward in a step, and what that says about what comes next.
+"""In which order expert groups run forward and backward in a step, and what is therefore likely to come next.
 
-Advice alone: a wrong guess costs time, never a result. No tensors, no streams; what is done with the advice is
-in stash_manager.py.
+This is only advice: a wrong guess costs time or memory, but changes no result. No tensors, no streams; what is done
+with the advice is in stash_manager.py.
 """
 
 import enum
@@ -13,7 +13,7 @@ Group = tuple[str, int]
 
 
 class EventKind(enum.Enum):
-    """What a group did."""
+    """Which pass of a group ran."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -21,7 +21,7 @@ class EventKind(enum.Enum):
 
 @dataclass(frozen=True)
 class StashEvent:
-    """A pass of one expert group. instance: which forward of that name in the step this group was, from 0."""
+    """A pass of one expert group. instance: how many forwards of the same name came before this group's in the step."""
 
     kind: EventKind
     name: str
@@ -29,7 +29,7 @@ class StashEvent:
 
     @property
     def group(self) -> Group:
-        """What forward and backward have in common."""
+        """The key that a group's forward and backward share."""
         return (self.name, self.instance)
 
     def __str__(self) -> str:
@@ -39,11 +39,11 @@ class StashEvent:
 class StashOrder:
     """Follows a step event by event and predicts the next ones.
 
-    1. A list of events says what comes: one that was given, else the one seen in the last finished step.
-    2. Once an event is not the list's next, the list says nothing until the step ends: the guess is then that the
-       backward of a group is followed by that of the group that ran forward just before it, which holds inside
-       a micro-batch of any schedule.
-    3. finish_step() begins the next step: with the given list again, else with what was just seen.
+    1. A list of events says what comes: the given one, or else the one seen in the last finished step.
+    2. Once an event is not the next of the list, the list is not used until the step ends. The guess is then that the
+       backward of a group is followed by that of the group that ran forward just before it, which holds within a
+       micro-batch of any schedule.
+    3. finish_step() begins the next step, with the given list again, or else with what was just seen.
 
     A step may end before its list does, have no list, or have groups that never run backward: nothing raises. A
     step without any backward teaches nothing, so that an evaluation between steps changes nothing.
@@ -59,7 +59,7 @@ class StashOrder:
 
     @property
     def events(self) -> tuple[StashEvent, ...]:
-        """The list that this step began with: the same object as long as the list is the same."""
+        """The list that this step began with; the same object as long as the list does not change."""
         return self._events
 
     @property
@@ -87,12 +87,12 @@ class StashOrder:
         return following.kind is EventKind.BACKWARD and following.group == event.group
 
     def upcoming_backwards(self, event: StashEvent, count: int) -> list[StashEvent]:
-        """At most `count` backwards after this event, soonest first, none behind one whose forward is yet to come."""
+        """At most `count` backwards after this event, soonest first, up to one whose forward is yet to come."""
         position = self._position(event)
         return self._guess(event, count) if position is None else self._listed_after(position, count)
 
     def forward_index(self, event: StashEvent) -> int | None:
-        """This group's position among the forwards of `events`; None if it is not the next event or the last."""
+        """This group's position among the forwards of `events`; None unless this is the latest or the next event."""
         is_here = self._position(event) in (len(self._seen) - 1, len(self._seen))
         return self._forward_index.get(event.group) if is_here else None
 
