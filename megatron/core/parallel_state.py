@@ -35,8 +35,9 @@ _EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep"
 
 @dataclass
 class _Registry:
-    """What initialize_model_parallel made. virtual_size: None without virtual stages."""
+    """What initialize_model_parallel made. world: the group of all ranks then. virtual_size: None if not given."""
 
+    world: ProcessGroup | None = None
     groups: ProcessGroupCollection | None = None
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     made: list[ProcessGroup] = field(default_factory=list)
@@ -88,6 +89,7 @@ def initialize_model_parallel(
         },
         order=order,
     )
+    _REGISTRY.world = dist.group.WORLD
     maker = _GroupMaker(timedelta(minutes=distributed_timeout_minutes), _REGISTRY.made)
     groups = {name: maker.own_group(dense.rank_table(axes), name) for name, axes in _DENSE_GROUPS.items()}
     groups |= {name: maker.own_group(expert.rank_table(axes), name) for name, axes in _EXPERT_GROUPS.items()}
@@ -150,8 +152,8 @@ def _mesh(grid: RankGenerator, groups: dict[str, ProcessGroup | None]) -> Device
 
 def destroy_model_parallel() -> None:
     """Destroys the groups; the process group of torch.distributed stays. Safe where there are none."""
-    # Those that torch.distributed has destroyed itself, with all others, cannot be destroyed again.
-    if dist.is_initialized():
+    # destroy_process_group() without a group has destroyed these too, and destroys nothing twice.
+    if dist.is_initialized() and dist.group.WORLD is _REGISTRY.world:
         for group in reversed(_REGISTRY.made):
             dist.destroy_process_group(group)
     vars(_REGISTRY).update(vars(_Registry()))

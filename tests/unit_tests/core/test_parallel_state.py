@@ -162,6 +162,16 @@ def test_sizes_that_do_not_fit_are_refused_before_any_group_is_made(sizes: dict[
         assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
+def test_groups_that_ended_with_their_world_can_be_forgotten_in_the_next_one() -> None:
+    with fake_world(0, 2):
+        parallel_state.initialize_model_parallel(2)
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(2)
+        assert parallel_state.get_data_parallel_world_size() == 2
+
+
 @pytest.mark.parametrize("ask", [parallel_state.get_process_groups, parallel_state.get_tensor_model_parallel_rank])
 def test_getters_say_what_to_call_first(ask: Callable[[], object]) -> None:
     with pytest.raises(RuntimeError, match="call initialize_model_parallel"):
