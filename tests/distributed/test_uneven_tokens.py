@@ -101,7 +101,7 @@ def gradients_of_one_process(dp_size: int, *, per_token: bool, **fields: Any) ->
 
 @pytest.mark.parametrize(
     ("ranks", "cp_size", "fields"),
-    [(3, 1, EXPERTS), (4, 2, {"cp_comm_type": "p2p"}), slow(4, 2, {"cp_comm_type": "all_gather"}), slow(4, 4, {})],
+    [(3, 1, EXPERTS), (4, 2, EXPERTS), slow(4, 2, {"cp_comm_type": "all_gather"}), slow(4, 4, {})],
 )
 def test_uneven_tokens_of_ranks_and_microbatches_give_the_gradients_of_one_process(
     ranks: int, cp_size: int, fields: dict[str, Any]
