@@ -22,17 +22,19 @@ from megatron.training.gpt_builder import build_gpt
 from megatron.training.utils import get_batch_on_this_cp_rank
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
-    """The model of the command line; the flags say whether this part has the embedding and the output layer."""
-    return build_gpt(get_args(), pre_process=pre_process, post_process=post_process)
+def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_stage: int | None = None) -> GPTModel:
+    """The part of the command line's model that has the embedding, has the output layer, and is that chunk."""
+    return build_gpt(get_args(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
 
 
-def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
+def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, device: torch.device) -> dict[str, torch.Tensor]:
     """The next micro-batch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32.
 
     Under --reset-attention-mask also attention_mask [B, 1, S, S] bool, or cu_seqlens [n + 1] int32, on the CPU.
-    Under --context-parallel-size, this rank's part of each sequence.
+    Under --context-parallel-size, this rank's part of each sequence. Empty for stages that read nothing.
     """
+    if data_iterator is None:
+        return {}
     batch = get_batch_on_this_cp_rank(next(data_iterator))
     # Kernels are launched with lengths between borders: on a GPU they would have to be read back.
     return {key: value if key == "cu_seqlens" else value.to(device, non_blocking=True) for key, value in batch.items()}
@@ -52,20 +54,23 @@ def loss_func(
 
 
 def forward_step(
-    data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Runs one micro-batch; returns per-token losses [B, S] fp32 and the function that sums them."""
+    """Runs one micro-batch; returns per-token losses [B, S] fp32 and the function that sums them.
+
+    Stages before the last return hidden states [S, B, H], parameter dtype, and their function is not called.
+    """
     with get_timers()("batch-generator", log_level=2):
         batch = get_batch(data_iterator, next(model.parameters()).device)
     borders = batch.get("cu_seqlens")
     losses = model(
-        batch["tokens"],
-        batch["position_ids"],
+        batch.get("tokens"),
+        batch.get("position_ids"),
         batch.get("attention_mask"),
-        labels=batch["labels"],
+        labels=batch.get("labels"),
         packed_seq_params=None if borders is None else PackedSeqParams(cu_seqlens_q=borders),
     )
-    return losses, partial(loss_func, batch["loss_mask"])
+    return losses, partial(loss_func, batch.get("loss_mask", torch.empty(0)))
 
 
 def train_valid_test_datasets_provider(train_valid_test_num_samples: list[int]) -> Datasets:

@@ -63,7 +63,7 @@ class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
     def __post_init__(self) -> None:
         validate_fields(self)
         validate_precision(self)
-        validate_parallel_layout(self, has_experts=False)
+        validate_parallel_layout(self)
 
 
 def validate_precision(config: ModelParallelConfig) -> None:

@@ -5,13 +5,6 @@ from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 
-# Fields that must keep their default until all layers honour another value, and until layers with experts do.
-NOT_YET = (
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-)
-NOT_YET_WITH_EXPERTS = ("pipeline_model_parallel_size",)
-
 
 @dataclass(kw_only=True)
 class ParallelLayoutConfig:
@@ -43,17 +36,13 @@ class ParallelLayoutConfig:
         validate_fields(self)
 
 
-def validate_parallel_layout(config: ParallelLayoutConfig, *, has_experts: bool) -> None:
-    """Raises ValueError for virtual stages without stages, and for what the layers cannot do yet."""
+def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
+    """Raises ValueError for virtual stages without stages."""
     virtual, stages = config.virtual_pipeline_model_parallel_size, config.pipeline_model_parallel_size
     if virtual is not None and (virtual < 1 or virtual > 1 and stages == 1):
         raise ValueError(
             f"virtual_pipeline_model_parallel_size is {virtual}: must be 1 with pipeline_model_parallel_size {stages}"
         )
-    for name in (*NOT_YET, *(NOT_YET_WITH_EXPERTS if has_experts else ())):
-        value = vars(config)[name]
-        if value is True or (value or 1) != 1:
-            raise ValueError(f"{name} is {value}: not available yet, must be {'False' if value is True else 1}")
 
 
 def check_multiple(name: str, value: int, *, of: str, size: int) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.callbacks import EvaluationReport
 from megatron.training.run import TrainingRun
 from megatron.training.step_statistics import reduce_statistics_sync, total_reports
@@ -14,18 +13,13 @@ from megatron.training.step_statistics import reduce_statistics_sync, total_repo
 @record_function("evaluate")
 def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> dict[str, float]:
     """Mean of each loss over `iterations` global batches; the model is left in training mode."""
-    forward_backward = get_forward_backward_func()
     reports = []
     for chunk in run.model:
         chunk.eval()
     with run.timers.paused():
         for _ in range(iterations):
-            reports += forward_backward(
-                forward_step_func=run.forward_step,
-                data_iterator=iterator,
-                model=run.model,
-                num_microbatches=run.batches.final_num_microbatches,
-                forward_only=True,
+            reports += run.forward_backward(
+                iterator, num_microbatches=run.batches.final_num_microbatches, forward_only=True
             )
     for chunk in run.model:
         chunk.train()

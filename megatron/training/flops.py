@@ -4,9 +4,15 @@ Times are measured elsewhere; peaks of devices are in core/device.py.
 """
 
 import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from megatron.core.dist_checkpointing import model_logical_pieces
+from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.moe_config import layers_with_experts
 
 # A multiply-add is two operations; backward makes a product for the input and one for the weights.
@@ -49,9 +55,26 @@ def _moe_products(args: argparse.Namespace) -> int:
     return int(scores + routed + shared)
 
 
-def count_parameters(model: nn.Module, args: argparse.Namespace) -> tuple[int, int]:
-    """(all parameters, those that one token meets: of routed experts only the chosen ones)."""
-    routed = sum(param.numel() for name, param in model.named_parameters() if ".mlp.experts." in name)
-    total = sum(param.numel() for param in model.parameters())
+def count_parameters(
+    model: Sequence[nn.Module], args: argparse.Namespace, *, mp_group: dist.ProcessGroup | None = None
+) -> tuple[int, int]:
+    """(all parameters, those that one token meets: of routed experts only the chosen ones). Collective.
+
+    model: this rank's chunks. mp_group: the ranks that hold the other parts. Padding of the vocabulary is not counted.
+    """
+    # By logical tensor: a tied weight or a split one is one parameter, whoever holds it.
+    own = {
+        piece.key: math.prod(piece.global_shape)
+        for chunk in model
+        for pieces in model_logical_pieces(chunk).values()
+        for piece in pieces
+    }
+    everyone: list[Any] = [own]
+    if group_size(mp_group) > 1:
+        everyone = [None] * group_size(mp_group)
+        dist.all_gather_object(everyone, own, group=mp_group)
+    sizes = {key: size for part in everyone for key, size in part.items()}
+    routed = sum(size for key, size in sizes.items() if ".mlp.experts." in key)
+    total = sum(sizes.values())
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if args.num_experts else 0
     return total, total - idle

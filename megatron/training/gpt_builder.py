@@ -7,8 +7,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.training.arguments import core_transformer_config_from_args
 
 
-def build_gpt(args: argparse.Namespace, *, pre_process: bool = True, post_process: bool = True) -> GPTModel:
-    """A model with fresh weights, in fp32 or as args.params_dtype says; args: validated, with vocabulary sizes."""
+def build_gpt(
+    args: argparse.Namespace, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> GPTModel:
+    """A model, or part of one, with fresh weights, in fp32 or as args.params_dtype says.
+
+    args: validated, with vocabulary sizes. The other arguments as GPTModel's.
+    """
     config = core_transformer_config_from_args(args)
     return GPTModel(
         config=config,
@@ -18,6 +23,7 @@ def build_gpt(args: argparse.Namespace, *, pre_process: bool = True, post_proces
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
+        vp_stage=vp_stage,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,

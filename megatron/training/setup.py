@@ -5,11 +5,13 @@ The loop that uses them is training.py's.
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from megatron.core import parallel_state
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.batch_schedule import BatchSchedule
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
@@ -22,11 +24,12 @@ from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_optimizer_param_scheduler
 from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
 from megatron.core.parallel_state import get_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_size_with_padding
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback
@@ -36,6 +39,7 @@ from megatron.training.command_line.validation import batch_sizes
 from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
+from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.initialize import seed_ranks
 from megatron.training.logging_config import LoggingConfig
@@ -70,8 +74,9 @@ def setup_run(
             model_provider, ModelType.encoder_or_decoder, args=args, config_overrides=config_overrides
         )
         optimizer.config.timers = timers
+    size = count_parameters(model, args, mp_group=get_process_groups().mp)
     with all_ranks_agree():
-        every_callback = setup_callbacks(args, callbacks, model=model)
+        every_callback = setup_callbacks(args, callbacks, size=size)
     finalize = DeferredFinalizer(get_model_config(model[0]).finalize_model_grads_func or finalize_model_grads)
     for chunk in unwrap_model(model):
         chunk.config.timers = timers
@@ -148,11 +153,18 @@ def setup_model_and_optimizer(
         train_samples=args.train_samples,
         batches=batch_sizes(args).running,
     )
-    for chunk in unwrap_model(model):
+    chunks = unwrap_model(model)
+    recorders = [chunk.aux_losses for chunk in chunks if isinstance(chunk, RecordsAuxLosses)]
+    for chunk in chunks:
         chunk.config.grad_scale_func = optimizer.scale_loss
-        if isinstance(chunk, RecordsAuxLosses):
-            chunk.config.aux_loss_scale_func = chunk.aux_losses.set_backward_scale
+        # Of all chunks at once: the schedule asks one configuration, and a provider may share it among chunks.
+        chunk.config.aux_loss_scale_func = partial(_set_backward_scales, recorders) if recorders else None
     return model, optimizer, scheduler
+
+
+def _set_backward_scales(recorders: Sequence[AuxLossRecorder], scale: Tensor) -> None:
+    for recorder in recorders:
+        recorder.set_backward_scale(scale)
 
 
 def get_model(
@@ -161,16 +173,25 @@ def get_model(
     """This rank's chunks of the provider's model: on its device, in the precision of the flags, wrapped for data
     parallelism.
 
-    model_type: one value so far. Raises ValueError on every rank if the copies start from different weights.
+    model_provider is called for each chunk with pre_process and post_process, and with vp_stage where a stage has
+    several. model_type: one value so far. Raises ValueError on every rank if the copies start from different weights.
     """
-    chunks = [model_provider(pre_process=True, post_process=True).to(default_device())]
-    return [_wrap_chunk(chunk, args, groups=get_process_groups()) for chunk in chunks]
+    stage, last = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size - 1
+    num_chunks = args.virtual_pipeline_model_parallel_size or 1
+    chunks: list[nn.Module] = []
+    for chunk in range(num_chunks):
+        ends = {"pre_process": stage == chunk == 0, "post_process": stage == last and chunk == num_chunks - 1}
+        # Providers of scripts without virtual stages need not know the word.
+        part = model_provider(**ends, **({"vp_stage": chunk} if num_chunks > 1 else {})).to(default_device())
+        chunks.append(_wrap_chunk(part, args, post_process=ends["post_process"]))
+    return chunks
 
 
-def _wrap_chunk(model: nn.Module, args: argparse.Namespace, *, groups: ProcessGroupCollection) -> PlainDataParallel:
+def _wrap_chunk(model: nn.Module, args: argparse.Namespace, *, post_process: bool) -> PlainDataParallel:
+    groups = get_process_groups()
     check_weights_agree(model, groups.dp_cp, expert_group=groups.expt_dp)
     if args.fp16 or args.bf16:
-        model = Float16Module(get_model_config(model), model)
+        model = Float16Module(get_model_config(model), model, post_process=post_process)
     return PlainDataParallel(
         model,
         group=groups.dp_cp,

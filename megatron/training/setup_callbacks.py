@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
 
 from megatron.core.device import default_device
 from megatron.training.arguments import config_from_args
@@ -28,11 +27,9 @@ from megatron.training.console import print_rank_0
 from megatron.training.logging_config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
 
 
-def setup_callbacks(
-    args: argparse.Namespace, extra: Sequence[Callback] = (), *, model: Sequence[nn.Module]
-) -> CallbackList:
-    """All callbacks of this rank, those of the script last."""
-    return CallbackList((*_first_rank_callbacks(args, model), *_every_rank_callbacks(args), *extra))
+def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, size: tuple[int, int]) -> CallbackList:
+    """All callbacks of this rank, those of the script last; size: the model's, as count_parameters gives it."""
+    return CallbackList((*_first_rank_callbacks(args, size), *_every_rank_callbacks(args), *extra))
 
 
 def _every_rank_callbacks(args: argparse.Namespace) -> list[Callback]:
@@ -77,7 +74,7 @@ def _profile(config: ProfilingConfig, args: argparse.Namespace, *, device: torch
     return TorchProfile(config, Path(folder) / "profile", rank=dist.get_rank(), device=device)
 
 
-def _first_rank_callbacks(args: argparse.Namespace, model: Sequence[nn.Module]) -> list[Callback]:
+def _first_rank_callbacks(args: argparse.Namespace, size: tuple[int, int]) -> list[Callback]:
     if dist.get_rank() != 0:
         return []
     logging = config_from_args(LoggingConfig, args)
@@ -92,7 +89,7 @@ def _first_rank_callbacks(args: argparse.Namespace, model: Sequence[nn.Module]) 
     callbacks.append(ConsoleLog(logging.log_interval, write=write))
     folder = logging.tensorboard_dir or args.save
     if folder is not None:
-        callbacks += [RunFile(Path(folder), record=describe_run(args, model)), JsonlLog(Path(folder))]
+        callbacks += [RunFile(Path(folder), record=describe_run(args, size)), JsonlLog(Path(folder))]
     if logging.tensorboard_dir is not None:
         callbacks.append(TensorBoardLog(logging.tensorboard_dir, logging))
     if logging.log_progress:

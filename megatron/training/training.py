@@ -13,7 +13,6 @@ from torch.profiler import record_function
 
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ConfigOverrides
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.callbacks import Callback, RunStart, StepReport
 from megatron.training.console import print_rank_0
 from megatron.training.errors import message_for_other_ranks
@@ -112,12 +111,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     run.optimizer.zero_grad()
 
     with run.timers("forward-backward", log_level=1):
-        reports = get_forward_backward_func()(
-            forward_step_func=run.forward_step,
-            data_iterator=run.train_iterator,
-            model=run.model,
-            num_microbatches=run.num_microbatches,
-        )
+        reports = run.forward_backward(run.train_iterator, num_microbatches=run.num_microbatches)
 
     # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
     reasons = run.exit_conditions.local_reasons()

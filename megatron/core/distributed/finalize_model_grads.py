@@ -63,6 +63,10 @@ def finalize_model_grads(
         if isinstance(inner, FinalizesStep):
             # Routers of tensor-parallel ranks see parts of the sequence each.
             inner.finalize_step(groups.tp_dp_cp or chunk.group)
+    # After all of them: the two stages have the tied weight in different chunks, and between them wait for others.
+    for chunk in model:
+        assert isinstance(chunk, PlainDataParallel), "checked above"
+        chunk.reduce_shared_grads(groups.embd)
 
 
 def _total_tokens(

@@ -95,6 +95,18 @@ class PlainDataParallel(ModelWrapper):
                 for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
                     grad.copy_(total.view(grad.shape))
 
+    def reduce_shared_grads(self, group: dist.ProcessGroup | None) -> None:
+        """Sums over the `group` of first and last stage the gradient of a weight that both have. Collective.
+
+        A sum of two numbers is the same in any order, so the copies stay equal to the last bit.
+        """
+        if group_size(group) == 1:
+            return
+        for buffer in self.grad_buffers:
+            for entry in buffer.entries:
+                if param_facts(entry.param).shared_embedding:
+                    dist.all_reduce(entry.grad, group=group)
+
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
         for buffer in self.grad_buffers:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 class ParamFacts:
     """tensor_model_parallel: each rank of the tensor-parallel group holds other elements, cut along partition_dim in
     partition_stride pieces; otherwise all hold the same. sequence_parallel: a rank's gradient covers a part of the
-    tokens or heads, and the ranks' are to be summed. is_expert: the groups are those of expert layers. shared: a
-    second copy of a tied weight, owned by another stage.
+    tokens or heads, and the ranks' are to be summed. is_expert: the groups are those of expert layers.
+    shared_embedding: another pipeline stage has this weight too, their gradients are to be summed. shared: the other
+    stage owns it, this one has a copy.
     """
 
     tensor_model_parallel: bool = False
@@ -21,6 +22,7 @@ class ParamFacts:
     partition_stride: int = 1
     sequence_parallel: bool = False
     is_expert: bool = False
+    shared_embedding: bool = False
     shared: bool = False
 
 
@@ -33,6 +35,7 @@ def param_facts(param: Tensor) -> ParamFacts:
         partition_stride=marks.get("partition_stride", 1),
         sequence_parallel=marks.get("sequence_parallel", False),
         is_expert=not marks.get("allreduce", True),
+        shared_embedding=marks.get("shared_embedding", False),
         shared=marks.get("shared", False),
     )
 
@@ -61,6 +64,6 @@ def mark_expert(param: nn.Parameter) -> None:
     vars(param).update(allreduce=False)
 
 
-def mark_shared(param: nn.Parameter) -> None:
-    """Writes on a parameter, any shape and dtype, that it is a copy whose owner is on another pipeline stage."""
-    vars(param).update(shared=True, shared_embedding=True)
+def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
+    """Writes on a tied weight, any shape and dtype, that another pipeline stage has it too; is_copy: and owns it."""
+    vars(param).update(shared=is_copy, shared_embedding=True)

@@ -23,22 +23,24 @@ class MegatronModule(nn.Module):
 class Float16Module(ModelWrapper):
     """Runs a model in bf16 or fp16: casts its parameters once, floating inputs on the way in, outputs to fp32."""
 
-    def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
+    def __init__(self, config: TransformerConfig, module: nn.Module, *, post_process: bool = True) -> None:
+        """post_process: False for a part whose outputs go to the next pipeline stage, as they are."""
         super().__init__(module)
         self.config, self.dtype = config, half_dtype(config)
+        self._output_dtype = torch.float32 if post_process else self.dtype
         # Buffers keep their dtype: rotary tables and router statistics are fp32 in any model.
         for parameter in module.parameters():
             parameter.data = cast_floating(parameter.data, self.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments as the module's; floating tensors are cast. Returns its outputs, floating ones in fp32."""
+        """Arguments as the module's; floating tensors are cast. Returns its outputs, floating ones cast to fp32."""
         args = tuple(cast_floating(value, self.dtype) for value in args)
         kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
         outputs = self.module(*args, **kwargs)
         # fp32 outputs: what follows (losses, sums over ranks) is not to lose digits.
         if isinstance(outputs, tuple):
-            return tuple(cast_floating(value, torch.float32) for value in outputs)
-        return cast_floating(outputs, torch.float32)
+            return tuple(cast_floating(value, self._output_dtype) for value in outputs)
+        return cast_floating(outputs, self._output_dtype)
 
 
 def half_dtype(config: TransformerConfig) -> torch.dtype:

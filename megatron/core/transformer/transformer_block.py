@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.pipeline_split import layer_offset, layers_per_part
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
 from megatron.core.transformer.layer_arrangement import arrange_layers
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -33,25 +35,31 @@ class TransformerBlock(MegatronModule):
         spec: TransformerBlockSubmodules,
         *,
         post_layer_norm: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """post_layer_norm: apply the norm after the last layer."""
+        """spec: of the whole model's layers, or of this chunk's. post_layer_norm, post_process: apply the norm after
+        the last layer, where this chunk has it. vp_stage: which of its stage's chunks this is; None: the only one.
+        """
         super().__init__(config)
-        if len(spec.layer_specs) != get_num_layers_to_build(config):
-            raise ValueError(
-                f"the block's spec has {len(spec.layer_specs)} layers: must have {get_num_layers_to_build(config)} "
-                "(num_layers)"
-            )
+        pp_rank = group_rank((pg_collection or existing_process_groups()).pp)
         # Layers are numbered over the whole model, whichever part of it this block is.
-        offset = get_transformer_layer_offset(config)
-        self.layers = nn.ModuleList(
-            build_module(layer, config=config, layer_number=offset + index + 1, pg_collection=pg_collection)
-            for index, layer in enumerate(spec.layer_specs)
+        offset = get_transformer_layer_offset(config, vp_stage, pp_rank=pp_rank)
+        specs = _specs_of_chunk(
+            spec.layer_specs, config, first=offset, count=get_num_layers_to_build(config, vp_stage, pp_rank=pp_rank)
+        )
+        self.layers = LayerList(
+            [
+                build_module(layer, config=config, layer_number=offset + index + 1, pg_collection=pg_collection)
+                for index, layer in enumerate(specs)
+            ],
+            offset=offset,
         )
         has_experts = [any(isinstance(module, MoELayer) for module in layer.modules()) for layer in self.layers]
         self.arrangement = arrange_layers(self.layers, config, has_experts=has_experts)
         self.final_layernorm = None
-        if post_layer_norm and spec.layer_norm is not None:
+        if post_layer_norm and post_process and spec.layer_norm is not None:
             self.final_layernorm = build_module(
                 spec.layer_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
@@ -81,11 +89,55 @@ class TransformerBlock(MegatronModule):
         return hidden_states
 
 
-def get_num_layers_to_build(config: TransformerConfig) -> int:
-    """Layers of this rank's model chunk."""
-    return config.num_layers
+class LayerList(nn.ModuleList):
+    """Layers that are named by their index in the whole model, and indexed from this chunk's first."""
+
+    def __init__(self, layers: list[nn.Module], *, offset: int) -> None:
+        super().__init__()
+        self.offset = offset
+        for index, layer in enumerate(layers):
+            self.add_module(str(offset + index), layer)
+
+    def _get_abs_string_index(self, index: int) -> str:
+        """What nn.ModuleList looks its items up by."""
+        return str(self.offset + int(super()._get_abs_string_index(index)))
 
 
-def get_transformer_layer_offset(config: TransformerConfig) -> int:
-    """Layers of the model before this rank's first."""
-    return 0
+def get_num_layers_to_build(
+    config: TransformerConfig, vp_stage: int | None = None, *, pp_rank: int | None = None
+) -> int:
+    """Layers of a model chunk. vp_stage: None is the stage's only one; pp_rank: None is this rank's stage."""
+    counts = layers_per_part(config, num_layers=config.num_layers)
+    return counts[_part(config, vp_stage, pp_rank=pp_rank)]
+
+
+def get_transformer_layer_offset(
+    config: TransformerConfig, vp_stage: int | None = None, *, pp_rank: int | None = None
+) -> int:
+    """Layers of the model before a chunk's first; arguments as for get_num_layers_to_build."""
+    counts = layers_per_part(config, num_layers=config.num_layers)
+    return layer_offset(counts, _part(config, vp_stage, pp_rank=pp_rank))
+
+
+def _part(config: TransformerConfig, vp_stage: int | None, *, pp_rank: int | None) -> int:
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    stage = group_rank(existing_process_groups().pp) if pp_rank is None else pp_rank
+    if not 0 <= stage < stages or not 0 <= (vp_stage or 0) < (chunks or 1):
+        raise ValueError(
+            f"stage {stage} and vp_stage {vp_stage}: must be of pipeline_model_parallel_size ({stages}) and "
+            f"virtual_pipeline_model_parallel_size ({chunks})"
+        )
+    if vp_stage is None and (chunks or 1) > 1:
+        raise ValueError(f"vp_stage is None: must be given with virtual_pipeline_model_parallel_size {chunks}")
+    return (vp_stage or 0) * stages + stage
+
+
+def _specs_of_chunk(specs: list[ModuleSpec], config: TransformerConfig, *, first: int, count: int) -> list[ModuleSpec]:
+    if len(specs) == config.num_layers:
+        return specs[first : first + count]
+    if len(specs) != count:
+        raise ValueError(
+            f"the block's spec has {len(specs)} layers: must have num_layers ({config.num_layers}), or those of this "
+            f"chunk alone ({count})"
+        )
+    return specs

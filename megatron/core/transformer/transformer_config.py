@@ -15,7 +15,7 @@ from megatron.core.model_parallel_config import (
     validate_precision,
 )
 from megatron.core.parallel_layout_config import check_multiple, validate_parallel_layout
-from megatron.core.pipeline_split import validate_pipeline_split
+from megatron.core.pipeline_split import layers_per_part, validate_pipeline_split
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import (
@@ -91,6 +91,7 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, Recompu
         validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
         validate_activation_memory(self)
         validate_layout_of_layers(self)
+        validate_grouped_gemm(self, hidden_size=self.hidden_size, itemsize=self.params_dtype.itemsize)
         if self.init_method is None:
             self.init_method = NormalInit(self.init_method_std)
         if self.output_layer_init_method is None:
@@ -141,13 +142,30 @@ def validate_layout_of_layers(config: TransformerConfig) -> None:
     for name in cut:
         check_multiple(name, vars(config)[name], of="tensor_model_parallel_size", size=tensor_size)
     validate_pipeline_split(config, num_layers=config.num_layers)
+    validate_offload_in_stages(config)
     context_size = config.context_parallel_size
     exchanges = validate_context_parallel(config, num_layers=config.num_layers, context_parallel_size=context_size)
     for name in ("num_attention_heads", "num_query_groups") if "a2a" in exchanges else ():
         sizes = "tensor_model_parallel_size x context_parallel_size, for cp_comm_type a2a"
         check_multiple(name, vars(config)[name], of=sizes, size=tensor_size * context_size)
     validate_layout_of_experts(config)
-    validate_parallel_layout(config, has_experts=config.num_moe_experts is not None)
+    validate_parallel_layout(config)
+
+
+def validate_offload_in_stages(config: TransformerConfig) -> None:
+    """Raises ValueError where offloading, which counts the layers of a chunk, would have none to move."""
+    if config.cpu_offloading_num_layers and config.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"cpu_offloading_num_layers is {config.cpu_offloading_num_layers} and pipeline_model_parallel_size is "
+            f"{config.pipeline_model_parallel_size}: whole layers are offloaded without stages alone, use "
+            "fine_grained_activation_offloading"
+        )
+    counts = layers_per_part(config, num_layers=config.num_layers)
+    if config.fine_grained_activation_offloading and 1 in counts:
+        raise ValueError(
+            f"fine_grained_activation_offloading with {counts} layers by pipeline stage and chunk: each must have 2 or "
+            "more, the last layer of a chunk is never offloaded"
+        )
 
 
 def validate_layout_of_experts(config: TransformerConfig) -> None:
@@ -171,12 +189,6 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
     tensor_size = config.tensor_model_parallel_size
     check_multiple(
         "moe_ffn_hidden_size", config.moe_ffn_hidden_size, of="expert_tensor_parallel_size", size=expert_tensor_size
-    )
-    validate_grouped_gemm(
-        config,
-        hidden_size=config.hidden_size,
-        itemsize=config.params_dtype.itemsize,
-        expert_tensor_size=expert_tensor_size,
     )
     if tensor_size > 1 and not config.sequence_parallel:
         raise ValueError(

@@ -5,19 +5,17 @@ import json
 import platform
 import socket
 import subprocess
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatron.core.device import default_device, device_name
 from megatron.training.arguments import config_values
 from megatron.training.callbacks.base import Callback, RunStart
-from megatron.training.flops import count_parameters, num_floating_point_operations
+from megatron.training.flops import num_floating_point_operations
 
 
 class RunFile(Callback):
@@ -41,9 +39,9 @@ class RunFile(Callback):
         temporary.replace(self.path)
 
 
-def describe_run(args: argparse.Namespace, model: Sequence[nn.Module]) -> dict[str, Any]:
-    """Environment, flags and size of the model as JSON values."""
-    parameters, active = map(sum, zip(*(count_parameters(chunk, args) for chunk in model)))
+def describe_run(args: argparse.Namespace, size: tuple[int, int]) -> dict[str, Any]:
+    """Environment, flags and size of the model as JSON values; size: as count_parameters gives it."""
+    parameters, active = size
     flops_per_token = num_floating_point_operations(args, 1) / args.seq_length
     return {
         "environment": environment(),

@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.param_attributes import mark_shared
 from megatron.core.transformer.initialization import deferred_initialization, initialize_parameters
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
@@ -49,22 +50,25 @@ class GPTModel(MegatronModule):
         *,
         seq_len_interpolation_factor: float | None = None,
         unpadded_vocab_size: int | None = None,
+        vp_stage: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """transformer_layer_spec: one spec for all layers, or a block's with one each. vocab_size: rows with
         padding; those from unpadded_vocab_size on start and stay zero. parallel_output: logits stay split over
         the tensor-parallel ranks; losses do not depend on it.
+        pre_process, post_process: this part has the embedding; the norm after the last layer, output layer and loss.
+        vp_stage: which of its stage's chunks it is; None: the only one.
         pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
-        Raises ValueError where pre_process or post_process is False, or fp16_lm_cross_entropy is True.
+        Raises ValueError where fp16_lm_cross_entropy is True.
         """
         super().__init__(config)
-        _require_whole_model(pre_process=pre_process, post_process=post_process)
         _require_fp32_loss(fp16_lm_cross_entropy)
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.unpadded_vocab_size = _checked_vocab_size(unpadded_vocab_size, vocab_size)
         self.position_embedding_type = _checked_position_embedding(position_embedding_type)
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
-        self.pre_process, self.post_process = pre_process, post_process
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self._input: Tensor | None = None
         groups = existing_process_groups() if pg_collection is None else pg_collection
         # Of a sequence, each of which is another rank's.
         self.num_parts = group_size(groups.cp)
@@ -92,8 +96,8 @@ class GPTModel(MegatronModule):
 
     def forward(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
         attention_mask: Tensor | None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
@@ -109,15 +113,20 @@ class GPTModel(MegatronModule):
         loss_mask: masking is the loss function's work; accepted for callers that pass it.
         packed_seq_params: segments that attention does not leave, instead of a mask.
         Under context parallelism S is this rank's part of the sequences; mask and segments are of whole ones.
+        A part without the embedding goes on from set_input_tensor's tensor, and needs neither tokens nor positions;
+        one without the output layer returns hidden states, [S / ranks under sequence parallelism, B, H].
         """
-        batch, seq_length = input_ids.shape[0], input_ids.shape[1] * self.num_parts
+        hidden_states = self._first_hidden_states(input_ids, position_ids)
+        own_length, batch = hidden_states.shape[0] * self._sequence_ranks, hidden_states.shape[1]
         if attention_mask is not None:
-            _require_mask(attention_mask, batch=batch, seq_length=seq_length)
+            _require_mask(attention_mask, batch=batch, seq_length=own_length * self.num_parts)
         if packed_seq_params is not None:
-            packed_seq_params.require_samples(batch, seq_length)
-        hidden_states = self.embedding(input_ids, position_ids)
-        rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(input_ids.shape[1])
+            packed_seq_params.require_samples(batch, own_length * self.num_parts)
+        rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(own_length)
         hidden_states = self.decoder(hidden_states, attention_mask, rotary, packed_seq_params=packed_seq_params)
+        if not self.post_process:
+            return hidden_states
+        assert self.output_layer is not None, "post_process"
         # [S, B, V / ranks]
         logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
         if labels is None:
@@ -131,6 +140,27 @@ class GPTModel(MegatronModule):
         # Contiguous: loss functions of existing scripts flatten it with view(-1).
         return losses.t().contiguous().masked_fill(labels < 0, 0)
 
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
+        """What the next forward of a part without the embedding goes on from: hidden states, parameter dtype,
+        [S / ranks under sequence parallelism, B, H].
+        """
+        self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def _first_hidden_states(self, input_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        if self.embedding is not None:
+            assert input_ids is not None and position_ids is not None, "the part with the embedding needs tokens"
+            return self.embedding(input_ids, position_ids)
+        # Let go of at once: it would live until the next microbatch.
+        given, self._input = self._input, None
+        if given is None:
+            raise ValueError("this part of the model has no embedding: call set_input_tensor before each forward")
+        return given
+
+    @property
+    def _sequence_ranks(self) -> int:
+        """Ranks that the hidden states between layers are cut over along the sequence."""
+        return group_size(self.tp_group) if self.config.sequence_parallel else 1
+
     def finalize_step(self, group: ProcessGroup | None) -> None:
         """What the model does once a step, after its gradients are reduced: the routers' biases move.
 
@@ -140,22 +170,23 @@ class GPTModel(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor:
         """The weight of the output layer: [V / ranks, H], parameter dtype; the word embeddings' where they are tied."""
-        if self.share_embeddings_and_output_weights:
+        if self.share_embeddings_and_output_weights and self.embedding is not None:
             return self.embedding.word_embeddings.weight
-        assert self.output_layer.weight is not None
+        assert self.output_layer is not None and self.output_layer.weight is not None, "a part without vocabulary"
         return self.output_layer.weight
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """The vocabulary's tables are stored without padding rows: [unpadded_vocab_size, H]."""
-        # A tied weight has one name, its first.
-        names = ["embedding.word_embeddings.weight"]
-        if not self.share_embeddings_and_output_weights:
-            names.append("output_layer.weight")
+        # A tied weight has one name, its first, also where the last stage has a copy of it.
+        keys = {"embedding.word_embeddings.weight": "embedding.word_embeddings.weight"} if self.pre_process else {}
+        if self.output_layer is not None and self.output_layer.weight is not None:
+            tied = self.share_embeddings_and_output_weights
+            keys["output_layer.weight"] = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
         hidden, first = self.config.hidden_size, group_rank(self.tp_group) * self._vocab_rows()
         whole, own = (self.unpadded_vocab_size, hidden), (self._used_vocab_rows(), hidden)
         # A rank may hold padding alone: an empty box at the end.
         offset = (min(first, self.unpadded_vocab_size), 0)
-        return {name: [LogicalPiece(prefix + name, own, (hidden, 1), 0, whole, offset)] for name in names}
+        return {name: [LogicalPiece(prefix + key, own, (hidden, 1), 0, whole, offset)] for name, key in keys.items()}
 
     def _vocab_rows(self) -> int:
         return self.vocab_size // group_size(self.tp_group)
@@ -168,27 +199,44 @@ class GPTModel(MegatronModule):
     def _build_layers(self, spec: TransformerBlockSubmodules, pg_collection: ProcessGroupCollection) -> None:
         config = self.config
         assert config.init_method is not None
-        self.embedding = LanguageModelEmbedding(
-            config,
-            self.vocab_size,
-            max_sequence_length=self.max_sequence_length,
-            position_embedding_type=self.position_embedding_type,
-            pg_collection=pg_collection,
+        self.embedding: LanguageModelEmbedding | None = None
+        self.output_layer: ColumnParallelLinear | None = None
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config,
+                self.vocab_size,
+                max_sequence_length=self.max_sequence_length,
+                position_embedding_type=self.position_embedding_type,
+                pg_collection=pg_collection,
+            )
+        self.decoder = TransformerBlock(
+            config, spec, post_process=self.post_process, vp_stage=self.vp_stage, pg_collection=pg_collection
         )
-        self.decoder = TransformerBlock(config, spec, pg_collection=pg_collection)
-        self.output_layer = ColumnParallelLinear(
-            config.hidden_size,
-            self.vocab_size,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            skip_weight_param_allocation=self.share_embeddings_and_output_weights,
-            tp_group=self.tp_group,
-        )
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                self.vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_weight_param_allocation=self.share_embeddings_and_output_weights and self.pre_process,
+                tp_group=self.tp_group,
+            )
+        self._mark_tied_copies()
+
+    def _mark_tied_copies(self) -> None:
+        """A tied weight has a copy on the last stage; both start from the same draw, and get the same gradient."""
+        if not self.share_embeddings_and_output_weights or self.pre_process == self.post_process:
+            return
+        if self.embedding is not None:
+            mark_shared(self.embedding.word_embeddings.weight, is_copy=False)
+        elif self.output_layer is not None and self.output_layer.weight is not None:
+            mark_shared(self.output_layer.weight, is_copy=True)
 
     def _share_recorder(self, groups: ProcessGroupCollection) -> None:
         """Hands one recorder to every router."""
-        device, num_experts = self.embedding.word_embeddings.weight.device, self.config.num_moe_experts or 0
+        device, num_experts = next(self.parameters()).device, self.config.num_moe_experts or 0
+        # Rows for the layers of all stages: they are added up.
         self.aux_losses = AuxLossRecorder(
             self.config.num_layers,
             device,
@@ -196,15 +244,17 @@ class GPTModel(MegatronModule):
             dtype=torch.promote_types(self.config.params_dtype, torch.float32),
             groups=groups,
         )
-        for number, layer in enumerate(self.decoder.layers, start=1):
+        for number, layer in enumerate(self.decoder.layers, start=self.decoder.layers.offset + 1):
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.router.report_to(self.aux_losses, layer_number=number)
 
     def _initialize(self) -> None:
         with torch.no_grad():
             # Zero rows get zero gradients from the loss, so they stay zero and no checkpoint needs them.
-            self.shared_embedding_or_output_weight()[self._used_vocab_rows() :] = 0
-            self.embedding.word_embeddings.weight[self._used_vocab_rows() :] = 0
+            tables: list[Tensor] = [] if self.embedding is None else [self.embedding.word_embeddings.weight]
+            tables += [self.shared_embedding_or_output_weight()] if self.post_process else []
+            for table in tables:
+                table[self._used_vocab_rows() :] = 0
         if self.config.perform_initialization:
             seed = self.config.init_seed
             initialize_parameters(self, seed=torch.initial_seed() if seed is None else seed)
@@ -247,14 +297,6 @@ def _require_tensor_parallel_ranks(config: TransformerConfig, group: ProcessGrou
         raise ValueError(
             f"tensor_model_parallel_size is {config.tensor_model_parallel_size}, but pg_collection.tp has "
             f"{group_size(group)} ranks: pass the groups of a layout of that size"
-        )
-
-
-def _require_whole_model(*, pre_process: bool, post_process: bool) -> None:
-    if not (pre_process and post_process):
-        raise ValueError(
-            f"pre_process is {pre_process} and post_process is {post_process}: models are not cut into stages yet, "
-            "both must be True"
         )
 
 
