@@ -2,6 +2,7 @@
 
 import os
 import re
+import string
 import subprocess
 import sys
 from importlib import import_module
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from torch.distributed.run import get_args_parser
 
+from megatron.training.arguments import parse_args, validate_args
 from tests.functional_tests.launch import ROOT, read_log, run_program
 
 EXAMPLES = ROOT / "examples"
@@ -85,6 +89,44 @@ def test_a_paged_stash_holds_less_and_changes_no_loss(
     assert len(shares) == 3 and max(shares) < percent
 
 
+CLUSTER = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "FIRST": "node1"}
+
+
+def _cluster_command(name: str) -> tuple[str, str]:
+    """The command that a cluster's file starts on each node, and the words for torchrun there."""
+    text = (EXAMPLES / name).read_text()
+    if name.endswith(".sh"):
+        checked = subprocess.run(["bash", "-n", str(EXAMPLES / name)], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stderr
+        command = text.rpartition("srun --kill-on-bad-exit=1 \\\n")[2]
+        launch = re.search(r'^export LAUNCH="(.*)"$', text, re.MULTILINE)
+        assert launch is not None
+        return command.strip(), string.Template(launch[1]).substitute(CLUSTER)
+    service, job = yaml.safe_load_all(text)
+    pod = job["spec"]["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"] and job["spec"]["completionMode"] == "Indexed"
+    (container,) = pod["containers"]
+    # A value may name only variables before it.
+    node_rank, launch = container["env"]
+    assert (node_rank["name"], launch["name"]) == ("NODE_RANK", "LAUNCH")
+    return container["command"][-1], launch["value"].replace("$(NODE_RANK)", "1")
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "kubernetes.yaml"])
+def test_clusters_start_the_command_of_eight_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, launch = _cluster_command(name)
+    assert command == _cluster_command("slurm.sh")[0], "more than the launcher differs"
+    environment = {**os.environ, "PYTHON": "echo", "LAUNCH": launch}
+    words = subprocess.run(
+        command.split(), cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
+    script = words.index(str(ROOT / "pretrain_gpt.py"))
+    torchrun = get_args_parser().parse_args([*words[2:script], "script"])
+    monkeypatch.setenv("WORLD_SIZE", str(int(torchrun.nnodes) * int(torchrun.nproc_per_node)))
+    args = validate_args(parse_args(argv=words[script + 1 :]))
+    assert (args.world_size, args.tensor_model_parallel_size, args.data_parallel_size) == (8, 2, 4)
+
+
 def test_the_code_of_the_library_page_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -95,4 +137,4 @@ def test_the_code_of_the_library_page_runs(tmp_path: Path, monkeypatch, capsys) 
 
 def test_every_example_is_executable_or_a_module() -> None:
     scripts = [path for path in EXAMPLES.iterdir() if path.is_file()]
-    assert [path.name for path in scripts if path.suffix != ".py" and not os.access(path, os.X_OK)] == []
+    assert [path.name for path in scripts if path.suffix == ".sh" and not os.access(path, os.X_OK)] == []

@@ -17,7 +17,8 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 NAMED_PATH = re.compile(rf"`((?:{FOLDERS.replace('.', re.escape('.'))})/[\w./-]+)`")
 NAMED_FILE = re.compile(r"`([\w-]+\.(?:py|sh|md|toml))`")
 # Programs that are not ours.
-FOREIGN_FLAGS = {"--nproc-per-node", "--standalone", "--nnodes", "--durations"}
+FOREIGN_FLAGS = {"--nproc-per-node", "--standalone", "--nnodes", "--node-rank", "--master-addr", "--master-port"}
+FOREIGN_FLAGS |= {"--durations"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
