@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.group_collectives import all_gather_rows
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.transformer.attention_tiles import Stretch, stretches
 from megatron.core.transformer.context_parallel import chunks_of_rank, join_sequence, split_sequence
@@ -87,13 +88,16 @@ class Gather(KeyValueExchange):
 
     def blocks(self, own: Tensor) -> Iterator[Block]:
         """As KeyValueExchange has it: [2, S, B, G, D], any float dtype."""
-        parts = own.new_empty(self.size, *own.shape)
-        dist.all_gather(list(parts), own, group=self.group)
-        yield Block([Stretch(0, 0, self.seq_length)], join_sequence(list(parts), 1))
+        yield Block([Stretch(0, 0, self.seq_length)], self._gathered(own))
 
     def gradients(self) -> GradientReturn:
         """See KeyValueExchange."""
         return _ScatteredReturn(self.group)
+
+    # Not in the generator, which would hold the parts besides the whole as long as the caller works.
+    def _gathered(self, own: Tensor) -> Tensor:
+        parts = all_gather_rows(own, self.group).wait()
+        return join_sequence(parts.chunk(self.size), 1)
 
 
 @dataclass(frozen=True)
