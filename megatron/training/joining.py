@@ -4,9 +4,11 @@ What they tell each other later, when one fails, is failure_board.py's.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,13 +55,16 @@ def join_process_group(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     meeting = MeetingPoint.of_environment()
-    store = meeting.connect(timeout, serve=meeting.serves)
+    meeting_store = meeting.connect(timeout)
+    # The same processes may meet again and again, as when a script trains twice: each time by entries of its own.
+    visit = _visit(meeting_store, meeting.rank)
+    store = dist.PrefixStore(visit, meeting_store)
     if board is not None:
         board.connect(
             dist.PrefixStore("failures", store),
             rank=meeting.rank,
             world_size=meeting.world_size,
-            watched=dist.PrefixStore("failures", meeting.connect(timeout, serve=False)),
+            watched=dist.PrefixStore("failures", dist.PrefixStore(visit, meeting.connect(timeout))),
             hosts_store=meeting.serves,
         )
     agree_on_settings(dist.PrefixStore("settings", store), settings, rank=meeting.rank, world_size=meeting.world_size)
@@ -110,19 +115,13 @@ class MeetingPoint:
             attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
 
-    def connect(self, timeout: timedelta, *, serve: bool) -> dist.Store:
+    def connect(self, timeout: timedelta) -> dist.Store:
         """A connection to the store. Raises OSError where nobody serves it in time."""
         try:
-            store = dist.TCPStore(
-                self.host,
-                self.port,
-                self.world_size,
-                serve,
-                timeout,
-                # Who has come is counted by agree_on_settings, which can name the others.
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            if self.serves:
+                _serve(self.host, self.port, world_size=self.world_size)
+            # Who has come is counted by agree_on_settings, which can name the others.
+            store = dist.TCPStore(self.host, self.port, self.world_size, False, timeout, wait_for_workers=False)
         except dist.DistNetworkError as error:
             raise OSError(
                 f"nobody answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within {_minutes(timeout)}, "
@@ -130,6 +129,22 @@ class MeetingPoint:
             ) from error
         # Whatever a run before torchrun's restart has left is not this one's.
         return dist.PrefixStore(f"attempt {self.attempt}", store)
+
+
+@functools.cache
+def _serve(host: str, port: int, *, world_size: int) -> dist.Store:
+    # Until the process ends: ranks that meet again could still find a server that is about to close.
+    return dist.TCPStore(host, port, world_size, True, wait_for_workers=False, multi_tenant=True)
+
+
+def _visit(store: dist.Store, rank: int) -> str:
+    """Prefix for this meeting of the ranks; all processes find the same, unless two of them have one rank."""
+    process = f"{socket.gethostname()} {os.getpid()}"
+    visits = f"visits of rank {rank}"
+    if store.compare_set(f"process of rank {rank}", "", process).decode() == process:
+        return f"visit {store.add(visits, 1)}"
+    # Another process with this number: agree_on_settings tells both.
+    return f"visit {max(store.add(visits, 0), 1)}"
 
 
 def common_settings(args: argparse.Namespace) -> dict[str, str]:

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.training.config import DistributedConfig
+from megatron.training.initialize import leave_process_group
+from megatron.training.joining import join_process_group
 from tests.harness import run_on_ranks
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -43,3 +46,19 @@ def _two_layouts_twice() -> None:
         open_files.append(len(os.listdir("/proc/self/fd")))
     # Fewer at the end, where another rank has left already.
     assert max(open_files) == open_files[0], open_files
+
+
+def test_the_same_processes_meet_again_and_again() -> None:
+    assert run_on_ranks(_meet, 3, backend=None) == [[3.0, 3.0, 3.0]] * 3
+
+
+def _meet() -> list[float]:
+    sums = []
+    for visit in range(3):
+        join_process_group(DistributedConfig(), torch.device("cpu"), settings={"visit": str(visit)}, board=None)
+        parallel_state.initialize_model_parallel(context_parallel_size=3)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        sums.append(total.item())
+        leave_process_group()
+    return sums
