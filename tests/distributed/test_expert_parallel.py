@@ -11,9 +11,10 @@ from torch import Tensor
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.logical import model_logical_pieces
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.initialization import deferred_initialization, initialize_parameters
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_exchange import RowExchange
 from megatron.core.transformer.spec_utils import build_module
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
@@ -24,16 +25,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "grouped": {"moe_grouped_gemm": True},
     "sequential": {"moe_grouped_gemm": False},
     "biases": {"moe_grouped_gemm": False, "add_bias_linear": True},
-    "overlapped": {"moe_grouped_gemm": True, "moe_shared_expert_intermediate_size": 16},
+    "shared": {"moe_grouped_gemm": True, "moe_shared_expert_intermediate_size": 16},
 }
-# Which experts have tokens: what the router's rows are bent to.
-ROUTINGS = ("even", "one_expert", "idle_rank")
+ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
+DISPATCHERS = ({"moe_token_dispatcher_type": "allgather"}, ALLTOALL)
 
 
 def build_layer(groups: ProcessGroupCollection | None = None, **fields: Any) -> MoELayer:
     """The layer with the weights that a seed gives any layout."""
+    groups = groups or ProcessGroupCollection()
     config = small_config(
-        num_moe_experts=EXPERTS, **{**LLAMA_LIKE, "params_dtype": torch.float64, "init_method_std": 0.2, **fields}
+        num_moe_experts=EXPERTS,
+        params_dtype=torch.float64,
+        expert_model_parallel_size=group_size(groups.ep),
+        expert_tensor_parallel_size=group_size(groups.expt_tp),
+        **{**LLAMA_LIKE, **fields},
     )
     spec = get_mlp_module_spec(EXPERTS, config.moe_grouped_gemm)
     with deferred_initialization(config):
@@ -44,16 +50,16 @@ def build_layer(groups: ProcessGroupCollection | None = None, **fields: Any) -> 
 
 def bend(layer: MoELayer, routing: str) -> None:
     """Sends all tokens to expert 1, or to the experts 0 and 1 alone; positive inputs make a large row the largest."""
-    chosen = {"even": [], "one_expert": [1], "idle_rank": [0, 1]}[routing]
+    chosen = {"one_expert": [1], "idle_rank": [0, 1]}.get(routing, [])
     with torch.no_grad():
         for expert in chosen:
             layer.router.weight[expert] = layer.router.weight[expert].abs() + 5
 
 
-def rank_inputs(rank: int, seed: int) -> tuple[Tensor, Tensor]:
+def rank_inputs(rank: int, routing: str) -> tuple[Tensor, Tensor]:
     """A rank's tokens and the gradient of its output: [S, B, H] each."""
-    generator = torch.Generator().manual_seed(100 * seed + rank)
-    shape = (SEQUENCE, BATCH, HIDDEN)
+    generator = torch.Generator().manual_seed(rank)
+    shape = (0 if routing == "rank_without_tokens" and rank == 0 else SEQUENCE, BATCH, HIDDEN)
     return (
         torch.rand(shape, dtype=torch.float64, generator=generator),
         torch.randn(shape, dtype=torch.float64, generator=generator),
@@ -93,23 +99,35 @@ def on_rank(layout: tuple[int, int], cases: list[tuple[str, dict[str, Any]]]) ->
     for routing, fields in cases:
         layer = build_layer(parallel_state.get_process_groups(), **fields)
         bend(layer, routing)
-        output, x_grad, grads = run_layer(layer, *rank_inputs(dist.get_rank(), 1))
+        output, x_grad, grads = run_layer(layer, *rank_inputs(dist.get_rank(), routing))
         dense = {name: grad for name, grad in grads.items() if not name.startswith("experts.")}
         results.append((output, x_grad, own_boxes(layer, grads), dense))
     return results
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layer_over_ranks_is_the_layer_in_one_process(layout: str, dispatcher: str) -> None:
-    """Zero tokens for an expert, for a rank, and for all but one expert included."""
-    ep, etp = LAYOUTS[layout]
-    cases = [(routing, {**KINDS["grouped"], "moe_router_topk": 1 + (routing != "one_expert")}) for routing in ROUTINGS]
-    cases += [("idle_rank", fields) for fields in KINDS.values() if etp == 1 or fields["moe_grouped_gemm"]]
-    cases = [(routing, {**fields, "moe_token_dispatcher_type": dispatcher}) for routing, fields in cases]
-    if dispatcher == "alltoall":
-        cases += [(routing, {**fields, "moe_shared_expert_overlap": True}) for routing, fields in cases[-1:]]
-    per_rank = run_on_ranks(on_rank, ep * etp, (ep, etp), cases)
+def test_layer_over_ranks_is_the_layer_in_one_process(layout: str) -> None:
+    cases = [("even", {**fields, **dispatcher}) for fields in KINDS.values() for dispatcher in DISPATCHERS]
+    cases.append(("even", {**cases[-1][1], "moe_shared_expert_overlap": True}))
+    compare(LAYOUTS[layout], cases)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_and_ranks_without_tokens_work_in_every_dispatcher(layout: str) -> None:
+    """All ranks reach the same collectives, whatever the routing: none hangs, and every gradient is there."""
+    cases = [
+        (routing, {**KINDS[kind], **dispatcher, "moe_router_topk": 1 + (routing != "one_expert")})
+        for routing in ("one_expert", "idle_rank", "rank_without_tokens")
+        for kind in ("grouped", "biases")
+        for dispatcher in DISPATCHERS
+        # A gather needs the same number of tokens from each rank.
+        if routing != "rank_without_tokens" or dispatcher == ALLTOALL
+    ]
+    compare(LAYOUTS[layout], cases)
+
+
+def compare(layout: tuple[int, int], cases: list[tuple[str, dict[str, Any]]]) -> None:
+    per_rank = run_on_ranks(on_rank, layout[0] * layout[1], layout, cases)
     for index, case in enumerate(cases):
         agrees_with_one_process([results[index] for results in per_rank], *case)
 
@@ -118,11 +136,12 @@ def agrees_with_one_process(per_rank: list[Any], routing: str, fields: dict[str,
     """per_rank: what on_rank returned for this case."""
     layer = build_layer(**fields)
     bend(layer, routing)
-    inputs = [rank_inputs(rank, 1) for rank in range(len(per_rank))]
-    output, x_grad, grads = run_layer(layer, *(torch.cat(parts, dim=1) for parts in zip(*inputs, strict=True)))
+    inputs = [rank_inputs(rank, routing) for rank in range(len(per_rank))]
+    sizes = [len(tokens) for tokens, _ in inputs]
+    output, x_grad, grads = run_layer(layer, *(torch.cat(parts) for parts in zip(*inputs, strict=True)))
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-    close([out for out, _, _, _ in per_rank], list(output.split(BATCH, dim=1)))
-    close([grad for _, grad, _, _ in per_rank], list(x_grad.split(BATCH, dim=1)))
+    close([out for out, _, _, _ in per_rank], list(output.split(sizes)))
+    close([grad for _, grad, _, _ in per_rank], list(x_grad.split(sizes)))
     whole = {key: torch.zeros(shape, dtype=torch.float64) for key, shape, _, _ in own_boxes(layer, grads)}
     for key, _, window, box in own_boxes(layer, grads):
         whole[key][window] = box
@@ -130,3 +149,24 @@ def agrees_with_one_process(per_rank: list[Any], routing: str, fields: dict[str,
         close(box, whole[key][window])
     for name in per_rank[0][3]:
         close(sum(dense[name] for _, _, _, dense in per_rank), grads[name])
+
+
+def test_the_shared_expert_computes_while_rows_are_on_their_way() -> None:
+    # Rows and their weights are sent; the last pair of the forward, and the first of backward, is the way back.
+    forward = ["send", "send", "shared", "arrive", "arrive", "send", "arrive"]
+    backward = ["send", "arrive", "send", "send", "shared", "arrive", "arrive"]
+    assert run_on_ranks(_order_of_launches, 2) == [forward + backward] * 2
+
+
+def _order_of_launches() -> list[str]:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    fields = {**KINDS["shared"], **ALLTOALL, "moe_shared_expert_overlap": True}
+    layer, order = build_layer(parallel_state.get_process_groups(), **fields), []
+    layer.shared_experts.register_forward_hook(lambda *_: order.append("shared"))
+    layer.shared_experts.linear_fc2.weight.register_hook(lambda grad: order.append("shared"))
+    for name, word in (("launch", "send"), ("finish", "arrive")):
+        original = getattr(RowExchange, name)
+        patched = lambda self, *args, o=original, w=word, **kw: (order.append(w), o(self, *args, **kw))[1]  # noqa: E731
+        setattr(RowExchange, name, patched)
+    run_layer(layer, *rank_inputs(dist.get_rank(), "even"))
+    return order

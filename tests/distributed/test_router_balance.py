@@ -94,13 +94,17 @@ def _route_globally(logits: Tensor) -> list[tuple[float, Tensor]]:
     """The loss of each micro-batch [T, E] and its gradient; a second forward, as recomputing makes, changes nothing."""
     router, found = TopKRouter(_global_config()), []
     router.aux_losses.groups = ProcessGroupCollection(tp_dp_cp=dist.group.WORLD)
+    values = []
+    # As in a pipeline, all forwards come before the first backward.
     for microbatch in logits[:, dist.get_rank()]:
         router.routing(microbatch.clone().requires_grad_())
+        values.append(router.aux_losses.take_totals()["global_load_balancing_loss"][0].item())
+    for microbatch, value in zip(logits[:, dist.get_rank()], values, strict=True):
         rows = microbatch.clone().requires_grad_()
         with router.aux_losses.recomputing():
             weights, _ = router.routing(rows)
         (weights * 0).sum().backward()
-        found.append((router.aux_losses.take_totals()["global_load_balancing_loss"][0].item(), rows.grad))
+        found.append((value, rows.grad))
     router.aux_losses.finalize_step(None)
     assert not router.aux_losses.global_tokens_per_expert.any() and not router.aux_losses.num_microbatches.any()
     return found

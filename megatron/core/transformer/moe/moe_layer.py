@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.dispatch import MoETokenDispatcher, local_experts
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
@@ -51,6 +51,7 @@ class MoELayer(MegatronModule):
         if config.num_moe_experts is None:
             raise ValueError("num_moe_experts is None: a mixture-of-experts layer needs a number of experts")
         groups = pg_collection or ProcessGroupCollection()
+        _require_expert_ranks(config, groups)
         self.num_local_experts = len(local_experts(config, groups.ep))
         self.router = TopKRouter(config, pg_collection)
         self.token_dispatcher: MoETokenDispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
@@ -85,3 +86,18 @@ class MoELayer(MegatronModule):
         assert self.shared_experts is not None
         output, bias = self.parts.shared_experts(self.shared_experts, tokens)
         return output if bias is None else output + bias
+
+
+def _require_expert_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    # Experts are split by their groups, but what was checked to divide is the configuration.
+    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
+    for name, size, field, group in (
+        ("expert_model_parallel_size", ep, "ep", groups.ep),
+        ("expert_tensor_parallel_size", etp, "expt_tp", groups.expt_tp),
+        ("expert_tensor_parallel_size x expert_model_parallel_size", etp * ep, "tp_ep", groups.tp_ep),
+    ):
+        if group_size(group) != size:
+            raise ValueError(
+                f"{name} is {size}, but pg_collection.{field} has {group_size(group)} ranks: pass the groups of a "
+                "layout of that size"
+            )

@@ -62,7 +62,7 @@ class Router(ABC, MegatronModule):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.training and self.jitter_eps > 0:
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
-        weights, indices = self.routing(self.gating(tokens).view(*hidden_states.shape[:-1], -1))
+        weights, indices = self.routing(self.gating(tokens).view(*hidden_states.shape[:-1], self.num_experts))
         # Experts multiply in fp32, or fp64 in fp64 models, in whatever precision the routing was.
         return weights.to(torch.promote_types(self.weight.dtype, torch.float32)), indices
 

@@ -172,7 +172,7 @@ def test_frozen_experts_and_inputs_without_gradient_work(grouped: bool) -> None:
             "moe_router_dtype": "fp64",
         },
         {"moe_router_load_balancing_type": "sinkhorn", "moe_input_jitter_eps": 0.1},
-        {"moe_router_force_load_balancing": True, "moe_router_pre_softmax": True},
+        {"moe_router_force_load_balancing": True, "moe_token_dispatcher_type": "alltoall"},
     ],
 )
 def test_grouped_layer_reads_nothing_on_the_host(fields: dict[str, Any]) -> None:
