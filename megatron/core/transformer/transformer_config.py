@@ -91,7 +91,6 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, Recompu
         validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
         validate_activation_memory(self)
         validate_layout_of_layers(self)
-        validate_grouped_gemm(self, hidden_size=self.hidden_size, itemsize=self.params_dtype.itemsize)
         if self.init_method is None:
             self.init_method = NormalInit(self.init_method_std)
         if self.output_layer_init_method is None:
@@ -189,6 +188,12 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
     tensor_size = config.tensor_model_parallel_size
     check_multiple(
         "moe_ffn_hidden_size", config.moe_ffn_hidden_size, of="expert_tensor_parallel_size", size=expert_tensor_size
+    )
+    validate_grouped_gemm(
+        config,
+        hidden_size=config.hidden_size,
+        itemsize=config.params_dtype.itemsize,
+        expert_tensor_size=expert_tensor_size,
     )
     if tensor_size > 1 and not config.sequence_parallel:
         raise ValueError(

@@ -102,13 +102,17 @@ def validate_dispatcher(config: MoEConfig) -> None:
         raise ValueError(f"moe_shared_expert_overlap is True but moe_token_dispatcher_type is {kind}: must be alltoall")
 
 
-def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int) -> None:
-    """Raises ValueError where rows of the grouped product are not whole 16-byte words; itemsize: bytes of a weight."""
+def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int, expert_tensor_size: int) -> None:
+    """Raises ValueError where rows of the grouped product are not whole 16-byte words; itemsize: bytes of a weight.
+
+    expert_tensor_size: ranks that share an expert's width.
+    """
     if config.num_moe_experts is None or not config.moe_grouped_gemm:
         return
     assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
-    multiple = max(1, 16 // itemsize)
-    for name, width in (("moe_ffn_hidden_size", config.moe_ffn_hidden_size), ("hidden_size", hidden_size)):
+    words = max(1, 16 // itemsize)
+    ffn = ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, words * expert_tensor_size)
+    for name, width, multiple in (ffn, ("hidden_size", hidden_size, words)):
         if width % multiple:
             raise ValueError(
                 f"{name} is {width}: must be a multiple of {multiple} with moe_grouped_gemm in this precision, "

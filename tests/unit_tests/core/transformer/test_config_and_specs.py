@@ -114,6 +114,16 @@ def test_unset_fields_follow_from_others() -> None:
             r"moe_ffn_hidden_size is .*: must be a multiple of expert_tensor_parallel_size \(5\)",
         ),
         (
+            {
+                "expert_tensor_parallel_size": 2,
+                "num_moe_experts": 2,
+                "moe_ffn_hidden_size": 20,
+                "moe_grouped_gemm": True,
+                "add_bias_linear": False,
+            },
+            "moe_ffn_hidden_size is 20: must be a multiple of 8 with moe_grouped_gemm",
+        ),
+        (
             {"tensor_model_parallel_size": 2, "num_moe_experts": 2},
             "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts need --sequence-parallel",
         ),
