@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.linear import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region_,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
@@ -155,7 +155,7 @@ class RowParallelLinear(nn.Module):
         self.reduce = (
             reduce_scatter_to_sequence_parallel_region
             if sequence_parallel
-            else reduce_from_tensor_model_parallel_region
+            else reduce_from_tensor_model_parallel_region_
         )
         self.weight = empty_parameter(output_size, self.input_size_per_partition, config=config)
         set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
@@ -228,7 +228,7 @@ class VocabParallelEmbedding(nn.Module):
         if self.reduce_scatter_embeddings:
             # Small integers are transposed instead of wide rows.
             return reduce_scatter_to_sequence_parallel_region(self._own_rows(input_.t()), self.tp_group)
-        return reduce_from_tensor_model_parallel_region(self._own_rows(input_), self.tp_group)
+        return reduce_from_tensor_model_parallel_region_(self._own_rows(input_), self.tp_group)
 
     def _own_rows(self, input_: Tensor) -> Tensor:
         if group_size(self.tp_group) == 1:

@@ -32,6 +32,14 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     return _move(input_, group, forward=_all_reduce, backward=_keep)
 
 
+def reduce_from_tensor_model_parallel_region_(own: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The same in the input's own memory; own: any shape and float dtype, contiguous, fresh and read by nobody else."""
+    if group_size(group) == 1:
+        return own
+    total: Tensor = _SummedInPlace.apply(own, group)
+    return total
+
+
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None) -> Tensor:
     """This rank's part of the last dimension, [*, H] -> [*, H / ranks], any float dtype; gradients are gathered."""
     return _move(input_, group, forward=_split_last, backward=_gather_last)
@@ -89,6 +97,20 @@ class _Moved(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.backward_move(grad, ctx.group), None, None, None
+
+
+class _SummedInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        assert x.is_contiguous(), "a copy would take the sum"
+        # Should somebody have kept it for backward after all, autograd says so.
+        ctx.mark_dirty(x)
+        return all_reduce_sum(x, group).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _move(x: Tensor, group: ProcessGroup | None, *, forward: _Move, backward: _Move) -> Tensor:
