@@ -41,6 +41,11 @@ MODELS: dict[str, Flags] = {
     "padded": {"moe-expert-capacity-factor": 0.8, "moe-pad-expert-input-to-capacity": True},
 }
 ALLTOALL: Flags = {"moe-token-dispatcher-type": "alltoall"}
+RECOMPUTED: Flags = {
+    "recompute-granularity": "full",
+    "recompute-method": "uniform",
+    "recompute-num-layers": 1,
+}
 OVERLAPPED: Flags = {**ALLTOALL, "moe-shared-expert-overlap": True}
 
 
@@ -62,6 +67,8 @@ def layout(tp: int = 1, cp: int = 1, *, ep: int = 1, etp: int = 1) -> Flags:
         slow("bias", 4, {**layout(tp=2, etp=2), **ALLTOALL}),
         slow("losses", 4, {**layout(cp=2, ep=4), **ALLTOALL}),
         slow("bias", 4, layout(tp=2, ep=4)),
+        # The second forward of a microbatch comes after the first of later ones.
+        slow("global", 4, {**layout(cp=2, ep=2), "pipeline-model-parallel-size": 2, **RECOMPUTED}),
         *(slow(model, 2, {**layout(ep=2), **kind}) for model in ("dropped", "padded") for kind in ({}, ALLTOALL)),
     ],
 )
