@@ -40,6 +40,8 @@ OFFLOAD: Flags = {
         ("llama", 4, 2, "p2p", {}),
         slow("llama", 4, 4, "a2a", {}),
         slow("llama", 2, 2, ["a2a", "p2p"], {}),
+        slow("llama", 4, 2, "p2p", {"pipeline-model-parallel-size": 2}),
+        slow("packed", 4, 2, "a2a", {"tensor-model-parallel-size": 2, "sequence-parallel": True}),
     ],
 )
 def test_training_agrees_with_one_process(
