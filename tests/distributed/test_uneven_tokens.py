@@ -1,4 +1,4 @@
-"""Gradients of uneven microbatches and ranks, with and without per-token loss, against one process in fp64."""
+"""TRAPS B20: unevenly masked ranks, microbatches and parts of sequences have the gradients of one process in fp64."""
 
 from functools import partial
 from typing import Any
