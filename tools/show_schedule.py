@@ -1,0 +1,155 @@
+"""Draws a pipeline schedule: `python tools/show_schedule.py --stages 4 --microbatches 8` prints it, --svg draws it.
+
+Every forward is taken to last 1 and every backward 2; what stages send each other takes no time.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, forward_only, stage_orders
+from megatron.core.pipeline_parallel.timeline import Span, bubble_share, timeline
+from megatron.core.pipeline_parallel.transfers import pipeline_programs
+from megatron.core.pipeline_parallel.validation import validate_programs
+
+Spans = list[dict[Action, Span]]
+
+# Forward and backward by chunk, from light to dark.
+_FORWARD = ("#cfe3f7", "#93c1ea", "#5a9bd8", "#2f6fb0")
+_BACKWARD = ("#d7edd2", "#a3d59a", "#6cb863", "#3f8f3b")
+_UNIT, _ROW, _LEFT, _TOP = 22, 30, 74, 44
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Checks and draws the schedule of the command line; exits with one line for one that cannot be."""
+    options = _parser().parse_args(argv)
+    pipeline = Pipeline(options.stages, options.chunks)
+    try:
+        orders = stage_orders(pipeline, options.microbatches, group_size=options.group_size)
+        programs = pipeline_programs(
+            pipeline,
+            options.microbatches,
+            group_size=options.group_size,
+            without_backward=options.forward_only,
+            overlap=not options.no_overlap,
+        )
+        validate_programs(programs, pipeline)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    spans = timeline([forward_only(order) if options.forward_only else order for order in orders], pipeline)
+    print(as_text(spans))
+    print(caption(spans, options.microbatches))
+    if options.steps is not None:
+        print(f"stage {options.steps}:", *programs[options.steps], sep="\n  ")
+    if options.svg is not None:
+        options.svg.write_text(as_svg(spans, pipeline, title=caption(spans, options.microbatches)), encoding="utf-8")
+
+
+def caption(spans: Spans, num_microbatches: int) -> str:
+    """What the drawing shows, in one line."""
+    length = max(span.end for stage in spans for span in stage.values())
+    return (
+        f"{len(spans)} stages, {num_microbatches} micro-batches: {length:g} forwards long, "
+        f"{100 * bubble_share(spans):.1f}% of it idle"
+    )
+
+
+def as_text(spans: Spans) -> str:
+    """One line a stage, one column a unit of time: F or B, the chunk where there are several, the micro-batch."""
+    labels = {action: _label(action, spans) for stage in spans for action in stage}
+    width = max(len(label) for label in labels.values()) + 1
+    lines = []
+    for number, stage in enumerate(spans):
+        line = ""
+        for action, span in stage.items():
+            line = line.ljust(int(span.start) * width, ".") + labels[action].ljust(int(span.end - span.start) * width)
+        lines.append(f"stage {number:<3} {line}".rstrip())
+    return "\n".join(lines)
+
+
+def as_svg(spans: Spans, pipeline: Pipeline, *, title: str) -> str:
+    """A picture: one row a stage, forwards blue, backwards green, darker for later chunks, lines for transfers."""
+    length = max(span.end for stage in spans for span in stage.values())
+    width, height = _LEFT + length * _UNIT + 16, _TOP + len(spans) * _ROW + 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}" '
+        f'height="{height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width:g}" height="{height}" fill="white"/>',
+        f'<text x="12" y="24" font-size="14">{title}</text>',
+    ]
+    for stage, passes in enumerate(spans):
+        parts.append(f'<text x="12" y="{_middle(stage) + 4}">stage {stage}</text>')
+        parts += [_box(stage, action, span) for action, span in passes.items()]
+    for stage, passes in enumerate(spans):
+        parts += [_line(spans, pipeline, stage=stage, action=action) for action in passes]
+    parts += [*_legend(pipeline.num_chunks, y=height - 22), "</svg>"]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _box(stage: int, action: Action, span: Span) -> str:
+    colors = _FORWARD if action.kind is ActionKind.FORWARD else _BACKWARD
+    x, wide = _LEFT + span.start * _UNIT, (span.end - span.start) * _UNIT
+    dark = action.chunk % len(colors) == len(colors) - 1
+    return (
+        f'<rect x="{x:g}" y="{_middle(stage) - 11}" width="{wide:g}" height="22" fill="{_shade(colors, action.chunk)}" '
+        f'stroke="white"/><text x="{x + wide / 2:g}" y="{_middle(stage) + 4}" text-anchor="middle" '
+        f'fill="{"white" if dark else "#222"}">{action.microbatch}</text>'
+    )
+
+
+def _line(spans: Spans, pipeline: Pipeline, *, stage: int, action: Action) -> str:
+    """From the end of a pass to the start of the one on the next row that needs its output."""
+    target = pipeline.target(stage, action)
+    # Lines from the last stage back to the first would cross all rows.
+    if target is None or abs(target.stage - stage) != 1:
+        return ""
+    x1, x2 = (_LEFT + time * _UNIT for time in (spans[stage][action].end, spans[target.stage][target.action].start))
+    side = 11 if target.stage > stage else -11
+    return (
+        f'<line x1="{x1:g}" y1="{_middle(stage) + side}" x2="{x2:g}" y2="{_middle(target.stage) - side}" '
+        'stroke="#888" stroke-width="0.7"/>'
+    )
+
+
+def _legend(num_chunks: int, *, y: int) -> list[str]:
+    parts, x = [], _LEFT
+    for name, colors in (("forward", _FORWARD), ("backward", _BACKWARD)):
+        for chunk in range(num_chunks):
+            label = name if num_chunks == 1 else f"{name}, chunk {chunk}"
+            parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_shade(colors, chunk)}"/>')
+            parts.append(f'<text x="{x + 17}" y="{y + 10}">{label}</text>')
+            x += 34 + 6 * len(label)
+    return parts
+
+
+def _shade(colors: tuple[str, ...], chunk: int) -> str:
+    return colors[chunk % len(colors)]
+
+
+def _middle(stage: int) -> int:
+    return _TOP + stage * _ROW + _ROW // 2
+
+
+def _label(action: Action, spans: Spans) -> str:
+    one_chunk = all(other.chunk == 0 for stage in spans for other in stage)
+    return f"{action.kind.value}{action.microbatch}" if one_chunk else str(action)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--stages", type=int, default=4, help="pipeline stages")
+    parser.add_argument("--chunks", type=int, default=1, help="virtual stages of each")
+    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step")
+    parser.add_argument("--group-size", type=int, help="micro-batches of a chunk in a row; default: the stages")
+    parser.add_argument("--forward-only", action="store_true", help="an evaluation")
+    parser.add_argument("--no-overlap", action="store_true", help="post receives when they are needed (with --steps)")
+    parser.add_argument("--steps", type=int, metavar="STAGE", help="print the list that this stage executes")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw into this file")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
