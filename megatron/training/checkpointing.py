@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing import (
     model_logical_pieces,
     model_sharded_tensors,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.training.checkpoint_args import args_to_json, check_same_model, check_same_optimizer
 from megatron.training.checkpoint_folder import (
     FoundCheckpoint,
@@ -83,11 +83,15 @@ class _Parts:
         return [tensor for chunk in self.model for tensor in model_sharded_tensors(chunk, allow_cast=allow_cast)]
 
     def frozen_keys(self) -> list[str]:
-        """Keys of the parameters that the optimizer does not step."""
+        """Keys of the parameters that the optimizer does not step, on any stage. Collective."""
         pieces = self.pieces()
         named = (item for chunk in self.model for item in chunk.named_parameters())
         frozen = (canonical_name(name) for name, parameter in named if not parameter.requires_grad)
-        return sorted(piece.key for name in frozen for piece in pieces[name])
+        everyone: list[Any] = [[piece.key for name in frozen for piece in pieces[name]]]
+        if group_size(self.groups.mp) > 1:
+            own, everyone = everyone[0], [None] * group_size(self.groups.mp)
+            dist.all_gather_object(everyone, own, group=self.groups.mp)
+        return sorted({key for keys in everyone for key in keys})
 
 
 def save_checkpoint(

@@ -1,4 +1,4 @@
-"""Weights and optimizer state do not know how many tensor-parallel ranks held them; resumed runs go on bit for bit."""
+"""Weights and optimizer state do not know how many ranks or stages held them; resumed runs go on bit for bit."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,15 +21,20 @@ FLAGS: Flags = {"vocab-size": 60, "padded-vocab-size": 128, "make-vocab-size-div
 STEPS = 3
 
 
-@pytest.mark.parametrize("base", ["dense", "llama"])
-def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("base", "axis"), [("dense", "tensor"), ("llama", "tensor"), ("dense", "pipeline")])
+def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, axis: str, tmp_path: Path) -> None:
     flags: Flags = {**FLAGS, "num-attention-heads": 8, "num-query-groups": 4}
     if base == "dense":
         del flags["num-query-groups"]
+    if axis == "pipeline":
+        flags |= {"num-layers": 4}
     states = []
     # Written by two ranks, read and written by one, read and written by four, read by two.
     for step, size in enumerate((2, 1, 4, 2)):
-        argv = _argv(base, flags, size, load=tmp_path / f"{step - 1}" if step else None)
+        # The first two stages have two chunks each.
+        chunks: Flags = {"num-virtual-stages-per-pipeline-rank": 2} if axis == "pipeline" and step == 0 else {}
+        layout: Flags = {f"{axis}-model-parallel-size": size, **chunks}
+        argv = _argv(base, {**flags, **layout}, load=tmp_path / f"{step - 1}" if step else None)
         states.append(_merged(run_on_ranks(_state_of, size, [*argv, "--save", str(tmp_path / f"{step}")], step == 0)))
     trained, initial = states[0][1], states[0][0]
     for _, state in states[1:]:
@@ -44,14 +49,13 @@ def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, tmp_p
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_run_with_dropout_resumes_bit_for_bit(sequence: bool, tmp_path: Path) -> None:
     flags: Flags = {"hidden-dropout": 0.2, "attention-dropout": 0.2, "sequence-parallel": sequence}
-    argv = [*_argv("dense", flags, 2), "--save", str(tmp_path)]
+    argv = [*_argv("dense", {**flags, "tensor-model-parallel-size": 2}), "--save", str(tmp_path)]
     for whole, again in run_on_ranks(_stop_and_resume, 2, argv):
         assert whole == again
 
 
-def _argv(base: str, flags: Flags, size: int, *, load: Path | None = None) -> list[str]:
-    layout: Flags = {"tensor-model-parallel-size": size, "load": None if load is None else str(load)}
-    return command_line({**read_bases()[base], **flags, **layout})
+def _argv(base: str, flags: Flags, *, load: Path | None = None) -> list[str]:
+    return command_line({**read_bases()[base], **flags, "load": None if load is None else str(load)})
 
 
 def _state_of(argv: Sequence[str], train: bool) -> tuple[list[Box], list[Box]]:

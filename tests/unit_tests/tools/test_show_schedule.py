@@ -1,0 +1,26 @@
+"""Drawings of schedules: text with one column a unit of time, SVG with a box a pass, errors in one line."""
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from tools.show_schedule import main
+
+
+def test_a_schedule_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--stages", "2", "--microbatches", "2", "--steps", "1", "--svg", str(tmp_path / "a.svg")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["stage 0   F0 F1 ......B0    ...B1", "stage 1   ...F0 B0    F1 B1"]
+    assert lines[2] == "2 stages, 2 micro-batches: 9 forwards long, 33.3% of it idle"
+    assert lines[3:6] == ["stage 1:", "  [receive F0.0 from 0]", "  await F0.0"]
+    drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
+    # The ground, 8 passes, 2 colours of the legend; 4 transfers.
+    assert len(drawn.findall("{*}rect")) == 1 + 8 + 2 and len(drawn.findall("{*}line")) == 4
+    main(["--stages", "2", "--chunks", "2", "--microbatches", "1", "--forward-only"])
+    assert capsys.readouterr().out.splitlines()[0] == "stage 0   F0.0 .....F1.0"
+
+
+def test_a_schedule_that_cannot_be_is_refused() -> None:
+    with pytest.raises(SystemExit, match="error: microbatch_group_size_per_vp_stage is 2: must be at least"):
+        main(["--stages", "4", "--chunks", "2", "--group-size", "2"])
