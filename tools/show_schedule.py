@@ -82,14 +82,14 @@ def as_svg(spans: Spans, pipeline: Pipeline, *, title: str) -> str:
     ]
     for stage, passes in enumerate(spans):
         parts.append(f'<text x="12" y="{_middle(stage) + 4}">stage {stage}</text>')
-        parts += [_box(stage, action, span) for action, span in passes.items()]
+        parts += [_box(stage, action=action, span=span) for action, span in passes.items()]
     for stage, passes in enumerate(spans):
         parts += [_line(spans, pipeline, stage=stage, action=action) for action in passes]
     parts += [*_legend(pipeline.num_chunks, y=height - 22), "</svg>"]
     return "\n".join(part for part in parts if part) + "\n"
 
 
-def _box(stage: int, action: Action, span: Span) -> str:
+def _box(stage: int, *, action: Action, span: Span) -> str:
     colors = _FORWARD if action.kind is ActionKind.FORWARD else _BACKWARD
     x, wide = _LEFT + span.start * _UNIT, (span.end - span.start) * _UNIT
     dark = action.chunk % len(colors) == len(colors) - 1
