@@ -42,7 +42,7 @@ def test_training_agrees_with_one_process(base: str, ranks: int, tp: int, sequen
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [slow(False), True])
 def test_memory_saving_changes_nothing_in_split_layers(feature: str, sequence: bool) -> None:
     numbers, memory = FEATURES[feature]
     layout: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": sequence}
