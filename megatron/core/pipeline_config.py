@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from megatron.core.config_field import config_field, validate_fields
 
 
@@ -10,10 +12,13 @@ from megatron.core.config_field import config_field, validate_fields
 class PipelineConfig:
     """How the layers are cut into stages; unset, all stages (and their chunks) have equally many.
 
+    pipeline_dtype: of what stages exchange, which must be that of the hidden states; unset: params_dtype.
     What the cut comes to is computed in pipeline_split.py.
     """
 
     cli_group: ClassVar[str] = "pipeline stages"
+
+    pipeline_dtype: torch.dtype | None = None
 
     microbatch_group_size_per_vp_stage: int | None = config_field(
         None,

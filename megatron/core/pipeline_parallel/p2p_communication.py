@@ -26,7 +26,8 @@ class P2PCommunicator:
 
     def __init__(self, pp_group: dist.ProcessGroup | None, config: ModelParallelConfig) -> None:
         self.pp_group = pp_group
-        self.config = config
+        # Of all tensors that stages exchange.
+        self.dtype = config.pipeline_dtype or config.params_dtype
         self.stage, self.num_stages = group_rank(pp_group), group_size(pp_group)
         self._shape: tuple[int, ...] = ()
         self._batches: deque[_Batch] = deque()
@@ -38,12 +39,12 @@ class P2PCommunicator:
         Raises ValueError on all of them where they differ.
         """
         if self.num_stages > 1:
-            _check_same_everywhere(self.pp_group, (shape, str(self.config.params_dtype)))
+            _check_same_everywhere(self.pp_group, (shape, str(self.dtype)))
         self._shape = shape
 
     @record_function("P2PCommunicator.post")
     def post(self, transfers: Sequence[Transfer], outputs: dict[Transfer, Tensor], *, device: torch.device) -> None:
-        """Starts the transfers together. outputs: of those that send: [*agreed shape], dtype params_dtype.
+        """Starts the transfers together. outputs: of those that send: [*agreed shape], dtype pipeline_dtype.
 
         Raises ValueError where an output has another shape or dtype.
         """
@@ -54,7 +55,7 @@ class P2PCommunicator:
             if transfer.direction is Direction.SEND:
                 tensors.append(self._checked(outputs[transfer], transfer))
             else:
-                tensors.append(torch.empty(self._shape, dtype=self.config.params_dtype, device=device))
+                tensors.append(torch.empty(self._shape, dtype=self.dtype, device=device))
         batch = _Batch(
             [
                 dist.P2POp(
@@ -73,7 +74,7 @@ class P2PCommunicator:
 
     @record_function("P2PCommunicator.receive")
     def receive(self, transfer: Transfer) -> Tensor:
-        """What a posted transfer brings: [*agreed shape], dtype params_dtype; waits for it."""
+        """What a posted transfer brings: [*agreed shape], dtype pipeline_dtype; waits for it."""
         batch, tensor = self._received.pop(transfer)
         batch.wait()
         return tensor
@@ -84,10 +85,10 @@ class P2PCommunicator:
             self._batches.popleft().wait()
 
     def _checked(self, output: Tensor, transfer: Transfer) -> Tensor:
-        if tuple(output.shape) != self._shape or output.dtype != self.config.params_dtype:
+        if tuple(output.shape) != self._shape or output.dtype != self.dtype:
             raise ValueError(
                 f"pipeline stage {self.stage} would {transfer}: {output.dtype} of shape {list(output.shape)}, but "
-                f"stages exchange {self.config.params_dtype} of shape {list(self._shape)} (sequence, micro-batch, "
+                f"stages exchange {self.dtype} of shape {list(self._shape)} (sequence, micro-batch, "
                 "hidden): check seq_length and micro_batch_size, and that the model returns its hidden states"
             )
         return output.contiguous()
