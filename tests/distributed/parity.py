@@ -73,10 +73,29 @@ class WholeRun:
     final: dict[str, Tensor]
 
 
+def layout(tp: int = 1, cp: int = 1, pp: int = 1, *, vpp: int = 1, ep: int = 1, etp: int = 1, **more: object) -> Flags:
+    """The flags of these sizes; sequence parallel where it can be, unless `more` says otherwise."""
+    sizes: Flags = {"tensor-model-parallel-size": tp, "context-parallel-size": cp, "pipeline-model-parallel-size": pp}
+    if vpp > 1:
+        sizes["num-virtual-stages-per-pipeline-rank"] = vpp
+    if ep * etp > 1 or tp > 1:
+        sizes |= {"expert-model-parallel-size": ep, "expert-tensor-parallel-size": etp}
+    return {**sizes, "sequence-parallel": tp > 1, **{name.replace("_", "-"): value for name, value in more.items()}}
+
+
 def run_layout(base: str, ranks: int, flags: Flags) -> WholeRun:
     """Trains the model of a base of bases.yaml with `flags` (the layout's among them) on that many processes."""
-    argv = command_line({**read_bases()[base], **FLAGS, **flags})
-    runs: list[RankRun] = run_on_ranks(_train, ranks, argv)
+    return run_layouts(base, ranks, [flags])[0]
+
+
+def run_layouts(base: str, ranks: int, layouts: Sequence[Flags]) -> list[WholeRun]:
+    """As run_layout for several sets of flags, one after the other in the same processes."""
+    argvs = [command_line({**read_bases()[base], **FLAGS, **flags}) for flags in layouts]
+    by_rank: list[list[RankRun]] = run_on_ranks(_train_all, ranks, argvs, timeout=60 + 60 * len(argvs))
+    return [_whole(runs) for runs in zip(*by_rank)]
+
+
+def _whole(runs: Sequence[RankRun]) -> WholeRun:
     return WholeRun(
         [report.losses for report in runs[-1].reports],
         [report.grad_norm for report in runs[0].reports],
@@ -129,6 +148,10 @@ def put_together(boxes: Sequence[Box]) -> dict[str, Tensor]:
 # In a rank's process.
 
 
+def _train_all(argvs: Sequence[Sequence[str]]) -> list[RankRun]:
+    return [_train(argv) for argv in argvs]
+
+
 def _train(argv: Sequence[str]) -> RankRun:
     with started_run(argv, forward_step=fp64_forward_step, model_provider=fp64_model) as run:
         grads: list[list[Box]] = []
@@ -140,6 +163,14 @@ def _train(argv: Sequence[str]) -> RankRun:
 def boxes_of_weights(run: TrainingRun) -> list[Box]:
     """This rank's parameters as they are now."""
     return _boxes(run, {name: param.detach() for chunk in run.model for name, param in chunk.named_parameters()})
+
+
+def boxes_of_state(run: TrainingRun) -> list[Box]:
+    """This rank's parameters and optimizer state as they are now."""
+    assert run.optimizer is not None
+    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
+    tensors = run.optimizer.sharded_state(pieces)
+    return boxes_of_weights(run) + [Box(t.key, t.global_shape, t.global_offset, t.data.clone()) for t in tensors]
 
 
 def fp64_model(pre_process: bool = True, post_process: bool = True, **options: Any) -> nn.Module:

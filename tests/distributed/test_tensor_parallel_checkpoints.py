@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.logical import model_logical_pieces
-from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
-from tests.distributed.parity import Box, boxes_of_weights, put_together
+from tests.distributed.parity import Box, boxes_of_state, boxes_of_weights, put_together
 from tests.distributed.tiny_runs import comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -67,17 +65,10 @@ def _state_of(argv: Sequence[str], train: bool) -> tuple[list[Box], list[Box]]:
             for _ in range(STEPS):
                 train_step(run)
             run.save_checkpoint()
-            return initial, _whole_state(run)
+            return initial, boxes_of_state(run)
     with started_run(argv) as run:
         run.save_checkpoint()
-        return initial, _whole_state(run)
-
-
-def _whole_state(run: TrainingRun) -> list[Box]:
-    assert run.optimizer is not None
-    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
-    tensors = run.optimizer.sharded_state(pieces)
-    return boxes_of_weights(run) + [Box(t.key, t.global_shape, t.global_offset, t.data.clone()) for t in tensors]
+        return initial, boxes_of_state(run)
 
 
 def _merged(states: list[tuple[list[Box], list[Box]]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -1,0 +1,74 @@
+"""A checkpoint of any layout loads in any other: weights and optimizer state, bit for bit by logical name."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.training.training import train_step
+from tests.distributed.parity import Box, boxes_of_state, layout, put_together
+from tests.distributed.tiny_runs import started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+RANKS = 8
+# fp32 masters beside bf16 weights; a tied embedding with rows of padding; dense and expert layers.
+MODEL: Flags = {
+    **read_bases()["moe"],
+    "num-layers": 4,
+    "num-attention-heads": 8,
+    "num-query-groups": 4,
+    "num-experts": 8,
+    "moe-layer-freq": "[0,1,1,1]",
+    "moe-router-score-function": "sigmoid",
+    "moe-router-enable-expert-bias": True,
+    "untie-embeddings-and-output-weights": None,
+    "bf16": True,
+    "vocab-size": 60,
+    "padded-vocab-size": 128,
+    "make-vocab-size-divisible-by": 1,
+    "micro-batch-size": 1,
+    "global-batch-size": RANKS,
+}
+LAYOUTS = [
+    layout(2, pp=2, vpp=2, ep=2),
+    layout(ep=8),
+    layout(4, ep=2, etp=4),
+    layout(cp=2, pp=4, etp=2),
+    layout(2, 2, 2, ep=4),
+    layout(),
+]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_any_layout_loads_in_any_other(tmp_path: Path) -> None:
+    # Each loads what the one before has saved, and saves it again; in the end one process does.
+    argvs = []
+    for number, sizes in enumerate([*LAYOUTS, {}]):
+        flags: Flags = {**MODEL, **sizes, "save": tmp_path / f"{number}", "ckpt-format": "torch_dist"}
+        if number > 0:
+            flags["load"] = tmp_path / f"{number - 1}"
+        argvs.append(command_line(flags))
+    by_rank = [*run_on_ranks(_states, RANKS, argvs[:-1], timeout=300), *run_on_ranks(_states, 1, argvs[-1:])]
+    states = [put_together([box for own in rank for box in own]) for rank in zip(*by_rank[:-1])]
+    states.append(put_together(by_rank[-1][0]))
+    trained = states[0]
+    assert any(".exp_avg" in name or "exp_avg" in name for name in trained)
+    for sizes, state in zip([*LAYOUTS[1:], "one process"], states[1:]):
+        assert state.keys() == trained.keys()
+        different = [name for name in state if not torch.equal(state[name], trained[name])]
+        assert not different, f"{sizes}: {different}"
+
+
+def _states(argvs: Sequence[Sequence[str]]) -> list[list[Box]]:
+    """Of each run in turn; one that loads nothing trains first."""
+    states = []
+    for argv in argvs:
+        with started_run(argv) as run:
+            if "--load" not in argv:
+                for _ in range(2):
+                    train_step(run)
+            run.save_checkpoint()
+            states.append(boxes_of_state(run))
+    return states

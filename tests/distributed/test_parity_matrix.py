@@ -1,0 +1,102 @@
+"""Every parallel layout of 8 ranks trains as one process does in fp64: losses, norms, gradients, weights.
+
+What single kinds of parallelism do beside is in test_*_parity.py. The data-parallel size fills up to 8 ranks.
+"""
+
+from functools import cache
+from itertools import product
+
+import pytest
+
+from tests.counts import long_count
+from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layout, run_layouts
+from tests.functional_tests.case import Flags
+
+RANKS = 8
+LAYOUTS_A_LAUNCH = 8  # one after the other in the same processes, which takes less time
+# One sample is a token group: 8 ranks may have one each. Documents end within samples, and their last tokens do not
+# count: ranks, microbatches and parts of sequences have unequal numbers of tokens.
+SHARED: Flags = {
+    "num-layers": 4,
+    "seq-length": 32,
+    "micro-batch-size": 1,
+    "global-batch-size": RANKS,
+    "eod-mask-loss": True,
+    "reset-position-ids": True,
+    "reset-attention-mask": True,
+    "no-create-attention-mask-in-dataloader": True,
+}
+LLAMA: Flags = {**SHARED, "num-query-groups": 4, "qk-layernorm": True, "calculate-per-token-loss": True}
+MODELS: dict[str, tuple[str, Flags]] = {
+    "gpt": ("dense", {**SHARED, "position-embedding-type": "learned_absolute", "window-size": "9,0"}),
+    "tied llama": ("llama", {**LLAMA, "untie-embeddings-and-output-weights": None}),
+    "moe": (
+        "moe",
+        {
+            **LLAMA,
+            "num-experts": 8,
+            "moe-layer-freq": "[0,1,1,1]",
+            "moe-shared-expert-intermediate-size": 16,
+            "moe-shared-expert-gate": True,
+            "moe-router-load-balancing-type": ["aux_loss", "seq_aux_loss"],
+            "moe-aux-loss-coeff": [0.05, 0.03],
+            "moe-z-loss-coeff": 0.01,
+            "moe-router-score-function": "sigmoid",
+            "moe-router-enable-expert-bias": True,
+        },
+    ),
+}
+
+
+DENSE = [
+    layout(2, sequence_parallel=False),
+    layout(2),
+    layout(pp=2),
+    layout(pp=4),
+    layout(pp=2, vpp=2),
+    layout(cp=2),
+    layout(cp=2, cp_comm_type="all_gather"),
+    layout(2, 2, 2, vpp=2),
+]
+EXPERTS = [
+    layout(ep=2),
+    layout(ep=4, moe_token_dispatcher_type="alltoall"),
+    layout(ep=2, etp=2),
+    layout(2, pp=2, ep=2),
+    layout(cp=2, ep=4, moe_token_dispatcher_type="alltoall"),
+    layout(2, 2, 2, vpp=2, ep=2, etp=2),
+]
+
+
+def _all_layouts(*, experts: bool) -> list[Flags]:
+    """What fits 8 ranks and the model's 8 heads in 4 groups, 4 layers and 8 experts."""
+    found = []
+    for tp, cp, pp, ep, etp in product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
+        if tp * cp * pp > RANKS or ep * etp * pp > RANKS or (not experts and ep * etp > 1):
+            continue
+        more: Flags = {"cp_comm_type": "all_gather"} if (tp + pp) % 4 == 3 else {}
+        if ep % 4 == 0:
+            more["moe_token_dispatcher_type"] = "alltoall"
+        found.append(layout(tp, cp, pp, vpp=2 if pp == 2 and cp < 4 else 1, ep=ep, etp=etp, **more))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layouts"), [("gpt", DENSE[::2]), ("tied llama", DENSE[1::2]), ("moe", EXPERTS)])
+def test_eight_ranks_train_as_one(model: str, layouts: list[Flags]) -> None:
+    layouts = layouts + _all_layouts(experts=model == "moe")[: long_count(0, soak=1000)]
+    base, flags = MODELS[model]
+    for start in range(0, len(layouts), LAYOUTS_A_LAUNCH):
+        some = layouts[start : start + LAYOUTS_A_LAUNCH]
+        for sizes, run in zip(some, run_layouts(base, RANKS, [{**flags, **sizes} for sizes in some])):
+            try:
+                assert_same_run(run, _reference(model))
+            except AssertionError as error:
+                error.add_note(f"of {sizes}")
+                raise
+
+
+@cache
+def _reference(model: str) -> WholeRun:
+    base, flags = MODELS[model]
+    return run_layout(base, 1, flags)
