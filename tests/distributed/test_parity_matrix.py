@@ -7,6 +7,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+import torch
 
 from tests.counts import long_count
 from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layout, run_layouts
@@ -94,6 +95,13 @@ def test_eight_ranks_train_as_one(model: str, layouts: list[Flags]) -> None:
             except AssertionError as error:
                 error.add_note(f"of {sizes}")
                 raise
+
+
+@pytest.mark.slow
+def test_fp32_training_of_a_layout_agrees_with_one_process_in_fp64() -> None:
+    base, flags = MODELS["moe"]
+    (run,) = run_layouts(base, RANKS, [{**flags, **layout(2, pp=2, ep=2)}], dtype=torch.float32)
+    assert_same_run(run, _reference("moe"), tolerance=5e-5)
 
 
 @cache
