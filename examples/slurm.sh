@@ -16,4 +16,4 @@ FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export LAUNCH="--nnodes $SLURM_JOB_NUM_NODES --nproc-per-node 4 --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $FIRST:29500"
 
 srun --kill-on-bad-exit=1 \
-    examples/moe_8ranks.sh --bf16 --save /checkpoints/moe --load /checkpoints/moe --exit-signal-handler
+    examples/moe_8ranks.sh --bf16 --save /checkpoints/moe --load /checkpoints/moe --save-interval 50 --exit-signal-handler
