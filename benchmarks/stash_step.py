@@ -101,7 +101,8 @@ class ExpertLayer(nn.Module):
         self.name = name
         hidden, ffn = sizes.hidden, sizes.ffn
         self.weight1 = nn.Parameter(torch.randn(EXPERTS, hidden, 2 * ffn) * hidden**-0.5)
-        self.weight2 = nn.Parameter(torch.randn(EXPERTS, ffn, hidden) * ffn**-0.5)
+        # Small, for nothing between the layers keeps the tokens from growing.
+        self.weight2 = nn.Parameter(torch.randn(EXPERTS, ffn, hidden) * ffn**-0.5 / 8)
 
     def forward(self, hidden: Tensor, rows: Rows, *, stash: PagedStash | None) -> Tensor:
         """hidden: [T, H], parameter dtype. Returns the same."""

@@ -99,8 +99,8 @@ def _optimizer(groups: ProcessGroupCollection, whole: Whole, *, clip_grad: float
         if name == "expert":
             set_tensor_model_parallel_attributes(param, True, 1, 1)
             mark_expert(param)
-        if name == "tied" and stage > 0:
-            mark_shared(param)
+        if name == "tied":
+            mark_shared(param, is_copy=stage > 0)
         model.register_parameter(name, param)
     wrapped = PlainDataParallel(model, group=None)
     config = OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, clip_grad=clip_grad, log_num_zeros_in_grad=True)
