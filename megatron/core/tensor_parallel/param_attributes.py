@@ -65,5 +65,5 @@ def mark_expert(param: nn.Parameter) -> None:
 
 
 def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
-    """Writes on a tied weight, any shape and dtype, that another pipeline stage has it too; is_copy: that one owns it."""
+    """Writes on a tied weight, any shape and dtype, that two pipeline stages have it; is_copy: the other owns it."""
     vars(param).update(shared=is_copy, shared_embedding=True)
