@@ -17,7 +17,14 @@ except ImportError:
     from torch.distributed import all_gather_into_tensor as all_gather_single
     from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
-__all__ = ["Pending", "all_gather_rows", "all_gather_single", "all_reduce_sum", "reduce_scatter_rows"]
+__all__ = [
+    "Pending",
+    "all_gather_rows",
+    "all_gather_single",
+    "all_reduce_sum",
+    "reduce_scatter_rows",
+    "reduce_scatter_single",
+]
 
 
 class Pending:

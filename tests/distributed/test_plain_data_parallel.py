@@ -14,7 +14,6 @@ from megatron.core.distributed import (
     check_weights_agree,
     finalize_model_grads,
 )
-from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
 
@@ -46,36 +45,6 @@ def test_ranks_together_train_as_one_process_does(ranks, settings):
         for p, q in zip(params, alone):
             torch.testing.assert_close(p, q, **tolerance)
         assert rank_norms == pytest.approx(norms, rel=0.05 if settings.get("bf16") else 5e-5)
-
-
-def ordered_sums(sizes):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    results = []
-    for size in sizes:
-        values = [torch.randn(size, generator=torch.Generator().manual_seed(r)) * 10.0**r for r in range(ranks)]
-        flat = values[rank].clone()
-        rank_ordered_all_reduce_(flat, dist.group.WORLD)
-        expected = values[0].clone()
-        for value in values[1:]:
-            expected += value
-        cut = values[rank].clone()
-        for piece in cut.split(max(1, size // 5)):
-            rank_ordered_all_reduce_(piece, dist.group.WORLD)
-        results.append(torch.equal(flat, expected) and torch.equal(cut, expected))
-    return results
-
-
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_a_rank_ordered_sum_equals_a_local_one_however_it_is_cut(ranks):
-    sizes = [1, 2, 64, 1003, 40_000]
-    assert run_on_ranks(ordered_sums, ranks, sizes) == [[True] * len(sizes)] * ranks
-
-
-def test_a_group_of_none_is_this_rank_alone():
-    flat = torch.ones(3)
-    all_reduce_(flat, None)
-    rank_ordered_all_reduce_(flat, None)
-    assert flat.tolist() == [1.0] * 3
 
 
 class Branches(nn.Module):

@@ -1,0 +1,129 @@
+"""Sums over ranks against sums in fp64 and, in rank order, bit by bit; however they are cut and finished."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed import collectives
+from megatron.core.distributed.collectives import ReductionPolicy, gather_shards_, reduce_bucket_, shard_of
+from tests.harness import run_on_ranks
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def values_of_ranks(size, dtype, *, ranks):
+    """The same on every rank; magnitudes differ, so that another order of addition has other bits."""
+    made = [torch.randn(size, generator=torch.Generator().manual_seed(r)) * 7.0**r for r in range(ranks)]
+    return [value.to(dtype) for value in made]
+
+
+def in_rank_order(values):
+    total = values[0].to(torch.promote_types(values[0].dtype, torch.float32), copy=True)
+    for value in values[1:]:
+        total += value.to(total.dtype)
+    return total
+
+
+def reduced(values, policy, *, sharded, buckets=1, group=None):
+    """This rank's flat tensor, reduced in `buckets` equal parts that are all under way at once, gathered if sharded."""
+    group = group or dist.group.WORLD
+    flat = values[dist.get_rank()].clone()
+    parts = flat.chunk(buckets)
+    handles = [reduce_bucket_(part, group, sharded=sharded, policy=policy) for part in parts]
+    if policy.can_repeat:
+        assert torch.equal(flat, values[dist.get_rank()]), "changed before wait"
+    for handle in handles:
+        handle.advance()
+    for handle in reversed(handles):
+        handle.wait()
+    if sharded:
+        for handle in [gather_shards_(part, group) for part in parts]:
+            handle.wait()
+    return flat
+
+
+def check_every_way():
+    ranks = dist.get_world_size()
+    size = 12 * 64 * ranks
+    collectives._SLICE_ELEMENTS = 5 * 64 * ranks  # so that a whole tensor takes several, and the last is shorter
+    for dtype in DTYPES:
+        values = values_of_ranks(size, dtype, ranks=ranks)
+        exact = sum(value.double() for value in values)
+        ordered = in_rank_order(values)
+        for average in (False, True):
+            factor = 1 / ranks if average else 1
+            for sharded in (False, True):
+                for buckets in (1, 12):
+                    total = reduced(values, ReductionPolicy(average=average), sharded=sharded, buckets=buckets)
+                    error = (total.double() - exact * factor).norm() / exact.norm() / factor
+                    assert error < 4 * torch.finfo(dtype).eps, (dtype, average, sharded, error)
+                    for policy in (
+                        ReductionPolicy(deterministic=True, average=average),
+                        ReductionPolicy(fp32_accumulation=True, average=average),
+                    ):
+                        # Wider types than 16 bits need no fp32 accumulation, and keep the back end's order.
+                        if policy.deterministic or dtype.itemsize == 2:
+                            total = reduced(values, policy, sharded=sharded, buckets=buckets)
+                            expected = (ordered / ranks if average else ordered).to(dtype)
+                            assert torch.equal(total, expected), (policy, dtype, sharded, buckets)
+    return True
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_sums_are_right_in_every_dtype_and_rank_ordered_ones_to_the_bit_however_cut(ranks):
+    assert all(run_on_ranks(check_every_way, ranks))
+
+
+def check_discard_sizes_and_instances():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    values = values_of_ranks(64 * ranks * 5, torch.float32, ranks=ranks)
+    flat = values[rank].clone()
+    # A first round that is given up, a late part, the second round: the bits of one round over the whole.
+    policy = ReductionPolicy(deterministic=True)
+    collectives._SLICE_ELEMENTS = 64 * ranks
+    reduce_bucket_(flat, dist.group.WORLD, sharded=True, policy=policy).discard()
+    assert torch.equal(flat, values[rank])
+    reduce_bucket_(flat.mul_(2.0), dist.group.WORLD, sharded=True, policy=policy).wait()
+    expected = in_rank_order([value * 2 for value in values])
+    assert torch.equal(shard_of(flat, dist.group.WORLD), shard_of(expected, dist.group.WORLD))
+    with pytest.raises(AssertionError, match="can_repeat"):
+        handle = reduce_bucket_(flat, dist.group.WORLD, sharded=False, policy=ReductionPolicy())
+        try:
+            handle.discard()
+        finally:
+            handle.wait()
+    # Tensors that are no bucket: any size.
+    for size in (1, 2, 63, 1003):
+        some = values_of_ranks(size, torch.float32, ranks=ranks)
+        assert torch.equal(reduced(some, policy, sharded=False), in_rank_order(some))
+    if ranks % 2 == 0:
+        check_instances(values, instances=2)
+    return True
+
+
+def check_instances(values, *, instances):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    size = ranks // instances
+    inside = [dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(instances)][rank // size]
+    across = [dist.new_group(list(range(i, ranks, size))) for i in range(size)][rank % size]
+    exact = sum(value.double() for value in values)
+    for average in (False, True):
+        for deterministic in (False, True):
+            policy = ReductionPolicy(deterministic=deterministic, average=average, instances_group=across)
+            for sharded in (False, True):
+                cut = [reduced(values, policy, sharded=sharded, buckets=n, group=inside) for n in (1, 5)]
+                error = (cut[0].double() * (ranks if average else 1) - exact).norm() / exact.norm()
+                assert error < 1e-6 and (not deterministic or torch.equal(*cut))
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_discarded_rounds_odd_sizes_and_two_levels(ranks):
+    assert all(run_on_ranks(check_discard_sizes_and_instances, ranks))
+
+
+def test_a_group_of_none_is_this_rank_alone():
+    flat = torch.ones(3)
+    for policy in (ReductionPolicy(deterministic=True, average=True), ReductionPolicy(average=True)):
+        reduce_bucket_(flat, None, sharded=True, policy=policy).wait()
+        gather_shards_(flat, None).wait()
+    assert flat.tolist() == [1.0] * 3
