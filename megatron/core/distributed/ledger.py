@@ -1,0 +1,196 @@
+"""Ledger: what one pipeline stage launches, as a hash that its ranks compare once a step, and by entry when debugging.
+
+It launches nothing. How it is used, over one stage:
+
+    ledger = Ledger(stage_group)  # debug: Ledger(stage_group, debug_timeout_s=300.0), collective
+    ledger.name_bucket("chunk 0 dense 3", ["layer.weight"])  # once a bucket, for messages
+    ledger.record(op="all_reduce", group=dp_group, flat=flat, bucket="chunk 0 dense 3")  # right before each launch
+    largest = [...]  # ledger.agreement(), two integers, after the step's MAX all-reduce over the stage
+    ledger.check_agreed(largest)  # raises CollectiveMismatchError on all ranks of the stage or on none
+"""
+
+import time
+import zlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron.core.process_groups_config import group_rank, group_size
+
+_NAMES_SHOWN = 3
+_KEPT_LAUNCHES = 1000  # of each rank in the store: a rank may be that far ahead of one that it does not wait for
+_LONGEST_PAUSE = 0.05  # seconds between two looks at the store
+
+
+class CollectiveMismatchError(RuntimeError):
+    """Ranks of a pipeline stage launched different collectives; raised on all of them, with the first difference."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One launch. line: the same text on all ranks that do the same; hashed: the bytes of it."""
+
+    line: str
+    hashed: bytes
+
+
+class Ledger:
+    """The launches of one stage, in order. Every rank of the stage must record the same sequence.
+
+    group: the ranks of the stage; None is this rank alone. debug_timeout_s: None, or how long a rank waits before
+    each launch for the other ranks of that launch's group; their entries are then compared before anything is sent.
+    Constructing it is collective in that case.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, debug_timeout_s: float | None = None) -> None:
+        self._group = group
+        self._names: dict[str, tuple[str, ...]] = {}
+        # Launches repeat step after step: looked up, an entry costs a microsecond.
+        self._entries: dict[Hashable, _Entry] = {}
+        self._groups: dict[dist.ProcessGroup | None, int] = {}
+        self._digest = 0
+        self._since_agreement: list[_Entry] = []
+        self._channel: _SideChannel | None = None
+        if debug_timeout_s is not None and group_size(group) > 1:
+            assert group is not None
+            self._channel = _SideChannel(group, timeout_s=debug_timeout_s)
+
+    def name_bucket(self, bucket: str, names: Sequence[str]) -> None:
+        """Tells which parameters messages about `bucket` name."""
+        self._names[bucket] = tuple(names)
+
+    def record(self, *, op: str, group: dist.ProcessGroup | None, flat: torch.Tensor, bucket: str) -> None:
+        """Notes a launch; call right before it. flat: [N], any dtype, what is sent or filled.
+
+        Raises CollectiveMismatchError when debugging: if the ranks of `group` do not all record the same, or one of
+        them does not come in time.
+        """
+        key = (op, group, flat.dtype, flat.numel(), bucket)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = self._new_entry(op, group, flat=flat, bucket=bucket)
+        # Not Python's hash of strings, which each process salts by itself.
+        self._digest = zlib.crc32(entry.hashed, self._digest)
+        self._since_agreement.append(entry)
+        if self._channel is not None:
+            self._channel.compare(entry.line, group)
+
+    def agreement(self) -> list[int]:
+        """Two integers for the step's MAX all-reduce over the stage."""
+        return [self._digest, -self._digest]
+
+    def check_agreed(self, largest: Sequence[int]) -> None:
+        """Raises CollectiveMismatchError on all ranks if not all have the same history; else starts a new step.
+
+        largest: what the MAX all-reduce over the stage made of `agreement`. Collective only where it raises.
+        """
+        entries, self._since_agreement = self._since_agreement, []
+        self._digest = 0
+        if largest[0] == -largest[1]:
+            return
+        lines: list[list[str]] = [[] for _ in range(group_size(self._group))]
+        dist.all_gather_object(lines, [entry.line for entry in entries], group=self._group)
+        assert self._group is not None
+        ranks = dist.get_process_group_ranks(self._group)
+        raise CollectiveMismatchError(_first_difference(dict(zip(ranks, lines))))
+
+    def _new_entry(self, op: str, group: dist.ProcessGroup | None, *, flat: torch.Tensor, bucket: str) -> _Entry:
+        # Ranks of one stage are in different groups of a kind, so a group is known by when it was first used.
+        number = self._groups.setdefault(group, len(self._groups))
+        names = self._names.get(bucket, ())
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+        line = (
+            f"{op} of {flat.numel()} {flat.dtype} over {group_size(group)} ranks (group {number}), bucket {bucket} "
+            f"({len(names)} parameters: {shown})"
+        )
+        return _Entry(line, line.encode())
+
+
+class _SideChannel:
+    """Entries of all ranks in torch's store, which no rank's collectives pass through."""
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+        store = _get_default_store()
+        # A prefix of its own: there may be several ledgers, also over the same ranks.
+        number = [store.add("ledgers", 1) if group_rank(group) == 0 else 0]
+        dist.broadcast_object_list(number, group=group, group_src=0)
+        self._store = dist.PrefixStore(f"ledger {number[0]}", store)
+        self._rank = dist.get_rank()
+        self._timeout_s = timeout_s
+        self._num_launches = 0
+
+    def compare(self, line: str, group: dist.ProcessGroup | None) -> None:
+        """Returns when all ranks of `group` have come to this launch with the same line; else raises on all of them."""
+        self._num_launches += 1
+        self._store.set(self._key(self._rank, self._num_launches), line)
+        self._store.set(f"last {self._rank}", line)
+        if self._num_launches > _KEPT_LAUNCHES:
+            self._store.delete_key(self._key(self._rank, self._num_launches - _KEPT_LAUNCHES))
+        if group_size(group) == 1:
+            return
+        assert group is not None
+        ranks = dist.get_process_group_ranks(group)
+        missing = self._wait_for(ranks)
+        if missing:
+            self._fail(self._describe_missing(missing, line))
+        lines = {rank: self._store.get(self._key(rank, self._num_launches)).decode() for rank in ranks}
+        if any(other != line for other in lines.values()):
+            where = f"launch {self._num_launches} since the start differs: "
+            self._fail(where + _by_line(lines))
+
+    def _wait_for(self, ranks: list[int]) -> list[int]:
+        """The ranks that did not come in time."""
+        deadline, pause = time.monotonic() + self._timeout_s, 1e-4
+        while True:
+            # Ranks of other groups may have found a difference: they will launch nothing any more.
+            if self._store.check(["failed"]):
+                raise CollectiveMismatchError(self._store.get("failed").decode())
+            missing = [rank for rank in ranks if not self._store.check([self._key(rank, self._num_launches)])]
+            if not missing:
+                return []
+            if time.monotonic() > deadline:
+                return missing
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _describe_missing(self, missing: list[int], line: str) -> str:
+        last = [
+            self._store.get(f"last {rank}").decode() if self._store.check([f"last {rank}"]) else "nothing"
+            for rank in missing
+        ]
+        came = "; ".join(f"the last of rank {rank} was: {text}" for rank, text in zip(missing, last))
+        return (
+            f"{_ranks(missing)} did not come to launch {self._num_launches} since the start within "
+            f"{self._timeout_s:g} s. Rank {self._rank} launches {line}; {came}"
+        )
+
+    def _fail(self, message: str) -> None:
+        # The first one told is the cause; others may follow from it.
+        first = self._store.compare_set("failed", "", message).decode()
+        raise CollectiveMismatchError(first)
+
+    @staticmethod
+    def _key(rank: int, launch: int) -> str:
+        return f"{rank}/{launch}"
+
+
+def _first_difference(lines: dict[int, list[str]]) -> str:
+    """lines: what each rank launched, in order."""
+    longest = max(len(own) for own in lines.values())
+    for position in range(longest):
+        at = {rank: own[position] if position < len(own) else "nothing" for rank, own in lines.items()}
+        if len(set(at.values())) > 1:
+            return f"launch {position + 1} of this step differs: {_by_line(at)}"
+    raise AssertionError("equal launches with different hashes")
+
+
+def _by_line(lines: dict[int, str]) -> str:
+    kinds = dict.fromkeys(lines.values())
+    return "; ".join(f"{_ranks([r for r, other in lines.items() if other == line])} launch {line}" for line in kinds)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
