@@ -67,3 +67,23 @@ def mark_expert(param: nn.Parameter) -> None:
 def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
     """Writes on a tied weight, any shape and dtype, that two pipeline stages have it; is_copy: the other owns it."""
     vars(param).update(shared=is_copy, shared_embedding=True)
+
+
+def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Writes where a parameter's gradients add up; grad: [*parameter shape], floating point."""
+    vars(param).update(main_grad=grad)
+
+
+def added_to_main_grad(param: nn.Parameter) -> bool:
+    """Whether a kernel added this step's gradient of a parameter, any shape and dtype, to its main_grad itself."""
+    return bool(vars(param).get("grad_added_to_main_grad", False))
+
+
+def clear_added_to_main_grad(param: nn.Parameter) -> None:
+    """Takes that mark back from a parameter, any shape and dtype, before the next step."""
+    vars(param).update(grad_added_to_main_grad=False)
+
+
+def has_grad_beside_main_grad(param: nn.Parameter) -> bool:
+    """Whether `grad` of such a parameter, any shape and dtype, holds what its other uses gave, and not rubbish."""
+    return bool(vars(param).get("zero_out_wgrad", False))

@@ -1,36 +1,53 @@
-"""Gradients in one flat tensor: layout, hooks, accumulation."""
+"""Parameters and gradients in flat tensors: views, hooks, accumulation."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.grad_buffer import ALIGNMENT, GradBuffer, lay_out
+from megatron.core.distributed.param_and_grad_buffer import (
+    BufferKind,
+    BufferSettings,
+    _ParamAndGradBuffer,
+    buffer_kind,
+    partition_buckets,
+)
 
 
-@given(st.lists(st.integers(0, 300)))
-def test_spans_are_aligned_in_order_and_disjoint(sizes):
-    spans = lay_out(sizes)
-    assert [span.numel for span in spans] == sizes
-    assert all(span.start % ALIGNMENT == 0 and span.end <= span.padded_end for span in spans)
-    assert all(a.padded_end == b.start for a, b in zip(spans, spans[1:]))
-
-
-def buffer_of(model, **settings):
-    return GradBuffer(list(model.named_parameters()), torch.float32, **settings)
+def buffer_of(model, grad_dtype=torch.float32, **settings):
+    named = list(model.named_parameters())
+    kind = BufferKind(named[0][1].dtype, grad_dtype, is_expert=False)
+    buffer = _ParamAndGradBuffer(
+        kind, named, settings=BufferSettings(**{"group": None, "bucket_size": None, **settings})
+    )
+    for _, param in named:
+        param.register_post_accumulate_grad_hook(buffer.take)
+    return buffer
 
 
 def grads(buffer):
     return dict(buffer.named_grads())
 
 
+def test_parameters_and_gradients_are_views_of_flat_tensors():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
+    values = [param.detach().clone() for param in model.parameters()]
+    model[1].weight.shared_embedding = True
+    buffer = buffer_of(model, bucket_size=1)
+    assert [len(bucket.entries) for bucket in partition_buckets([buffer], force_single_bucket_group=True)[0]] == [1] * 4
+    assert [group[0].entries[0].name for group in partition_buckets([buffer])][-1] == "0.weight"
+    for (name, param), value, entry in zip(model.named_parameters(), values, buffer.entries):
+        assert entry.name == name and torch.equal(param, value)
+        assert param.data_ptr() == buffer.param_data[entry.span.start].data_ptr()
+        assert param.main_grad.data_ptr() == buffer.grad_data[entry.span.start].data_ptr()
+    assert [span.numel for span in buffer.owned_spans()] == [128] * 4
+
+
 def test_gradients_of_microbatches_add_up_until_cleared():
     model = nn.Linear(3, 2)
     buffer = buffer_of(model)
     for _ in range(2):
-        buffer.clear()
+        buffer.zero_grads()
         for value in (1.0, 2.0, 4.0):
             model(torch.full((1, 3), value)).sum().backward()
         assert torch.equal(grads(buffer)["weight"], torch.full((2, 3), 7.0))
@@ -45,6 +62,48 @@ def test_sixteen_bit_gradients_are_scaled_and_summed_in_fp32():
         model(x).sum().backward()
     # 257 does not fit into bfloat16, nor does a third of it.
     assert torch.equal(grads(buffer)["weight"], torch.full((2, 3), 256.0) * (1 / 3) + 1 / 3)
+
+
+def test_a_kernel_may_add_to_main_grad_itself():
+    model = nn.Linear(3, 2, bias=False)
+    buffer = buffer_of(model, scale=0.5)
+    for zero_out in (False, True):
+        buffer.zero_grads()
+        vars(model.weight).update(grad_added_to_main_grad=True, zero_out_wgrad=zero_out)
+        for _ in range(2):
+            model.weight.main_grad.add_(4.0)
+            model(torch.ones(1, 3)).sum().backward()
+        buffer.complete(buffer.entries)
+        assert torch.equal(model.weight.main_grad, torch.full((2, 3), 5.0 if zero_out else 4.0))
+    buffer.zero_grads()
+    assert not model.weight.grad_added_to_main_grad
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="parameter weight has gradients of autograd and others"):
+        buffer.note_added(model.weight)
+
+
+def test_chosen_parameters_add_up_in_fp32_beside_a_16_bit_buffer():
+    model = nn.Linear(3, 2).bfloat16()
+    buffer = buffer_of(model, torch.bfloat16, fp32_patterns=("wei*",))
+    for value in (256.0, 1.0, 1.0, 1.0):
+        model(torch.full((1, 3), value, dtype=torch.bfloat16)).sum().backward()
+    buffer.complete(buffer.entries)
+    assert model.weight.main_grad[0, 0] == 259.0 and model.bias.main_grad.dtype == torch.bfloat16
+    assert buffer.entries[0].wire[0, 0] == 260.0  # rounded once, where 256 + 1 would have stayed 256
+
+
+@pytest.mark.parametrize(
+    ("dtype", "in_fp32", "expected"),
+    [
+        (torch.bfloat16, True, torch.float32),
+        (torch.bfloat16, False, torch.bfloat16),
+        (torch.float32, False, torch.float32),
+        (torch.float64, True, torch.float64),
+    ],
+)
+def test_the_type_of_gradients(dtype, in_fp32, expected):
+    param = nn.Parameter(torch.zeros(1, dtype=dtype))
+    assert buffer_kind(param, grad_reduce_in_fp32=in_fp32, experts_apart=True).grad_dtype == expected
 
 
 @pytest.mark.parametrize("move", [nn.Module.double, nn.Module.bfloat16, lambda m: m.to("cpu", torch.float16)])
@@ -105,9 +164,8 @@ def test_parameters_that_backward_did_not_reach_have_zero_gradients():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     buffer = buffer_of(model)
     for used in (0, 1, 0):
-        buffer.clear()
+        buffer.zero_grads()
         model[used](torch.ones(1, 2)).sum().backward()
-        buffer.fill_missing()
         sums = [float(grads(buffer)[f"{i}.weight"].sum()) for i in range(2)]
         assert sums == [4.0 if i == used else 0.0 for i in range(2)]
 
@@ -116,8 +174,7 @@ def test_an_interrupted_backward_leaves_nothing_behind():
     model = nn.Linear(3, 2)
     buffer = buffer_of(model)
     model(torch.ones(1, 3)).sum().backward()
-    buffer.clear()
+    buffer.zero_grads()
     model(torch.ones(1, 3)).sum().backward()
-    buffer.fill_missing()
     assert torch.equal(grads(buffer)["bias"], torch.ones(2))
-    assert float(buffer.storage.sum()) == 8.0
+    assert float(buffer.grad_data.sum()) == 8.0

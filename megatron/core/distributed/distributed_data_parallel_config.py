@@ -1,0 +1,119 @@
+"""DistributedDataParallelConfig: how gradients are stored, reduced and overlapped; no process group is known here."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+
+@dataclass(kw_only=True)
+class DistributedDataParallelConfig:
+    """Settings of DistributedDataParallel and of the buffers that a distributed optimizer shards."""
+
+    cli_group: ClassVar[str] = "data parallelism"
+
+    grad_reduce_in_fp32: bool = config_field(
+        False, flags=(), help="Accumulate and reduce gradients in fp32, not in the parameters' type."
+    )
+    overlap_grad_reduce: bool = config_field(
+        False, help="Reduce each bucket of gradients as soon as it is complete, while backward goes on."
+    )
+    overlap_param_gather: bool = config_field(
+        False, help="Gather updated parameters while forward goes on, each bucket before the module that needs it."
+    )
+    align_param_gather: bool = config_field(
+        True,
+        flags=("--no-align-param-gather",),
+        help="Start gathers of parameters at the same point of the schedule on all pipeline stages.",
+    )
+    use_distributed_optimizer: bool = config_field(
+        False, help="Shard optimizer state and update over the data-parallel ranks (ZeRO-1)."
+    )
+    num_distributed_optimizer_instances: int = config_field(
+        1, at_least=1, help="Groups of data-parallel ranks that each hold a whole optimizer, sharded inside the group."
+    )
+    check_for_nan_in_grad: bool = config_field(
+        False, flags=(), help="Stop, with the ranks and parameters, when a gradient is not finite before reduction."
+    )
+    check_for_large_grads: bool = config_field(
+        False, help="Warn when the gradient of a parameter is far larger than it ever was."
+    )
+    bucket_size: int | None = config_field(
+        None, flags=("--ddp-bucket-size",), at_least=1, help="Elements from which on a bucket of gradients is closed."
+    )
+    num_buckets: int | None = config_field(
+        None, flags=("--ddp-num-buckets",), at_least=1, help="Number of buckets of gradients, instead of their size."
+    )
+    pad_buckets_for_high_nccl_busbw: bool = config_field(
+        False,
+        flags=("--ddp-pad-buckets-for-high-nccl-busbw",),
+        help="End buckets at multiples of 65536 elements, which NCCL moves faster.",
+    )
+    average_in_collective: bool = config_field(
+        False,
+        flags=("--ddp-average-in-collective",),
+        help="Let the collective take the mean over ranks, instead of scaling gradients before it.",
+    )
+    reduce_scatter_with_fp32_accumulation: bool = config_field(
+        False,
+        flags=("--ddp-reduce-scatter-with-fp32-accumulation",),
+        help="Send gradients in their own type, but add up those of all ranks in fp32.",
+    )
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = config_field(
+        default_factory=tuple,
+        flags=("--ddp-param-name-patterns-for-fp32-local-accumulation",),
+        nargs="+",
+        help="Parameters, by patterns of names or `all`, whose micro-batches add up in fp32 though they are reduced "
+        "in 16 bits.",
+    )
+    overlap_param_gather_with_optimizer_step: bool = config_field(
+        False, help="Gather each bucket of parameters as soon as the optimizer has updated it."
+    )
+    ddp_debug: bool = config_field(False, help="Watch buffers for stale reads and late writes; slow.")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        self.validate_bucket_size()
+        self.validate_overlap()
+        self.validate_reduction()
+
+    def validate_bucket_size(self) -> None:
+        if self.bucket_size is not None and self.num_buckets is not None:
+            raise ValueError(
+                f"DistributedDataParallelConfig.bucket_size is {self.bucket_size} and num_buckets is "
+                f"{self.num_buckets}: give one of them"
+            )
+
+    def validate_overlap(self) -> None:
+        self._needs("overlap_param_gather", "use_distributed_optimizer", "overlap_grad_reduce")
+        self._needs("overlap_param_gather_with_optimizer_step", "overlap_param_gather")
+        if self.num_distributed_optimizer_instances > 1 and not self.use_distributed_optimizer:
+            raise ValueError(
+                "DistributedDataParallelConfig.num_distributed_optimizer_instances is "
+                f"{self.num_distributed_optimizer_instances}: needs use_distributed_optimizer"
+            )
+
+    def validate_reduction(self) -> None:
+        self._needs("reduce_scatter_with_fp32_accumulation", "use_distributed_optimizer")
+        if self.reduce_scatter_with_fp32_accumulation and self.average_in_collective:
+            raise ValueError(
+                "DistributedDataParallelConfig.reduce_scatter_with_fp32_accumulation and average_in_collective are "
+                "both set: a sum that is not the collective's cannot be averaged by it"
+            )
+        if self.reduce_scatter_with_fp32_accumulation and self.num_distributed_optimizer_instances > 1:
+            raise ValueError(
+                "DistributedDataParallelConfig.reduce_scatter_with_fp32_accumulation is set: "
+                "num_distributed_optimizer_instances must be 1, and is "
+                f"{self.num_distributed_optimizer_instances}"
+            )
+        patterns = self.param_name_patterns_for_fp32_local_accumulation
+        if patterns and self.grad_reduce_in_fp32:
+            raise ValueError(
+                "DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is "
+                f"{patterns}: grad_reduce_in_fp32 accumulates all parameters in fp32 already, leave out one of them"
+            )
+
+    def _needs(self, name: str, *needed: str) -> None:
+        for other in needed:
+            if vars(self)[name] and not vars(self)[other]:
+                raise ValueError(f"DistributedDataParallelConfig.{name} is set: needs {other} as well")

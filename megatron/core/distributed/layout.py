@@ -1,0 +1,190 @@
+"""Where parameters lie in flat buffers, and how these are cut into buckets and shards; a pure function of sizes.
+
+Buffers themselves are param_and_grad_buffer.py's. All modes share this layout: starts of parameters, and starts and
+ends of shards, are multiples of ALIGNMENT elements.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+# Elements. Vectorised kernels give an element the same bits wherever its tensor starts on this grid.
+ALIGNMENT = 64
+# Buckets end on this grid too, so that one rank alone has the bucket ends of two.
+_BUCKET_GRAIN = 128
+# Bus bandwidth of NCCL's rings drops for messages that do not divide into whole chunks of its channels.
+_HIGH_BUSBW_GRAIN = 1 << 16
+_DEFAULT_BUCKET_SIZE, _DEFAULT_BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
+
+
+def round_up(size: int, grain: int) -> int:
+    """The least multiple of `grain` that is not below `size`."""
+    return -(-size // grain) * grain
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements in a flat tensor; the padding behind a parameter's belongs to no parameter."""
+
+    start: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+    @property
+    def padded_end(self) -> int:
+        """Where the next parameter may start."""
+        return round_up(self.end, ALIGNMENT)
+
+    def intersection(self, other: "Span") -> "Span":
+        """The elements that both have; numel 0 where there are none."""
+        start = max(self.start, other.start)
+        return Span(start, max(0, min(self.end, other.end) - start))
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Neighbours that are reduced together. span: with padding, so that it divides into aligned shards.
+
+    numel_unpadded: elements before the padding at its end. params: indices into the sizes, in the order of places.
+    """
+
+    index: int
+    span: Span
+    numel_unpadded: int
+    params: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of a parameter that lies in one bucket. span: in the buffer; start: in the flattened parameter."""
+
+    param: int
+    span: Span
+    start: int
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """spans: one a parameter, in the order of the sizes. buckets: back to back from 0. num_shards: ranks that share
+    each bucket equally.
+    """
+
+    spans: tuple[Span, ...]
+    buckets: tuple[BucketLayout, ...]
+    num_shards: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, with all padding."""
+        return self.buckets[-1].span.end if self.buckets else 0
+
+    def shard(self, bucket_index: int, rank: int) -> Span:
+        """What a rank, 0 to num_shards - 1, owns of a bucket: perhaps padding alone, never less than ALIGNMENT."""
+        span = self.buckets[bucket_index].span
+        size = span.numel // self.num_shards
+        return Span(span.start + rank * size, size)
+
+    def owned(self, rank: int) -> list[Span]:
+        """A rank's shards of all buckets, in their order."""
+        return [self.shard(bucket.index, rank) for bucket in self.buckets]
+
+    def fragments(self, bucket_index: int) -> list[Fragment]:
+        """The parts of parameters in a bucket, in the order of their places; of empty parameters none."""
+        bucket = self.buckets[bucket_index]
+        parts = [(index, self.spans[index].intersection(bucket.span)) for index in bucket.params]
+        return [Fragment(index, part, part.start - self.spans[index].start) for index, part in parts if part.numel]
+
+
+def lay_out(
+    sizes: Sequence[int],
+    *,
+    num_shards: int,
+    bucket_size: int | None,
+    own_bucket: Collection[int] = (),
+    high_busbw: bool = False,
+    split: bool = False,
+) -> BufferLayout:
+    """Places parameters of `sizes` elements, the last first, which is about the order of their gradients.
+
+    bucket_size: elements from which on a bucket is closed; None for a single bucket. own_bucket: indices of parameters
+    that share theirs with no other. high_busbw: bucket ends on a coarser grid. split: buckets are of `bucket_size`
+    elements each, rounded up, and cut parameters where they end.
+    """
+    if num_shards < 1:
+        raise ValueError(f"num_shards is {num_shards}: must be at least 1")
+    if bucket_size is not None and bucket_size < 1:
+        raise ValueError(f"bucket_size is {bucket_size}: must be at least 1, or None for a single bucket")
+    if split and own_bucket:
+        raise ValueError("own_bucket is given with split: buckets that cut parameters cannot be one parameter's")
+    grain = math.lcm(ALIGNMENT * num_shards, _HIGH_BUSBW_GRAIN if high_busbw else _BUCKET_GRAIN)
+    place = _Placement(list(sizes), grain)
+    if split:
+        return place.cut_every(bucket_size, num_shards=num_shards)
+    for index in reversed(range(len(sizes))):
+        if index in own_bucket:
+            place.close()
+        place.add(index)
+        if index in own_bucket or (bucket_size is not None and place.size >= bucket_size):
+            place.close()
+    place.close()
+    return BufferLayout(tuple(place.spans), tuple(place.buckets), num_shards)
+
+
+class _Placement:
+    """A layout in the making."""
+
+    def __init__(self, sizes: list[int], grain: int) -> None:
+        self._sizes, self._grain = sizes, grain
+        self.spans = [Span(0, size) for size in sizes]
+        self.buckets: list[BucketLayout] = []
+        self._start = self._end = 0
+        self._members: list[int] = []
+
+    @property
+    def size(self) -> int:
+        """Elements of the open bucket; the gap behind its last parameter does not count."""
+        return self._end - self._start
+
+    def add(self, index: int) -> None:
+        self.spans[index] = Span(round_up(self._end, ALIGNMENT), self._sizes[index])
+        self._end = self.spans[index].end
+        self._members.append(index)
+
+    def close(self) -> None:
+        if not self._members:
+            return
+        # An empty parameter alone in its bucket needs no elements, but every bucket has a shard for each rank.
+        span = Span(self._start, round_up(max(self.size, 1), self._grain))
+        self.buckets.append(BucketLayout(len(self.buckets), span, self.size, tuple(self._members)))
+        self._start = self._end = span.end
+        self._members = []
+
+    def cut_every(self, bucket_size: int | None, *, num_shards: int) -> BufferLayout:
+        for index in reversed(range(len(self._sizes))):
+            self.add(index)
+        length = round_up(max(1, self._end if bucket_size is None else bucket_size), self._grain)
+        placed = self._members
+        for start in range(0, self._end if placed else 0, length):
+            span = Span(start, length)
+            members = tuple(index for index in placed if self.spans[index].intersection(span).numel)
+            self.buckets.append(BucketLayout(len(self.buckets), span, min(length, self._end - start), members))
+        return BufferLayout(tuple(self.spans), tuple(self.buckets), num_shards)
+
+
+def resolve_bucket_size(
+    bucket_size: int | None, num_buckets: int | None, *, total: int, num_ranks: int, single_bucket: bool
+) -> int | None:
+    """Elements of a bucket for lay_out, from what a user gave; None for a single bucket.
+
+    total: elements of all parameters. num_ranks: of the data-parallel group; larger groups need larger messages.
+    single_bucket: nothing is overlapped, whatever the user gave.
+    """
+    if single_bucket:
+        return None
+    if num_buckets is not None:
+        return max(1, -(-total // num_buckets))
+    return bucket_size or max(_DEFAULT_BUCKET_SIZE, _DEFAULT_BUCKET_SIZE_PER_RANK * num_ranks)

@@ -1,0 +1,92 @@
+"""Layouts: known offsets, and that every element is in one place, one bucket and one shard."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.distributed.layout import ALIGNMENT, lay_out, resolve_bucket_size
+
+
+@pytest.mark.parametrize(
+    ("settings", "starts", "ends", "unpadded"),
+    [
+        ({"num_shards": 1, "bucket_size": None}, (128, 64, 0), [256], [228]),
+        ({"num_shards": 2, "bucket_size": None}, (128, 64, 0), [256], [228]),
+        ({"num_shards": 3, "bucket_size": None}, (128, 64, 0), [384], [228]),
+        ({"num_shards": 2, "bucket_size": 60}, (128, 64, 0), [128, 256], [114, 100]),
+        ({"num_shards": 4, "bucket_size": 60, "high_busbw": True}, (65536, 64, 0), [65536, 131072], [114, 100]),
+        ({"num_shards": 2, "bucket_size": None, "own_bucket": {0}}, (128, 64, 0), [128, 256], [114, 100]),
+        # Shards of 64 elements for each of four ranks, where Megatron has 128 elements for all.
+        ({"num_shards": 4, "bucket_size": 60}, (256, 64, 0), [256, 512], [114, 100]),
+        ({"num_shards": 2, "bucket_size": 60, "split": True}, (128, 64, 0), [128, 256], [128, 100]),
+    ],
+)
+def test_three_parameters_lie_where_they_should(settings, starts, ends, unpadded):
+    layout = lay_out([100, 50, 7], **settings)
+    assert tuple(span.start for span in layout.spans) == starts
+    assert [bucket.span.end for bucket in layout.buckets] == ends and layout.numel == ends[-1]
+    assert [bucket.numel_unpadded for bucket in layout.buckets] == unpadded
+
+
+def _are_gapless(spans, end):
+    return [0, *(span[1] for span in spans)] == [*(span[0] for span in spans), end]
+
+
+SIZES = st.lists(st.one_of(st.sampled_from([0, 1, 7, 63, 64, 65, 129]), st.integers(0, 700)), max_size=12)
+
+
+@st.composite
+def layouts(draw):
+    sizes, split = draw(SIZES), draw(st.booleans())
+    own = draw(st.sets(st.sampled_from(range(len(sizes))))) if sizes and not split else set()
+    size = draw(st.one_of(st.none(), st.integers(1, 999)))
+    return (
+        sizes,
+        own,
+        split,
+        lay_out(sizes, num_shards=draw(st.integers(1, 7)), bucket_size=size, own_bucket=own, split=split),
+    )
+
+
+@given(layouts(), st.sampled_from([1, 2]))
+def test_every_element_is_owned_exactly_once(drawn, instances):
+    sizes, _, _, layout = drawn
+    shards = layout.num_shards
+    owned = sorted((span.start, span.end) for rank in range(shards * instances) for span in layout.owned(rank % shards))
+    assert all(start % ALIGNMENT == 0 for span in owned for start in span)
+    # Instances have the same shards: each element once in each.
+    assert all(owned[i : i + instances] == [owned[i]] * instances for i in range(0, len(owned), instances))
+    assert _are_gapless(owned[::instances], layout.numel)
+    assert [span.numel for span in layout.spans] == sizes
+    assert all(span.start % ALIGNMENT == 0 and span.end <= layout.numel for span in layout.spans)
+    used = sorted((span.start, span.end) for span in layout.spans if span.numel)
+    assert all(a[1] <= b[0] for a, b in pairwise(used))
+
+
+@given(layouts())
+def test_fragments_of_all_buckets_are_the_parameters_in_order_and_without_a_gap(drawn):
+    sizes, own, split, layout = drawn
+    covered = [0] * len(sizes)
+    for bucket in layout.buckets:
+        assert split or len(bucket.params) == 1 or not own & set(bucket.params)
+        for part in layout.fragments(bucket.index):
+            assert part.start == covered[part.param] and part.span.start == layout.spans[part.param].start + part.start
+            assert split or part.span == layout.spans[part.param]
+            covered[part.param] += part.span.numel
+    assert covered == sizes
+
+
+@pytest.mark.parametrize(
+    ("given_size", "num_buckets", "single", "expected"),
+    [(None, None, False, 64_000_000), (5, None, False, 5), (None, 3, False, 34), (5, None, True, None)],
+)
+def test_the_bucket_size_follows_from_what_was_given(given_size, num_buckets, single, expected):
+    assert resolve_bucket_size(given_size, num_buckets, total=100, num_ranks=64, single_bucket=single) == expected
+
+
+@pytest.mark.parametrize("wrong", [{"num_shards": 0}, {"bucket_size": 0}, {"split": True, "own_bucket": {0}}])
+def test_impossible_layouts_are_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=list(wrong)[-1]):
+        lay_out([3], **{"num_shards": 1, "bucket_size": None, **wrong})
