@@ -107,7 +107,7 @@ class _ParamAndGradBuffer:
         self.param_data = torch.zeros(self.layout.numel, dtype=kind.param_dtype, device=device)
         self.grad_data = torch.zeros(self.layout.numel, dtype=kind.grad_dtype, device=device)
         self.entries = [
-            self._move_in(name, param, span)
+            self._move_in(name, param, span=span)
             for (name, param), span in zip(named_params, self.layout.spans, strict=True)
         ]
         self.buckets = [self._bucket(layout) for layout in self.layout.buckets]
