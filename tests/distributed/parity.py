@@ -4,10 +4,12 @@ A layout's run and the run of one process see the same token groups when their g
 Holds no tests.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,12 +19,13 @@ from megatron.training import get_args
 from megatron.training.callbacks import StepReport
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
-from tests.distributed.tiny_runs import Batch, started_run
+from tests.distributed.tiny_runs import Batch, comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
 STEPS = 5
 TOLERANCE = 1e-10  # of a tensor's norm, in fp64
+ROUNDED = 1.2e-7  # of norms, which are rounded to fp32
 NEGLIGIBLE = 1e-6  # share of the whole gradient's norm below which a tensor's error is not looked at
 
 # Enough of everything that splits: 8 heads, 4 groups, a padded vocabulary whose last rows nobody has.
@@ -41,6 +44,8 @@ FLAGS: Flags = {
     "optimizer": "sgd",
     "weight-decay": 0.1,
     "clip-grad": 0,
+    "log-num-zeros-in-grad": True,
+    "log-params-norm": True,
 }
 
 
@@ -65,10 +70,9 @@ class RankRun:
 
 @dataclass
 class WholeRun:
-    """A run's losses, gradient norms, and gradients and final weights by logical name."""
+    """A run's reports, the same on every rank, and its gradients and final weights by logical name."""
 
-    losses: list[dict[str, float]]
-    norms: list[float]
+    reports: list[StepReport]
     grads: list[dict[str, Tensor]]
     final: dict[str, Tensor]
 
@@ -98,25 +102,28 @@ def run_layouts(
 
 
 def _whole(runs: Sequence[RankRun]) -> WholeRun:
-    return WholeRun(
-        [report.losses for report in runs[-1].reports],
-        [report.grad_norm for report in runs[0].reports],
+    """What all ranks report alike, and counts each logical element once."""
+    reports = [[comparable(report) for report in run.reports] for run in runs]
+    for rank, of_rank in enumerate(reports):
+        assert of_rank == reports[0], f"rank {rank} reports other numbers than rank 0"
+    whole = WholeRun(
+        runs[0].reports,
         [put_together([box for run in runs for box in run.grads[step]]) for step in range(STEPS)],
         put_together([box for run in runs for box in run.final]),
     )
+    for report, grads in zip(whole.reports, whole.grads, strict=True):
+        assert report.grad_norm == pytest.approx(_norm_of(grads), rel=ROUNDED)
+        assert report.num_zeros == sum(int((grad == 0).sum()) for grad in grads.values())
+    assert whole.reports[-1].params_norm == pytest.approx(_norm_of(whole.final), rel=ROUNDED)
+    return whole
 
 
 def assert_same_run(run: WholeRun, reference: WholeRun, *, tolerance: float = TOLERANCE) -> None:
     """Losses, gradient norms, every gradient of every step and the final weights, within the tolerance of fp64."""
-    for step in range(STEPS):
-        assert run.losses[step].keys() == reference.losses[step].keys()
-        for name, loss in reference.losses[step].items():
-            # A mean of fp64 numbers.
-            assert abs(run.losses[step][name] - loss) <= tolerance * abs(loss), f"{name} of step {step}"
-        # Rounded to fp32.
-        assert abs(run.norms[step] - reference.norms[step]) <= max(1.2e-7, tolerance) * reference.norms[step], (
-            f"step {step}"
-        )
+    for step, (report, expected) in enumerate(zip(run.reports, reference.reports, strict=True)):
+        # Means of fp64 numbers.
+        assert report.losses == pytest.approx(expected.losses, rel=tolerance, abs=0), f"step {step}"
+        assert report.grad_norm == pytest.approx(expected.grad_norm, rel=max(ROUNDED, tolerance)), f"step {step}"
         errors = relative_errors(run.grads[step], reference.grads[step])
         wrong = {name: error for name, error in errors.items() if not error <= tolerance}
         assert not wrong, f"gradients of step {step}: {wrong}"
@@ -126,13 +133,16 @@ def assert_same_run(run: WholeRun, reference: WholeRun, *, tolerance: float = TO
 def relative_errors(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
     """Each tensor's error by its reference's norm; tensors that are next to nothing are left out."""
     assert tensors.keys() == reference.keys(), tensors.keys() ^ reference.keys()
-    norms = {name: torch.linalg.vector_norm(value).item() for name, value in reference.items()}
-    whole = torch.linalg.vector_norm(torch.tensor(list(norms.values()))).item()
+    norms, whole = {name: _norm_of({name: value}) for name, value in reference.items()}, _norm_of(reference)
     return {
         name: torch.linalg.vector_norm(tensors[name] - reference[name]).item() / norm
         for name, norm in norms.items()
         if norm > NEGLIGIBLE * whole
     }
+
+
+def _norm_of(tensors: dict[str, Tensor]) -> float:
+    return math.hypot(*(torch.linalg.vector_norm(tensor).item() for tensor in tensors.values()))
 
 
 def put_together(boxes: Sequence[Box]) -> dict[str, Tensor]:
@@ -161,7 +171,7 @@ def _train(argv: Sequence[str], dtype: torch.dtype) -> RankRun:
     with started_run(argv, **(in_fp64 if dtype == torch.float64 else {})) as run:
         grads: list[list[Box]] = []
         _record_gradients(run, grads)
-        reports = [train_step(run)[0] for _ in range(STEPS)]
+        reports = [run.measured(train_step(run)[0]) for _ in range(STEPS)]
         return RankRun(reports, grads, boxes_of_weights(run))
 
 

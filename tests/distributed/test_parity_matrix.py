@@ -1,4 +1,4 @@
-"""Every parallel layout of 8 ranks trains as one process does in fp64: losses, norms, gradients, weights.
+"""TRAPS B18 and B21: every layout of 8 ranks trains as one process in fp64: losses, norms, gradients, weights.
 
 What single kinds of parallelism do beside is in test_*_parity.py. The data-parallel size fills up to 8 ranks.
 """
@@ -14,6 +14,7 @@ from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layo
 from tests.functional_tests.case import Flags
 
 RANKS = 8
+CLIP = 0.1  # below every norm, so that a wrong one shows in the weights
 LAYOUTS_A_LAUNCH = 8  # one after the other in the same processes, which takes less time
 # One sample is a token group: 8 ranks may have one each. Documents end within samples, and their last tokens do not
 # count: ranks, microbatches and parts of sequences have unequal numbers of tokens.
@@ -22,6 +23,7 @@ SHARED: Flags = {
     "seq-length": 32,
     "micro-batch-size": 1,
     "global-batch-size": RANKS,
+    "clip-grad": CLIP,
     "eod-mask-loss": True,
     "reset-position-ids": True,
     "reset-attention-mask": True,
@@ -57,6 +59,7 @@ DENSE = [
     layout(pp=2, vpp=2),
     layout(cp=2),
     layout(cp=2, cp_comm_type="all_gather"),
+    layout(cp=2, cp_comm_type="a2a"),
     layout(2, 2, 2, vpp=2),
 ]
 EXPERTS = [
@@ -83,10 +86,12 @@ def _all_layouts(*, experts: bool) -> list[Flags]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layouts"), [("gpt", DENSE[::2]), ("tied llama", DENSE[1::2]), ("moe", EXPERTS)])
-def test_eight_ranks_train_as_one(model: str, layouts: list[Flags]) -> None:
+# Experts need sequence parallelism with tensor parallelism.
+@pytest.mark.parametrize(("model", "layouts"), [("gpt", DENSE), ("tied llama", DENSE), ("moe", DENSE[1:] + EXPERTS)])
+def test_b18_b21_eight_ranks_train_as_one(model: str, layouts: list[Flags]) -> None:
     layouts = layouts + _all_layouts(experts=model == "moe")[: long_count(0, soak=1000)]
     base, flags = MODELS[model]
+    assert all(report.grad_norm > 2 * CLIP for report in _reference(model).reports)
     for start in range(0, len(layouts), LAYOUTS_A_LAUNCH):
         some = layouts[start : start + LAYOUTS_A_LAUNCH]
         for sizes, run in zip(some, run_layouts(base, RANKS, [{**flags, **sizes} for sizes in some])):

@@ -47,8 +47,8 @@ def started_run(
 
 
 def comparable(report: StepReport) -> dict[str, Any]:
-    """Every number of a step that two equal runs share: all but its time. The norm as text: NaN equals no NaN."""
-    return {**vars(report), "seconds": None, "memory": None, "grad_norm": repr(report.grad_norm)}
+    """Every number of a step that two equal runs share: all but time and memory. NaN equals no NaN: the norm as text."""
+    return {**vars(report), "seconds": None, "memory": None, "notes": None, "grad_norm": repr(report.grad_norm)}
 
 
 @dataclass
