@@ -7,7 +7,7 @@ from torch.profiler import record_function
 
 from megatron.training.callbacks import EvaluationReport
 from megatron.training.run import TrainingRun
-from megatron.training.step_statistics import reduce_statistics_sync, total_reports
+from megatron.training.step_statistics import total_reports
 
 
 @record_function("evaluate")
@@ -23,7 +23,7 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
             )
     for chunk in run.model:
         chunk.train()
-    return reduce_statistics_sync(total_reports(reports), run.groups.dp_cp, mp_group=run.groups.mp).losses
+    return run.statistics.reduce_sync(total_reports(reports)).losses
 
 
 def evaluate_validation(run: TrainingRun, *, final: bool = False) -> None:

@@ -21,6 +21,7 @@ from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.meters import Meter
+from megatron.training.step_statistics import StatisticsExchange
 from megatron.training.train_state import TrainState
 
 
@@ -42,6 +43,7 @@ class TrainingRun:
     state: TrainState
     callbacks: CallbackList
     exit_conditions: ExitConditions
+    statistics: StatisticsExchange
     timers: Timers = field(default_factory=Timers)
     meters: Sequence[Meter] = ()
     train_iterator: Iterator[Any] | None = None

@@ -46,7 +46,7 @@ from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
 from megatron.training.run import TrainingRun
 from megatron.training.setup_callbacks import setup_callbacks
-from megatron.training.step_statistics import RecordsAuxLosses
+from megatron.training.step_statistics import RecordsAuxLosses, StatisticsExchange
 from megatron.training.train_state import TrainState
 
 
@@ -96,6 +96,7 @@ def setup_run(
         state=TrainState(),
         callbacks=every_callback,
         exit_conditions=ExitConditions(training),
+        statistics=StatisticsExchange(dist.group.WORLD),
         timers=timers,
         meters=build_meters(logging, args, model=model, optimizer=optimizer, timers=timers, device=default_device()),
     )

@@ -3,7 +3,6 @@
 Gradients are the data-parallel wrapper's work.
 """
 
-import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.device import default_device
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder, LayerTotals
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -67,98 +66,94 @@ def _total(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([p if p.numel() == 2 else torch.cat([p, torch.ones_like(p)]) for p in pairs]).sum(dim=0)
 
 
-def reduce_step_sync(
-    reports: Reports, model: Sequence[nn.Module], *, groups: ProcessGroupCollection, exit_reasons: Sequence[bool]
-) -> StepStatistics:
-    """The statistics of a training step, with what the model's layers recorded, which is taken from them.
+class StatisticsExchange:
+    """Sums what ranks know of a step over all of them, in one all-reduce.
 
-    reports: as for total_reports, fp32. NOTE: reads the device, see reduce_statistics_sync.
+    1. A rank puts its sums where their names stand in a vector, and marks whether it has a name that stands nowhere.
+    2. If any rank has, as in the first step, all exchange names and sum again: which losses other stages have is not
+       known, and a loss function may come to report another one.
     """
-    auxiliary, layers = _take_auxiliary_losses(model)
-    totals = {**total_reports(reports), **auxiliary}
-    return reduce_statistics_sync(
-        totals,
-        groups.dp_cp,
-        mp_group=groups.mp,
-        optional=auxiliary.keys(),
-        exit_reasons=exit_reasons,
-        layers=layers,
-    )
 
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """group: all ranks of the run; None for this one alone."""
+        self._group = group
+        self._names: tuple[str, ...] = ()
 
-@record_function("reduce_statistics_sync")
-def reduce_statistics_sync(
-    totals: Totals,
-    group: dist.ProcessGroup | None,
-    *,
-    mp_group: dist.ProcessGroup | None = None,
-    optional: Collection[str] = (),
-    exit_reasons: Sequence[bool] = (),
-    layers: LayerTotals | None = None,
-) -> StepStatistics:
-    """Sums `totals`, [2] fp64 each, over the ranks and reads the result; ranks of `group` must have the same names.
+    def reduce_step_sync(
+        self, reports: Reports, model: Sequence[nn.Module], *, exit_reasons: Sequence[bool]
+    ) -> StepStatistics:
+        """The statistics of a training step, with what the model's layers recorded, which is taken from them.
 
-    mp_group: the ranks that hold the other parts of this rank's model. Stages before the last have no losses of the
-    loss function, and tensor-parallel ranks all have the same: sum and count are added alike, so means stay.
+        reports: as for total_reports, fp32. NOTE: reads the device, see reduce_sync.
+        """
+        auxiliary, layers = _take_auxiliary_losses(model)
+        totals = {**total_reports(reports), **auxiliary}
+        return self.reduce_sync(totals, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers)
 
-    A loss of no token at all is 0 (every one of them was masked), unless it is `optional`: then it is left out (a
-    model without experts has no z-loss).
-    exit_reasons: which of LOCAL_REASONS hold on this rank. layers: what each layer recorded, where that is wanted.
-    NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py) and,
-    unless the check for NaN is off, for the gradients before they are reduced (replica_checks.py).
-    """
-    names = list(totals)
-    device = totals[names[0]].device if names else default_device()
-    flags = torch.tensor([float(holds) for holds in exit_reasons], dtype=torch.float64, device=device)
-    parts = [*totals.values(), flags]  # [2 * names + reasons]
-    if layers is not None:
-        # Exact up to 2^53 tokens.
-        parts += [layers.losses.flatten(), layers.tokens_per_expert.flatten().double()]
-    vector = torch.cat(parts)
-    if group_size(group) > 1:
-        dist.all_reduce(vector, group=group)
-    values = vector.tolist()
-    pairs = {name: (values[2 * i], values[2 * i + 1]) for i, name in enumerate(names)}
-    sums = _over_model_parts(_Sums(pairs, set(optional), values[2 * len(names) :]), mp_group)
-    losses = {
-        name: total / (count or 1.0)
-        for name, (total, count) in sums.losses.items()
-        if count > 0 or name not in sums.optional
-    }
-    rest = sums.rest
-    reasons = [reason for reason, holds, count in zip(LOCAL_REASONS, exit_reasons, rest) if count > 0]
-    exit_reason = reasons[0] if reasons else None
-    if layers is None:
-        return StepStatistics(losses, exit_reason)
-    per_layer, expert_load = _layer_figures(layers, rest[len(exit_reasons) :])
-    return StepStatistics(losses, exit_reason, per_layer, expert_load)
+    @record_function("StatisticsExchange.reduce_sync")
+    def reduce_sync(
+        self,
+        totals: Totals,
+        *,
+        optional: Collection[str] = (),
+        exit_reasons: Sequence[bool] = (),
+        layers: LayerTotals | None = None,
+    ) -> StepStatistics:
+        """Sums `totals`, [2] fp64 each, over the ranks and reads the result. Collective.
 
+        Ranks may have different names: stages before the last have no losses of the loss function. Tensor-parallel
+        ranks all have the same: sum and count are added alike, so means stay.
+        A loss of no token at all is 0 (every one of them was masked), unless it is `optional`: then it is left out (a
+        model without experts has no z-loss).
+        exit_reasons: which of LOCAL_REASONS hold on this rank. layers: what each layer recorded, where that is wanted.
+        NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py) and,
+        unless the check for NaN is off, for each chunk's gradients before they are reduced (replica_checks.py); zeros
+        of gradients and the parameters' norm, where they are logged, take a read each.
+        """
+        required = totals.keys() - set(optional)
+        values = self._sum_sync(totals, required, exit_reasons=exit_reasons, layers=layers)
+        if values[0] > 0:
+            self._learn_names(totals)
+            values = self._sum_sync(totals, required, exit_reasons=exit_reasons, layers=layers)
+        marks = 1 + len(exit_reasons)
+        its_required, pairs = values[marks : marks + len(self._names)], values[marks + len(self._names) :]
+        losses = {
+            name: total / (count or 1.0)
+            for name, total, count, is_required in zip(self._names, pairs[0::2], pairs[1::2], its_required)
+            if count > 0 or is_required > 0
+        }
+        reasons = [reason for reason, count in zip(LOCAL_REASONS, values[1:marks]) if count > 0]
+        exit_reason = reasons[0] if reasons else None
+        if layers is None:
+            return StepStatistics(losses, exit_reason)
+        return StepStatistics(losses, exit_reason, *_layer_figures(layers, pairs[2 * len(self._names) :]))
 
-@dataclass(frozen=True)
-class _Sums:
-    """What has been summed, on the host: losses by name to (sum, count), and what all ranks have alike."""
+    def _sum_sync(
+        self, totals: Totals, required: Collection[str], *, exit_reasons: Sequence[bool], layers: LayerTotals | None
+    ) -> list[float]:
+        """Over all ranks: whether one has new names, exit reasons, who requires each name, (sum, count)s, layers."""
+        device = next(iter(totals.values())).device if totals else default_device()
+        has_new = any(name not in self._names for name in totals)
+        marks = [has_new, *exit_reasons, *(name in required for name in self._names)]
+        parts = [torch.tensor(marks, dtype=torch.float64, device=device)]
+        nothing = parts[0].new_zeros(2)
+        parts += [totals.get(name, nothing) for name in self._names]
+        if layers is not None:
+            # Exact up to 2^53 tokens.
+            parts += [layers.losses.flatten(), layers.tokens_per_expert.flatten().double()]
+        vector = torch.cat(parts)
+        if group_size(self._group) > 1:
+            dist.all_reduce(vector, group=self._group)
+        return vector.tolist()
 
-    losses: dict[str, tuple[float, float]]
-    optional: set[str]
-    rest: list[float]
-
-    def plus(self, other: "_Sums") -> "_Sums":
-        losses = dict(self.losses)
-        for name, (total, count) in other.losses.items():
-            its_total, its_count = losses.get(name, (0.0, 0.0))
-            losses[name] = (its_total + total, its_count + count)
-        rest = [a + b for a, b in zip(self.rest, other.rest, strict=True)]
-        return _Sums(losses, self.optional | other.optional, rest)
-
-
-def _over_model_parts(sums: _Sums, mp_group: dist.ProcessGroup | None) -> _Sums:
-    if group_size(mp_group) == 1:
-        return sums
-    # By name: which losses a stage has is not known elsewhere.
-    parts: list[Any] = [None] * group_size(mp_group)
-    dist.all_gather_object(parts, sums, group=mp_group)
-    # The last stage first, so that the log names the model's own loss before those of its routers.
-    return functools.reduce(_Sums.plus, reversed(parts))
+    def _learn_names(self, own: Collection[str]) -> None:
+        found: list[Any] = [list(own)]
+        if group_size(self._group) > 1:
+            found = [None] * group_size(self._group)
+            dist.all_gather_object(found, list(own), group=self._group)
+        # The last stage first, so that the log names the model's own loss before those of its routers.
+        every = [name for names in reversed(found) for name in names]
+        self._names = tuple(dict.fromkeys([*self._names, *every]))
 
 
 def _take_auxiliary_losses(model: Sequence[nn.Module]) -> tuple[Totals, LayerTotals | None]:

@@ -23,7 +23,7 @@ from megatron.training.flops import num_floating_point_operations
 from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.run import TrainingRun
 from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
-from megatron.training.step_statistics import raise_non_finite_loss, reduce_step_sync
+from megatron.training.step_statistics import raise_non_finite_loss
 
 __all__ = ["get_model", "num_floating_point_operations", "pretrain", "setup_model_and_optimizer", "train", "train_step"]
 
@@ -115,7 +115,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
 
     # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
     reasons = run.exit_conditions.local_reasons()
-    statistics = reduce_step_sync(reports, run.model, groups=run.groups, exit_reasons=reasons)
+    statistics = run.statistics.reduce_step_sync(reports, run.model, exit_reasons=reasons)
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
     with run.timers("all-grads-sync", log_level=1):

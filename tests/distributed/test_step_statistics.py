@@ -1,20 +1,23 @@
 """What ranks tell each other once a step: mean losses, the wish to stop, and where a loss was not finite."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.parallel_state import get_process_groups, initialize_model_parallel, is_pipeline_last_stage
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.training.exit_conditions import ExitReason
 from megatron.training.step_statistics import (
     NonFiniteLossError,
+    StatisticsExchange,
     StepStatistics,
     raise_non_finite_loss,
-    reduce_statistics_sync,
     total_reports,
 )
 from tests.harness import run_on_ranks
+
+gather = dist.all_gather_object
 
 
 def statistics_of_uneven_ranks() -> StepStatistics:
@@ -28,7 +31,7 @@ def statistics_of_uneven_ranks() -> StepStatistics:
     }
     totals = total_reports([report, report])
     reasons = [rank == 2, rank == 1]
-    return reduce_statistics_sync(totals, dist.group.WORLD, optional=["nobody's"], exit_reasons=reasons)
+    return StatisticsExchange(dist.group.WORLD).reduce_sync(totals, optional=["nobody's"], exit_reasons=reasons)
 
 
 def report_nan_on_one_rank() -> None:
@@ -58,7 +61,8 @@ def statistics_of_layers() -> StepStatistics:
         recorder.record("z_loss", torch.tensor(float(rank * layer)), layer_number=layer)
         recorder.count_tokens(torch.tensor([layer, layer + rank]), layer_number=layer)
     layers, totals = recorder.layer_totals(), recorder.take_totals()
-    return reduce_statistics_sync(totals, dist.group.WORLD, optional=totals, exit_reasons=[False, True], layers=layers)
+    exchange = StatisticsExchange(dist.group.WORLD)
+    return exchange.reduce_sync(totals, optional=totals, exit_reasons=[False, True], layers=layers)
 
 
 def test_layers_are_told_apart_and_exit_reasons_stay_what_they_are() -> None:
@@ -69,27 +73,32 @@ def test_layers_are_told_apart_and_exit_reasons_stay_what_they_are() -> None:
     assert results[0].exit_reason is ExitReason.DURATION
 
 
-def statistics_of_stages() -> StepStatistics:
-    """Two stages on two copies: the last alone knows the losses, a rank of the first alone was told to stop."""
-    initialize_model_parallel(pipeline_model_parallel_size=2)
-    groups, rank = get_process_groups(), dist.get_rank()
-    totals = {"z_loss": torch.tensor([1.0 + rank, 1.0], dtype=torch.float64)}
-    if is_pipeline_last_stage():
-        totals = {"lm loss": torch.tensor([6.0 * rank, 3.0], dtype=torch.float64), **totals}
-    return reduce_statistics_sync(
-        totals, groups.dp_cp, mp_group=groups.mp, optional=["z_loss"], exit_reasons=[rank == 1, False]
-    )
+def statistics_of_stages() -> list[StepStatistics]:
+    """Ranks 2 and 3 are the last stage, which knows the losses; rank 1 was told to stop. Twice, then an evaluation."""
+    rank, exchange, gathered = dist.get_rank(), StatisticsExchange(dist.group.WORLD), []
+    with patch.object(dist, "all_gather_object", lambda *args, **kwargs: gathered.append(gather(*args, **kwargs))):
+        totals = {"z_loss": torch.tensor([1.0 + rank, 1.0], dtype=torch.float64)}
+        loss = {"lm loss": torch.tensor([6.0 * rank, 3.0], dtype=torch.float64)} if rank > 1 else {}
+        steps = [
+            exchange.reduce_sync({**loss, **totals}, optional=["z_loss"], exit_reasons=[rank == 1, False])
+            for _ in range(2)
+        ]
+        evaluation = {"other": torch.ones(2), "masked": torch.zeros(2), **loss} if rank > 1 else {}
+        steps.append(exchange.reduce_sync({name: total.double() for name, total in evaluation.items()}))
+    assert len(gathered) == 2, "names are exchanged where there are new ones"
+    return steps
 
 
 def test_every_stage_knows_the_losses_of_the_last_and_of_all_layers() -> None:
     results = run_on_ranks(statistics_of_stages, 4)
     assert all(result == results[0] for result in results)
-    # Ranks 2 and 3 are the last stage.
-    assert results[0].losses == {"lm loss": 5.0, "z_loss": 2.5} and [*results[0].losses][0] == "lm loss"
-    assert results[0].exit_reason is ExitReason.SIGNAL
+    first, second, evaluation = results[0]
+    assert first == second == StepStatistics({"lm loss": 5.0, "z_loss": 2.5}, ExitReason.SIGNAL)
+    assert [*first.losses][0] == "lm loss"
+    assert evaluation.losses == {"lm loss": 5.0, "other": 1.0, "masked": 0.0}
 
 
 def test_one_process_alone_needs_no_group() -> None:
-    statistics = reduce_statistics_sync(total_reports([{"a": torch.tensor(2.0)}, {"a": torch.tensor(4.0)}]), None)
+    statistics = StatisticsExchange(None).reduce_sync(total_reports([{"a": torch.tensor(v)} for v in (2.0, 4.0)]))
     assert statistics == StepStatistics({"a": 3.0}, None)
     assert StepStatistics({"a": float("inf")}, None).nan

@@ -47,7 +47,7 @@ def started_run(
 
 
 def comparable(report: StepReport) -> dict[str, Any]:
-    """Every number of a step that two equal runs share: all but time and memory. NaN equals no NaN: the norm as text."""
+    """Every number of a step that two equal runs share: not time or memory. The norm as text: NaN equals no NaN."""
     return {**vars(report), "seconds": None, "memory": None, "notes": None, "grad_norm": repr(report.grad_norm)}
 
 

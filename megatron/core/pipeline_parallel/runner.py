@@ -67,6 +67,9 @@ class ScheduleRunner:
         actions = [step for step in steps if isinstance(step, Action)]
         # Before the first of them: half a step would leave gradients behind.
         validate_schedule(actions)
+        has_backward = any(action.kind is ActionKind.BACKWARD for action in actions)
+        if has_backward:
+            self._set_aux_loss_scale()
         sync = SyncCallables(self.config, self.model, actions=actions)
         sync.begin()
         try:
@@ -75,7 +78,6 @@ class ScheduleRunner:
         finally:
             sync.end()
         self.communicator.finish()
-        has_backward = any(action.kind is ActionKind.BACKWARD for action in actions)
         if has_backward and self.config.finalize_model_grads_func is not None:
             self.config.finalize_model_grads_func(list(self.model), self.num_tokens)
         return self.reports
@@ -106,7 +108,6 @@ class ScheduleRunner:
 
     @record_function("ScheduleRunner._forward")
     def _forward(self, action: Action) -> None:
-        self._set_aux_loss_scale()
         model = self.model[action.chunk]
         given = self._inputs.pop(action, None)
         if given is not None:
@@ -142,7 +143,8 @@ class ScheduleRunner:
         return scaled.loss
 
     def _set_aux_loss_scale(self) -> None:
-        if self.config.aux_loss_scale_func is None or not torch.is_grad_enabled():
+        # Once a step: all of its microbatches have the same.
+        if self.config.aux_loss_scale_func is None:
             return
         # fp64, or models in fp64 would get a third of a loss with the digits of fp32.
         scale = torch.ones((), dtype=torch.float64)

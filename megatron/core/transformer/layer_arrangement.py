@@ -40,8 +40,10 @@ def arrange_layers(layers: nn.ModuleList, config: TransformerConfig, *, has_expe
     recompute = plan_recompute(config, has_experts)
     for layer, its in zip(layers, recompute):
         use_parts(layer, replace(LayerParts(), **recomputed_parts(layer, its.modules)))
-    if config.fine_grained_activation_offloading or config.cpu_offloading_num_layers:
-        return _with_offloading(layers, config, has_experts=has_experts)
+    offload = plan_offload(config, has_experts)
+    # Else every part stays: a chunk of a stage may have nothing to move, where others have.
+    if any(offload):
+        return _with_offloading(layers, config, plan=offload)
     return Arrangement(_segments(layers, recompute), _nothing_to_begin)
 
 
@@ -61,9 +63,10 @@ def _segments(layers: nn.ModuleList, plan: Sequence[LayerRecompute]) -> tuple[Se
     return tuple(segments)
 
 
-def _with_offloading(layers: nn.ModuleList, config: TransformerConfig, *, has_experts: Sequence[bool]) -> Arrangement:
+def _with_offloading(
+    layers: nn.ModuleList, config: TransformerConfig, *, plan: Sequence[frozenset[str]]
+) -> Arrangement:
     offloader = ActivationOffloader(layers, default_device(), min_elements=config.min_offloaded_tensor_size)
-    plan = plan_offload(config, has_experts)
     # Layers and parts that keep their tensors are watched too: they tell when backward comes near the others.
     runs: list[Run] = [run] * len(layers)
     if config.cpu_offloading_num_layers:

@@ -43,6 +43,12 @@ class OffloadConfig:
         validate_fields(self)
 
 
+def can_offload(config: OffloadConfig, has_experts: list[int]) -> bool:
+    """Whether layers that are built together have parts to offload, before the last. has_experts: 1 or 0 a layer."""
+    before_last, modules = has_experts[:-1], set(config.offload_modules)
+    return 1 in before_last if modules <= EXPERT_MODULES else len(before_last) > 0
+
+
 def validate_offload(config: OffloadConfig, *, has_experts: list[int], grouped_experts: bool) -> None:
     """Raises ValueError where the fields contradict each other or the model; has_experts: 1 or 0 for each layer."""
     whole, num_layers = config.cpu_offloading_num_layers, len(has_experts)
@@ -83,7 +89,7 @@ def _validate_modules(config: OffloadConfig, *, has_experts: list[int], grouped_
             f"offload_modules has {min(modules & EXPERT_MODULES)}: the model needs grouped experts "
             "(num_moe_experts and moe_grouped_gemm), or leave it out"
         )
-    if modules <= EXPERT_MODULES and 1 not in has_experts[:-1]:
+    if not can_offload(config, has_experts):
         raise ValueError(
             f"offload_modules is {' '.join(config.offload_modules)}, and only the last layer, which is never "
             "offloaded, has experts: add parts of other layers, or do not offload"

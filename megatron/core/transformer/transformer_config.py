@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -24,7 +25,12 @@ from megatron.core.transformer.moe.moe_config import (
     validate_grouped_gemm,
     validate_moe,
 )
-from megatron.core.transformer.offload_config import OffloadConfig, validate_offload, validate_offload_with_recompute
+from megatron.core.transformer.offload_config import (
+    OffloadConfig,
+    can_offload,
+    validate_offload,
+    validate_offload_with_recompute,
+)
 from megatron.core.transformer.recompute_config import (
     RecomputeConfig,
     resolve_recompute,
@@ -152,18 +158,20 @@ def validate_layout_of_layers(config: TransformerConfig) -> None:
 
 
 def validate_offload_in_stages(config: TransformerConfig) -> None:
-    """Raises ValueError where offloading, which counts the layers of a chunk, would have none to move."""
+    """Raises ValueError where offloading, which leaves the last layer of each chunk alone, would have none to move."""
     if config.cpu_offloading_num_layers and config.pipeline_model_parallel_size > 1:
         raise ValueError(
             f"cpu_offloading_num_layers is {config.cpu_offloading_num_layers} and pipeline_model_parallel_size is "
             f"{config.pipeline_model_parallel_size}: whole layers are offloaded without stages alone, use "
             "fine_grained_activation_offloading"
         )
-    counts = layers_per_part(config, num_layers=config.num_layers)
-    if config.fine_grained_activation_offloading and 1 in counts:
+    has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
+    ends = [*accumulate(layers_per_part(config, num_layers=config.num_layers))]
+    chunks = [has_experts[start:end] for start, end in zip([0, *ends], ends)]
+    if config.fine_grained_activation_offloading and not any(can_offload(config, chunk) for chunk in chunks):
         raise ValueError(
-            f"fine_grained_activation_offloading with {counts} layers by pipeline stage and chunk: each must have 2 or "
-            "more, the last layer of a chunk is never offloaded"
+            f"offload_modules is {' '.join(config.offload_modules)} and the chunks of pipeline stages have {chunks} "
+            "(1: a layer with experts): nothing would move, the last layer of a chunk is never offloaded"
         )
 
 

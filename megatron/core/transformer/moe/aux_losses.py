@@ -109,8 +109,9 @@ class AuxLossRecorder(Recorder, nn.Module):
 
     def set_backward_scale(self, scale: Tensor) -> None:
         """Sets what auxiliary gradients are multiplied with from now on; scale: scalar or [1], any float dtype."""
-        # In place: graphs that were recorded before still read this tensor.
-        self.backward_scale.copy_(scale.detach().reshape(()))
+        # In place: graphs that were recorded before still read this tensor. Not copy_: fill_ takes a number of the host
+        # along with its launch, where a copy from pageable memory would wait for the device.
+        self.backward_scale.fill_(scale.detach().reshape(()))
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:

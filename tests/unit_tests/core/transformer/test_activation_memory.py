@@ -183,6 +183,11 @@ def test_plans_are_decided_layer_by_layer() -> None:
         (DENSE, offload("attn_proj"), "attn_proj without core_attn"),
         (DENSE, offload("expert_fc1"), "the model needs grouped experts"),
         ({**MOE, "moe_layer_freq": [0, 0, 0, 1]}, offload("moe_act"), "is moe_act, and only the last layer"),
+        (
+            {**MOE, "moe_layer_freq": [0, 1, 0, 1]},
+            offload("moe_act", pipeline_model_parallel_size=2),
+            "nothing would move",
+        ),
         (DENSE, offload("core_attn", num_layers=1), "num_layers 1 would move nothing"),
         (DENSE, offload("core_attn", **WHOLE_LAYERS), "choose one of them"),
         (DENSE, {"cpu_offloading_num_layers": 4}, "cpu_offloading_num_layers is 4: must be less than num_layers .4."),
