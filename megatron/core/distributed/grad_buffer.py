@@ -54,11 +54,23 @@ class GradBuffer:
     """Standing gradients in `dtype`; a hook moves each new gradient in and frees autograd's own tensor.
 
     The first gradient after `clear` overwrites and later ones add, so that nothing is zeroed in advance and
-    microbatches accumulate in `dtype` whatever the parameter's own. scale: factor of every gradient, applied in the
-    pass that moves it. storage: [sum of padded sizes], `dtype`.
+    microbatches accumulate in `dtype` whatever the parameter's own. named_params: of one dtype. scale: factor of every
+    gradient, applied in the pass that moves it. storage: [sum of padded sizes], `dtype`. The parameters move into
+    param_data: the same places, their dtype. is_expert: their gradients are summed over other ranks than the rest's.
     """
 
-    def __init__(self, named_params: list[tuple[str, nn.Parameter]], dtype: torch.dtype, *, scale: float = 1.0):
+    is_sharded = False
+    data_parallel_group = None
+
+    def __init__(
+        self,
+        named_params: list[tuple[str, nn.Parameter]],
+        dtype: torch.dtype,
+        *,
+        scale: float = 1.0,
+        is_expert: bool = False,
+    ):
+        self.is_expert = is_expert
         spans = lay_out([param.numel() for _, param in named_params])
         total = spans[-1].padded_end if spans else 0
         # A model whose parameters are all frozen has an empty buffer.
@@ -69,6 +81,13 @@ class GradBuffer:
             GradEntry(name, param, span, self.storage[span.start : span.end].view(param.shape))
             for (name, param), span in zip(named_params, spans)
         ]
+        self.grad_data = self.storage
+        self.param_data = torch.zeros(total, dtype=named_params[0][1].dtype if named_params else dtype, device=device)
+        for entry in self.entries:
+            view = self.param_data[entry.span.start : entry.span.end].view(entry.param.shape)
+            view.copy_(entry.param.detach())
+            # The parameter object stays, and with it hooks, ties and whoever holds it.
+            entry.param.data = view
         # For the hook, which autograd hands the parameter alone.
         self._grads = {entry.param: entry.grad for entry in self.entries}
         self._scale = scale
@@ -77,6 +96,10 @@ class GradBuffer:
         for entry in self.entries:
             # Hooks of the tensor, unlike those of its autograd node, survive module.to().
             entry.param.register_post_accumulate_grad_hook(self._take)
+
+    def owned_spans(self) -> list[Span]:
+        """What this rank steps: everything."""
+        return [Span(0, self.storage.numel())]
 
     def clear(self) -> None:
         """Forgets all gradients; costs no pass over memory."""

@@ -156,15 +156,15 @@ def _build_buffers(
     """Buffers and the ranks to sum each over; of experts apart where those are other ranks."""
     apart = _ranks(expert_group) != _ranks(group)
     # One reduction a dtype and group; nearly always there is one dtype.
-    by_kind: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    by_kind: dict[tuple[bool, torch.dtype, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     # named_parameters gives a parameter that two modules share once.
     for name, param in module.named_parameters():
         if param.requires_grad:
             # fp64 for comparisons with exact references; 16-bit sums lose microbatches.
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             is_expert = apart and param_facts(param).is_expert
-            by_kind.setdefault((is_expert, dtype), []).append((canonical_name(name), param))
+            by_kind.setdefault((is_expert, param.dtype, dtype), []).append((canonical_name(name), param))
     return [
-        (GradBuffer(named_params, dtype, scale=scale), expert_group if is_expert else group)
-        for (is_expert, dtype), named_params in by_kind.items()
+        (GradBuffer(named_params, dtype, scale=scale, is_expert=is_expert), expert_group if is_expert else group)
+        for (is_expert, _, dtype), named_params in by_kind.items()
     ]

@@ -58,7 +58,8 @@ def get_megatron_optimizer(
         raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
     buffers = [buffer for chunk in model_chunks for buffer in _wrapped(chunk).grad_buffers]
     grouping = ParamGrouping(config, config_overrides)
-    runs = build_runs(buffers, grouping)
+    keys = {entry.param: grouping.key_of(entry.name, entry.param) for buffer in buffers for entry in buffer.entries}
+    runs = build_runs(buffers, keys)
     grouping.check_all_used()
     rules = _update_rules(config, runs, plain=grouping.plain_keys(), model_chunks=model_chunks)
     return _optimizer_class(config)(

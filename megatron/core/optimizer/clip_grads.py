@@ -33,15 +33,24 @@ def get_grad_norm_fp32(
     torch.float64 makes the result independent of how the gradients are cut.
     """
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
-    return read_norm_sync(total_norm(grads, norm_type, group=grad_stats_parallel_group, accumulate_in=accumulate_in))
+    return read_norm_sync(total_norm(grads, norm_type, groups=[grad_stats_parallel_group], accumulate_in=accumulate_in))
 
 
 def total_norm(
-    grads: list[torch.Tensor], norm_type: float, *, group: dist.ProcessGroup | None, accumulate_in: torch.dtype
+    grads: list[torch.Tensor],
+    norm_type: float,
+    *,
+    groups: Sequence[dist.ProcessGroup | None],
+    accumulate_in: torch.dtype,
 ) -> torch.Tensor:
-    """As get_grad_norm_fp32, of tensors of any shape and dtype, but left on the device: [], fp64."""
+    """As get_grad_norm_fp32, of tensors of any shape and dtype, but left on the device: [], fp64.
+
+    groups: over the ranks of the first, then over those of the next: each spreads elements apart from the others.
+    """
     total = _local_norm(grads, norm_type, accumulate_in=accumulate_in)
-    return _norm_over_ranks(total, norm_type, group=group)
+    for group in groups:
+        total = _norm_over_ranks(total, norm_type, group=group)
+    return total
 
 
 def read_norm_sync(total: torch.Tensor) -> float:
@@ -78,7 +87,7 @@ def count_zeros_fp32(
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     counted = (t for t in tensors if owns_elements(t, tp_group))
-    return count_zeros((t.grad for t in counted if t.grad is not None), grad_stats_parallel_group)
+    return count_zeros((t.grad for t in counted if t.grad is not None), [grad_stats_parallel_group])
 
 
 def owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bool:
@@ -87,13 +96,16 @@ def owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bo
     return not facts.shared and (facts.tensor_model_parallel or group_rank(tp_group) == 0)
 
 
-def count_zeros(grads: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> float:
-    """Number of exact zeros in `grads`: any shapes, floating point, other elements on each rank of the group."""
+def count_zeros(grads: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]) -> float:
+    """Number of exact zeros in `grads`: any shapes, floating point, other elements on each rank of the groups, over
+    the ranks of the first, then over those of the next.
+    """
     # [] each, added up on the device so that it is read once.
     counts = [grad.numel() - torch.count_nonzero(grad) for grad in grads]
     total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=default_device())
-    if group_size(group) > 1:
-        dist.all_reduce(total, group=group)
+    for group in groups:
+        if group_size(group) > 1:
+            dist.all_reduce(total, group=group)
     return _read_count_sync(total)
 
 

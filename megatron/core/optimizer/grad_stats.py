@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.optimizer.clip_grads import count_zeros, owns_elements, read_norm_sync, total_norm
-from megatron.core.optimizer.param_runs import ParamRun
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 
@@ -30,18 +31,38 @@ class OwnedPart:
         return flat[self.start : self.end], self.is_apart
 
 
+@dataclass(frozen=True)
+class ShardGroups:
+    """The data-parallel ranks over which the elements of dense and of expert parameters are spread; None: each rank
+    has all of them.
+    """
+
+    dense: dist.ProcessGroup | None = None
+    experts: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, buffers: Sequence[FlatBuffer]) -> "ShardGroups":
+        """Those of some buffers, which the other ranks of their groups have alike."""
+        found = {b.is_expert: b.data_parallel_group for b in buffers if b.is_sharded}
+        # Experts without a buffer of their own lie among the dense parameters.
+        return cls(found.get(False), found.get(True, found.get(False)))
+
+
 class OwnedElements:
     """Which elements of its parameters a rank counts, and over which ranks the counts are joined.
 
     Of copies on several tensor-parallel ranks the first rank's counts, of tied weights the owner's. Dense and expert
     parameters are spread over different groups: mp, and tp_ep_pp. Their data-parallel copies count in each replica
-    alike, so all ranks come to one result.
+    alike, so all ranks come to one result; where these have a shard each, shards joins them first.
     """
 
-    def __init__(self, groups: ProcessGroupCollection) -> None:
+    def __init__(self, groups: ProcessGroupCollection, shards: ShardGroups) -> None:
         self._groups = groups
-        # Then there is one list, in the parameters' order, and one collective.
+        # Then there is one list, in the parameters' order, and one collective. Not by the shards' groups: the ranks of
+        # another stage must come to the same answer, and may have none.
         self._one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1
+        self._dense_groups = [shards.dense or (shards.experts if self._one_group else None), groups.mp]
+        self._expert_groups = [shards.experts, groups.tp_ep_pp]
 
     def owns(self, param: Tensor) -> bool:
         """Whether this rank counts a parameter's elements: any shape and dtype."""
@@ -65,9 +86,9 @@ class OwnedElements:
         owned: tensors that this rank counts, any shapes, contiguous, floating point; and whether each is `apart`.
         """
         dense, experts = self._by_group(owned)
-        total = total_norm(dense, norm_type, group=self._groups.mp, accumulate_in=accumulate_in)
+        total = total_norm(dense, norm_type, groups=self._dense_groups, accumulate_in=accumulate_in)
         if not self._one_group:
-            of_experts = total_norm(experts, norm_type, group=self._groups.tp_ep_pp, accumulate_in=accumulate_in)
+            of_experts = total_norm(experts, norm_type, groups=self._expert_groups, accumulate_in=accumulate_in)
             total = torch.linalg.vector_norm(torch.stack([total, of_experts]), norm_type)
         return read_norm_sync(total)
 
@@ -82,8 +103,8 @@ class OwnedElements:
         """
         owned = ((param, parts) for param, parts in grads if self.owns(param))
         dense, experts = self._by_group((part, self._is_apart(param)) for param, parts in owned for part in parts)
-        total = count_zeros(dense, self._groups.mp)
-        return total if self._one_group else total + count_zeros(experts, self._groups.tp_ep_pp)
+        total = count_zeros(dense, self._dense_groups)
+        return total if self._one_group else total + count_zeros(experts, self._expert_groups)
 
     def _is_apart(self, param: Tensor) -> bool:
         return not self._one_group and param_facts(param).is_expert

@@ -12,13 +12,14 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, sharded_tensors
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.grad_buffer import GradBuffer
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
-from megatron.core.optimizer.grad_stats import OwnedElements
+from megatron.core.optimizer.grad_stats import OwnedElements, ShardGroups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_runs import ParamRun
+from megatron.core.optimizer.param_runs import ParamRun, RunParam
+from megatron.core.optimizer.shard_map import range_tensors, range_views
 from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -53,7 +54,10 @@ class MegatronOptimizer:
         self._rules = list(rules)
         self._runs = list(runs)
         self._grad_buffers = list(grad_buffers)
-        self._owned = OwnedElements(pg_collection or ProcessGroupCollection())
+        groups = pg_collection or ProcessGroupCollection()
+        self._owned = OwnedElements(groups, ShardGroups.of(self._grad_buffers))
+        # Of parameters that are nobody's to step every rank has the whole.
+        self._replicated = OwnedElements(groups, ShardGroups())
         self._logical_pieces = logical_pieces or {}
         self._owned_parts = self._owned.parts_of(self._runs)
         # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
@@ -124,7 +128,7 @@ class MegatronOptimizer:
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
         """2-norm of parameters that it does not step, any shapes and dtypes, summed in fp64. Collective, as `step`."""
-        return self._owned.norm_of(params)
+        return self._replicated.norm_of(params)
 
     def reload_model_params(self) -> None:
         """Takes the fp32 masters from the model's parameters, after weights alone were loaded."""
@@ -143,8 +147,9 @@ class MegatronOptimizer:
                 flats["fp32_param"] = run.main
             for state_name, flat in flats.items():
                 # Boxes by parameter: a run is a matter of this layout and must not show in a checkpoint.
-                for param_name, view in run.named_views(flat):
-                    tensors += sharded_tensors(model_pieces[param_name], view, prefix=f"optimizer.{state_name}.")
+                for member in run.params:
+                    pieces, view = model_pieces[member.name], member.view_of(flat)
+                    tensors += range_tensors(pieces, view, start=member.start, prefix=f"optimizer.{state_name}.")
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,10 +184,11 @@ class MegatronOptimizer:
     def _count_zeros(self) -> float:
         # By logical piece: zeros of padding, between parameters and of the vocabulary, are nobody's.
         members = ((member, member.view_of(run.grad)) for run in self._runs for member in run.params)
-        return self._owned.count_zeros((member.param, self._parts_of(member.name, grad)) for member, grad in members)
+        return self._owned.count_zeros((member.param, self._without_padding(member, grad)) for member, grad in members)
 
-    def _parts_of(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [piece.view_of(tensor) for piece in self._logical_pieces.get(name, [])] or [tensor]
+    def _without_padding(self, member: RunParam, flat: torch.Tensor) -> list[torch.Tensor]:
+        pieces = self._logical_pieces.get(member.name)
+        return [flat] if pieces is None else range_views(pieces, flat, start=member.start)
 
     def _update(self, divisor: float) -> None:
         for rule in self._rules:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
@@ -35,7 +37,11 @@ class FusedRule:
 
     def __init__(self, config: OptimizerConfig, runs: Sequence[ParamRun], *, groups: Sequence[GroupKey]) -> None:
         self.runs = list(runs)
-        torch_groups = [{"params": [r.main for r in runs if r.group == key], **key.values(config)} for key in groups]
+        self._members = [[run for run in runs if run.group == key] for key in groups]
+        torch_groups = [
+            {"params": [run.main for run in members], **key.values(config)}
+            for key, members in zip(groups, self._members)
+        ]
         assert config.lr is not None
         if config.optimizer == "sgd":
             # Its decay is added to the gradient, as in Megatron; only Adam decays apart from it.
@@ -48,6 +54,7 @@ class FusedRule:
             betas = (config.adam_beta1, config.adam_beta2)
             self.optimizer = torch.optim.AdamW(torch_groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
             self._names = ("exp_avg", "exp_avg_sq")
+        self._step_group = _sgd_step if config.optimizer == "sgd" else _adamw_step
         self._create_state(counts_steps=config.optimizer != "sgd")
 
     def _create_state(self, *, counts_steps: bool) -> None:
@@ -58,17 +65,64 @@ class FusedRule:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=run.main.device)
             self.optimizer.state[run.main] = state
 
+    @torch.no_grad()
     def update(self, divisor: float) -> None:
         """See UpdateRule."""
         # The fused kernels divide by this tensor while they read the gradient, as for torch.amp.GradScaler.
         device = self.runs[0].grad.device if self.runs else None
-        self.optimizer.grad_scale = None if divisor == 1.0 else torch.tensor(divisor, device=device)  # type: ignore[attr-defined]
-        # Rates are plain numbers in param_groups, read at this moment.
-        self.optimizer.step()
+        grad_scale = None if divisor == 1.0 else torch.tensor(divisor, device=device)
+        for group, members in zip(self.optimizer.param_groups, self._members):
+            if members:
+                states = [self.optimizer.state[run.main] for run in members]
+                # Rates are plain numbers in the group, read at this moment.
+                self._step_group(members, states, group=group, grad_scale=grad_scale)
 
     def flat_state(self, run: ParamRun) -> dict[str, torch.Tensor]:
         """See UpdateRule: [N], the dtype of `run.main`."""
         return {name: self.optimizer.state[run.main][name] for name in self._names}
+
+
+_States = list[dict[str, torch.Tensor]]
+
+
+# torch's own functions under torch.optim.Optimizer.step, which would always step all runs.
+def _adamw_step(
+    runs: list[ParamRun], states: _States, *, group: dict[str, Any], grad_scale: torch.Tensor | None
+) -> None:
+    beta1, beta2 = group["betas"]
+    adamw(
+        [run.main for run in runs],
+        [run.grad for run in runs],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        grad_scale=grad_scale,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _sgd_step(runs: list[ParamRun], states: _States, *, group: dict[str, Any], grad_scale: torch.Tensor | None) -> None:
+    sgd(
+        [run.main for run in runs],
+        [run.grad for run in runs],
+        [state.get("momentum_buffer") for state in states],
+        fused=True,
+        grad_scale=grad_scale,
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
 
 
 class _Copied:

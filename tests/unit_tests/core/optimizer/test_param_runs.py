@@ -1,0 +1,83 @@
+"""Runs of a rank that owns any part of a buffer: what they cover, and that all shards step as the whole does."""
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from megatron.core.distributed.grad_buffer import GradBuffer, Span
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.param_groups import ParamGrouping
+from megatron.core.optimizer.param_runs import ParamRun, build_runs
+from megatron.core.optimizer.update_rules import FusedRule
+from tests.unit_tests.core.optimizer.reference import assert_same_parameters, tiny_model
+
+GRID = 64
+
+
+class Shard(GradBuffer):
+    """A buffer of which this rank owns some spans alone."""
+
+    def __init__(self, model: nn.Module, owned: list[Span] | None = None):
+        super().__init__(list(model.named_parameters()), torch.float32)
+        self.owned = owned or super().owned_spans()
+        generator = torch.Generator().manual_seed(5)
+        for entry in self.entries:
+            entry.grad.copy_(torch.randn(entry.grad.shape, generator=generator))
+
+    def owned_spans(self) -> list[Span]:
+        return self.owned
+
+    def runs(self) -> list[ParamRun]:
+        config = OptimizerConfig(lr=0.1)
+        return build_runs(
+            [self], {entry.param: ParamGrouping(config).key_of(entry.name, entry.param) for entry in self.entries}
+        )
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=30)
+def test_runs_of_all_owned_spans_hold_every_parameter_element_once(seed: int) -> None:
+    random = Random(seed)
+    sizes = [random.choice([0, 1, 7, 63, 64, 65, 129, 300]) for _ in range(random.randint(1, 6))]
+    model = nn.ParameterList(torch.zeros((n, 1) if random.random() < 0.5 else (n,)) for n in sizes)
+    total = GradBuffer(list(model.named_parameters()), torch.float32).storage.numel() // GRID
+    cuts = sorted({0, total, *(random.randint(0, total) for _ in range(3))})
+    buffer = Shard(model, [Span(a * GRID, (b - a) * GRID) for a, b in zip(cuts, cuts[1:], strict=False)])
+    buffer.param_data.zero_()
+    for run in buffer.runs():
+        assert run.model.numel() == run.grad.numel() == run.main.numel() and run.model.numel() % GRID == 0
+        run.check_attached()
+        for member in run.params:
+            member.view_of(run.model).add_(torch.arange(1, member.span.numel + 1) + member.start)
+        assert len({run.group for _ in run.params}) == 1
+    for parameter in model:
+        assert torch.equal(parameter.flatten(), torch.arange(1, parameter.numel() + 1).float())
+    # Padding is in runs too, and in none of their parameters.
+    assert buffer.param_data.count_nonzero() == sum(sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_of_all_shards_is_a_step_of_the_whole_bit_for_bit(dtype: torch.dtype) -> None:
+    whole = tiny_model(dtype)
+    _step([Shard(whole)])
+    total = Shard(tiny_model(dtype)).storage.numel()
+    # Ranks of one, two and more grid cells; the cuts fall inside parameters and groups.
+    for size in (GRID, 2 * GRID, 5 * GRID):
+        model = tiny_model(dtype)
+        _step([Shard(model, [Span(a, min(size, total - a)) for a in range(0, total, size)])])
+        assert_same_parameters(model, whole)
+
+
+def _step(buffers: list[Shard]) -> None:
+    for buffer in buffers:
+        runs = buffer.runs()
+        rule = FusedRule(OptimizerConfig(lr=0.1), runs, groups=list(dict.fromkeys(run.group for run in runs)))
+        for _ in range(3):
+            rule.update(1.7)
+        for run in runs:
+            if run.has_master:
+                run.model.copy_(run.main)
