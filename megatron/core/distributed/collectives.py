@@ -38,6 +38,10 @@ class Handle(Protocol):
         """Returns when the tensor holds the result; on a GPU the current stream waits, not the host."""
         ...
 
+    def works(self) -> list[dist.Work]:
+        """The messages launched so far that may still be under way, for who wants to know when they end."""
+        ...
+
     def discard(self) -> None:
         """Ends it without a result: the tensor stays what this rank gave. Instead of advance and wait, and only
         where ReductionPolicy.can_repeat.
@@ -108,23 +112,23 @@ def _reduce(flat: torch.Tensor, group: dist.ProcessGroup | None, *, sharded: boo
     if ranks == 1:
         return _Done()
     assert group is not None
-    if policy.deterministic or (policy.fp32_accumulation and flat.dtype.itemsize == 2):
+    in_fp32 = policy.fp32_accumulation and flat.dtype.itemsize == 2
+    # gloo's own reduce-scatter is an all-reduce of a copy: 1.7 times the CPU time.
+    if policy.deterministic or in_fp32 or (sharded and not flat.is_cuda):
         if not sharded and flat.numel() % ranks:
             return _ordered_of_any_size(flat, group, policy=policy)
         scatter = _OrderedReduceScatter(flat, group, average=policy.average)
         return scatter if sharded else _Chain(scatter, lambda: gather_shards_(flat, group))
     # Only NCCL takes the mean while it sums; on the CPU a pass over the result does.
     op = dist.ReduceOp.AVG if policy.average and flat.is_cuda else dist.ReduceOp.SUM
-    result = shard_of(flat, group) if sharded else flat
     if sharded:
-        work = reduce_scatter_single(result, flat, op=op, group=group, async_op=True)
-    else:
-        work = dist.all_reduce(flat, op=op, group=group, async_op=True)
+        return _Launched(reduce_scatter_single(shard_of(flat, group), flat, op=op, group=group, async_op=True))
+    work = dist.all_reduce(flat, op=op, group=group, async_op=True)
     if op == dist.ReduceOp.AVG or not policy.average:
         return _Launched(work)
 
     def divide() -> Handle:
-        result.div_(ranks)
+        flat.div_(ranks)
         return _Done()
 
     return _Chain(_Launched(work), divide)
@@ -152,6 +156,9 @@ class _Done:
     def wait(self) -> None:
         pass
 
+    def works(self) -> list[dist.Work]:
+        return []
+
     def discard(self) -> None:
         pass
 
@@ -167,6 +174,9 @@ class _Launched:
 
     def wait(self) -> None:
         self._work.wait()
+
+    def works(self) -> list[dist.Work]:
+        return [self._work]
 
     def discard(self) -> None:
         raise AssertionError("a collective that writes while it runs cannot be discarded: see can_repeat")
@@ -188,6 +198,9 @@ class _Chain:
         self.advance()
         assert self._second is not None
         self._second.wait()
+
+    def works(self) -> list[dist.Work]:
+        return self._first.works() if self._second is None else self._second.works()
 
     def discard(self) -> None:
         assert self._second is None, "discard is instead of advance and wait"
@@ -232,6 +245,9 @@ class _OrderedReduceScatter:
             # Before the copy, which may round to 16 bits.
             shard[piece.columns] = total.div_(self._rows.shape[0]) if self._average else total
             self._send()
+
+    def works(self) -> list[dist.Work]:
+        return [piece.work for piece in self._under_way]
 
     def discard(self) -> None:
         # What was not sent yet stays so, on all ranks.
