@@ -193,6 +193,13 @@ class _ParamAndGradBuffer:
         self._filled.clear()
         self._unscaled.clear()
 
+    def scale_grads(self, factor: float | torch.Tensor) -> None:
+        """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
+        self.grad_data.mul_(factor)
+        for entry in self.entries:
+            if entry.wire is not entry.main_grad:
+                entry.main_grad.mul_(factor)
+
     def named_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's name and main_grad."""
         return ((entry.name, entry.main_grad) for entry in self.entries)

@@ -4,7 +4,7 @@ Repairs nothing; every rank raises the same error. A group of None is this rank 
 """
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 
 _NAMES_SHOWN = 3
@@ -67,6 +67,61 @@ def _first_difference(checksums: dict[str, int], group: dist.ProcessGroup | None
         f"parameter {name} differs between data-parallel rank 0 and ranks {ranks}: "
         "all replicas must start from the same seed or checkpoint"
     )
+
+
+def check_layouts_agree(
+    module: nn.Module, groups: ProcessGroupCollection, *, settings: Any, stage_group: dist.ProcessGroup | None
+) -> None:
+    """Raises ValueError unless replicas have the same parameters and settings; ranks of `stage_group` without a
+    difference raise RemoteRankError. Collective. settings: how buffers are made of the parameters.
+    """
+    dense, experts = {"": repr(settings)}, {"": repr(settings)}
+    for name, param in module.named_parameters():
+        described = (
+            f"{name} {list(param.shape)} {param.dtype}, {'requires' if param.requires_grad else 'needs no'} grad"
+        )
+        (experts if param_facts(param).is_expert else dense)[name] = described
+    differences = [_layout_difference(list(dense.values()), groups.dp_cp)]
+    differences.append(_layout_difference(list(experts.values()), groups.expt_dp))
+    if group_size(stage_group) == 1:
+        return
+    with all_ranks_agree(stage_group):
+        for difference in differences:
+            if difference is not None:
+                raise ValueError(difference)
+
+
+def _layout_difference(lines: list[str], group: dist.ProcessGroup | None) -> str | None:
+    digests = _gather(zlib.crc32("\n".join(lines).encode()), group)
+    if len(set(digests)) == 1:
+        return None
+    per_rank = _gather(lines, group)
+    position, rank = next(
+        (position, rank)
+        for position in range(max(map(len, per_rank)))
+        for rank, other in enumerate(per_rank)
+        if other[position : position + 1] != per_rank[0][position : position + 1]
+    )
+    first, other = (
+        ["no further parameter", *lines[position : position + 1]][-1] for lines in (per_rank[0], per_rank[rank])
+    )
+    return (
+        f"data-parallel rank 0 has {first} where rank {rank} has {other}: all replicas must wrap the same parameters "
+        "in the same order, with the same settings"
+    )
+
+
+def raise_non_finite(names: list[str], groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Raises NonFiniteGradientError with what the ranks of all groups found. Collective: on all of them.
+
+    names: this rank's parameters with a gradient that is not finite. groups: each rank's tells the next one's ranks.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = {rank: names} if names else {}
+    for group in groups:
+        found = {rank: names for part in _gather(found, group) for rank, names in part.items()}
+    lines = [f"rank {rank}: {', '.join(n[:_NAMES_SHOWN])}{_and_more(n)}" for rank, n in sorted(found.items())]
+    raise NonFiniteGradientError(f"gradient is not finite on {'; '.join(lines)}. The model was not updated")
 
 
 def _finite_sums_sync(grads: list[tuple[str, torch.Tensor]]) -> list[bool]:

@@ -1,0 +1,206 @@
+"""_ParamAndGradBucketGroup: buckets whose gradients are reduced, and whose parameters are gathered, together.
+
+It does what it is told; launch_order.py tells it when, in the same order on every rank.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from megatron.core.distributed.collectives import Handle, gather_shards_, reduce_bucket_
+from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.launch_sequence import Readiness
+from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.param_and_grad_buffer import Entry, _ParamAndGradBucket
+from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
+
+
+class GradState(Enum):
+    """Where the gradients of a group are in an iteration."""
+
+    COLLECTING = "collecting"
+    IN_FLIGHT = "in flight"
+    REDUCED = "reduced"
+
+
+class ParamState(Enum):
+    """Whether a rank's copy of the parameters is what their owners hold."""
+
+    CURRENT = "current"
+    STALE = "stale"
+    IN_FLIGHT = "in flight"
+
+
+class _ParamAndGradBucketGroup:
+    """name: the same on all ranks, for messages. checks: None to look at no gradients.
+
+    is_last_microbatch: gradients that come now complete the sums of the iteration. number: its place in the numbers of
+    the launch sequence.
+    """
+
+    def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str, checks: GradChecks | None) -> None:
+        self.buckets, self.name, self.number = list(buckets), name, -1
+        self.entries = [entry for bucket in self.buckets for entry in bucket.entries]
+        self.is_last_microbatch = True
+        self.grad_state, self.param_state = GradState.COLLECTING, ParamState.CURRENT
+        # is_late: this iteration. is_gathering: since the parameters went stale, until all ranks have them.
+        self.is_late = self.is_gathering = False
+        self._checks = checks
+        self._bucket_of = {entry.param: bucket for bucket in self.buckets for entry in bucket.entries}
+        self._index_of = {entry.param: index for index, entry in enumerate(self.entries)}
+        self.readiness = Readiness(len(self.entries))
+        # Gradients that came when their bucket was on its way, in the order they came.
+        self._late: list[tuple[Entry, torch.Tensor]] = []
+        self._late_sums: list[torch.Tensor] = []
+        self._reductions: list[Handle] = []
+        self._late_reductions: list[Handle] = []
+        self._gathers: list[Handle] = []
+
+    # Gradients.
+
+    def take(self, param: nn.Parameter) -> None:
+        """Moves the gradient that autograd left in `param.grad` to its place, or aside if that is being reduced."""
+        buffer = self._bucket_of[param].buffer
+        if self.grad_state is GradState.COLLECTING:
+            buffer.take(param)
+            return
+        entry = buffer.entry_of[param]
+        if added_to_main_grad(param):
+            raise RuntimeError(
+                f"a kernel added to main_grad of {entry.name} while that was being reduced: wrap all microbatches but "
+                "the last in no_sync, or leave out overlap_grad_reduce"
+            )
+        grad, param.grad = param.grad, None
+        self.is_late = True
+        if grad is not None:
+            self._late.append((entry, grad))
+            if self._checks is not None:
+                self._checks.measure([(entry.name, grad)])
+
+    def note_added(self, param: nn.Parameter) -> None:
+        """Says that someone added a gradient to main_grad, without the scale."""
+        if self.grad_state is not GradState.COLLECTING:
+            raise RuntimeError("register_grad_ready: the gradient was added while its bucket was being reduced")
+        self._bucket_of[param].buffer.note_added(param)
+
+    def register_grad_ready(self, param: nn.Parameter) -> bool:
+        """Counts a gradient of the last microbatch; whether it was the last one expected in this group."""
+        return self.readiness.came(self._index_of[param])
+
+    def unfilled(self) -> list[str]:
+        """Names of the parameters without a gradient in this iteration."""
+        return [name for bucket in self.buckets for name in bucket.buffer.unfilled(bucket.entries)]
+
+    @record_function("_ParamAndGradBucketGroup.start_grad_sync")
+    def start_grad_sync(self, ledger: Ledger) -> None:
+        """Starts to reduce the gradients. Collective."""
+        for bucket in self.buckets:
+            bucket.buffer.complete(bucket.entries)
+            if self._checks is not None:
+                self._checks.measure([(entry.name, entry.main_grad) for entry in bucket.entries])
+        self._reductions = [self._reduce(bucket, bucket.grad_data, ledger=ledger) for bucket in self.buckets]
+        self.grad_state = GradState.IN_FLIGHT
+
+    def start_second_round(self, ledger: Ledger) -> None:
+        """Starts to reduce what came too late on any rank; on all ranks. Collective."""
+        if self._can_repeat:
+            self._discard()
+            # One by one, as they would have been added had nothing been on its way: the sum has the same bits.
+            for entry, grad in self._late:
+                entry.main_grad.add_(grad, alpha=self._bucket_of[entry.param].buffer.settings.scale)
+                if entry.wire is not entry.main_grad:
+                    entry.wire.copy_(entry.main_grad)
+            self._reductions = [self._reduce(bucket, bucket.grad_data, ledger=ledger) for bucket in self.buckets]
+            return
+        for bucket in self.buckets:
+            late = torch.zeros_like(bucket.grad_data)
+            for entry, grad in self._late:
+                if self._bucket_of[entry.param] is bucket:
+                    start = entry.span.start - bucket.layout.span.start
+                    late[start : start + entry.span.numel].add_(grad.reshape(-1), alpha=bucket.buffer.settings.scale)
+            self._late_sums.append(late)
+            self._late_reductions.append(self._reduce(bucket, late, ledger=ledger))
+
+    def advance(self) -> None:
+        """Starts what follows the first messages, so that several groups' may be under way together. Collective."""
+        for handle in [*self._reductions, *self._late_reductions]:
+            handle.advance()
+
+    @record_function("_ParamAndGradBucketGroup.finish_grad_sync")
+    def finish_grad_sync(self) -> None:
+        """Waits until main_grad holds the sums, of sharded buffers this rank's shard of them."""
+        for handle in [*self._reductions, *self._late_reductions]:
+            handle.wait()
+        for bucket, late in zip(self.buckets, self._late_sums):
+            bucket.grad_data.add_(late)
+        for entry in self.entries:
+            if entry.wire is not entry.main_grad:
+                entry.main_grad.copy_(entry.wire)
+        self._drop_handles()
+        self.grad_state = GradState.REDUCED
+
+    def abandon(self) -> None:
+        """Ends reductions whose sums nobody wants. Collective."""
+        if self._can_repeat:
+            self._discard()
+        else:
+            self.advance()
+            for handle in self._reductions:
+                handle.wait()
+        self._drop_handles()
+        self.grad_state = GradState.REDUCED
+
+    def reset(self) -> None:
+        """Begins an iteration; no reduction is under way."""
+        self.readiness.forget()
+        self._drop_handles()
+        self.is_late = False
+        self.grad_state = GradState.COLLECTING
+
+    # Parameters.
+
+    def start_param_sync(self, ledger: Ledger) -> None:
+        """Starts to gather the parameters from the ranks that own their shards. Collective."""
+        for bucket in self.buckets:
+            group = bucket.buffer.data_parallel_group
+            ledger.record(op="all-gather", group=group, flat=bucket.param_data, bucket=self.name)
+            self._gathers.append(gather_shards_(bucket.param_data, group))
+        self.param_state = ParamState.IN_FLIGHT
+
+    @record_function("_ParamAndGradBucketGroup.finish_param_sync")
+    def finish_param_sync(self) -> None:
+        """Waits for a gather under way."""
+        for handle in self._gathers:
+            handle.wait()
+        self._gathers.clear()
+        self.param_state = ParamState.CURRENT
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank owns a shard of the parameters, which the others gather."""
+        return self.buckets[0].buffer.is_sharded
+
+    @property
+    def _can_repeat(self) -> bool:
+        return self.buckets[0].buffer.settings.policy.can_repeat
+
+    def _reduce(self, bucket: _ParamAndGradBucket, flat: torch.Tensor, *, ledger: Ledger) -> Handle:
+        buffer = bucket.buffer
+        op = "reduce-scatter" if buffer.is_sharded else "all-reduce"
+        ledger.record(op=op, group=buffer.data_parallel_group, flat=flat, bucket=self.name)
+        return reduce_bucket_(
+            flat, buffer.data_parallel_group, sharded=buffer.is_sharded, policy=buffer.settings.policy
+        )
+
+    def _discard(self) -> None:
+        for handle in self._reductions:
+            handle.discard()
+
+    def _drop_handles(self) -> None:
+        self._late.clear()
+        self._late_sums.clear()
+        self._reductions.clear()
+        self._late_reductions.clear()

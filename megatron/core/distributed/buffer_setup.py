@@ -1,0 +1,103 @@
+"""From a module, its settings and its groups to flat buffers: which parameters share one, how it is cut and scaled."""
+
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.collectives import ReductionPolicy
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.layout import resolve_bucket_size
+from megatron.core.distributed.param_and_grad_buffer import (
+    BufferKind,
+    BufferSettings,
+    _ParamAndGradBuffer,
+    buffer_kind,
+)
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.param_attributes import param_facts
+
+
+def check_settings(
+    module: nn.Module,
+    groups: ProcessGroupCollection,
+    *,
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+) -> None:
+    """Raises ValueError where a module cannot be wrapped with these settings and groups."""
+    if config.calculate_per_token_loss and ddp_config.average_in_collective:
+        raise ValueError(
+            "DistributedDataParallelConfig.average_in_collective and calculate_per_token_loss are both set: the sum "
+            "over ranks is divided by their tokens, not by their number"
+        )
+    has_experts = any(param_facts(param).is_expert for param in module.parameters())
+    # Without it experts would be summed with others, or with none, and nobody would notice.
+    if has_experts and groups.dp_cp is not None and groups.expt_dp is None:
+        raise ValueError(
+            "pg_collection.expt_dp is None: the module has expert parameters, so give the ranks that share them"
+        )
+
+
+def build_buffers(
+    module: nn.Module,
+    groups: ProcessGroupCollection,
+    *,
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+    single_bucket: bool,
+) -> list[_ParamAndGradBuffer]:
+    """Moves the parameters that require grad into buffers, one for each kind; of experts apart where they are reduced
+    over other ranks.
+    """
+    apart = _ranks(groups.expt_dp) != _ranks(groups.dp_cp)
+    by_kind: dict[BufferKind, list[tuple[str, nn.Parameter]]] = {}
+    # named_parameters gives a parameter that two modules share once.
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            kind = buffer_kind(param, grad_reduce_in_fp32=ddp_config.grad_reduce_in_fp32, experts_apart=apart)
+            by_kind.setdefault(kind, []).append((name, param))
+    buffers = []
+    for kind, named_params in by_kind.items():
+        group = groups.expt_dp if kind.is_expert else groups.dp_cp
+        settings = BufferSettings(
+            group=group,
+            bucket_size=resolve_bucket_size(
+                ddp_config.bucket_size,
+                ddp_config.num_buckets,
+                total=sum(param.numel() for _, param in named_params),
+                num_ranks=group_size(group),
+                single_bucket=single_bucket or not ddp_config.overlap_grad_reduce,
+            ),
+            is_sharded=ddp_config.use_distributed_optimizer,
+            scale=_scale(group, groups, config=config, ddp_config=ddp_config),
+            policy=ReductionPolicy(
+                deterministic=config.deterministic_mode,
+                average=ddp_config.average_in_collective,
+                fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
+            ),
+            high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
+            fp32_patterns=ddp_config.param_name_patterns_for_fp32_local_accumulation,
+        )
+        buffers.append(_ParamAndGradBuffer(kind, named_params, settings=settings))
+    return buffers
+
+
+def _scale(
+    group: dist.ProcessGroup | None,
+    groups: ProcessGroupCollection,
+    *,
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+) -> float:
+    """Factor of every gradient before its sum over `group`."""
+    if config.calculate_per_token_loss:
+        return 1.0
+    # An expert's gradient has its share of every rank's tokens already, so the number of replicas is that of the dense
+    # layers for both.
+    replicas = group_size(groups.dp_cp)
+    return group_size(group) / replicas if ddp_config.average_in_collective else 1.0 / replicas
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int] | None:
+    # A group of this rank alone is None, or one of a grid.
+    return None if group is None or group_size(group) == 1 else dist.get_process_group_ranks(group)

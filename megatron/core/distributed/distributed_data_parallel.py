@@ -1,0 +1,290 @@
+"""DistributedDataParallel: replicas of any module whose gradients are reduced in buckets, during backward if wanted.
+
+How buffers are laid out, and what is launched when, is in layout.py and launch_order.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
+from megatron.core.distributed.buffer_setup import build_buffers, check_settings
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer, partition_buckets
+from megatron.core.distributed.replica_checks import check_layouts_agree
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.utils import ModelWrapper
+
+
+class DistributedDataParallel(ModelWrapper):
+    """Wraps a module: those of its parameters that require grad move into flat buffers, as do their gradients.
+
+    In a step: `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `no_sync`),
+    `finish_grad_sync`; then `param.main_grad` is the mean over the ranks (the sum with calculate_per_token_loss, for
+    finalize_model_grads to divide by the tokens; only this rank's shard of each bucket with use_distributed_optimizer).
+    `param.grad` is None. A parameter that backward did not reach, on some ranks or all, counts as zeros there.
+    After an error in a step that is caught: `reset_iteration`.
+
+    config: calculate_per_token_loss and deterministic_mode count here. disable_bucketing: one bucket for all.
+    pg_collection: None for parallel_state's groups, or else all ranks there are. launch_order: that of the other chunks
+    of this pipeline stage. Collective: raises ValueError on all ranks where they do not wrap the same parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelParallelConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+        launch_order: LaunchOrder | None = None,
+    ) -> None:
+        super().__init__(module)
+        self.config, self.ddp_config = config, ddp_config
+        self.pg_collection = pg_collection or _existing_groups()
+        check_settings(module, self.pg_collection, config=config, ddp_config=ddp_config)
+        self.launch_order = launch_order or LaunchOrder.of(self.pg_collection, ddp_config)
+        check_layouts_agree(module, self.pg_collection, settings=ddp_config, stage_group=self.launch_order.stage_group)
+        built = build_buffers(
+            module,
+            self.pg_collection,
+            config=config,
+            ddp_config=ddp_config,
+            single_bucket=disable_bucketing or group_rank(self.pg_collection.pp) > 0,
+        )
+        # The name that users know hides nn.Module's; named_buffers gives those.
+        self.buffers = [buffer for buffer in built if not buffer.is_expert]  # type: ignore[assignment,method-assign]
+        self.expert_parallel_buffers = [buffer for buffer in built if buffer.is_expert]
+        self._all_buffers = built
+        self._checks = GradChecks.of(ddp_config)
+        self.bucket_groups, self.expert_parallel_bucket_groups = (
+            self._build_groups([b for b in built if b.is_expert == is_expert], force_single=disable_bucketing)
+            for is_expert in (False, True)
+        )
+        self._groups = [*self.bucket_groups, *self.expert_parallel_bucket_groups]
+        self.param_to_bucket_group = {entry.param: group for group in self._groups for entry in group.entries}
+        self._params_at_start = dict(module.named_parameters())
+        self.launch_order.attach(
+            ChunkSync(self._in_order_of_backward(), self._find_problem, self._zero_grads, self._checks)
+        )
+        for param in self.param_to_bucket_group:
+            # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
+            param.register_post_accumulate_grad_hook(self._take_gradient)
+        self._pre_hooks: list[Any] = []
+        if ddp_config.overlap_param_gather:
+            self.enable_forward_pre_hook()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return self.module(*inputs, **kwargs)
+
+    # Gradients, in the order of a step.
+
+    def zero_grad_buffer(self) -> None:
+        """Makes all gradients zero and begins an iteration; call before the first microbatch.
+
+        Collective if an iteration with overlap is under way and was not finished: it is dropped on all ranks.
+        """
+        self.launch_order.begin_iteration()
+        self._zero_grads()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients that come inside belong to a microbatch before the last: they add up, and nothing is reduced."""
+        for group in self._groups:
+            group.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            for group in self._groups:
+                group.is_last_microbatch = True
+
+    def register_grad_ready(self, param: nn.Parameter) -> None:
+        """Says that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad` itself.
+
+        For gradients that autograd does not produce; scaling is done here.
+        """
+        group = self.param_to_bucket_group[param]
+        group.note_added(param)
+        self.launch_order.gradient_ready(group, param)
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Starts to reduce all gradients that this chunk has so far, and those of chunks before it. Collective."""
+        self.launch_order.start_grad_sync(self._groups)
+
+    def finish_grad_sync(self) -> None:
+        """Reduces what is left and waits for all of it; call after the last microbatch. Collective.
+
+        The first of the chunks that share a launch order does it for all. Raises NonFiniteGradientError on all ranks if
+        the check is on and any rank's gradient is NaN or infinite; where a rank has broken the iteration off, that
+        rank's error, or RemoteRankError.
+        """
+        self.launch_order.finish()
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype."""
+        for buffer in self._all_buffers:
+            buffer.scale_grads(scaling_factor)
+
+    def reset_iteration(self) -> None:
+        """Makes the next step one that never saw this one's error; for all chunks with the same launch order.
+
+        On the ranks that caught an error, however many: the others get a RemoteRankError from finish_grad_sync, and
+        call this too.
+        """
+        self.launch_order.reset()
+
+    def freeze_order(self) -> None:
+        """Keeps the order of collectives from now on, for graphs that are captured with it."""
+        self.launch_order.freeze()
+
+    def named_main_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and gradients of all parameters that require grad: [*parameter shape], floating point, views."""
+        return (item for buffer in self._all_buffers for item in buffer.named_grads())
+
+    # Parameters.
+
+    def mark_params_stale(self) -> None:
+        """Says that an optimizer has updated this rank's shards: others are gathered before modules read them."""
+        self.launch_order.mark_stale(self._groups)
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Gathers the parameters from the ranks that own their shards; without overlap, waits for them. Collective.
+
+        What is on its way already is not sent again, unless force_dispatch. force_sync: waits in any case.
+        """
+        groups = [group for group in self._groups if group.is_sharded]
+        self.launch_order.start_param_sync(groups, again=force_dispatch)
+        if force_sync or not self.ddp_config.overlap_param_gather:
+            self.launch_order.finish_param_sync(groups)
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
+        """Waits for all parameters of this chunk; starts the gather that follows unless told to skip. Collective."""
+        self.launch_order.finish_param_sync(self._groups)
+        if not skip_next_bucket_dispatch:
+            self.launch_order.prefetch()
+
+    def start_stale_param_sync(self, *unused: Any) -> None:
+        """Starts the gathers that are due, if there are any, without waiting: a schedule's param_sync_func."""
+        if any(group.is_gathering for group in self._groups):
+            self.launch_order.start_param_sync(self._groups)
+
+    def wait_params(self, params: Iterable[nn.Parameter]) -> None:
+        """Waits until these may be read, any shapes and dtypes: for code that reads parameters outside their module."""
+        for group in dict.fromkeys(self.param_to_bucket_group[p] for p in params if p in self.param_to_bucket_group):
+            self.launch_order.need(group, prefetch=False)
+
+    def enable_forward_pre_hook(self) -> None:
+        """Lets every module wait for its own parameters before its forward, and start the next ones' gather."""
+        if self._pre_hooks:
+            raise ValueError("enable_forward_pre_hook was called before: disable the hooks first")
+        prefetch = not (
+            self.ddp_config.overlap_param_gather_with_optimizer_step
+            or (self.ddp_config.align_param_gather and group_size(self.pg_collection.pp) > 1)
+        )
+        for module in self.module.modules():
+            own = [self.param_to_bucket_group[p] for p in module.parameters(recurse=False) if p.requires_grad]
+            if own:
+                hook = self._pre_hook(list(dict.fromkeys(own)), prefetch=prefetch)
+                self._pre_hooks.append(module.register_forward_pre_hook(hook))
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Takes those hooks away; param_sync: after a gather of all parameters, which is Collective."""
+        if not self._pre_hooks:
+            raise ValueError("disable_forward_pre_hook was called without enable_forward_pre_hook")
+        for handle in self._pre_hooks:
+            handle.remove()
+        self._pre_hooks.clear()
+        if param_sync:
+            self.start_param_sync(force_sync=True)
+
+    def broadcast_params(self) -> None:
+        """Gives every rank the parameters of the first that holds the same ones. Collective."""
+        flats = {buffer: buffer.param_data for buffer in self._all_buffers}
+        for buffer, flat in flats.items():
+            _broadcast(flat, self._group_of_replicas(is_expert=buffer.is_expert))
+        for param in self.module.parameters():
+            if param not in self.param_to_bucket_group:
+                _broadcast(param.data, self._group_of_replicas(is_expert=param_facts(param).is_expert))
+
+    # Inside.
+
+    def _group_of_replicas(self, *, is_expert: bool) -> dist.ProcessGroup | None:
+        return self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
+
+    def _take_gradient(self, param: torch.Tensor) -> None:
+        assert isinstance(param, nn.Parameter)
+        self.launch_order.gradient_came(self.param_to_bucket_group[param], param)
+
+    def _zero_grads(self) -> None:
+        for buffer in self._all_buffers:
+            buffer.zero_grads()
+
+    def _pre_hook(self, groups: Sequence[_ParamAndGradBucketGroup], *, prefetch: bool) -> Callable[..., None]:
+        def wait_for_own_params(*unused: Any) -> None:
+            for group in groups:
+                self.launch_order.need(group, prefetch=prefetch)
+
+        return wait_for_own_params
+
+    def _build_groups(
+        self, buffers: list[_ParamAndGradBuffer], *, force_single: bool
+    ) -> list[_ParamAndGradBucketGroup]:
+        chunk, kind = self.launch_order.num_chunks, "experts" if buffers and buffers[0].is_expert else "dense"
+        parts = partition_buckets(buffers, force_single_bucket_group=force_single)
+        return [
+            _ParamAndGradBucketGroup(buckets, name=f"chunk {chunk} {kind} {index}", checks=self._checks)
+            for index, buckets in enumerate(parts)
+        ]
+
+    def _in_order_of_backward(self) -> list[_ParamAndGradBucketGroup]:
+        # A bucket is complete when backward has come to the first of its modules.
+        places = {param: place for place, param in enumerate(self.module.parameters())}
+        return sorted(self._groups, key=lambda group: -min(places[entry.param] for entry in group.entries))
+
+    def _find_problem(self) -> str | None:
+        """What was done to the module that its buffers do not know of."""
+        wrapped, now = self.param_to_bucket_group, dict(self.module.named_parameters())
+        for name, param in now.items():
+            if param.requires_grad == (param in wrapped):
+                continue
+            before = self._params_at_start.get(name)
+            if before is param:
+                what = "unfrozen" if param.requires_grad else "frozen"
+            else:
+                what = "added" if before is None else "replaced"
+            return _changed(name, what)
+        if len(now) < len(self._params_at_start):
+            return _changed(next(name for name in self._params_at_start if name not in now), "removed")
+        lost = next((n for n, p in self._params_at_start.items() if p in wrapped and now.get(n) is not p), None)
+        return None if lost is None else _changed(lost, "replaced")
+
+
+def _changed(name: str, what: str) -> str:
+    return (
+        f"parameter {canonical_name(name)} was {what} after the module was wrapped in DistributedDataParallel: "
+        "wrap the module, and build its optimizer, after such changes"
+    )
+
+
+def _existing_groups() -> ProcessGroupCollection:
+    groups = existing_process_groups()
+    if groups.dp_cp is None and dist.is_initialized():
+        return ProcessGroupCollection(dp=dist.group.WORLD, dp_cp=dist.group.WORLD)
+    return groups
+
+
+def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    if group_size(group) > 1:
+        dist.broadcast(flat, group=group, group_src=0)

@@ -1,0 +1,73 @@
+"""GradChecks: this rank's gradients looked at before they are reduced, after which nobody can tell whose one was.
+
+Measured on the device without waiting for it; raises nothing itself, since all ranks must.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+
+# So many times the largest norm that a parameter's gradient ever had, and steps before a norm means anything.
+_LARGE_FACTOR, _LARGE_AFTER_STEPS = 10.0, 5
+
+logger = logging.getLogger(__name__)
+
+
+class GradChecks:
+    """Finds gradients that are not finite (`nan`), and warns of those that are far larger than before (`large`)."""
+
+    def __init__(self, *, nan: bool, large: bool) -> None:
+        self._nan, self._large = nan, large
+        self._measured: list[tuple[list[str], torch.Tensor]] = []
+        # The largest norm of each parameter so far, and in how many steps.
+        self._largest: dict[str, tuple[float, int]] = {}
+
+    @classmethod
+    def of(cls, config: DistributedDataParallelConfig) -> "GradChecks | None":
+        """What the settings ask for; None for nothing."""
+        if not (config.check_for_nan_in_grad or config.check_for_large_grads):
+            return None
+        return cls(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads)
+
+    def measure(self, named_grads: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Notes one number of each gradient: any shapes, floating point, on one device."""
+        if named_grads:
+            names = [name for name, _ in named_grads]
+            self._measured.append((names, torch.stack([self._number_of(grad) for _, grad in named_grads])))
+
+    def forget(self) -> None:
+        """Drops what was measured."""
+        self._measured.clear()
+
+    def non_finite_sync(self) -> list[str]:
+        """Names of the measured gradients that are not finite; forgets what was measured."""
+        if not self._measured:
+            return []
+        # NOTE: reads the device, once a step.
+        numbers = torch.cat([numbers for _, numbers in self._measured]).tolist()
+        names = [name for names, _ in self._measured for name in names]
+        self._measured.clear()
+        bad = [name for name, number in zip(names, numbers) if not abs(number) < float("inf")]
+        if self._large and not bad:
+            for name, norm in zip(names, numbers):
+                self._compare(name, norm)
+        # Late gradients are measured apart.
+        return list(dict.fromkeys(bad)) if self._nan else []
+
+    def _number_of(self, grad: torch.Tensor) -> torch.Tensor:
+        # A sum is finite only if all its terms are, and costs half of isfinite; not in fp16, which has no room for it.
+        wide = torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
+        if self._large:
+            return torch.linalg.vector_norm(grad, dtype=wide).double()
+        return grad.sum(dtype=wide).double()
+
+    def _compare(self, name: str, norm: float) -> None:
+        largest, steps = self._largest.get(name, (0.0, 0))
+        if steps >= _LARGE_AFTER_STEPS and norm > _LARGE_FACTOR * largest > 0:
+            logger.warning(
+                "gradient norm of %s is %.3g: more than ten times the largest so far, %.3g", name, norm, largest
+            )
+        self._largest[name] = (max(largest, norm), steps + 1)

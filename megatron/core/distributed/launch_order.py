@@ -1,0 +1,361 @@
+"""LaunchOrder: which collectives of a pipeline stage are launched when, the same sequence on every rank.
+
+[Note: launch order] Collectives pair up by the order in which ranks launch them, while gradients become ready, and
+parameters are needed, in an order that may differ between ranks and steps. So all gathers and reductions of a stage
+have one total order, and each rank launches a prefix of it, then more of it: gathers first, then reductions. What is
+decided from this rank's data alone is how long the prefix is. Whatever all ranks must know at the end of an iteration
+(who broke it off, which gradients came too late, whether to change the order) takes one small all-reduce.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+from megatron.core.agreement import RemoteRankError
+from megatron.core.device import default_device
+from megatron.core.distributed.bucket_group import GradState, ParamState, _ParamAndGradBucketGroup
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.launch_sequence import LaunchSequence
+from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.replica_checks import raise_non_finite
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+
+logger = logging.getLogger(__name__)
+
+_RESET = "reset_iteration() was called after an error"
+
+
+class Phase(Enum):
+    """Where an iteration is; it begins with zero_grad_buffer and ends with finish_grad_sync."""
+
+    COLLECTING = "collecting"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkSync:
+    """What a DistributedDataParallel puts under a launch order.
+
+    find_problem: what has changed in its module so that its buffers are wrong, in words, or None. zero_grads: forgets
+    its gradients.
+    """
+
+    groups: Sequence[_ParamAndGradBucketGroup]
+    find_problem: Callable[[], str | None]
+    zero_grads: Callable[[], None]
+    checks: GradChecks | None = None
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What all ranks of the stage know at the end of an iteration."""
+
+    is_aborted: bool
+    is_non_finite: bool
+    is_reordered: bool
+    late: list[bool]
+
+
+class LaunchOrder:
+    """The collectives of all chunks of a stage; see [Note: launch order].
+
+    stage_group: ranks whose collectives are to be in one order: all that share a dense or an expert group with each
+    other; None is this rank alone. pp_group: those that must stop together. overlap_grad_reduce: reduce during
+    backward; else at the end.
+    """
+
+    def __init__(
+        self,
+        stage_group: dist.ProcessGroup | None = None,
+        *,
+        pp_group: dist.ProcessGroup | None = None,
+        overlap_grad_reduce: bool = False,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.stage_group, self._pp_group = stage_group, pp_group
+        self.ledger = ledger or Ledger(stage_group)
+        self._overlap = overlap_grad_reduce
+        self._sequence = LaunchSequence()
+        self._groups: list[_ParamAndGradBucketGroup] = []
+        self._chunks: list[ChunkSync] = []
+        self._phase = Phase.COLLECTING
+        self._warned: set[str] = set()
+
+    @classmethod
+    def of(cls, groups: ProcessGroupCollection, config: DistributedDataParallelConfig) -> "LaunchOrder":
+        """That of a stage with these groups."""
+        stage_group = groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
+        return cls(stage_group, pp_group=groups.pp, overlap_grad_reduce=config.overlap_grad_reduce)
+
+    def attach(self, chunk: ChunkSync) -> None:
+        """Puts a chunk's groups, given in about the order of their gradients, before those of earlier chunks."""
+        if self._phase is not Phase.COLLECTING or self._sequence.may_have_begun:
+            raise ValueError("launch_order is given after its first iteration: wrap all chunks of a model before it")
+        for number, group in zip(self._sequence.add(len(chunk.groups)), chunk.groups):
+            group.number = number
+            self.ledger.name_bucket(group.name, [entry.name for entry in group.entries])
+        self._groups += chunk.groups
+        self._chunks.append(chunk)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks attached so far."""
+        return len(self._chunks)
+
+    def freeze(self) -> None:
+        """Keeps the order from now on, for graphs that are captured with it."""
+        self._sequence.is_frozen = True
+
+    # Gradients.
+
+    def begin_iteration(self) -> None:
+        """Forgets what came since the last iteration ended.
+
+        Collective if an iteration with overlap was under way: some ranks may have reduced a part of it.
+        """
+        if self._phase is Phase.COLLECTING and self._sequence.may_have_begun:
+            self._break_off(_RESET)
+        self._start()
+
+    def gradient_came(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
+        """Takes a gradient that autograd left in `param.grad`."""
+        self._check_collecting(group, param)
+        group.take(param)
+        self.gradient_ready(group, param)
+
+    def gradient_ready(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
+        """Counts a gradient that is in its place, and launches what need not wait any longer."""
+        self._check_collecting(group, param)
+        if not (self._overlap and group.is_last_microbatch):
+            return
+        self._sequence.came(group.number)
+        if group.register_grad_ready(param) and group.grad_state is GradState.COLLECTING:
+            self._launch(self._sequence.ready(group.number))
+
+    def start_grad_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
+        """Launches these groups and all before them, with whatever gradients they have."""
+        for group in groups:
+            self._launch(self._sequence.up_to(group.number))
+
+    @record_function("LaunchOrder.finish")
+    def finish(self) -> None:
+        """Launches what is left and waits for all of it; once an iteration, for all chunks. Collective.
+
+        Raises on all ranks: NonFiniteGradientError if a gradient is not finite and that is checked; where a rank broke
+        the iteration off, that rank's error, or RemoteRankError.
+        """
+        if self._phase is Phase.FINISHED:
+            return
+        if self._phase is Phase.ABORTED:
+            raise RuntimeError("the iteration was broken off: call reset_iteration() or zero_grad_buffer() first")
+        problem = next((found for chunk in self._chunks if (found := chunk.find_problem())), None)
+        self._launch_rest()
+        non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
+        seen = self._sequence.seen({group.number for group in self._groups if not group.readiness.is_complete})
+        decides = self._overlap and group_rank(self.stage_group) == 0
+        verdict = self._agree_sync(
+            _Verdict(
+                is_aborted=problem is not None,
+                is_non_finite=bool(non_finite),
+                is_reordered=decides and self._sequence.wants(seen),
+                late=[group.is_late for group in self._groups],
+            )
+        )
+        if verdict.is_aborted:
+            self._abort(problem)
+        if verdict.is_non_finite:
+            self._abandon()
+            raise_non_finite(non_finite, [self.stage_group, self._pp_group])
+        self._wait_for_reductions(verdict.late)
+        self._warn_of_unused()
+        self._learn(seen, is_reordered=verdict.is_reordered)
+        self._phase = Phase.FINISHED
+
+    def reset(self) -> None:
+        """After an error in an iteration: lets the other ranks know, drops all gradients and begins anew.
+
+        Collective, except after finish_grad_sync has ended the iteration, or told of another rank's reset.
+        """
+        if self._phase is Phase.COLLECTING:
+            self._break_off(_RESET)
+        self._start()
+        for chunk in self._chunks:
+            chunk.zero_grads()
+
+    # Parameters.
+
+    def mark_stale(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
+        """Says that owners have updated their shards: the others gather before they read. Same on all ranks."""
+        if any(group.is_gathering for group in groups):
+            self.finish_param_sync(groups)
+        for group in groups:
+            if group.is_sharded:
+                group.param_state, group.is_gathering = ParamState.STALE, True
+
+    def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup], *, again: bool = False) -> None:
+        """Launches the gathers of stale parameters; if all groups are current, or `again`, of all. Collective."""
+        if again or not any(group.is_gathering for group in groups):
+            self.mark_stale(groups)
+        for group in self._gather_order():
+            if group in groups:
+                self._launch_gathers(up_to=group)
+
+    def finish_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
+        """Launches what is left of the gathers and waits for them. Collective."""
+        for group in self._gather_order():
+            if group in groups:
+                self.need(group, prefetch=False)
+                group.is_gathering = False
+
+    def need(self, group: _ParamAndGradBucketGroup, *, prefetch: bool) -> None:
+        """Waits until a group's parameters may be read; prefetch: launches the gather of the next group as well."""
+        if group.param_state is ParamState.CURRENT:
+            return
+        self._launch_gathers(up_to=group)
+        if prefetch:
+            self.prefetch()
+        if group.param_state is ParamState.IN_FLIGHT:
+            group.finish_param_sync()
+
+    def prefetch(self) -> None:
+        """Launches the next gather that is due, if there is one."""
+        following = next((group for group in self._gather_order() if group.param_state is ParamState.STALE), None)
+        if following is not None:
+            following.start_param_sync(self.ledger)
+
+    def _gather_order(self) -> list[_ParamAndGradBucketGroup]:
+        # About the order of forward.
+        return [self._groups[number] for number in reversed(self._sequence.order)]
+
+    def _launch_gathers(self, *, up_to: _ParamAndGradBucketGroup | None = None) -> None:
+        for group in self._gather_order():
+            if group.param_state is ParamState.STALE:
+                group.start_param_sync(self.ledger)
+            if group is up_to:
+                return
+
+    # Inside.
+
+    def _check_collecting(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
+        if self._phase is not Phase.COLLECTING:
+            name = next(entry.name for entry in group.entries if entry.param is param)
+            raise RuntimeError(
+                f"the gradient of {name} came after finish_grad_sync: call zero_grad_buffer before the first backward"
+            )
+
+    def _start(self) -> None:
+        self._phase = Phase.COLLECTING
+        self._sequence.start()
+        for group in self._groups:
+            group.reset()
+        for chunk in self._chunks:
+            if chunk.checks is not None:
+                chunk.checks.forget()
+
+    def _launch(self, numbers: Sequence[int]) -> None:
+        if numbers:
+            # Before the first reduction; else another rank's would pair with it.
+            self._launch_gathers()
+        for number in numbers:
+            self._groups[number].start_grad_sync(self.ledger)
+
+    def _launch_rest(self) -> None:
+        self._launch_gathers()
+        self._launch(self._sequence.rest())
+        for group in self._gather_order():
+            if group.param_state is ParamState.IN_FLIGHT:
+                # Of modules that forward skipped: the optimizer is about to write where it arrives.
+                group.finish_param_sync()
+            group.is_gathering = False
+
+    def _wait_for_reductions(self, late: list[bool]) -> None:
+        in_order = [self._groups[number] for number in self._sequence.order]
+        for group in in_order:
+            if late[group.number]:
+                group.start_second_round(self.ledger)
+        for group in in_order:
+            group.advance()
+        for group in in_order:
+            group.finish_grad_sync()
+
+    def _warn_of_unused(self) -> None:
+        unused = [name for group in self._groups for name in group.unfilled() if name not in self._warned]
+        if unused:
+            self._warned.update(unused)
+            logger.warning("no gradient came for %s: zeros are reduced in its place", ", ".join(unused))
+
+    def _learn(self, seen: list[int], *, is_reordered: bool) -> None:
+        if not self._overlap:
+            return
+        self._sequence.learn(seen)
+        for group in self._groups:
+            group.readiness.learn()
+        if not is_reordered:
+            return
+        order = torch.tensor(seen, device=self._message_device())
+        if group_size(self.stage_group) > 1:
+            dist.broadcast(order, group=self.stage_group, group_src=0)
+        self._adopt_sync(order)
+
+    def _adopt_sync(self, order: torch.Tensor) -> None:
+        # NOTE: reads the device, in the few steps that change the order.
+        self._sequence.adopt(order.tolist())
+
+    def _agree_sync(self, local: _Verdict) -> _Verdict:
+        """The highest of each number over the ranks."""
+        flags = [local.is_aborted, local.is_non_finite, local.is_reordered, *local.late]
+        numbers = torch.tensor([*self.ledger.agreement(), *flags], dtype=torch.int64, device=self._message_device())
+        if group_size(self.stage_group) > 1:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.stage_group)
+        if group_size(self._pp_group) > 1 and any(chunk.checks for chunk in self._chunks):
+            # The other stages have nothing else that tells them, and would wait for this one.
+            dist.all_reduce(numbers[3:4], op=dist.ReduceOp.MAX, group=self._pp_group)
+        # NOTE: reads the device, once a step.
+        digest, other_digest, aborted, non_finite, reordered, *late = numbers.tolist()
+        self.ledger.check_agreed([digest, other_digest])
+        return _Verdict(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
+
+    def _break_off(self, reason: str) -> None:
+        """Ends an iteration for all ranks."""
+        self._launch_rest()
+        self._agree_sync(
+            _Verdict(is_aborted=True, is_non_finite=False, is_reordered=False, late=[False] * len(self._groups))
+        )
+        self._exchange(reason)
+        self._abandon()
+
+    def _abort(self, problem: str | None) -> None:
+        """Ends an iteration that this rank, or another, has broken off."""
+        reasons = self._exchange(problem)
+        self._abandon()
+        if problem is not None:
+            raise ValueError(problem)
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+        raise RemoteRankError(
+            f"rank {rank} of the stage broke the iteration off: {reason}. Its gradients are dropped on all ranks: "
+            "call reset_iteration() and go on"
+        )
+
+    def _exchange(self, reason: str | None) -> list[Any]:
+        reasons: list[Any] = [reason] * group_size(self.stage_group)
+        if group_size(self.stage_group) > 1:
+            dist.all_gather_object(reasons, reason, group=self.stage_group)
+        return reasons
+
+    def _abandon(self) -> None:
+        for number in self._sequence.order:
+            self._groups[number].abandon()
+        self._phase = Phase.ABORTED
+
+    def _message_device(self) -> torch.device:
+        on_gpu = self.stage_group is not None and dist.get_backend(self.stage_group) == "nccl"
+        return default_device() if on_gpu else torch.device("cpu")

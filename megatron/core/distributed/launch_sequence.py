@@ -1,0 +1,146 @@
+"""Which bucket group may be reduced next: pure decisions over numbers, the same on every rank. Launches nothing.
+
+Groups are numbered as they were added. launch_order.py acts on what is decided here.
+"""
+
+from collections.abc import Collection
+
+# Iterations in which a parameter must have had fewer gradients before fewer are expected of it.
+_PATIENCE = 4
+
+
+class Readiness:
+    """Whether all gradients of a bucket group have come, from how many came in the last microbatches before.
+
+    At least one of each parameter is expected; more as soon as more were seen, fewer only after _PATIENCE iterations:
+    too many merely delays a reduction to the end of backward, too few makes gradients late.
+    """
+
+    def __init__(self, num_params: int) -> None:
+        self._expected = [1] * num_params
+        self._came = [0] * num_params
+        self._incomplete = num_params
+        # Of the iterations in a row with fewer than expected: how many, and the most gradients in any of them.
+        self._fewer: dict[int, tuple[int, int]] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter has had as many gradients as expected, or more."""
+        return self._incomplete == 0
+
+    def came(self, index: int) -> bool:
+        """Counts a gradient of a parameter; whether it was the last one expected of all."""
+        self._came[index] += 1
+        if self._came[index] != self._expected[index]:
+            return False
+        self._incomplete -= 1
+        return self._incomplete == 0
+
+    def forget(self) -> None:
+        """Drops this iteration's counts."""
+        self._came = [0] * len(self._came)
+        self._incomplete = len(self._came)
+
+    def learn(self) -> None:
+        """Ends an iteration: expects what came in it."""
+        if self._fewer or self._came != self._expected:
+            for index, (came, expected) in enumerate(zip(self._came, self._expected)):
+                self._learn_one(index, came, expected=expected)
+        self.forget()
+
+    def _learn_one(self, index: int, came: int, *, expected: int) -> None:
+        if came >= expected:
+            self._expected[index] = came
+            self._fewer.pop(index, None)
+            return
+        iterations, most = self._fewer.get(index, (0, 0))
+        self._fewer[index] = (iterations + 1, max(most, came))
+        if iterations + 1 == _PATIENCE:
+            self._expected[index] = max(1, most, came)
+            del self._fewer[index]
+
+
+class LaunchSequence:
+    """One total order of bucket groups and how far this rank has come in it.
+
+    A group is launched once it and all groups before it are ready, or at the end. In the first iteration nothing is
+    launched before the end: nobody knows yet what to wait for. Then `learn` tells in which order they became complete.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.is_frozen = False
+        self._cursor = 0
+        self._ready: set[int] = set()
+        self._is_armed = False
+        self._num_came = 0
+        self._last_came: dict[int, int] = {}
+        self._seen: list[int] | None = None
+
+    @property
+    def may_have_begun(self) -> bool:
+        """Whether some rank may have launched something of this iteration, though this one perhaps did not."""
+        return self._cursor > 0 or (self._is_armed and self._num_came > 0)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this rank has launched anything of this iteration."""
+        return self._cursor > 0
+
+    def add(self, count: int) -> range:
+        """Numbers of `count` new groups, which come before all others: the model's later parts are added later."""
+        new = range(len(self.order), len(self.order) + count)
+        self.order = [*new, *self.order]
+        return new
+
+    def came(self, group: int) -> None:
+        """Notes a gradient of a group in the last microbatch."""
+        self._num_came += 1
+        self._last_came[group] = self._num_came
+
+    def ready(self, group: int) -> list[int]:
+        """Marks a group and gives those that are to be launched now, in order."""
+        self._ready.add(group)
+        end = self._cursor
+        while self._is_armed and end < len(self.order) and self.order[end] in self._ready:
+            end += 1
+        return self._take_until(end)
+
+    def up_to(self, group: int) -> list[int]:
+        """The groups that are to be launched before and with this one, ready or not; none if it was launched."""
+        return self._take_until(max(self._cursor, self.order.index(group) + 1))
+
+    def rest(self) -> list[int]:
+        """All groups that were not launched yet, in order."""
+        return self._take_until(len(self.order))
+
+    def start(self) -> None:
+        """Begins an iteration."""
+        self._cursor = self._num_came = 0
+        self._ready.clear()
+        self._last_came.clear()
+
+    def seen(self, incomplete: Collection[int]) -> list[int]:
+        """The order in which groups became complete. incomplete: groups without some gradient, which go last, since
+        what waits for them is late.
+        """
+        last = [group for group in self.order if group in incomplete or group not in self._last_came]
+        return [*sorted(set(self.order) - set(last), key=self._last_came.__getitem__), *last]
+
+    def wants(self, seen: list[int]) -> bool:
+        """Whether to adopt the order seen: after the first iteration at once, then only if seen twice running."""
+        is_settled = not self._is_armed or seen == self._seen
+        return is_settled and seen != self.order and not self.is_frozen
+
+    def learn(self, seen: list[int]) -> None:
+        """Ends an iteration that no rank broke off."""
+        self._is_armed, self._seen = True, seen
+
+    def adopt(self, order: list[int]) -> None:
+        """Launches in this order from the next iteration on."""
+        assert sorted(order) == sorted(self.order), "an order has every group once"
+        self.order = list(order)
+
+    def _take_until(self, end: int) -> list[int]:
+        taken, self._cursor = self.order[self._cursor : end], end
+        return taken
