@@ -9,12 +9,13 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 
 # Parameter numbers of mallopt(3) in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -139,6 +140,30 @@ def seconds_between(start: TimeMark, end: TimeMark) -> float:
         return start.elapsed_time(end) / 1000.0
     assert isinstance(start, float) and isinstance(end, float), "moments of two devices"
     return end - start
+
+
+class CompletionMarks:
+    """When collectives end, on the clock of mark_time; nobody waits for it. The GPU side has not been run yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def mark(self, works: Sequence[dist.Work], note: Callable[[TimeMark], None]) -> None:
+        """Calls `note` with the moment at which the last of them ends: on the CPU then, from a thread of the back end.
+
+        On a GPU at once, with an event; the tensors of the works must live until they have been waited for.
+        """
+        if self._stream is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(self._stream):
+                for work in works:
+                    work.wait()
+                event.record()
+            note(event)
+            return
+        for work in works:
+            # The last call counts.
+            work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:

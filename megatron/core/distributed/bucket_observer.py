@@ -1,0 +1,81 @@
+"""BucketObserver: who looks on while bucket groups fill, are sent and are waited for. Nobody looks on by default.
+
+LaunchOrder tells its observers of all chunks of a stage. What is noted of times is in event_log.py, what is checked
+while debugging in ddp_debug.py.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.param_and_grad_buffer import Entry, _ParamAndGradBucket
+
+
+class Traffic(Enum):
+    """What is sent. LATE: a second round, for gradients that came after the first had started."""
+
+    REDUCE = "reduce"
+    LATE = "late"
+    GATHER = "gather"
+
+
+class ObservedGroup(Protocol):
+    """What an observer sees of a bucket group."""
+
+    name: str
+    buckets: list[_ParamAndGradBucket]
+    entries: list[Entry]
+
+    def works(self) -> list[dist.Work]:
+        """The messages under way."""
+        ...
+
+
+class BucketObserver(Protocol):
+    """The moments of an iteration, in this order for each bucket group; those of several groups interleave.
+
+    An observer that raises ends the iteration, before what it objects to has happened.
+    """
+
+    def attach(self, groups: Sequence[ObservedGroup]) -> None:
+        """These groups of another model chunk are to be observed as well."""
+        ...
+
+    def begin_iteration(self) -> None:
+        """Gradients are to be forgotten; comes once a chunk, before the first gradient of any."""
+        ...
+
+    def before_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
+        """A gradient has come, and will be moved to `param.main_grad`, or aside if it is late."""
+        ...
+
+    def after_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
+        """It was moved."""
+        ...
+
+    def before_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """Collectives over the group's buckets come next."""
+        ...
+
+    def after_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """They are under way."""
+        ...
+
+    def before_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """Someone needs the result; may come more than once, where a collective has several parts."""
+        ...
+
+    def after_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """The wait is over."""
+        ...
+
+    def end_iteration(self) -> None:
+        """All groups of all chunks hold their sums; the optimizer may step."""
+        ...
+
+    def gather_due(self, group: ObservedGroup) -> None:
+        """This rank's shards of the parameters are new, the others' stale until the next gather is waited for."""
+        ...

@@ -1,0 +1,230 @@
+"""EventLog: when gradients came and collectives ran, and what follows from it. It changes and delays nothing.
+
+The figures are pure functions of times, at the end of the file.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from megatron.core.device import CompletionMarks, TimeMark, mark_time, seconds_between
+from megatron.core.distributed.bucket_observer import ObservedGroup, Traffic
+
+_KEPT_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective of a bucket group, in seconds since the step's first event.
+
+    ready: when its last gradient was written; of a gather, when its parameters had been updated. waits: the stretches
+    in which something waited for it. num_bytes: of its tensors, on one rank.
+    """
+
+    name: str
+    traffic: Traffic
+    num_bytes: int
+    ready: float
+    launched: float
+    done: float
+    waits: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The transfers of a step in the order of their launches; backward_end: when the last gradient of all came."""
+
+    transfers: tuple[Transfer, ...]
+    backward_end: float
+
+
+@dataclass
+class _Marks:
+    """A transfer while it runs."""
+
+    group: ObservedGroup
+    traffic: Traffic
+    ready: TimeMark | None
+    launched: TimeMark
+    num_messages: int = 0
+    done: TimeMark | None = None
+    waits: list[list[TimeMark]] = field(default_factory=list)
+
+
+class EventLog:
+    """A BucketObserver; one step is noted after each `record_next_step`, the others cost a comparison an event.
+
+    On a GPU the times are events of its current stream, so that a wait is what the stream, not the host, waited.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._completion = CompletionMarks(device)
+        self._is_asked = self._is_recording = False
+        self._start: TimeMark | None = None
+        self._last_grad: dict[str, TimeMark] = {}
+        self._due: dict[str, TimeMark] = {}
+        self._marks: list[_Marks] = []
+        self._finished: deque[tuple[TimeMark, dict[str, TimeMark], list[_Marks]]] = deque(maxlen=_KEPT_STEPS)
+
+    def record_next_step(self) -> None:
+        """Notes from the end of the iteration under way to the end of the next."""
+        self._is_asked = True
+
+    def take_sync(self) -> list[StepTimes]:
+        """The steps noted since the last call. NOTE: on a GPU it waits until they have run."""
+        steps = [_step_times(start, grads, marked=marked) for start, grads, marked in self._finished]
+        self._finished.clear()
+        return steps
+
+    # BucketObserver.
+
+    def attach(self, groups: Sequence[ObservedGroup]) -> None:
+        """See BucketObserver."""
+
+    def begin_iteration(self) -> None:
+        """See BucketObserver."""
+        # An iteration that was broken off: its gathers are waited for all the same.
+        self._last_grad.clear()
+        self._marks = [marks for marks in self._marks if marks.traffic is Traffic.GATHER]
+
+    def before_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
+        """See BucketObserver."""
+
+    def after_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
+        """See BucketObserver."""
+        if self._is_recording:
+            self._last_grad[group.name] = self._now()
+
+    def before_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """See BucketObserver."""
+        if self._is_recording:
+            ready = (self._due if traffic is Traffic.GATHER else self._last_grad).get(group.name)
+            self._marks.append(_Marks(group, traffic, ready, self._now()))
+
+    def after_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """See BucketObserver."""
+        marks = self._find(traffic, group)
+        if marks is not None:
+
+            def note(moment: TimeMark) -> None:
+                marks.done = moment
+
+            works = group.works()
+            marks.num_messages = len(works)
+            self._completion.mark(works, note)
+
+    def before_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """See BucketObserver."""
+        marks = self._find(traffic, group)
+        if marks is not None:
+            marks.waits.append([self._now()])
+
+    def after_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """See BucketObserver."""
+        marks = self._find(traffic, group)
+        if marks is not None:
+            marks.waits[-1].append(self._now())
+
+    def end_iteration(self) -> None:
+        """See BucketObserver."""
+        if self._is_recording and self._start is not None:
+            self._finished.append((self._start, self._last_grad, self._marks))
+        self._is_recording, self._is_asked = self._is_asked, False
+        self._last_grad, self._due, self._marks = {}, {}, []
+        self._start = self._now() if self._is_recording else None
+
+    def gather_due(self, group: ObservedGroup) -> None:
+        """See BucketObserver."""
+        if self._is_recording:
+            self._due[group.name] = self._now()
+
+    # Inside.
+
+    def _now(self) -> TimeMark:
+        return mark_time(self._device)
+
+    def _find(self, traffic: Traffic, group: ObservedGroup) -> _Marks | None:
+        if not self._is_recording:
+            return None
+        found = (marks for marks in reversed(self._marks) if marks.group is group and marks.traffic is traffic)
+        return next(found, None)
+
+
+def _step_times(start: TimeMark, last_grad: dict[str, TimeMark], *, marked: list[_Marks]) -> StepTimes:
+    def seconds(mark: TimeMark) -> float:
+        return seconds_between(start, mark)
+
+    transfers = []
+    for marks in marked:
+        launched = seconds(marks.launched)
+        waits = tuple((seconds(begin), seconds(end)) for begin, end in marks.waits)
+        # Whoever waited has the result, even if the thread that tells so has not come to it yet.
+        done = last = waits[-1][1] if waits and marks.num_messages else launched
+        if marks.done is not None:
+            done = min(seconds(marks.done), last)
+        transfers.append(
+            Transfer(
+                name=marks.group.name,
+                traffic=marks.traffic,
+                num_bytes=_num_bytes(marks.group, marks.traffic),
+                ready=launched if marks.ready is None else seconds(marks.ready),
+                launched=launched,
+                done=done,
+                waits=waits,
+            )
+        )
+    return StepTimes(tuple(transfers), max(map(seconds, last_grad.values()), default=0.0))
+
+
+def _num_bytes(group: ObservedGroup, traffic: Traffic) -> int:
+    tensors = [bucket.param_data if traffic is Traffic.GATHER else bucket.grad_data for bucket in group.buckets]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# What the times say.
+
+
+def exposed_seconds(transfer: Transfer) -> float:
+    """Seconds in which something waited for the transfer."""
+    return sum(end - begin for begin, end in transfer.waits)
+
+
+def launched_before_next_was_ready(step: StepTimes) -> list[bool]:
+    """Of each reduction but the last: whether it was launched before the last gradient of the one after it came.
+
+    False means that communication had to wait for gradients that it did not need.
+    """
+    reductions = _reductions(step)
+    return [one.launched < following.ready for one, following in zip(reductions, reductions[1:])]
+
+
+def hidden_share(step: StepTimes) -> float | None:
+    """How much of the reductions ran before backward ended, of what could have; 1 is the best there is.
+
+    What could have: each transfer takes as long as it did, starts when its last gradient has come and the one before
+    it is done. None where nothing could have, as with one bucket, whose last gradient is the last of all.
+    """
+    hidden = possible = 0.0
+    free = ideally_free = 0.0  # when the transfers before this one were, or could have been, done
+    for transfer in _reductions(step):
+        began = max(transfer.launched, free)
+        took = max(0.0, transfer.done - began)
+        hidden += _before(step.backward_end, begin=began, end=began + took)
+        free = max(free, transfer.done)
+        could_begin = max(transfer.ready, ideally_free)
+        ideally_free = could_begin + took
+        possible += _before(step.backward_end, begin=could_begin, end=ideally_free)
+    return hidden / possible if possible > 0 else None
+
+
+def _reductions(step: StepTimes) -> list[Transfer]:
+    return [transfer for transfer in step.transfers if transfer.traffic is Traffic.REDUCE]
+
+
+def _before(limit: float, *, begin: float, end: float) -> float:
+    """Seconds of [begin, end] that lie before `limit`."""
+    return max(0.0, min(end, limit) - begin)

@@ -1,0 +1,43 @@
+"""What times of buckets say: worked examples whose answer can be counted on fingers."""
+
+import pytest
+
+from megatron.core.distributed.bucket_observer import Traffic
+from megatron.core.distributed.event_log import (
+    StepTimes,
+    Transfer,
+    exposed_seconds,
+    hidden_share,
+    launched_before_next_was_ready,
+)
+
+
+def transfer(ready, launched, done, *, waits=(), traffic=Traffic.REDUCE):
+    return Transfer("bucket", traffic, 64, ready, launched, done, tuple(waits))
+
+
+@pytest.mark.parametrize(
+    "times, backward_end, share, in_order",
+    [
+        # Each at once: two seconds of each of the first two fit, and ran, before the end.
+        ([(1, 1, 3), (3, 3, 5), (6, 6, 8)], 6, 1.0, [True, True]),
+        # The second had to queue behind the first, which ideally it would have too.
+        ([(1, 1, 4), (2, 2, 7), (6, 6, 8)], 6, 1.0, [True, True]),
+        # The first was launched 4 seconds late: of 2 seconds that fitted 1 was hidden; the second had no chance.
+        ([(1, 5, 7), (6, 6, 8)], 6, 0.5, [True]),
+        # Nothing was launched before the end.
+        ([(1, 6, 8), (3, 6, 9), (6, 6, 10)], 6, 0.0, [False, False]),
+        # One bucket, ready at the end of backward.
+        ([(6, 6, 8)], 6, None, []),
+    ],
+)
+def test_hidden_share_and_order_of_launches(times, backward_end, share, in_order):
+    gather = transfer(0, 0, 100, traffic=Traffic.GATHER)
+    step = StepTimes((gather, *(transfer(*one) for one in times)), backward_end)
+    assert hidden_share(step) == (None if share is None else pytest.approx(share))
+    assert launched_before_next_was_ready(step) == in_order
+
+
+def test_exposed_seconds_are_those_in_which_someone_waited():
+    assert exposed_seconds(transfer(0, 1, 5)) == 0
+    assert exposed_seconds(transfer(0, 1, 5, waits=[(3, 4), (4.5, 6)])) == 2.5
