@@ -186,7 +186,10 @@ class DistributedDataParallel(ModelWrapper):
             self.launch_order.need(group, prefetch=False)
 
     def enable_forward_pre_hook(self) -> None:
-        """Lets every module wait for its own parameters before its forward, and start the next ones' gather."""
+        """Lets every module wait for its own parameters before its forward, and start the next ones' gather.
+
+        The module's state_dict and load_state_dict wait too, and so are collective while a gather is due.
+        """
         if self._pre_hooks:
             raise ValueError("enable_forward_pre_hook was called before: disable the hooks first")
         prefetch = not (
@@ -198,6 +201,9 @@ class DistributedDataParallel(ModelWrapper):
             if own:
                 hook = self._pre_hook(list(dict.fromkeys(own)), prefetch=prefetch)
                 self._pre_hooks.append(module.register_forward_pre_hook(hook))
+                # Weights are read and written by their names as well, and what was loaded must not be gathered over.
+                self._pre_hooks.append(module.register_state_dict_pre_hook(hook))
+                self._pre_hooks.append(module.register_load_state_dict_pre_hook(hook))
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Takes those hooks away; param_sync: after a gather of all parameters, which is Collective."""
