@@ -1,13 +1,16 @@
-"""Collectives along a tensor's first dimension, under one name for every version of torch; no autograd here.
+"""Collectives along a tensor's first dimension, under one name for every version of torch, and of small objects.
 
-A group of None is this rank alone: nothing is sent.
+No autograd here. A group of None is this rank alone: nothing is sent.
 """
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.utils import divide
 
 try:
@@ -22,9 +25,14 @@ __all__ = [
     "all_gather_rows",
     "all_gather_single",
     "all_reduce_sum",
+    "gather_objects",
     "reduce_scatter_rows",
     "reduce_scatter_single",
+    "union_over_model",
 ]
+
+
+_Item = TypeVar("_Item")
 
 
 class Pending:
@@ -71,3 +79,21 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Pending:
         return Pending(x, None)
     x = x.contiguous()
     return Pending(x, dist.all_reduce(x, group=group, async_op=True))
+
+
+def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Every rank's `value`, in rank order. Collective. Values are pickled, which is slow: for starts and errors."""
+    if group_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def union_over_model(items: Iterable[_Item], groups: ProcessGroupCollection) -> set[_Item]:
+    """The items of all ranks that hold parts of this rank's model, the same on each of them. Collective."""
+    known = set(items)
+    # Dense layers lie over the first, expert layers over the second: one after the other they reach every part.
+    for group in (groups.mp, groups.tp_ep_pp):
+        known = set().union(*gather_objects(known, group))
+    return known

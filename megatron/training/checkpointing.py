@@ -21,7 +21,8 @@ from megatron.core.dist_checkpointing import (
     model_logical_pieces,
     model_sharded_tensors,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.group_collectives import union_over_model
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint_args import args_to_json, check_same_model, check_same_optimizer
 from megatron.training.checkpoint_folder import (
     FoundCheckpoint,
@@ -87,11 +88,7 @@ class _Parts:
         pieces = self.pieces()
         named = (item for chunk in self.model for item in chunk.named_parameters())
         frozen = (canonical_name(name) for name, parameter in named if not parameter.requires_grad)
-        everyone: list[Any] = [[piece.key for name in frozen for piece in pieces[name]]]
-        if group_size(self.groups.mp) > 1:
-            own, everyone = everyone[0], [None] * group_size(self.groups.mp)
-            dist.all_gather_object(everyone, own, group=self.groups.mp)
-        return sorted({key for keys in everyone for key in keys})
+        return sorted(union_over_model((piece.key for name in frozen for piece in pieces[name]), self.groups))
 
 
 def save_checkpoint(
@@ -266,7 +263,8 @@ def _load_with_optimizer(
         # Masters of parameters that were frozen in the saved run must come from the loaded weights.
         dist_checkpointing.load(wanted, found.path)
         parts.optimizer.reload_model_params()
-    if len(known) < len(state):
+    # Rank 0 speaks for all of them, and may have none of these itself.
+    if union_over_model([True] if len(known) < len(state) else [], parts.groups):
         print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
     dist_checkpointing.load([*wanted, *known], found.path)
 

@@ -175,28 +175,36 @@ def get_model(
     parallelism.
 
     model_provider is called for each chunk with pre_process and post_process, and with vp_stage where a stage has
-    several. model_type: one value so far. Raises ValueError on every rank if the copies start from different weights.
+    several. model_type: one value so far. Raises ValueError on every rank if the copies start from different weights,
+    or do not train the same ones.
     """
     stage, last = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size - 1
     num_chunks = args.virtual_pipeline_model_parallel_size or 1
-    chunks: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for chunk in range(num_chunks):
         ends = {"pre_process": stage == chunk == 0, "post_process": stage == last and chunk == num_chunks - 1}
         # Providers of scripts without virtual stages need not know the word.
         part = model_provider(**ends, **({"vp_stage": chunk} if num_chunks > 1 else {})).to(default_device())
-        chunks.append(_wrap_chunk(part, args, post_process=ends["post_process"]))
-    return chunks
+        parts.append(_checked_in_precision(part, args, post_process=ends["post_process"]))
+    # After all of them: wrapping the ends waits for each other, which the checks of chunks between must not.
+    return [_wrap_chunk(part, args) for part in parts]
 
 
-def _wrap_chunk(model: nn.Module, args: argparse.Namespace, *, post_process: bool) -> PlainDataParallel:
+def _checked_in_precision(model: nn.Module, args: argparse.Namespace, *, post_process: bool) -> nn.Module:
     groups = get_process_groups()
     check_weights_agree(model, groups.dp_cp, expert_group=groups.expt_dp)
     if args.fp16 or args.bf16:
-        model = Float16Module(get_model_config(model), model, post_process=post_process)
+        return Float16Module(get_model_config(model), model, post_process=post_process)
+    return model
+
+
+def _wrap_chunk(model: nn.Module, args: argparse.Namespace) -> PlainDataParallel:
+    groups = get_process_groups()
     return PlainDataParallel(
         model,
         group=groups.dp_cp,
         expert_group=groups.expt_dp,
+        embd_group=groups.embd,
         deterministic=args.deterministic_mode,
         calculate_per_token_loss=get_model_config(model).calculate_per_token_loss,
         # An overflow under fp16 is the loss scaler's business.

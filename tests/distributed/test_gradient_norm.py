@@ -102,7 +102,7 @@ def _optimizer(groups: ProcessGroupCollection, whole: Whole, *, clip_grad: float
         if name == "tied":
             mark_shared(param, is_copy=stage > 0)
         model.register_parameter(name, param)
-    wrapped = PlainDataParallel(model, group=None)
+    wrapped = PlainDataParallel(model, group=None, embd_group=groups.embd)
     config = OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, clip_grad=clip_grad, log_num_zeros_in_grad=True)
     optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)
     for name, param in params.items():
@@ -142,7 +142,7 @@ def _norm_of_copies() -> tuple[float, float | None, float]:
     groups = _groups_of((4, 1, 1, 1))
     model = nn.Module()
     model.register_parameter("copied", nn.Parameter(torch.tensor([3.0, 4.0])))
-    wrapped = PlainDataParallel(model, group=None)
+    wrapped = PlainDataParallel(model, group=None, embd_group=groups.embd)
     with pytest.raises(ValueError, match="muon with tensor-parallel layers: it needs whole matrices"):
         get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=0.5), [wrapped], pg_collection=groups)
     config = OptimizerConfig(optimizer="sgd", lr=0.5, log_num_zeros_in_grad=True)

@@ -1,6 +1,7 @@
 """Replicas that train together: equal to one process, equal to each other, equal in their errors."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -98,23 +99,34 @@ def test_overflow_on_one_rank_skips_the_step_on_all():
 
 
 def nan_on_one_rank():
-    model = PlainDataParallel(tiny_model(), group=dist.group.WORLD, check_for_nan_in_grad=True)
-    model(torch.ones(2, 5)).sum().backward()
-    model.finish_grad_sync()
-    model.zero_grad_buffer()
-    model(torch.ones(2, 5)).sum().backward()
+    """Two chunks a rank, and ranks that hold other parts of a model: what rank 2 has is frozen, as a stage may be."""
+    alone = [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
+    parts = [tiny_model().requires_grad_(dist.get_rank() != 2) for _ in range(2)]
+    chunks = [PlainDataParallel(part, group=alone, check_for_nan_in_grad=True) for part in parts]
+    for chunk in chunks if dist.get_rank() != 2 else []:
+        chunk(torch.ones(2, 5)).sum().backward()
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        finalize_model_grads(chunks)
     if dist.get_rank() == 1:
-        dict(model.named_main_grads())["2.weight"][3, 1] = math.nan
+        dict(chunks[1].named_main_grads())["2.weight"][3, 1] = math.nan
     try:
-        model.finish_grad_sync()
+        finalize_model_grads(chunks)
     except NonFiniteGradientError as error:
-        return str(error)
+        return str(error), all_reduce.call_count
 
 
 def test_a_nan_is_reported_on_all_ranks_with_its_rank_and_parameter():
-    messages = run_on_ranks(nan_on_one_rank, 3)
-    assert messages[0] is not None and len(set(messages)) == 1
-    assert "rank 1: 2.weight (1 NaN, 0 infinite of 231 elements)" in messages[0] and "rank 0" not in messages[0]
+    outcomes = run_on_ranks(nan_on_one_rank, 3)
+    assert outcomes[0] is not None and len(set(outcomes)) == 1
+    message, exchanges = outcomes[0]
+    assert "rank 1: 2.weight (1 NaN, 0 infinite of 231 elements)" in message
+    assert "rank 0" not in message and "rank 2" not in message
+    # For all chunks together.
+    assert exchanges == 1
+
+
+def test_a_frozen_module_takes_part_on_its_own_device():
+    assert PlainDataParallel(nn.Linear(1, 1, device="meta").requires_grad_(False), group=None).device.type == "meta"
 
 
 def different_weights():
@@ -127,6 +139,9 @@ def different_weights():
     except ValueError as error:
         broadcast_params(model, dist.group.WORLD)
         check_weights_agree(model, dist.group.WORLD)
+        model[4].requires_grad_(dist.get_rank() != 1)
+        with pytest.raises(ValueError, match=r"parameter 4.weight differs .* and ranks \[1\]: .* train the same"):
+            check_weights_agree(model, dist.group.WORLD)
         return str(error)
 
 

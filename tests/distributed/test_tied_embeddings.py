@@ -1,16 +1,32 @@
 """TRAPS B9: a tied embedding has a copy on the first and on the last stage, and training keeps them one weight."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from megatron.core import parallel_state
+from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed import PlainDataParallel
+from megatron.core.optimizer import ParamGroupOverride, ParamKey
 from megatron.training.training import train_step
 from tests.counts import slow
-from tests.distributed.parity import FLAGS, fp64_forward_step, fp64_model
+from tests.distributed.parity import (
+    FLAGS,
+    Box,
+    boxes_of_weights,
+    fp64_forward_step,
+    fp64_model,
+    put_together,
+    relative_errors,
+)
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
+from tests.unit_tests.core.models.small_models import small_config, small_model
 
 STEPS = 20
 # Adam in fp64, with everything that could pull the copies apart: decay, clipping, a rate of their own.
@@ -49,3 +65,76 @@ def _tables(argv: list[str]) -> list[Tensor]:
         assert any(not torch.equal(a, b) for a, b in zip(start, (p for c in run.model for p in c.parameters())))
         named = (item for chunk in run.model for item in chunk.named_parameters())
         return [param.detach().clone() for name, param in named if canonical_name(name) in TABLES]
+
+
+@pytest.mark.parametrize("frozen_on", [0, 1])
+def test_b9_the_copy_starts_as_its_owner_and_trains_if_the_owner_does(frozen_on: int) -> None:
+    (first, trains), (last, copy_trains) = run_on_ranks(_wrapped_ends, 2, frozen_on)
+    assert torch.equal(first, last) and trains == copy_trains == (frozen_on != 0)
+
+
+def _wrapped_ends(frozen_on: int) -> tuple[Tensor, bool]:
+    """A tied weight that a method of the user's draws, from a seed of each stage's own, and freezes at one end."""
+    parallel_state.initialize_model_parallel(1, 2)
+    groups, rank = parallel_state.get_process_groups(), dist.get_rank()
+    config = small_config(pipeline_model_parallel_size=2, init_method=lambda weight: weight.uniform_(-1, 1))
+    ends = {"pre_process": rank == 0, "post_process": rank == 1, "share_embeddings_and_output_weights": True}
+    torch.manual_seed(3)
+    weights = [_table(small_model(config, pg_collection=groups, **ends))]
+    torch.manual_seed(3 + rank)
+    model = small_model(config, pg_collection=groups, **ends)
+    _table(model).requires_grad = rank != frozen_on
+    with pytest.raises(ValueError, match="embd_group is None: another stage has .* too"):
+        PlainDataParallel(model, group=groups.dp_cp)
+    PlainDataParallel(model, group=groups.dp_cp, embd_group=groups.embd)
+    weights.append(_table(model))
+    return torch.stack(weights).detach(), _table(model).requires_grad
+
+
+def _table(model: nn.Module) -> nn.Parameter:
+    return next(param for name, param in model.named_parameters() if name in TABLES)
+
+
+# One key each for: the first stage alone, the owner's name and something of the last stage, the copy's own parameter
+# through an attribute that only the owner has, experts of the last stage alone.
+OVERRIDES = {
+    ParamKey(name="decoder.layers.0.*"): ParamGroupOverride(lr_mult=0.5),
+    ParamKey(name=("*word_embeddings.weight", "*final_layernorm*")): ParamGroupOverride(wd_mult=3.0),
+    ParamKey(attr="is_special"): ParamGroupOverride(lr_mult=2.0),
+    ParamKey(name="*.router.weight"): ParamGroupOverride(wd_mult=0.0),
+}
+
+
+def test_overrides_are_for_the_whole_model_and_a_copy_has_its_owners() -> None:
+    experts: Flags = {"untie-embeddings-and-output-weights": None, "moe-layer-freq": "[0,1]", "num-layers": 2}
+    argv = command_line({**read_bases()["moe"], **TRAINING, **experts, "train-iters": 3})
+    [reference] = run_on_ranks(_train_with_overrides, 1, argv)
+    ranks = run_on_ranks(_train_with_overrides, 2, [*argv, "--pipeline-model-parallel-size", "2"])
+    final = [put_together(boxes) for boxes in (reference, [box for rank in ranks for box in rank])]
+    assert max(relative_errors(*final).values()) <= 1e-8
+
+
+def _train_with_overrides(argv: list[str]) -> list[Box]:
+    parts: dict[str, Any] = {"forward_step": fp64_forward_step, "model_provider": _model_with_a_special_weight}
+    for mistake, message in MISTAKES.items():
+        with pytest.raises((ValueError, RemoteRankError), match=message):
+            with started_run(argv, **parts, config_overrides={mistake[0]: mistake[1]}):
+                pass
+    with started_run(argv, **parts, config_overrides=OVERRIDES) as run:
+        for _ in range(3):
+            train_step(run)
+        return boxes_of_weights(run)
+
+
+# By key and override; the second is a mistake on one stage alone.
+MISTAKES = {
+    (ParamKey(name="*.nothing"), ParamGroupOverride(lr_mult=2.0)): r"name='\*.nothing'.* matches no parameter",
+    (ParamKey(name="*layers.1.*"), ParamGroupOverride(min_lr=9.0)): "min_lr is 9.0: must be at most max_lr",
+}
+
+
+def _model_with_a_special_weight(pre_process: bool = True, post_process: bool = True) -> nn.Module:
+    model = fp64_model(pre_process, post_process)
+    for name, param in model.named_parameters():
+        vars(param)["is_special"] = name == "embedding.word_embeddings.weight"
+    return model

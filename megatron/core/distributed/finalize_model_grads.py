@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.distributed.plain_data_parallel import PlainDataParallel
+from megatron.core.distributed.replica_checks import check_grads
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.utils import unwrap_model
@@ -40,33 +41,61 @@ def finalize_model_grads(
     in the losses that this rank summed: the sum over ranks is divided by the tokens of all (1 if there are none).
     Stages before the last, which sum no losses, may leave it None.
     pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
+    Raises NonFiniteGradientError on all ranks, before any gradient is reduced, where the chunks ask for the check and
+    any rank's gradient is NaN or infinite.
     """
     groups = pg_collection or existing_process_groups()
-    pp_group = groups.pp
-    counts_tokens = group_rank(pp_group) == group_size(pp_group) - 1
-    for chunk in model:
-        if not isinstance(chunk, PlainDataParallel):
-            raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in PlainDataParallel")
-        # Either mistake would train with gradients that are wrong by a factor, without an error.
-        if counts_tokens and chunk.calculate_per_token_loss != (num_tokens is not None):
-            raise ValueError(
-                f"calculate_per_token_loss is {chunk.calculate_per_token_loss} and num_tokens is {num_tokens}: "
-                "the number of tokens must be given with per-token loss, and only then"
-            )
+    chunks = [_checked(chunk, num_tokens, pp_group=groups.pp) for chunk in model]
+    # Before the sums, after which every rank has the same NaN and nobody can tell whose it was.
+    _check_for_nan([chunk for chunk in chunks if chunk.check_for_nan_in_grad])
+    for chunk in chunks:
         # Also for one rank: parameters that were not used get their zeros here.
         chunk.finish_grad_sync()
         chunk.reduce_partial_grads(groups.tp)
-        if chunk.calculate_per_token_loss:
-            total = _total_tokens(num_tokens, chunk, pp_group=pp_group)
-            chunk.scale_gradients(1.0 / total)
+    _divide_by_tokens([chunk for chunk in chunks if chunk.calculate_per_token_loss], num_tokens, pp_group=groups.pp)
+    for chunk in chunks:
         inner = unwrap_model(chunk)
         if isinstance(inner, FinalizesStep):
             # Routers of tensor-parallel ranks see parts of the sequence each.
             inner.finalize_step(groups.tp_dp_cp or chunk.group)
     # After all of them: the two stages have the tied weight in different chunks, and between them wait for others.
-    for chunk in model:
-        assert isinstance(chunk, PlainDataParallel), "checked above"
+    for chunk in chunks:
         chunk.reduce_shared_grads(groups.embd)
+
+
+def _checked(
+    chunk: nn.Module, num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
+) -> PlainDataParallel:
+    if not isinstance(chunk, PlainDataParallel):
+        raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in PlainDataParallel")
+    counts_tokens = group_rank(pp_group) == group_size(pp_group) - 1
+    # Either mistake would train with gradients that are wrong by a factor, without an error.
+    if counts_tokens and chunk.calculate_per_token_loss != (num_tokens is not None):
+        raise ValueError(
+            f"calculate_per_token_loss is {chunk.calculate_per_token_loss} and num_tokens is {num_tokens}: "
+            "the number of tokens must be given with per-token loss, and only then"
+        )
+    return chunk
+
+
+def _check_for_nan(chunks: list[PlainDataParallel]) -> None:
+    """Looks at the gradients of all chunks at once: the result costs a read of the device and a wait for all ranks."""
+    if not chunks:
+        return
+    for chunk in chunks:
+        chunk.fill_missing_grads()
+    grads = (named for chunk in chunks for named in chunk.named_main_grads())
+    check_grads(grads, None if chunks[0].group is None else dist.group.WORLD, device=chunks[0].device)
+
+
+def _divide_by_tokens(
+    chunks: list[PlainDataParallel], num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
+) -> None:
+    if not chunks:
+        return
+    total = _total_tokens(num_tokens, chunks[0], pp_group=pp_group)
+    for chunk in chunks:
+        chunk.scale_gradients(1.0 / total)
 
 
 def _total_tokens(
@@ -74,7 +103,7 @@ def _total_tokens(
 ) -> torch.Tensor:
     # fp64, for models in fp64 and for counts beyond 2^24; a copy, since the schedule's own count is reported too.
     if num_tokens is None:
-        total = torch.zeros((), dtype=torch.float64, device=chunk.grad_buffers[0].storage.device)
+        total = torch.zeros((), dtype=torch.float64, device=chunk.device)
     else:
         total = num_tokens.detach().to(torch.float64, copy=True)
     if group_size(chunk.group) > 1:

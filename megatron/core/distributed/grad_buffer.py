@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.core.tensor_parallel.param_attributes import set_main_grad
+
 # Elements. Vectorised kernels give an element the same bits wherever its tensor starts on this grid.
 ALIGNMENT = 64
 
@@ -54,9 +56,10 @@ class GradBuffer:
     """Standing gradients in `dtype`; a hook moves each new gradient in and frees autograd's own tensor.
 
     The first gradient after `clear` overwrites and later ones add, so that nothing is zeroed in advance and
-    microbatches accumulate in `dtype` whatever the parameter's own. named_params: of one dtype. scale: factor of every
-    gradient, applied in the pass that moves it. storage: [sum of padded sizes], `dtype`. The parameters move into
-    param_data: the same places, their dtype. is_expert: their gradients are summed over other ranks than the rest's.
+    microbatches accumulate in `dtype` whatever the parameter's own. named_params: at least one, of one dtype. scale:
+    factor of every gradient, applied in the pass that moves it. storage: [sum of padded sizes], `dtype`; each
+    parameter's place in it is its `main_grad`. The parameters move into param_data: the same places, their dtype.
+    is_expert: their gradients are summed over other ranks than the rest's.
     """
 
     is_sharded = False
@@ -72,17 +75,14 @@ class GradBuffer:
     ):
         self.is_expert = is_expert
         spans = lay_out([param.numel() for _, param in named_params])
-        total = spans[-1].padded_end if spans else 0
-        # A model whose parameters are all frozen has an empty buffer.
-        device = named_params[0][1].device if named_params else None
         # Zeros once: padding is never written again, so that sums over the storage are right.
-        self.storage = torch.zeros(total, dtype=dtype, device=device)
+        self.storage = torch.zeros(spans[-1].padded_end, dtype=dtype, device=named_params[0][1].device)
         self.entries = [
             GradEntry(name, param, span, self.storage[span.start : span.end].view(param.shape))
             for (name, param), span in zip(named_params, spans)
         ]
         self.grad_data = self.storage
-        self.param_data = torch.zeros(total, dtype=named_params[0][1].dtype if named_params else dtype, device=device)
+        self.param_data = torch.zeros_like(self.storage, dtype=named_params[0][1].dtype)
         for entry in self.entries:
             view = self.param_data[entry.span.start : entry.span.end].view(entry.param.shape)
             view.copy_(entry.param.detach())
@@ -96,6 +96,7 @@ class GradBuffer:
         for entry in self.entries:
             # Hooks of the tensor, unlike those of its autograd node, survive module.to().
             entry.param.register_post_accumulate_grad_hook(self._take)
+            set_main_grad(entry.param, entry.grad)
 
     def owned_spans(self) -> list[Span]:
         """What this rank steps: everything."""

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
 from megatron.core.distributed.grad_buffer import GradBuffer
-from megatron.core.distributed.replica_checks import check_grads
+from megatron.core.distributed.tied_weights import follow_owner
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.utils import ModelWrapper
@@ -23,13 +24,16 @@ class PlainDataParallel(ModelWrapper):
     """Wraps a module; its parameters that require grad get standing fp32 gradients (fp64 for fp64 parameters).
 
     In a step: `zero_grad_buffer`, any number of backward passes, `finish_grad_sync`. A parameter that backward does
-    not reach has a gradient of zero, on one rank or on all; a parameter frozen before wrapping has none.
-    `param.grad` is None between steps: read gradients through `named_main_grads`.
+    not reach has a gradient of zero, on one rank or on all; a parameter frozen before wrapping has none, and one is
+    not to be frozen or thawed after it.
+    `param.grad` is None between steps: read gradients through `named_main_grads` or as `param.main_grad`.
 
     group: data-parallel ranks; None for this rank alone. expert_group: those that hold the same experts; a module
-    with expert parameters needs it. deterministic: sum in rank order. calculate_per_token_loss: ranks are summed
-    instead of averaged, for finalize_model_grads to divide by their tokens. check_for_nan_in_grad: look at this rank's
-    gradients before reduction, and tell all ranks; leave it off for fp16, whose loss scaler expects overflow.
+    with expert parameters needs it. embd_group: first and last stage, which a module with a tied weight needs; wrapping
+    that one waits for the other stage's (tied_weights.py), so build all chunks before the first is wrapped.
+    deterministic: sum in rank order. calculate_per_token_loss: ranks are summed
+    instead of averaged, for finalize_model_grads to divide by their tokens. check_for_nan_in_grad: for it to look at
+    gradients before their reduction, and tell all ranks; leave it off for fp16, whose loss scaler expects overflow.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class PlainDataParallel(ModelWrapper):
         *,
         group: dist.ProcessGroup | None,
         expert_group: dist.ProcessGroup | None = None,
+        embd_group: dist.ProcessGroup | None = None,
         deterministic: bool = False,
         calculate_per_token_loss: bool = False,
         check_for_nan_in_grad: bool = False,
@@ -45,6 +50,10 @@ class PlainDataParallel(ModelWrapper):
         super().__init__(module)
         self.group = group
         self.calculate_per_token_loss = calculate_per_token_loss
+        self.check_for_nan_in_grad = check_for_nan_in_grad
+        # Of all parameters: the rest may be frozen, and this rank takes part in sums all the same.
+        self.device = next((param.device for param in module.parameters()), default_device())
+        follow_owner(module, embd_group)
         # The mean is taken by scaling while gradients are moved anyway; the sum over ranks then needs no pass after it.
         # An expert's gradient has its share of every rank's tokens already, so the number of replicas is that of the
         # dense layers for both.
@@ -54,7 +63,6 @@ class PlainDataParallel(ModelWrapper):
         self.grad_buffers = [buffer for buffer, _ in self._reductions]
         # Chosen once: what a step does depends on no flag.
         self._reduce = rank_ordered_all_reduce_ if deterministic else all_reduce_
-        self._check_for_nan_in_grad = check_for_nan_in_grad
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -65,17 +73,15 @@ class PlainDataParallel(ModelWrapper):
         for buffer in self.grad_buffers:
             buffer.clear()
 
-    def finish_grad_sync(self) -> None:
-        """Reduces the gradients over their groups, in place; call after the last microbatch. Collective.
-
-        Raises NonFiniteGradientError on all ranks if the check is on and any rank's gradient is NaN or infinite.
-        """
+    def fill_missing_grads(self) -> None:
+        """Makes the gradients of parameters that backward did not reach zero; call after the last microbatch."""
         for buffer in self.grad_buffers:
-            # Zeros, so that ranks which did and did not use a parameter reduce the same tensors.
             buffer.fill_missing()
-        # Before the sum, after which every rank has the same NaN and nobody can tell whose it was.
-        if self._check_for_nan_in_grad:
-            check_grads(self.named_main_grads(), None if self.group is None else dist.group.WORLD)
+
+    def finish_grad_sync(self) -> None:
+        """Reduces the gradients over their groups, in place; call after the last microbatch. Collective."""
+        # So that ranks which did and did not use a parameter reduce the same tensors.
+        self.fill_missing_grads()
         for buffer, group in self._reductions:
             self._reduce(buffer.storage, group)
 

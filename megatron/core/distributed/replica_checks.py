@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 
@@ -23,17 +24,18 @@ class NonFiniteGradientError(RuntimeError):
     """A gradient was NaN or infinite before it was reduced; raised on every rank of the group."""
 
 
-def check_grads(named_grads: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> None:
+def check_grads(
+    named_grads: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None, *, device: torch.device
+) -> None:
     """Raises NonFiniteGradientError, naming ranks and parameters, if any rank's gradient is not finite. Collective.
 
-    named_grads: this rank's gradients before reduction, any shapes, floating point. Costs one sum over them, one
-    all-reduce of a number and a read of the device behind each; names are exchanged only when something is wrong.
+    named_grads: this rank's gradients before reduction, any shapes, floating point; a rank may have none. device: that
+    of gradients, the same kind on all ranks. Costs one sum over them, one all-reduce of a number and a read of the
+    device; names are exchanged only when something is wrong.
     """
     grads = list(named_grads)
-    # A list of what this rank suspects; others may have found something else.
-    suspects = [named for named, finite in zip(grads, _finite_sums_sync(grads)) if not finite]
-    if _any_rank_sync(bool(suspects), group, device=grads[0][1].device if grads else torch.device("cpu")):
-        _raise_named(_describe_sync(suspects), group)
+    if _any_rank_sync(_is_suspect([grad for _, grad in grads], device), group):
+        _raise_named(_describe_sync(grads), group)
 
 
 def check_weights_agree(
@@ -41,15 +43,18 @@ def check_weights_agree(
 ) -> None:
     """Raises ValueError on all ranks, naming parameter and ranks, unless replicas are bit-identical. Collective.
 
+    Identical in their values, and in which parameters require grad.
+
     group, expert_group: the ranks that hold the same dense and the same expert parameters. Ranks of a group without a
     difference raise RemoteRankError. Costs a checksum of all parameters and an exchange of a number each: for the
     start of a run.
     """
-    dense: dict[str, int] = {}
-    experts: dict[str, int] = {}
+    dense: dict[str, tuple[int, bool]] = {}
+    experts: dict[str, tuple[int, bool]] = {}
     for name, param in model.named_parameters():
         # Of bytes: bit-identical is what replicas are, and NaN equals itself.
-        (experts if param_facts(param).is_expert else dense)[canonical_name(name)] = _crc32_sync(param)
+        fingerprint = _crc32_sync(param), param.requires_grad
+        (experts if param_facts(param).is_expert else dense)[canonical_name(name)] = fingerprint
     differences = [_first_difference(dense, group), _first_difference(experts, expert_group)]
     with all_ranks_agree():
         for difference in differences:
@@ -57,15 +62,15 @@ def check_weights_agree(
                 raise ValueError(difference)
 
 
-def _first_difference(checksums: dict[str, int], group: dist.ProcessGroup | None) -> str | None:
-    per_rank = _gather(checksums, group)
+def _first_difference(fingerprints: dict[str, tuple[int, bool]], group: dist.ProcessGroup | None) -> str | None:
+    per_rank = gather_objects(fingerprints, group)
     if all(other == per_rank[0] for other in per_rank):
         return None
-    name = next(n for n in [*per_rank[0], *checksums] if any(r.get(n) != per_rank[0].get(n) for r in per_rank))
+    name = next(n for n in [*per_rank[0], *fingerprints] if any(r.get(n) != per_rank[0].get(n) for r in per_rank))
     ranks = [rank for rank, other in enumerate(per_rank) if other.get(name) != per_rank[0].get(name)]
     return (
         f"parameter {name} differs between data-parallel rank 0 and ranks {ranks}: "
-        "all replicas must start from the same seed or checkpoint"
+        "all replicas must start from the same seed or checkpoint and train the same parameters"
     )
 
 
@@ -92,10 +97,10 @@ def check_layouts_agree(
 
 
 def _layout_difference(lines: list[str], group: dist.ProcessGroup | None) -> str | None:
-    digests = _gather(zlib.crc32("\n".join(lines).encode()), group)
+    digests = gather_objects(zlib.crc32("\n".join(lines).encode()), group)
     if len(set(digests)) == 1:
         return None
-    per_rank = _gather(lines, group)
+    per_rank = gather_objects(lines, group)
     position, rank = next(
         (position, rank)
         for position in range(max(map(len, per_rank)))
@@ -119,29 +124,28 @@ def raise_non_finite(names: list[str], groups: Sequence[dist.ProcessGroup | None
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = {rank: names} if names else {}
     for group in groups:
-        found = {rank: names for part in _gather(found, group) for rank, names in part.items()}
+        found = {rank: names for part in gather_objects(found, group) for rank, names in part.items()}
     lines = [f"rank {rank}: {', '.join(n[:_NAMES_SHOWN])}{_and_more(n)}" for rank, n in sorted(found.items())]
     raise NonFiniteGradientError(f"gradient is not finite on {'; '.join(lines)}. The model was not updated")
 
 
-def _finite_sums_sync(grads: list[tuple[str, torch.Tensor]]) -> list[bool]:
-    # A sum is finite only if all its terms are, and costs half of isfinite. NOTE: reads the device at each step.
+def _is_suspect(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Whether any sum is not finite: [], fp32, 1 or 0, on the device also where there are no gradients."""
     if not grads:
-        return []
-    return torch.stack([grad.sum().double() for _, grad in grads]).isfinite().tolist()
+        return torch.zeros((), device=device)
+    # A sum is finite only if all its terms are, and costs half of isfinite.
+    return torch.stack([grad.sum().double() for grad in grads]).isfinite().logical_not().any().float()
 
 
-def _any_rank_sync(value: bool, group: dist.ProcessGroup | None, *, device: torch.device) -> bool:
-    if group_size(group) == 1:
-        return value
+def _any_rank_sync(flag: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     # One number: what is wrong is only exchanged if something is. NOTE: reads the device at each step.
-    flag = torch.tensor([float(value)], device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    if group_size(group) > 1:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
 
 def _raise_named(found: list[str], group: dist.ProcessGroup | None) -> None:
-    per_rank = [(rank, names) for rank, names in enumerate(_gather(found, group)) if names]
+    per_rank = [(rank, names) for rank, names in enumerate(gather_objects(found, group)) if names]
     # Every rank comes to the same conclusion here, since all have the same list.
     if not per_rank:
         return
@@ -153,22 +157,13 @@ def _and_more(names: list[str]) -> str:
     return f" and {len(names) - _NAMES_SHOWN} more parameters" if len(names) > _NAMES_SHOWN else ""
 
 
-def _describe_sync(suspects: list[tuple[str, torch.Tensor]]) -> list[str]:
-    # The sum alone may have overflowed: look at the elements. NOTE: reads the device, which only an error does.
+def _describe_sync(grads: list[tuple[str, torch.Tensor]]) -> list[str]:
+    # A sum alone may have overflowed: look at the elements. NOTE: reads the device, which only an error does.
     return [
         f"{name} ({int(grad.isnan().sum())} NaN, {int(grad.isinf().sum())} infinite of {grad.numel()} elements)"
-        for name, grad in suspects
+        for name, grad in grads
         if not bool(grad.isfinite().all())
     ]
-
-
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    if group_size(group) == 1:
-        return [value]
-    # Objects are pickled and slow; this is for the start of a run and for errors.
-    values: list[Any] = [None] * group_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _crc32_sync(param: torch.Tensor) -> int:

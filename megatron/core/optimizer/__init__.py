@@ -7,6 +7,7 @@ from torch import nn
 from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
 from megatron.core.distributed.plain_data_parallel import PlainDataParallel
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megatron.core.optimizer.group_agreement import agree_on_groups
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -45,8 +46,8 @@ def get_megatron_optimizer(
     """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
 
     The parameters that require grad move into flat storage. config_overrides: other rates and decays for some of them;
-    of several that match a parameter the later wins. pg_collection: the groups that parameters are spread over, for
-    norm and overflow; None: those of parallel_state, if there are any.
+    of several that match a parameter the later wins; alike on all ranks. pg_collection: the groups that parameters are
+    spread over, for norm and overflow; None: those of parallel_state, if there are any. Collective over them.
     """
     groups = pg_collection or existing_process_groups()
     if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
@@ -58,9 +59,8 @@ def get_megatron_optimizer(
         raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
     buffers = [buffer for chunk in model_chunks for buffer in _wrapped(chunk).grad_buffers]
     grouping = ParamGrouping(config, config_overrides)
-    keys = {entry.param: grouping.key_of(entry.name, entry.param) for buffer in buffers for entry in buffer.entries}
+    keys = agree_on_groups([entry for buffer in buffers for entry in buffer.entries], grouping, groups=groups)
     runs = build_runs(buffers, keys)
-    grouping.check_all_used()
     rules = _update_rules(config, runs, plain=grouping.plain_keys(), model_chunks=model_chunks)
     return _optimizer_class(config)(
         rules,
@@ -69,6 +69,7 @@ def get_megatron_optimizer(
         grad_buffers=buffers,
         grad_scaler=_grad_scaler(config),
         pg_collection=groups,
+        device=_wrapped(model_chunks[0]).device,
         logical_pieces={name: held for chunk in model_chunks for name, held in model_logical_pieces(chunk).items()},
     )
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import group_rank, group_size
-from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.tensor_parallel.param_attributes import gradient_of, param_facts
 
 # Added to the norm before dividing by it, as in Megatron and torch.
 _CLIP_EPS = 1e-6
@@ -66,9 +66,12 @@ def clip_coefficient(max_norm: float, total_norm: float) -> float:
 def clip_grad_by_total_norm_fp32(
     parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float
 ) -> None:
-    """Scales the `.grad` of `parameters` (any shape, floating point) in place so that their norm is `max_norm`."""
+    """Scales the gradients of `parameters` (any shape, floating point) in place so that their norm is `max_norm`.
+
+    Of each its `main_grad` where a data-parallel wrapper keeps one, else its `.grad`.
+    """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    grads = [grad for tensor in tensors if (grad := gradient_of(tensor)) is not None]
     coefficient = clip_coefficient(max_norm, total_norm)
     # A pass over all gradients for a factor of one would be wasted.
     if grads and coefficient < 1.0:
@@ -81,13 +84,14 @@ def count_zeros_fp32(
     *,
     tp_group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Number of exact zeros in the `.grad` of `parameters` (any shape, floating point) over the group's ranks.
+    """Number of exact zeros in the gradients of `parameters` (any shape, floating point) over the group's ranks.
 
+    Of each its `main_grad` where a data-parallel wrapper keeps one, else its `.grad`; some have neither.
     tp_group: its ranks hold copies of what they do not split, which count on the first alone; so do tied weights.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    counted = (t for t in tensors if owns_elements(t, tp_group))
-    return count_zeros((t.grad for t in counted if t.grad is not None), [grad_stats_parallel_group])
+    grads = (gradient_of(tensor) for tensor in tensors if owns_elements(tensor, tp_group))
+    return count_zeros((grad for grad in grads if grad is not None), [grad_stats_parallel_group])
 
 
 def owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bool:

@@ -53,11 +53,14 @@ class OwnedElements:
 
     Of copies on several tensor-parallel ranks the first rank's counts, of tied weights the owner's. Dense and expert
     parameters are spread over different groups: mp, and tp_ep_pp. Their data-parallel copies count in each replica
-    alike, so all ranks come to one result; where these have a shard each, shards joins them first.
+    alike, so all ranks come to one result; where these have a shard each, shards joins them first. device: of the
+    tensors, the same kind on all ranks.
     """
 
-    def __init__(self, groups: ProcessGroupCollection, shards: ShardGroups) -> None:
+    def __init__(self, groups: ProcessGroupCollection, shards: ShardGroups, *, device: torch.device) -> None:
         self._groups = groups
+        # A rank that owns nothing joins the sums on the device that the others' are on.
+        self._nothing = torch.empty(0, device=device)
         # Then there is one list, in the parameters' order, and one collective. Not by the shards' groups: the ranks of
         # another stage must come to the same answer, and may have none.
         self._one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1
@@ -111,4 +114,5 @@ class OwnedElements:
 
     def _by_group(self, owned: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[Tensor]]:
         pairs = list(owned)
-        return [t for t, apart in pairs if not apart], [t for t, apart in pairs if apart]
+        dense, experts = [t for t, apart in pairs if not apart], [t for t, apart in pairs if apart]
+        return dense or [self._nothing], experts or [self._nothing]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.grad_buffer import GradBuffer
@@ -32,9 +33,9 @@ class MegatronOptimizer:
     3. otherwise each rule divides by loss scale and clip factor while it updates its runs (fused: no pass of its own);
     4. 16-bit parameters are written from their fp32 masters.
 
-    pg_collection: the groups that parameters are spread over. logical_pieces: by parameter name, those whose padding is
-    not to be counted. State exists from the start, so that a run whose every
-    step was skipped can be saved and resumed.
+    pg_collection: the groups that parameters are spread over. device: the model's; None: default_device().
+    logical_pieces: by parameter name, those whose padding is not to be counted. State exists from the start, so that a
+    run whose every step was skipped can be saved and resumed.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class MegatronOptimizer:
         grad_buffers: Sequence[GradBuffer],
         grad_scaler: GradScaler | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        device: torch.device | None = None,
         logical_pieces: dict[str, list[LogicalPiece]] | None = None,
     ):
         self.config = config
@@ -54,12 +56,14 @@ class MegatronOptimizer:
         self._rules = list(rules)
         self._runs = list(runs)
         self._grad_buffers = list(grad_buffers)
-        groups = pg_collection or ProcessGroupCollection()
-        self._owned = OwnedElements(groups, ShardGroups.of(self._grad_buffers))
+        groups, device = pg_collection or ProcessGroupCollection(), device or default_device()
+        self._owned = OwnedElements(groups, ShardGroups.of(self._grad_buffers), device=device)
         # Of parameters that are nobody's to step every rank has the whole.
-        self._replicated = OwnedElements(groups, ShardGroups())
+        self._replicated = OwnedElements(groups, ShardGroups(), device=device)
         self._logical_pieces = logical_pieces or {}
         self._owned_parts = self._owned.parts_of(self._runs)
+        # Here and not read from torch's state: a rank may have nothing to train, and steps with the others.
+        self._num_steps = 0
         # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
 
@@ -153,16 +157,17 @@ class MegatronOptimizer:
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count and loss scale, JSON values; tensors are in sharded_state, rates in the schedule."""
+        """Step count and loss scale, the same on all ranks, JSON values; tensors are in sharded_state."""
         return {
-            "step": self._step_count_sync(),
+            "step": self._num_steps,
             "grad_scaler": None if self.grad_scaler is None else self.grad_scaler.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from `state_dict`; the tensors of sharded_state are loaded apart."""
+        self._num_steps = state_dict["step"]
         for count in self._step_counts():
-            count.fill_(state_dict["step"])
+            count.fill_(self._num_steps)
         # A run may change its precision between save and load.
         if self.grad_scaler is not None and state_dict["grad_scaler"] is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
@@ -191,6 +196,7 @@ class MegatronOptimizer:
         return [flat] if pieces is None else range_views(pieces, flat, start=member.start)
 
     def _update(self, divisor: float) -> None:
+        self._num_steps += 1
         for rule in self._rules:
             rule.update(divisor)
         for run in self._runs:
@@ -198,14 +204,8 @@ class MegatronOptimizer:
                 # Rounds to nearest, as .to() does; one copy for all parameters of the run.
                 run.model.copy_(run.main)
 
-    def _step_count_sync(self) -> int:
-        # One count a run in torch's state, all moved together. NOTE: reads the device; for checkpoints.
-        counts = {int(count.item()) for count in self._step_counts()}
-        assert len(counts) <= 1, f"parameters disagree on the number of steps: {counts}"
-        return counts.pop() if counts else 0
-
     def _step_counts(self) -> list[torch.Tensor]:
-        # SGD and Muon count nothing.
+        # One a run in torch's state, all moved together; SGD and Muon count nothing.
         states = (state for rule in self._rules for state in rule.optimizer.state.values())
         return [state["step"] for state in states if "step" in state]
 

@@ -4,7 +4,7 @@ The schedule turns these into numbers (optimizer_param_scheduler.py); where para
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -80,14 +80,23 @@ class GroupKey:
     def values(self, config: OptimizerConfig) -> dict[str, Any]:
         """A torch parameter group without its parameters, under the names that Megatron's groups have."""
         given = {name: value for name, value in vars(self.override).items() if value is not None}
-        min_lr, max_lr = given.get("min_lr", config.min_lr), given.get("max_lr", config.lr)
-        if min_lr > max_lr:
-            raise ValueError(f"ParamGroupOverride.min_lr is {min_lr}: must be at most max_lr, which is {max_lr}")
         # The schedule multiplies by the factors; before its first word, the values are those of the configuration.
         lr_mult, wd_mult = given.get("lr_mult", 1.0), given["wd_mult"]
         decay = given.get("end_wd", config.weight_decay)
-        values = {"lr": max_lr * lr_mult, "weight_decay": decay * wd_mult, "lr_mult": lr_mult, **given}
+        values = {
+            "lr": given.get("max_lr", config.lr) * lr_mult,
+            "weight_decay": decay * wd_mult,
+            "lr_mult": lr_mult,
+            **given,
+        }
         return {**values, "is_decoupled_lr": self.is_decoupled_lr}
+
+    def check_rates(self, config: OptimizerConfig) -> None:
+        """Raises ValueError where the lowest rate is above the highest."""
+        highest = config.lr if self.override.max_lr is None else self.override.max_lr
+        lowest = config.min_lr if self.override.min_lr is None else self.override.min_lr
+        if highest is not None and lowest > highest:
+            raise ValueError(f"ParamGroupOverride.min_lr is {lowest}: must be at most max_lr, which is {highest}")
 
 
 class ParamGrouping:
@@ -96,35 +105,48 @@ class ParamGrouping:
     def __init__(self, config: OptimizerConfig, overrides: ConfigOverrides | None = None) -> None:
         self._config = config
         self._overrides = dict(overrides or {})
-        self._unused = set(self._overrides)
+        # Places in the overrides of those that were for a parameter: what ranks can tell each other of them.
+        self.used: set[int] = set()
 
     def key_of(self, name: str, param: nn.Parameter) -> GroupKey:
-        """The group of a parameter; name: without wrapper prefixes, param: any shape and dtype."""
+        """The group of a parameter; name: without wrapper prefixes, param: any shape and dtype.
+
+        Raises ValueError where its rates contradict each other.
+        """
         decays = weight_decays(name, param) or (self._config.apply_wd_to_qk_layernorm and _fits(name, _HEAD_NORMS))
         merged = ParamGroupOverride(wd_mult=1.0 if decays else 0.0)
         decoupled = self._config.decoupled_lr is not None and _fits(name, _VOCABULARY)
         if decoupled:
-            # Without a minimum of their own these fall to the common one, as in Megatron.
-            rates = {"max_lr": self._config.decoupled_lr, "min_lr": self._config.decoupled_min_lr}
-            merged = dataclasses.replace(merged, **rates)
-        for key, override in self._overrides.items():
+            merged = self._with_decoupled_rates(merged)
+        for place, (key, override) in enumerate(self._overrides.items()):
             if key.matches(name, param):
-                self._unused.discard(key)
+                self.used.add(place)
                 given = {field: value for field, value in vars(override).items() if value is not None}
                 merged = dataclasses.replace(merged, **given)
         is_matrix = self._config.optimizer == "muon" and param.dim() == 2 and not _is_embedding_or_bias(name)
-        return GroupKey(override=merged, is_decoupled_lr=decoupled, is_matrix=is_matrix)
+        group = GroupKey(override=merged, is_decoupled_lr=decoupled, is_matrix=is_matrix)
+        group.check_rates(self._config)
+        return group
 
     def plain_keys(self) -> list[GroupKey]:
         """The groups that every run has, so that a schedule and a log line find them also where they are empty."""
-        return [GroupKey(override=ParamGroupOverride(wd_mult=wd_mult)) for wd_mult in (1.0, 0.0)]
+        plain = [ParamGroupOverride(wd_mult=wd_mult) for wd_mult in (1.0, 0.0)]
+        keys = [GroupKey(override=override) for override in plain]
+        if self._config.decoupled_lr is not None:
+            keys.append(GroupKey(override=self._with_decoupled_rates(plain[0]), is_decoupled_lr=True))
+        return keys
 
-    def check_all_used(self) -> None:
-        """Raises ValueError for an override that is for no parameter."""
+    def check_all_used(self, used: Collection[int]) -> None:
+        """Raises ValueError for an override that is for no parameter; used: places of those that are."""
         # A misspelt name would change nothing, silently.
-        for key in self._overrides:
-            if key in self._unused:
+        for place, key in enumerate(self._overrides):
+            if place not in used:
                 raise ValueError(f"config_overrides: {key} matches no parameter that requires grad")
+
+    def _with_decoupled_rates(self, override: ParamGroupOverride) -> ParamGroupOverride:
+        # Without a minimum of their own these fall to the common one, as in Megatron.
+        rates = {"max_lr": self._config.decoupled_lr, "min_lr": self._config.decoupled_min_lr}
+        return dataclasses.replace(override, **rates)
 
 
 def weight_decays(name: str, param: torch.Tensor) -> bool:

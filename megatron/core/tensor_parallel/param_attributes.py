@@ -1,4 +1,5 @@
-"""What Megatron's users find written on a parameter: how it is split, and over which ranks its gradient is summed.
+"""What Megatron's users find written on a parameter: how it is split, over which ranks its gradient is summed, where
+that gradient stands.
 
 Only these functions know the attributes' names; everything else asks `param_facts`.
 """
@@ -72,6 +73,12 @@ def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
 def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Writes where a parameter's gradients add up; grad: [*parameter shape], floating point."""
     vars(param).update(main_grad=grad)
+
+
+def gradient_of(param: Tensor) -> Tensor | None:
+    """A parameter's gradient, any shape and dtype: main_grad where a data-parallel wrapper gave it one, else grad."""
+    main_grad: Tensor | None = vars(param).get("main_grad")
+    return param.grad if main_grad is None else main_grad
 
 
 def added_to_main_grad(param: nn.Parameter) -> bool:

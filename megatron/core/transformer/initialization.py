@@ -46,7 +46,7 @@ def initialize_parameters(model: nn.Module, *, seed: int) -> None:
     """Sets every parameter that starts at random, in place, from `seed` and its logical name.
 
     A normal distribution is drawn per stored tensor. Any other init method is the user's own and fills the
-    parameter as this rank holds it, seeded by name and by where in the stored tensor that is.
+    parameter as this rank holds it, seeded by the stored tensor's name and by where in it that is.
     """
     methods = _methods_by_name(model)
     pieces = model_logical_pieces(model)
@@ -58,17 +58,17 @@ def initialize_parameters(model: nn.Module, *, seed: int) -> None:
             for piece in pieces[canonical_name(name)]:
                 blocks += list(_blocks(piece.view_of(parameter.data), piece, draw=_Draw(seed, method.std)))
         elif method is not None:
-            _call_seeded(method, parameter, seed=_hash_words(seed, _place(canonical_name(name), pieces))[0])
+            _call_seeded(method, parameter, seed=_hash_words(seed, _place(pieces[canonical_name(name)][0]))[0])
     # numpy draws outside the interpreter lock, so threads help; the result does not depend on their number.
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
         for _ in threads.map(_Block.fill, blocks):
             pass
 
 
-def _place(name: str, pieces: dict[str, list[LogicalPiece]]) -> str:
-    offset = pieces[name][0].global_offset
-    # The first rank's, which is the only one of a layer that is not split, has the name alone.
-    return f"{name}@{offset}" if any(offset) else name
+def _place(piece: LogicalPiece) -> str:
+    # Not by the parameter's own name: the copy of a tied weight has another than its owner. The first rank's piece,
+    # which is the only one of a layer that is not split, has the key alone.
+    return f"{piece.key}@{piece.global_offset}" if any(piece.global_offset) else piece.key
 
 
 def _methods_by_name(model: nn.Module) -> dict[str, InitMethod]:

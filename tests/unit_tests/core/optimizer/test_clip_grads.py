@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megatron.core.distributed import PlainDataParallel
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
 
 
@@ -59,6 +60,15 @@ def test_clipping_scales_down_and_never_up(max_norm):
     after = get_grad_norm_fp32([p.grad for p in params])
     assert after == pytest.approx(min(max_norm, norm), rel=1e-5)
     assert (max_norm > norm) == all(torch.equal(p.grad, b) for p, b in zip(params, before))
+
+
+def test_standing_gradients_of_a_wrapper_are_counted_and_clipped():
+    wrapped = PlainDataParallel(torch.nn.Linear(3, 2), group=None)
+    wrapped(torch.tensor([[1.0, 0.0, 2.0]])).sum().backward()
+    params = list(wrapped.parameters())
+    assert count_zeros_fp32(params) == 2.0
+    clip_grad_by_total_norm_fp32(params, 1.0, 2.0)
+    assert params[1].grad is None and params[1].main_grad.tolist() == pytest.approx([0.5, 0.5])
 
 
 def test_zeros_are_counted_where_there_is_a_gradient():

@@ -184,7 +184,8 @@ def test_a_model_without_trainable_parameters_steps_without_effect():
     optimizer.zero_grad()
     wrapped.finish_grad_sync()
     assert optimizer.step() == (True, 0.0, 0.0)
-    assert optimizer.state_dict()["step"] == 0
+    # Others may have something to train, and count this step.
+    assert optimizer.state_dict()["step"] == 1
     assert_same_parameters(model, tiny_model())
 
 

@@ -1,0 +1,143 @@
+"""Frozen parts of a model over stages, whole stages among them: training and resuming are those of one process."""
+
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.training.training import train_step
+from tests.counts import slow
+from tests.distributed.parity import (
+    FLAGS,
+    Box,
+    boxes_of_state,
+    boxes_of_weights,
+    fp64_forward_step,
+    fp64_model,
+    layout,
+    put_together,
+    relative_errors,
+)
+from tests.distributed.tiny_runs import comparable, started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+# Adam, whose first steps depend on the step count, and all that counts gradients over ranks.
+TRAINING: Flags = {
+    **FLAGS,
+    "num-layers": 4,
+    "optimizer": "adam",
+    "lr": 0.01,
+    "lr-decay-style": "constant",
+    "clip-grad": 0.5,
+    "log-num-zeros-in-grad": True,
+    "log-params-norm": True,
+}
+EMBEDDING = ("embedding.*",)
+FIRST_HALF = (*EMBEDDING, "decoder.layers.[01].*")
+LAST_HALF = ("decoder.layers.[23].*", "decoder.final_layernorm.*", "output_layer.*")
+EVERY_SECOND = (*EMBEDDING, "decoder.layers.[02].*")
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A base of bases.yaml, the names that are frozen, and the layout of two ranks."""
+
+    base: str
+    frozen: Sequence[str]
+    vpp: int = 1
+    per_token: bool = False
+
+
+CASES = [
+    Case("dense", EMBEDDING, vpp=2),
+    Case("moe", FIRST_HALF, per_token=True),
+    slow(Case("dense", EMBEDDING)),
+    slow(Case("llama", LAST_HALF)),
+    slow(Case("llama", EVERY_SECOND, vpp=2, per_token=True)),
+    # One chunk of two.
+    slow(Case("dense", (*EMBEDDING, "decoder.layers.0.*"), vpp=2)),
+]
+
+
+@dataclass
+class Trained:
+    """What a rank had after `STEPS` steps and a resume, and after as many more; and what a resume wrote."""
+
+    initial: list[Box]
+    reports: list[dict[str, Any]]
+    resumed: list[dict[str, Any]]
+    state: list[Box]
+    resumed_state: list[Box]
+    thawing: str
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_frozen_parts_train_and_resume_as_in_one_process(case: Case, tmp_path: Path) -> None:
+    flags: Flags = {**TRAINING, "calculate-per-token-loss": case.per_token}
+    argv = command_line({**read_bases()[case.base], **flags})
+    [one] = run_on_ranks(_train, 1, argv, case.frozen, str(tmp_path / "one"))
+    stages = command_line({**read_bases()[case.base], **flags, **layout(pp=2, vpp=case.vpp)})
+    ranks: list[Trained] = run_on_ranks(_train, 2, stages, case.frozen, str(tmp_path / "two"))
+    for rank in (one, *ranks):
+        assert rank.resumed == rank.reports[STEPS:]
+    for report, reference in zip(ranks[-1].reports, one.reports, strict=True):
+        assert report["losses"] == pytest.approx(reference["losses"], rel=1e-10)
+        assert report["num_zeros"] == reference["num_zeros"]
+    assert [float(r["grad_norm"]) for r in ranks[0].reports] == pytest.approx(
+        [float(r["grad_norm"]) for r in one.reports], rel=1.2e-7
+    )
+    for ours, theirs in ((one.state, "state"), (one.resumed_state, "resumed_state")):
+        merged = put_together([box for rank in ranks for box in vars(rank)[theirs]])
+        assert max(relative_errors(merged, put_together(ours)).values()) <= 1e-8
+    _assert_frozen_and_trained(one, case.frozen)
+    # One line, although the first rank may have none of the thawed parameters.
+    assert [rank.thawing.count("start with fresh optimizer state") for rank in ranks] == [1, 0]
+
+
+def _assert_frozen_and_trained(one: Trained, frozen: Sequence[str]) -> None:
+    before, after = put_together(one.initial), put_together(one.resumed_state)
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) == _matches(name, frozen), name
+        assert (f"optimizer.exp_avg.{name}" in after) != _matches(name, frozen), name
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+# In a rank's process.
+
+
+def _train(argv: Sequence[str], frozen: Sequence[str], folder: str) -> Trained:
+    parts: dict[str, Any] = {"forward_step": fp64_forward_step, "model_provider": partial(_frozen_model, frozen)}
+    with started_run([*argv, "--save", folder], **parts) as run:
+        initial = boxes_of_weights(run)
+        reports = [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        run.save_checkpoint()
+        reports += [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        state = boxes_of_state(run)
+    with started_run([*argv, "--load", folder], **parts) as run:
+        resumed = [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        resumed_state = boxes_of_state(run)
+    written = io.StringIO()
+    with redirect_stdout(written), started_run([*argv, "--load", folder], **{**parts, "model_provider": fp64_model}):
+        pass
+    return Trained(initial, reports, resumed, state, resumed_state, written.getvalue())
+
+
+def _frozen_model(patterns: Sequence[str], pre_process: bool = True, post_process: bool = True, **options: Any) -> Any:
+    model: nn.Module = fp64_model(pre_process, post_process, **options)
+    for name, param in model.named_parameters():
+        if _matches(name, patterns):
+            param.requires_grad = False
+    return model
