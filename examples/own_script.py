@@ -2,6 +2,8 @@
 
     python examples/own_script.py --mock-data                  (everything else has a default below)
     torchrun --nproc-per-node 2 examples/own_script.py --mock-data --label-smoothing 0.2
+    torchrun --nproc-per-node 4 examples/own_script.py --mock-data --tensor-model-parallel-size 2 \\
+        --pipeline-model-parallel-size 2
 
 pretrain_gpt.py is the script that most runs need; this one shows what can be put in its place.
 """
@@ -54,9 +56,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
-    """A GPT whose feed-forward layers use the squared ReLU and have no norm of their own before them."""
+def model_provider(pre_process: bool = True, post_process: bool = True, *, vp_stage: int | None = None) -> GPTModel:
+    """A GPT whose feed-forward layers use the squared ReLU and have no norm of their own before them.
+
+    The arguments say which part of it is this rank's. Raises ValueError for experts, which its layers do not have.
+    """
     args = get_args()
+    if args.num_experts is not None:
+        raise ValueError(f"--num-experts is {args.num_experts}: the layers of this script are dense, leave it out")
     config = core_transformer_config_from_args(args)
     config.activation_func = squared_relu
     layer = get_gpt_layer_local_spec()
@@ -69,26 +76,35 @@ def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTMo
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
+        vp_stage=vp_stage,
+        # The loss below reads all columns of the vocabulary, not those of one tensor-parallel rank.
+        parallel_output=False,
         position_embedding_type="rope",
     )
 
 
-def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
-    """Runs one micro-batch; returns logits [B, S, V] in the parameters' dtype and the function that makes a loss."""
+def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Module) -> tuple[Tensor, Any]:
+    """Runs one micro-batch; returns logits [B, S, V] in the parameters' dtype and the function that makes a loss.
+
+    Pipeline stages before the last return hidden states instead, and those that read no tokens have an empty batch.
+    """
     batch = get_batch(data_iterator, next(model.parameters()).device)
-    logits = model(batch["tokens"], batch["position_ids"], None)
-    return logits, partial(smoothed_loss, batch["labels"])
+    logits = model(batch.get("tokens"), batch.get("position_ids"), None)
+    return logits, partial(smoothed_loss, batch.get("labels", torch.empty(0)))
 
 
 def smoothed_loss(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean loss and what to log. labels: [B, S], int64; logits: [B, S, V], any float dtype. Returns a scalar, fp32."""
+    """Mean loss and what to log. labels: [B, S], int64; logits: [B, S, V], any float dtype. Returns a scalar, fp32.
+
+    Where sequences are cut over context-parallel ranks, it is this rank's share in their mean.
+    """
     vocabulary = get_tokenizer().vocab_size  # without the padding columns
     flat = logits[..., :vocabulary].flatten(0, 1).float()
     loss = F.cross_entropy(flat, labels.flatten(), label_smoothing=get_args().label_smoothing)
     with torch.no_grad():
         plain = F.cross_entropy(flat, labels.flatten())
         accuracy = (flat.argmax(dim=-1) == labels.flatten()).float().mean()
-    return loss, {"lm loss": plain, "accuracy": accuracy}
+    return loss / get_args().context_parallel_size, {"lm loss": plain, "accuracy": accuracy}
 
 
 class BestAccuracy(Callback):

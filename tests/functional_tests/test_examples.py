@@ -59,12 +59,42 @@ def test_sft_packs_chats_and_answers(tmp_path: Path) -> None:
     assert "500 documents" not in printed and "tokens of filling" in printed and "An answer:\nQ:17 A:" in printed
 
 
+def run_own_script(folder: Path, ranks: int, *words: str):
+    """Six steps with a flag of its own, of eight samples each."""
+    words = ("--mock-data", *SMALL, "--eval-iters", "1", "--num-workers", "0", "--label-smoothing", "0.2", *words)
+    words = (
+        *words,
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "8",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+    )
+    run = run_program([*words], ranks, folder=folder, program="examples.own_script:main")
+    assert run.exit_codes == [0] * ranks, run.written()
+    return run
+
+
 def test_own_script_has_its_own_model_loss_flag_and_callback(tmp_path: Path) -> None:
-    words = ["--mock-data", *SMALL, "--eval-iters", "1", "--num-workers", "0", "--label-smoothing", "0.2"]
-    run = run_program(words, 2, folder=tmp_path, program="examples.own_script:main")
-    assert run.exit_codes == [0, 0], run.written()
+    run = run_own_script(tmp_path, 2)
     assert all(0 <= step["accuracy"] <= 1 for step in run.steps.values()) and len(run.steps) == 6
     assert run.outcomes[0].stdout.count("best step: ") == 1
+
+
+@pytest.mark.slow
+def test_own_script_loses_as_much_under_every_layout(tmp_path: Path) -> None:
+    layouts = [
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"],
+        ["--context-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+    ]
+    one, *others = (run_own_script(tmp_path / str(index), 4, *words) for index, words in enumerate([[], *layouts]))
+    for run in others:
+        for number, step in run.steps.items():
+            for name in ("lm_loss", "accuracy", "grad_norm"):
+                assert step[name] == pytest.approx(one.steps[number][name], rel=2e-4), (number, name)
 
 
 @pytest.mark.parametrize(
