@@ -15,25 +15,27 @@ class SyncCallables:
 
     no_sync_func is entered for each chunk before the first pass and left before the chunk's last backward, whose
     gradients complete the sums; where grad_sync_func is given, after it, and grad_sync_func(parameters) follows.
+    One for several chunks holds back all of them: it is left for the last backward of each, and entered again.
     param_sync_func(parameters) is called for the first two chunks before the first pass, and for each other chunk
     before the first forward of the chunk before it. Raises ValueError unless each is None, one callable for one
-    chunk, or a list with one a chunk.
+    chunk, or a list with one a chunk; no_sync_func may be one for several.
     """
 
     def __init__(self, config: ModelParallelConfig, model: Sequence[nn.Module], *, actions: Sequence[Action]) -> None:
         self._model = model
-        self._no_sync = _per_chunk("no_sync_func", config.no_sync_func, num_chunks=len(model))
+        # Of each chunk, or of all chunks together.
+        self._is_shared = callable(config.no_sync_func)
+        self._no_sync = _per_chunk("no_sync_func", config.no_sync_func, num_chunks=1 if self._is_shared else len(model))
         self._grad_sync = _per_chunk("grad_sync_func", config.grad_sync_func, num_chunks=len(model))
         self._param_sync = _per_chunk("param_sync_func", config.param_sync_func, num_chunks=len(model))
         self._first_forward = {a.chunk: a for a in reversed(actions) if a.kind is ActionKind.FORWARD}
         self._last_backward = {a.chunk: a for a in actions if a.kind is ActionKind.BACKWARD}
-        self._deferred = [ExitStack() for _ in model]
+        self._unfinished = set(self._last_backward)
+        self._deferred = [ExitStack() for _ in self._no_sync]
 
     def begin(self) -> None:
         """Before the first pass."""
-        if self._no_sync and self._last_backward:
-            for deferred, no_sync in zip(self._deferred, self._no_sync):
-                deferred.enter_context(no_sync())
+        self._defer()
         for chunk in range(min(2, len(self._model))):
             self._gather(chunk)
 
@@ -42,18 +44,32 @@ class SyncCallables:
         if action.chunk > 0 and action == self._first_forward.get(action.chunk):
             self._gather(action.chunk + 1)
         if not self._grad_sync and action == self._last_backward.get(action.chunk):
-            self._deferred[action.chunk].close()
+            self._let_go(action.chunk)
 
     def after(self, action: Action) -> None:
         """After each pass."""
-        if self._grad_sync and action == self._last_backward.get(action.chunk):
-            self._deferred[action.chunk].close()
+        if action != self._last_backward.get(action.chunk):
+            return
+        if self._grad_sync:
+            self._let_go(action.chunk)
             self._grad_sync[action.chunk](self._model[action.chunk].parameters())
+        self._unfinished.discard(action.chunk)
+        if self._is_shared:
+            self._defer()
 
     def end(self) -> None:
         """After the last pass, or an error: nothing stays deferred."""
         for deferred in self._deferred:
             deferred.close()
+
+    def _defer(self) -> None:
+        if self._unfinished:
+            for deferred, no_sync in zip(self._deferred, self._no_sync):
+                deferred.enter_context(no_sync())
+
+    def _let_go(self, chunk: int) -> None:
+        if self._no_sync:
+            self._deferred[0 if self._is_shared else chunk].close()
 
     def _gather(self, chunk: int) -> None:
         if self._param_sync and chunk < len(self._model):

@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.schedule import (
     no_pipelining_schedule,
     validate_schedule,
 )
+from megatron.core.pipeline_parallel.sync_callables import SyncCallables
 
 
 class Linear(torch.nn.Linear):
@@ -139,6 +140,33 @@ def test_reduction_is_deferred_until_the_last_backward() -> None:
     model.config.param_sync_func = [print, print]
     with pytest.raises(ValueError, match="param_sync_func has 2 callables for 1 model chunks"):
         run(model, batches())
+
+
+def test_one_callable_defers_the_reductions_of_several_chunks() -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        events.append("defer")
+        yield
+        events.append("allow")
+
+    chunks = [Linear(), Linear()]
+    passes = [Action(kind, chunk, 0) for kind in ActionKind for chunk in (0, 1)]
+    chunks[0].config.no_sync_func = no_sync
+    for reduces, expected in (
+        (False, ["defer", "F0", "F1", "allow", "B0", "defer", "allow", "B1"]),
+        (True, ["defer", "F0", "F1", "B0", "allow", "reduce", "defer", "B1", "allow", "reduce"]),
+    ):
+        chunks[0].config.grad_sync_func = [lambda _: events.append("reduce")] * 2 if reduces else None
+        sync = SyncCallables(chunks[0].config, chunks, actions=passes)
+        events.clear()
+        sync.begin()
+        for step in passes:
+            sync.before(step)
+            events.append(f"{step.kind.name[0]}{step.chunk}")
+            sync.after(step)
+        assert events == expected
 
 
 def test_evaluation_makes_no_gradients() -> None:
