@@ -5,6 +5,7 @@ No policy lives here; components receive a ProcessGroupCollection. Which ranks f
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import default_device
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator, rank_grids
 
 __all__ = ["RankGenerator"]
@@ -59,13 +60,15 @@ def initialize_model_parallel(
     num_distributed_optimizer_instances: int = 1,
     order: str = DEFAULT_ORDER,
     distributed_timeout_minutes: int = 30,
+    **rest: Any,
 ) -> None:
     """Builds the process groups over all ranks; torch.distributed must be initialised. Collective.
 
     expert_tensor_parallel_size: None is the tensor size of the dense layers. order: see RankGenerator; one for both
-    kinds of layers. Raises ValueError for sizes that do not fit, before any group is made; RuntimeError when called
-    twice.
+    kinds of layers. rest: other keywords of Megatron, see _check_rest. Raises ValueError for sizes that do not fit,
+    before any group is made; RuntimeError when called twice.
     """
+    _check_rest(rest)
     if _REGISTRY.groups is not None:
         raise RuntimeError("model parallel groups exist already: call destroy_model_parallel() first")
     if num_distributed_optimizer_instances != 1:
@@ -103,6 +106,29 @@ def initialize_model_parallel(
     }
     _REGISTRY.virtual_size = virtual_pipeline_model_parallel_size
     _REGISTRY.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
+
+
+def _check_rest(rest: dict[str, Any]) -> None:
+    """Raises TypeError for unknown keywords, ValueError for settings that could not be honoured.
+
+    create_gloo_process_groups has no effect: groups are made for the ranks' device alone.
+    """
+    off = dict.fromkeys(("use_sharp", "hybrid_context_parallel"), False) | dict.fromkeys(
+        (
+            "pipeline_model_parallel_comm_backend",
+            "hierarchical_context_parallel_sizes",
+            "nccl_communicator_config_path",
+            "get_embedding_ranks",
+            "get_position_embedding_ranks",
+            "high_priority_stream_groups",
+            "sharp_enabled_group",
+        )
+    )
+    if unknown := sorted(rest.keys() - off.keys() - {"create_gloo_process_groups"}):
+        raise TypeError(f"unexpected keyword arguments: {', '.join(unknown)}")
+    for name, value in rest.items():
+        if name in off and value != off[name]:
+            raise ValueError(f"{name} is {value!r}: not available here, must be {off[name]}")
 
 
 def _first_and_last(pipelines: Tensor) -> Tensor:
@@ -176,6 +202,15 @@ def existing_process_groups() -> ProcessGroupCollection:
     return _REGISTRY.groups or ProcessGroupCollection()
 
 
+def group_or_existing(group: ProcessGroup | None, kind: str = "tp") -> ProcessGroup:
+    """What users of Megatron mean by a group: None is parallel_state's of that field of ProcessGroupCollection.
+
+    Without model parallel groups None is this rank alone, as ALONE always is. Names that users call ask this;
+    inside, groups arrive as arguments, and a group of None in a collection is handed on by or_alone.
+    """
+    return or_alone(vars(existing_process_groups())[kind]) if group is None else group
+
+
 def get_device_mesh(kind: str) -> DeviceMesh:
     """The grid of the "dense" (pp, dp, cp, tp) or "expert" (pp, dp, ep, tp) layers; its groups are the collection's."""
     get_process_groups()
@@ -189,12 +224,18 @@ def _group(name: str) -> ProcessGroup:
     return group
 
 
+def _checked(name: str, check_initialized: bool) -> ProcessGroup | None:
+    return _group(name) if check_initialized else vars(existing_process_groups())[name]
+
+
 # Getters that users know, by kind of parallelism: the group, this rank's index in it, and how many ranks it has.
+# check_initialized: raise RuntimeError where there is no such group, instead of returning None. There is one instance
+# of the distributed optimizer, so that groups of a part of its ranks (partial_...) are those of all.
 
 
-def get_tensor_model_parallel_group() -> ProcessGroup:
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The ranks that share one dense layer's weights."""
-    return _group("tp")
+    return _checked("tp", check_initialized)
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -212,9 +253,9 @@ def get_tensor_model_parallel_src_rank() -> int:
     return dist.get_global_rank(_group("tp"), 0)
 
 
-def get_context_parallel_group() -> ProcessGroup:
+def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The ranks that hold parts of the same sequences."""
-    return _group("cp")
+    return _checked("cp", check_initialized)
 
 
 def get_context_parallel_rank() -> int:
@@ -227,17 +268,17 @@ def get_context_parallel_world_size() -> int:
     return group_size(_group("cp"))
 
 
-def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
+def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> ProcessGroup:
     """The ranks that hold copies of the same dense weights; `with_context_parallel` also counts sequence parts."""
     return _group("dp_cp" if with_context_parallel else "dp")
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """This rank's index in its data-parallel group."""
     return group_rank(get_data_parallel_group(with_context_parallel))
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """Number of data-parallel copies."""
     return group_size(get_data_parallel_group(with_context_parallel))
 
@@ -247,24 +288,36 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return dist.get_global_rank(get_data_parallel_group(with_context_parallel), 0)
 
 
-def get_model_parallel_group() -> ProcessGroup:
+def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The ranks that together hold one copy of the dense weights: tensor x pipeline."""
-    return _group("mp")
+    return _checked("mp", check_initialized)
 
 
-def get_tensor_and_context_parallel_group() -> ProcessGroup:
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """Tensor x context."""
-    return _group("tp_cp")
+    return _checked("tp_cp", check_initialized)
 
 
-def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
+def get_tensor_and_context_parallel_rank() -> int:
+    """This rank's index among those that hold parts of the same micro-batch."""
+    return group_rank(_group("tp_cp"))
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    """Number of ranks that hold parts of the same micro-batch."""
+    return group_size(_group("tp_cp"))
+
+
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> ProcessGroup | None:
     """Tensor x data: a whole pipeline stage, with the sequence parts if `with_context_parallel`."""
-    return _group("tp_dp_cp" if with_context_parallel else "tp_dp")
+    return _checked("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
-def get_expert_model_parallel_group() -> ProcessGroup:
+def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The ranks that hold different experts of the same layers."""
-    return _group("ep")
+    return _checked("ep", check_initialized)
 
 
 def get_expert_model_parallel_rank() -> int:
@@ -277,9 +330,9 @@ def get_expert_model_parallel_world_size() -> int:
     return group_size(_group("ep"))
 
 
-def get_expert_tensor_parallel_group() -> ProcessGroup:
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The ranks that share one expert's weights."""
-    return _group("expt_tp")
+    return _checked("expt_tp", check_initialized)
 
 
 def get_expert_tensor_parallel_rank() -> int:
@@ -292,34 +345,36 @@ def get_expert_tensor_parallel_world_size() -> int:
     return group_size(_group("expt_tp"))
 
 
-def get_expert_data_parallel_group() -> ProcessGroup:
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+) -> ProcessGroup | None:
     """The ranks that hold copies of the same expert weights."""
-    return _group("expt_dp")
+    return _checked("expt_dp", check_initialized)
 
 
-def get_expert_data_parallel_rank() -> int:
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
     """This rank's index among those that hold copies of the same expert weights."""
     return group_rank(_group("expt_dp"))
 
 
-def get_expert_data_parallel_world_size() -> int:
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
     """Number of copies of the expert weights."""
     return group_size(_group("expt_dp"))
 
 
-def get_expert_tensor_and_model_parallel_group() -> ProcessGroup:
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """Expert tensor x expert: the ranks that together hold all experts of a layer."""
-    return _group("tp_ep")
+    return _checked("tp_ep", check_initialized)
 
 
-def get_expert_tensor_model_pipeline_parallel_group() -> ProcessGroup:
+def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """Expert tensor x expert x pipeline: the ranks that together hold one copy of all expert weights."""
-    return _group("tp_ep_pp")
+    return _checked("tp_ep_pp", check_initialized)
 
 
-def get_pipeline_model_parallel_group() -> ProcessGroup:
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The stages of this rank's pipeline."""
-    return _group("pp")
+    return _checked("pp", check_initialized)
 
 
 def get_pipeline_model_parallel_rank() -> int:
@@ -395,9 +450,9 @@ def _chunk(vp_stage: int | None) -> int | None:
     return _REGISTRY.virtual_rank if vp_stage is None else vp_stage
 
 
-def get_embedding_group() -> ProcessGroup:
+def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The first and last stage, which share embedding weights. RuntimeError on the stages between."""
-    return _group("embd")
+    return _checked("embd", check_initialized)
 
 
 def is_rank_in_embedding_group() -> bool:

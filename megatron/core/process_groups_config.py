@@ -1,6 +1,8 @@
 """The process groups that components receive as an argument; building them is parallel_state.py's work."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -34,11 +36,47 @@ class ProcessGroupCollection:
     embd: ProcessGroup | None = None
 
 
+class _Alone(ProcessGroup):
+    """Of one rank, and nothing is ever sent; in a copy of a model it is the same one."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Alone":
+        return self
+
+    def __reduce__(self) -> str:
+        return "ALONE"
+
+
+# This rank alone, said to functions that take None for parallel_state's group: see parallel_state.group_or_existing.
+ALONE: Final[ProcessGroup] = _Alone()
+
+
+def or_alone(group: ProcessGroup | None) -> ProcessGroup:
+    """A collection's group in the form that such functions take."""
+    return ALONE if group is None else group
+
+
+def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tuple[str, int]]) -> None:
+    """Raises ValueError unless groups have the sizes that a configuration says, which is what was checked to divide.
+
+    sizes: by field of the collection, the configuration's name for it and its value.
+    """
+    for field, (name, size) in sizes.items():
+        ranks = group_size(vars(groups)[field])
+        if ranks != size:
+            raise ValueError(
+                f"{name} is {size}, but pg_collection.{field} has {ranks} ranks: pass the groups of a layout of that "
+                "size, or say that size in the configuration"
+            )
+
+
 def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in `group`; None is this rank alone, so 1."""
+    """Number of ranks in `group`; None and ALONE are this rank alone, so 1."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """This rank's index in `group`; None is this rank alone, so 0."""
-    return 0 if group is None else dist.get_rank(group)
+    """This rank's index in `group`; None and ALONE are this rank alone, so 0."""
+    return 0 if group is None or group is ALONE else dist.get_rank(group)

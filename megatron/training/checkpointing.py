@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing import (
     model_sharded_tensors,
 )
 from megatron.core.group_collectives import union_over_model
+from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint_args import args_to_json, check_same_model, check_same_optimizer
 from megatron.training.checkpoint_folder import (
@@ -104,12 +105,12 @@ def save_checkpoint(
 ) -> Path:
     """Writes config.save/iteration_NNNNNNN and then the tracker; returns the folder, complete and on disk.
 
-    Collective over all ranks. pg_collection: None for this rank alone. After a failure, which every
-    rank raises, earlier checkpoints and the tracker are as they were.
+    Collective over all ranks. pg_collection: None is parallel_state's. After a failure, which every rank raises,
+    earlier checkpoints and the tracker are as they were.
     """
     if config.save is None:
         raise ValueError("a checkpoint needs --save: give the folder for the checkpoints")
-    parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or ProcessGroupCollection())
+    parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     common = {"iteration": iteration, "train_state": train_state.state_dict(), "args": args_to_json(args)}
     state = _content(parts, config, common=common)
     folder = iteration_folder(config.save, iteration)
@@ -152,7 +153,7 @@ def load_checkpoint(
             check_same_optimizer(args, common["args"])
             # Before the tensors: a schedule that differs is a frequent mistake, and this is quick.
             _load_schedule(opt_param_scheduler, common["scheduler"])
-    parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or ProcessGroupCollection())
+    parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     _load_tensors(parts, found, taken=taken, frozen=set(common["frozen"]), seed=args.seed)
     if taken.optimizer and optimizer is not None:
         optimizer.load_state_dict(common["optimizer"])

@@ -86,8 +86,9 @@ def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
 
 def _seed(seed: int, groups: ProcessGroupCollection) -> None:
     seed_all(seed)
-    ranks = {"tp_rank": groups.tp, "ep_rank": groups.ep, "etp_rank": groups.expt_tp}
-    model_parallel_cuda_manual_seed(seed, **{name: group_rank(group) for name, group in ranks.items()})
+    model_parallel_cuda_manual_seed(
+        seed, tp_rank=group_rank(groups.tp), ep_rank=group_rank(groups.ep), etp_rank=group_rank(groups.expt_tp)
+    )
 
 
 def silence_library_notices() -> None:

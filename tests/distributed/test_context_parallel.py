@@ -27,7 +27,8 @@ def compare(kind: str, window: tuple[int, int] | None, packed: bool, **fields: A
     # On four ranks a chunk is shorter than the window.
     seq, dtype = 8 * size if size == 2 else 4 * size, fields.get("params_dtype", torch.float64)
     shape = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "kv_channels": WIDTH, "window_size": window}
-    config = small_config(**{"params_dtype": dtype, "cp_comm_type": [kind], **shape, **fields})
+    shape |= {"context_parallel_size": size, "cp_comm_type": [kind]}
+    config = small_config(**{"params_dtype": dtype, **shape, **fields})
     core = DotProductAttention(config, 1)
     generator = torch.Generator().manual_seed(3)
     whole = [torch.randn(seq, BATCH, n, WIDTH, generator=generator).to(dtype) for n in (HEADS, GROUPS, GROUPS)]

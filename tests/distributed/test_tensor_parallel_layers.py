@@ -10,9 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core import parallel_state
 from megatron.core import tensor_parallel as tp
 from megatron.core.dist_checkpointing.logical import model_logical_pieces
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ALONE, ProcessGroupCollection
 from megatron.core.tensor_parallel import linear as linear_module
 from megatron.core.tensor_parallel.mappings import part_of
 from megatron.core.tensor_parallel.param_attributes import param_facts
@@ -160,6 +161,11 @@ def _compare_embedding(group: Any, *, reduce_scatter: bool) -> None:
         reduce_scatter_embeddings=reduce_scatter,
     )
     layer.weight.data.copy_(_own_piece(layer, "weight", table.detach()))
+    for ids in (torch.tensor([[0, OUT]]), torch.tensor([[-1, 3]])):
+        with pytest.raises(
+            ValueError, match=rf"ids from -?\d+ to \d+: must be from 0 to num_embeddings - 1 \({OUT - 1}\)"
+        ):
+            layer(ids)
     ids = torch.randint(0, OUT, (BATCH, SEQ), generator=torch.Generator().manual_seed(3))
     expected = F.embedding(ids, table)
     expected.square().sum().backward()
@@ -196,19 +202,38 @@ def _compare_mappings() -> None:
     ]
     for function, inputs, grads, output, grad in cases:
         own = inputs[rank].clone().requires_grad_()
+        # No ranks to speak of: the same tensor comes back.
+        assert function(own) is own
         result = function(own, group=group)
         result.backward(grads[rank])
         torch.testing.assert_close(result.detach(), output, msg=function.__name__)
         torch.testing.assert_close(own.grad, grad, msg=function.__name__)
-        # No ranks to speak of: the same tensor comes back.
-        assert function(own, group=None) is own
+    parallel_state.initialize_model_parallel(RANKS)
+    for function, inputs, _, output, _ in cases:
+        own = inputs[rank]
+        torch.testing.assert_close(function(own), output, msg=function.__name__)
+        assert function(own, group=ALONE) is own
+    labels = torch.arange(SEQ * BATCH).view(SEQ, BATCH) % IN
+    losses = tp.vocab_parallel_cross_entropy(thin_x[rank], labels)
+    torch.testing.assert_close(
+        losses, F.cross_entropy(torch.cat(list(thin_x), -1).movedim(-1, 1), labels, reduction="none")
+    )
+    tp.model_parallel_cuda_manual_seed(5)
+    with tp.get_cuda_rng_tracker().fork():
+        drawn = tp.gather_from_tensor_model_parallel_region(torch.rand(1))
+    assert len(set(drawn.tolist())) == RANKS
     with pytest.raises(ValueError, match="must be divisible by the 3 tensor-parallel ranks"):
         tp.scatter_to_sequence_parallel_region(torch.zeros(4, 1), group)
     batch = {"tokens": torch.arange(6).view(2, 3), "labels": torch.arange(3)} if rank == 0 else None
-    received = tp.broadcast_data(["labels", "tokens"], batch, torch.int64, tp_group=group)
+    received = tp.broadcast_data(["labels", "tokens"], batch, torch.int64)
     assert received["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]] and received["labels"].tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="tokens is torch.int64: must be torch.float32"):
         tp.broadcast_data(["tokens"], batch, torch.float32, tp_group=group)
+    with pytest.raises(ValueError, match="mask is None: must be a tensor; there are tokens, labels"):
+        tp.broadcast_data(["tokens", "mask"], batch, torch.int64)
+    with pytest.raises(ValueError, match="data is None"):
+        tp.broadcast_data(["tokens"], None, torch.int64)
+    parallel_state.destroy_model_parallel()
 
 
 def _copy_pieces(layers: list[Any], wholes: list[nn.Linear]) -> None:

@@ -69,7 +69,7 @@ def gradients_of_a_rank(cp_size: int, fields: dict[str, Any]) -> list[list[Tenso
     found = []
     for per_token, returns_share in ((False, False), (False, True), (True, False)):
         group = get_data_parallel_group(with_context_parallel=True)
-        chunk = build(per_token=per_token, **fields)
+        chunk = build(per_token=per_token, context_parallel_size=cp_size, **fields)
         experts = get_expert_data_parallel_group()
         model = PlainDataParallel(chunk, group=group, expert_group=experts, calculate_per_token_loss=per_token)
         chunk.config.finalize_model_grads_func = finalize_model_grads

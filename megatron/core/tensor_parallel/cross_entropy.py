@@ -1,8 +1,7 @@
 """Cross entropy per token over a padded vocabulary, lean in memory; the loss function masks and reduces.
 
 The vocabulary's columns may be split over a tensor-parallel group. Each rank then takes the softmax of its own columns
-and one small collective joins the ranks: log-sum-exp and label's logit of each token, [2, T] a rank. A group of None is
-this rank alone.
+and one small collective joins the ranks: log-sum-exp and label's logit of each token, [2, T] a rank.
 """
 
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.device import RowChunks
 from megatron.core.group_collectives import all_gather_rows
+from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 
 # A chunk of logits and its exponentials stay in a CPU's cache; a GPU needs a chunk that fills the device.
@@ -31,11 +31,11 @@ def vocab_parallel_cross_entropy(
 
     vocab_parallel_logits: [*, V / ranks], any float dtype; left as it is. target: [*], int64, 0 <= target < V, the
     same on all ranks. Returns [*], fp32 (fp64 for fp64 logits), on the logits' device, the same on all ranks.
-    Raises ValueError for label_smoothing.
+    tp_group: None is parallel_state's, see group_or_existing. Raises ValueError for label_smoothing.
     """
     if label_smoothing != 0:
         raise ValueError(f"label_smoothing is {label_smoothing}: targets are never smoothed here, must be 0")
-    columns = _Columns.of(vocab_parallel_logits, tp_group, num_classes=None)
+    columns = _Columns.of(vocab_parallel_logits, group_or_existing(tp_group), num_classes=None)
     loss: Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, columns, False)
     return loss
 
@@ -47,8 +47,8 @@ def consuming_cross_entropy(
 
     logits: [*, V / ranks], any float dtype, contiguous, not a leaf, and nobody else's; of all V columns those from
     `num_classes` on are padding: they take no part and get a gradient of exactly 0. target: [*], int64,
-    0 <= target < num_classes. Returns [*], fp32 (fp64 for fp64 logits). A second backward through the same graph
-    raises RuntimeError.
+    0 <= target < num_classes. tp_group: None is this rank alone. Returns [*], fp32 (fp64 for fp64 logits).
+    A second backward through the same graph raises RuntimeError.
     """
     assert not (logits.is_leaf and logits.requires_grad), "the gradient would overwrite a leaf's values"
     columns = _Columns.of(logits, tp_group, num_classes=num_classes)

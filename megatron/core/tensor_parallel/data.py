@@ -7,36 +7,49 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.device import default_device
+from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 
 
 def broadcast_data(
-    keys: Sequence[str], data: dict[str, Tensor] | None, datatype: torch.dtype, *, tp_group: dist.ProcessGroup | None
+    keys: Sequence[str],
+    data: dict[str, Tensor] | None,
+    datatype: torch.dtype,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of the group's first rank on every rank, on this process's device, by key. Collective.
 
-    data: any shapes, datatype; read on the first rank alone. Raises ValueError on every rank for a tensor of another
-    dtype there.
+    data: any shapes, datatype; read on the first rank alone. tp_group: None is parallel_state's, see
+    group_or_existing. Raises ValueError on every rank where the first has no data, lacks a key, or has another dtype.
     """
-    is_source = group_rank(tp_group) == 0
-    shapes: list[list[torch.Size] | str] = [""]
-    if is_source:
-        assert data is not None, "the group's first rank has the data"
-        wrong = [key for key in keys if data[key].dtype != datatype]
-        shapes[0] = (
-            f"broadcast_data: {wrong[0]} is {data[wrong[0]].dtype}: must be {datatype}"
-            if wrong
-            else [data[key].shape for key in keys]
-        )
-    if group_size(tp_group) > 1:
-        dist.broadcast_object_list(shapes, group=tp_group, group_src=0)
-    if isinstance(shapes[0], str):
-        raise ValueError(shapes[0])
-    sizes = [shape.numel() for shape in shapes[0]]
+    tp_group = group_or_existing(tp_group)
+    is_source, is_shared = group_rank(tp_group) == 0, group_size(tp_group) > 1
+    # Shapes, or what is wrong with the data: the others must not wait for what never comes.
+    told: list[list[torch.Size] | str] = [_shapes_or_fault(keys, data, datatype=datatype) if is_source else ""]
+    if is_shared:
+        dist.broadcast_object_list(told, group=tp_group, group_src=0)
+    shapes = told[0]
+    if isinstance(shapes, str):
+        raise ValueError(f"broadcast_data: {shapes}")
+    sizes = [shape.numel() for shape in shapes]
     # One message for all tensors.
     flat = torch.empty(sum(sizes), dtype=datatype, device=default_device())
     if is_source and data is not None:
-        torch.cat([data[key].reshape(-1).to(flat.device) for key in keys], out=flat)
-    if group_size(tp_group) > 1:
+        for key, part in zip(keys, flat.split(sizes), strict=True):
+            part.view(data[key].shape).copy_(data[key])
+    if is_shared:
         dist.broadcast(flat, group=tp_group, group_src=0)
-    return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(sizes), shapes[0], strict=True)}
+    return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(sizes), shapes, strict=True)}
+
+
+def _shapes_or_fault(
+    keys: Sequence[str], data: dict[str, Tensor] | None, *, datatype: torch.dtype
+) -> list[torch.Size] | str:
+    if data is None:
+        return "data is None: the group's first rank must have the data"
+    for key in keys:
+        if not isinstance(data.get(key), Tensor):
+            return f"{key} is {data.get(key)!r}: must be a tensor; there are {', '.join(map(str, data))}"
+        if data[key].dtype != datatype:
+            return f"{key} is {data[key].dtype}: must be {datatype}"
+    return [data[key].shape for key in keys]

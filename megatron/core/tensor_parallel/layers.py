@@ -1,6 +1,7 @@
 """Linear and embedding layers under Megatron's names, split over a tensor-parallel group.
 
-How activations move is in mappings.py and linear.py; a group of None, or of one rank, has whole layers.
+How activations move is in mappings.py and linear.py. A tp_group of None is parallel_state's, see group_or_existing; a
+layer of one rank, as ALONE, is whole.
 """
 
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece, identity_piece
 from megatron.core.model_parallel_config import InitMethod
+from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.linear import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.mappings import (
@@ -74,6 +76,7 @@ class ColumnParallelLinear(nn.Module):
         moves them between ranks, and sums their gradients; tp_group is then the expert-tensor group.
         """
         super().__init__()
+        tp_group = group_or_existing(tp_group, "expt_tp" if is_expert else "tp")
         self.input_size, self.output_size, self.tp_group = input_size, output_size, tp_group
         self.output_size_per_partition = split_size(output_size, tp_group, name="output_size")
         self.skip_bias_add, self.init_method, self.gather_output = skip_bias_add, init_method, gather_output
@@ -145,6 +148,7 @@ class RowParallelLinear(nn.Module):
         is to be added once there; tp_group is then the expert-tensor group.
         """
         super().__init__()
+        tp_group = group_or_existing(tp_group, "expt_tp" if is_expert else "tp")
         self.input_size, self.output_size, self.tp_group = input_size, output_size, tp_group
         self.input_size_per_partition = split_size(input_size, tp_group, name="input_size")
         self.skip_bias_add, self.init_method, self.input_is_parallel = skip_bias_add, init_method, input_is_parallel
@@ -205,6 +209,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         """reduce_scatter_embeddings: return this rank's part of the sequence, sequence first."""
         super().__init__()
+        tp_group = group_or_existing(tp_group)
         self.num_embeddings, self.embedding_dim, self.init_method = num_embeddings, embedding_dim, init_method
         self.tp_group, self.reduce_scatter_embeddings = tp_group, reduce_scatter_embeddings
         self.num_embeddings_per_partition = split_size(num_embeddings, tp_group, name="num_embeddings")
@@ -222,8 +227,10 @@ class VocabParallelEmbedding(nn.Module):
         return {"weight": [split_piece(prefix + "weight", self.weight, group=self.tp_group, dim=0)]}
 
     def forward(self, input_: Tensor) -> Tensor:
-        """input_: [*], int64, below num_embeddings. Returns [*, embedding_dim], parameter dtype; with
+        """input_: [*], int64, from 0, below num_embeddings. Returns [*, embedding_dim], parameter dtype; with
         reduce_scatter_embeddings, [B, S] gives [S / ranks, B, embedding_dim].
+
+        Other ids raise ValueError on the CPU; on a GPU the kernel's assertion ends the process.
         """
         if self.reduce_scatter_embeddings:
             # Small integers are transposed instead of wide rows.
@@ -232,12 +239,23 @@ class VocabParallelEmbedding(nn.Module):
 
     def _own_rows(self, input_: Tensor) -> Tensor:
         if group_size(self.tp_group) == 1:
-            return F.embedding(input_, self.weight)
+            return self._look_up(input_, input_)
         local = input_ - self.vocab_start_index
         foreign = (local < 0) | (local >= self.num_embeddings_per_partition)
+        # Ids that no rank holds stay out of range on all of them, for the look-up to stop at.
+        elsewhere = foreign & (input_ >= 0) & (input_ < self.num_embeddings)
         # Any row will do for what other ranks hold; zeros then leave it out of the sum over ranks.
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        rows = self._look_up(local.masked_fill(elsewhere, 0), input_)
         return rows.masked_fill(foreign.unsqueeze(-1), 0)
+
+    def _look_up(self, local: Tensor, input_: Tensor) -> Tensor:
+        try:
+            return F.embedding(local, self.weight)
+        except IndexError as error:
+            raise ValueError(
+                f"ids from {input_.amin():d} to {input_.amax():d}: must be from 0 to num_embeddings - 1 "
+                f"({self.num_embeddings - 1})"
+            ) from error
 
 
 def split_size(size: int, group: dist.ProcessGroup | None, *, name: str) -> int:

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron.core.group_collectives import Pending, all_gather_rows, all_reduce_sum, reduce_scatter_rows
+from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_size
 
 
@@ -20,19 +21,21 @@ def linear_with_grad_accumulation_and_async_allreduce(
     allreduce_dgrad: bool,
     sequence_parallel: bool,
     *,
-    tp_group: ProcessGroup | None,
+    tp_group: ProcessGroup | None = None,
 ) -> Tensor:
     """input W^T + bias; the input's gradient is summed over the group while the weight's is computed.
 
     input: [*, I], or under sequence_parallel this rank's [S / ranks, *, I]; weight: [O, I]; bias: [O] or None, all one
     float dtype. Returns [*, O], or [S, *, O]. allreduce_dgrad: sum the input's gradient; sequence_parallel sums it
     anyway and leaves each rank its part. Backward gathers the sequence once more instead of keeping it.
+    tp_group: None is parallel_state's, see group_or_existing.
     Raises ValueError for gradient_accumulation_fusion: gradients are added up by the data-parallel wrapper.
     """
     if gradient_accumulation_fusion:
         raise ValueError(
             "gradient_accumulation_fusion is True: gradients are accumulated by the wrapper, must be False"
         )
+    tp_group = group_or_existing(tp_group)
     if group_size(tp_group) == 1 or not (allreduce_dgrad or sequence_parallel):
         return F.linear(input, weight, bias)
     output: Tensor = _Linear.apply(input, weight, bias, sequence_parallel, tp_group)

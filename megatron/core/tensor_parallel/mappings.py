@@ -3,7 +3,8 @@
 [Note: conjugates] Each function's backward is another's forward: copy and all-reduce, split and gather of the last
 dimension, gather and reduce-scatter of the first (the sequence). Which one undoes a gather depends on what follows:
 where every rank goes on with a share of the work, its gradient is a share of the sum and is reduced; where all ranks
-do the same, the gradient is whole already and is only split. A group of None is this rank alone.
+do the same, the gradient is whole already and is only split. A group of None is parallel_state's of tensor parallelism,
+see group_or_existing; with one rank nothing moves.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron.core.group_collectives import all_gather_rows, all_reduce_sum, reduce_scatter_rows
+from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.utils import divide
 
@@ -22,12 +24,12 @@ from megatron.core.utils import divide
 _Move = Callable[[Tensor, ProcessGroup | None], Tensor]
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """The input as it is, [*], any float dtype; its gradient is the sum of the ranks'."""
     return _move(input_, group, forward=_keep, backward=_all_reduce)
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """The sum of the ranks' inputs, [*], any float dtype -> same; the gradient goes to each rank as it is."""
     return _move(input_, group, forward=_all_reduce, backward=_keep)
 
@@ -40,23 +42,23 @@ def reduce_from_tensor_model_parallel_region_(own: Tensor, group: ProcessGroup |
     return total
 
 
-def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """This rank's part of the last dimension, [*, H] -> [*, H / ranks], any float dtype; gradients are gathered."""
     return _move(input_, group, forward=_split_last, backward=_gather_last)
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """The ranks' parts side by side, [*, H / ranks] -> [*, H], any float dtype; gradients are split."""
     return _move(input_, group, forward=_gather_last, backward=_split_last)
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """This rank's part of the sequence, [S, *] -> [S / ranks, *], any float dtype; gradients are gathered."""
     return _move(input_, group, forward=_split_first, backward=_gather_first)
 
 
 def gather_from_sequence_parallel_region(
-    input_: Tensor, tensor_parallel_output_grad: bool = True, *, group: ProcessGroup | None
+    input_: Tensor, tensor_parallel_output_grad: bool = True, *, group: ProcessGroup | None = None
 ) -> Tensor:
     """The whole sequence, [S / ranks, *] -> [S, *], any float dtype.
 
@@ -67,7 +69,7 @@ def gather_from_sequence_parallel_region(
     return _move(input_, group, forward=_gather_first, backward=backward)
 
 
-def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """This rank's part of the sum of the ranks' sequences, [S, *] -> [S / ranks, *], any dtype."""
     return _move(input_, group, forward=_reduce_scatter_first, backward=_gather_first)
 
@@ -114,6 +116,7 @@ class _SummedInPlace(torch.autograd.Function):
 
 
 def _move(x: Tensor, group: ProcessGroup | None, *, forward: _Move, backward: _Move) -> Tensor:
+    group = group_or_existing(group)
     # One rank has both forms in one tensor: nothing to run, nothing for autograd to keep.
     if group_size(group) == 1:
         return x

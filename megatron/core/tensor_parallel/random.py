@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.device import default_device, rng_state_bytes, set_rng_state_bytes
-from megatron.core.process_groups_config import group_size
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import group_rank, group_size
 
 _MODEL_PARALLEL_RNG = "model-parallel-rng"
 # Far from the seeds of neighbouring ranks and from the default stream's.
@@ -64,10 +65,27 @@ class CudaRNGStatesTracker:
                 self.states_[name] = rng_state_bytes(default_device())
 
 
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, *, use_cudagraphable_rng: bool = False
+) -> CudaRNGStatesTracker:
+    """The streams of this process. Raises ValueError for Megatron's other trackers, of which there are none here."""
+    _require_own_tracker(
+        use_te_rng_tracker=use_te_rng_tracker,
+        inference_rng_tracker=inference_rng_tracker,
+        use_cudagraphable_rng=use_cudagraphable_rng,
+    )
+    return _tracker()
+
+
 @functools.cache
-def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The streams of this process."""
+def _tracker() -> CudaRNGStatesTracker:
     return CudaRNGStatesTracker()
+
+
+def _require_own_tracker(**others: bool) -> None:
+    for name, asked in others.items():
+        if asked:
+            raise ValueError(f"{name} is True: there is one kind of random-number streams here, must be False")
 
 
 def numbers_of_each_rank(group: ProcessGroup | None, *, dropout: float) -> Callable[[], AbstractContextManager[None]]:
@@ -78,9 +96,25 @@ def numbers_of_each_rank(group: ProcessGroup | None, *, dropout: float) -> Calla
     return get_cuda_rng_tracker().fork if dropout > 0 and group_size(group) > 1 else nullcontext
 
 
-def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0) -> None:
-    """Seeds the default stream, which the ranks of a tensor-parallel group share, and streams of each rank's own."""
-    tracker = get_cuda_rng_tracker()
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    *,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+) -> None:
+    """Seeds the default stream, which the ranks of a tensor-parallel group share, and streams of each rank's own.
+
+    tp_rank, ep_rank, etp_rank: None is parallel_state's. Raises ValueError for Megatron's other trackers.
+    """
+    tracker = get_cuda_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng=use_cudagraphable_rng)
+    groups = existing_process_groups()
+    tp_rank = group_rank(groups.tp) if tp_rank is None else tp_rank
+    ep_rank = group_rank(groups.ep) if ep_rank is None else ep_rank
+    etp_rank = group_rank(groups.expt_tp) if etp_rank is None else etp_rank
     tracker.reset()
     torch.manual_seed(seed)
     tracker.add("data-parallel-rng", seed)

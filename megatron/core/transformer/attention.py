@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 from megatron.core.tensor_parallel.layers import split_size
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
@@ -43,14 +44,15 @@ class SelfAttention(MegatronModule):
         self,
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
-        *,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
         assert config.kv_channels is not None and config.num_query_groups is not None
-        self.tp_group = tp_group = pg_collection.tp if pg_collection else None
+        groups = pg_collection or existing_process_groups()
+        self.tp_group = tp_group = or_alone(groups.tp)
         self.head_width = config.kv_channels
         self.num_groups = split_size(config.num_query_groups, tp_group, name="num_query_groups")
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
@@ -66,8 +68,7 @@ class SelfAttention(MegatronModule):
         core = build_module(
             submodules.core_attention, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type
         )
-        cp_group = pg_collection.cp if pg_collection else None
-        self.core_attention = over_ranks(core, config, layer_number=layer_number, cp_group=cp_group)
+        self.core_attention = over_ranks(core, config, layer_number=layer_number, cp_group=groups.cp)
         # Each rank has other heads, so other probabilities to drop.
         self.core_numbers = numbers_of_each_rank(tp_group, dropout=config.attention_dropout)
         if config.qk_layernorm and (submodules.q_layernorm is None or submodules.k_layernorm is None):

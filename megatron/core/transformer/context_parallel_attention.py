@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size, require_group_sizes
 from megatron.core.transformer.attention_tiles import Tile, segments_of_samples, tiles_of_batch
 from megatron.core.transformer.context_parallel import join_sequence, split_sequence
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -29,8 +29,11 @@ def over_ranks(
 ) -> nn.Module:
     """`core`, or around it what makes it attend to whole sequences where cp_group has several ranks.
 
-    Raises ValueError for heads that cannot change places, or a core whose softmax cannot be put together from parts.
+    Raises ValueError for heads that cannot change places, a core whose softmax cannot be put together from parts, or
+    ranks that are not config's: what such attention lacks was refused by config's size.
     """
+    size = ("context_parallel_size", config.context_parallel_size)
+    require_group_sizes(ProcessGroupCollection(cp=cp_group), {"cp": size})
     if group_size(cp_group) == 1:
         return core
     assert cp_group is not None

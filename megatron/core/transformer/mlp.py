@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 from megatron.core.tensor_parallel.param_attributes import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -35,18 +36,21 @@ class MLP(MegatronModule):
         self,
         config: TransformerConfig,
         submodules: MLPSubmodules,
-        *,
         is_expert: bool = False,
         input_size: int | None = None,
         ffn_hidden_size: int | None = None,
+        tp_group: ProcessGroup | None = None,
+        *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """is_expert: tokens bring a weight each, and ranks are those of the expert-tensor group."""
+        """is_expert: tokens bring a weight each, and ranks are those of the expert-tensor group. tp_group: the ranks,
+        before those of pg_collection; both None: parallel_state's, if there are any.
+        """
         super().__init__(config)
         self.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
         self.activation = build_activation(config)
-        groups = pg_collection or ProcessGroupCollection()
-        self.tp_group = groups.expt_tp if is_expert else groups.tp
+        groups = pg_collection or existing_process_groups()
+        self.tp_group = tp_group or or_alone(groups.expt_tp if is_expert else groups.tp)
         shared: dict[str, Any] = {
             "config": config,
             "bias": config.add_bias_linear,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.pipeline_split import layer_offset, layers_per_part
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, require_group_sizes
 from megatron.core.transformer.layer_arrangement import arrange_layers
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -33,17 +33,24 @@ class TransformerBlock(MegatronModule):
         self,
         config: TransformerConfig,
         spec: TransformerBlockSubmodules,
-        *,
         post_layer_norm: bool = True,
+        pre_process: bool = True,
         post_process: bool = True,
-        vp_stage: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
     ) -> None:
         """spec: of the whole model's layers, or of this chunk's. post_layer_norm, post_process: apply the norm after
-        the last layer, where this chunk has it. vp_stage: which of its stage's chunks this is; None: the only one.
+        the last layer, where this chunk has it. pre_process: False where it goes on from set_input_tensor's tensor.
+        pg_collection: the groups of this rank; None: those of parallel_state, if there are any. vp_stage: which of its
+        stage's chunks this is; None: the only one.
+        Raises ValueError where the groups' sizes are not the configuration's.
         """
         super().__init__(config)
-        pp_rank = group_rank((pg_collection or existing_process_groups()).pp)
+        groups = pg_collection or existing_process_groups()
+        require_layout(config, groups)
+        self.pre_process = pre_process
+        self._input: Tensor | None = None
+        pp_rank = group_rank(groups.pp)
         # Layers are numbered over the whole model, whichever part of it this block is.
         offset = get_transformer_layer_offset(config, vp_stage, pp_rank=pp_rank)
         specs = _specs_of_chunk(
@@ -51,7 +58,7 @@ class TransformerBlock(MegatronModule):
         )
         self.layers = LayerList(
             [
-                build_module(layer, config=config, layer_number=offset + index + 1, pg_collection=pg_collection)
+                build_module(layer, config=config, layer_number=offset + index + 1, pg_collection=groups)
                 for index, layer in enumerate(specs)
             ],
             offset=offset,
@@ -66,15 +73,22 @@ class TransformerBlock(MegatronModule):
 
     def forward(
         self,
-        hidden_states: Tensor,
+        hidden_states: Tensor | None,
         attention_mask: Tensor | None = None,
         rotary_pos_emb: RotaryTable | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
-        Returns [S, B, H], same dtype.
+        """hidden_states: [S, B, H], parameter dtype, not read without pre_process; attention_mask: bool, True where
+        attention is forbidden, or None. Returns [S, B, H], same dtype.
+
+        Raises ValueError without hidden states, in either form.
         """
+        if not self.pre_process:
+            # Let go of at once: it would live until the next microbatch.
+            hidden_states, self._input = self._input, None
+        if hidden_states is None:
+            raise ValueError("this part of the model has no embedding: call set_input_tensor before each forward")
         self.arrangement.begin()
         for segment in self.arrangement.segments:
             layers = partial(self._run_layers, layers=segment.layers)
@@ -82,6 +96,10 @@ class TransformerBlock(MegatronModule):
                 layers, hidden_states, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params
             )
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """What the next forward of a block without pre_process goes on from: [S, B, H], parameter dtype."""
+        self._input = input_tensor
 
     def _run_layers(self, hidden_states: Tensor, *context: Any, layers: range, **packing: Any) -> Tensor:
         for index in layers:
@@ -101,6 +119,12 @@ class LayerList(nn.ModuleList):
     def _get_abs_string_index(self, index: int) -> str:
         """What nn.ModuleList looks its items up by."""
         return str(self.offset + int(super()._get_abs_string_index(index)))
+
+
+def require_layout(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    """Raises ValueError unless groups have the sizes of config: what was checked to fit together is config."""
+    names = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_model_parallel_size"}
+    require_group_sizes(groups, {field: (name, vars(config)[name]) for field, name in names.items()})
 
 
 def get_num_layers_to_build(

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -34,25 +35,27 @@ class TransformerLayer(MegatronModule):
         self,
         config: TransformerConfig,
         submodules: TransformerLayerSubmodules,
-        *,
         layer_number: int = 1,
         hidden_dropout: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """layer_number: counts from 1 over the whole model; handed to the attention."""
+        """layer_number: counts from 1 over the whole model; handed to the attention. pg_collection: the groups of this
+        rank; None: those of parallel_state, if there are any.
+        """
         super().__init__(config)
+        groups = pg_collection or existing_process_groups()
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         # Ranks that hold parts of the sequence drop other elements, ranks that all hold the whole drop the same.
-        split_over = pg_collection.tp if pg_collection and config.sequence_parallel else None
+        split_over = groups.tp if config.sequence_parallel else None
         self.hidden_numbers = numbers_of_each_rank(split_over, dropout=self.hidden_dropout)
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.input_layernorm = build_module(submodules.input_layernorm, **norm)
         self.self_attention = build_module(
-            submodules.self_attention, config=config, layer_number=layer_number, pg_collection=pg_collection
+            submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups
         )
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
-        self.mlp = build_module(submodules.mlp, config=config, pg_collection=pg_collection)
+        self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
         self.mlp_bda = build_module(submodules.mlp_bda)
 
     def forward(

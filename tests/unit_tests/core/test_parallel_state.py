@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.rank_generator import RankGenerator
 
 # tp, cp, dp, pp; etp, ep: edp follows.
@@ -91,12 +92,19 @@ def check_getters(dense: dict[str, int], expert: dict[str, int], *, stages: list
     assert ps.get_data_parallel_rank() == dense["dp"]
     assert ps.get_expert_tensor_parallel_rank() == expert["tp"]
     assert ps.get_expert_model_parallel_rank() == expert["ep"]
-    assert ps.get_expert_data_parallel_rank() == expert["dp"]
+    assert ps.get_expert_data_parallel_rank(partial_expert_data_parallel=True) == expert["dp"]
+    assert ps.get_data_parallel_group(True, True) is ps.get_process_groups().dp_cp
+    assert ps.get_tensor_and_data_parallel_group(True, True) is ps.get_process_groups().tp_dp_cp
+    shared = ps.get_tensor_and_context_parallel_group(check_initialized=False)
+    assert shared is ps.get_process_groups().tp_cp and shared.size() == ps.get_tensor_and_context_parallel_world_size()
+    assert shared.rank() == ps.get_tensor_and_context_parallel_rank()
     stage = ps.get_pipeline_model_parallel_rank()
     assert stage == dense["pp"] == expert["pp"]
     assert ps.get_pipeline_model_parallel_next_rank() == stages[(stage + 1) % len(stages)]
     assert ps.get_pipeline_model_parallel_prev_rank() == stages[stage - 1]
-    assert (ps.is_pipeline_first_stage(), ps.is_pipeline_last_stage()) == (stage == 0, stage == len(stages) - 1)
+    pp, ends = ps.get_pipeline_model_parallel_group(), (stage == 0, stage == len(stages) - 1)
+    assert (ps.is_pipeline_first_stage(), ps.is_pipeline_last_stage()) == ends
+    assert (is_pp_first_stage(pp), is_pp_last_stage(pp)) == ends
 
 
 def check_meshes(groups: dict[str, Any]) -> None:
@@ -145,6 +153,8 @@ def test_virtual_stages_decide_who_is_first_and_last_only_when_asked() -> None:
         ({"context_parallel_size": 0}, "context_parallel_size is 0: must be at least 1"),
         ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances is 2"),
         ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size \\(1\\) of at least 2"),
+        ({"create_gloo_process_groups": False, "use_sharp": True}, "use_sharp is True: not available here, must be F"),
+        ({"nccl_communicator_config_path": "nccl.yaml"}, "nccl_communicator_config_path is 'nccl.yaml'.* must be None"),
         ({"order": "tp-cp-dp-dp-pp"}, "order is 'tp-cp-dp-dp-pp'"),
         ({"order": "tp-cp-ep-pp"}, "'dp' is missing and its size is 12"),
         (
@@ -176,6 +186,7 @@ def test_groups_that_ended_with_their_world_can_be_forgotten_in_the_next_one() -
 def test_getters_say_what_to_call_first(ask: Callable[[], object]) -> None:
     with pytest.raises(RuntimeError, match="call initialize_model_parallel"):
         ask()
+    assert parallel_state.get_embedding_group(check_initialized=False) is None
 
 
 def test_a_grid_lists_its_groups_as_users_of_get_ranks_expect() -> None:

@@ -9,7 +9,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.gpt.gpt_config import POSITION_EMBEDDINGS
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -21,7 +21,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    require_layout,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -59,7 +63,8 @@ class GPTModel(MegatronModule):
         pre_process, post_process: this part has the embedding; the norm after the last layer, output layer and loss.
         vp_stage: which of its stage's chunks it is; None: the only one.
         pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
-        Raises ValueError where fp16_lm_cross_entropy is True.
+        Raises ValueError where fp16_lm_cross_entropy is True, where the groups' sizes are not config's, and for a tied
+        weight on two stages without pg_collection.embd.
         """
         super().__init__(config)
         _require_fp32_loss(fp16_lm_cross_entropy)
@@ -72,8 +77,8 @@ class GPTModel(MegatronModule):
         groups = existing_process_groups() if pg_collection is None else pg_collection
         # Of a sequence, each of which is another rank's.
         self.num_parts = group_size(groups.cp)
-        self.tp_group, self.parallel_output = groups.tp, parallel_output
-        _require_tensor_parallel_ranks(config, self.tp_group)
+        self.tp_group, self.parallel_output = or_alone(groups.tp), parallel_output
+        require_layout(config, groups)
         # Weights are drawn at the end, by name: inside a layer the name is not known.
         with deferred_initialization(config):
             self._build_layers(_block_spec(transformer_layer_spec, config), groups)
@@ -222,12 +227,17 @@ class GPTModel(MegatronModule):
                 skip_weight_param_allocation=self.share_embeddings_and_output_weights and self.pre_process,
                 tp_group=self.tp_group,
             )
-        self._mark_tied_copies()
+        self._mark_tied_copies(pg_collection)
 
-    def _mark_tied_copies(self) -> None:
+    def _mark_tied_copies(self, groups: ProcessGroupCollection) -> None:
         """A tied weight has a copy on the last stage; both start from the same draw, and get the same gradient."""
         if not self.share_embeddings_and_output_weights or self.pre_process == self.post_process:
             return
+        if groups.embd is None:
+            raise ValueError(
+                "share_embeddings_and_output_weights is True and pg_collection.embd is None: the first and the last "
+                "stage must have the group of the two, or their copies part"
+            )
         if self.embedding is not None:
             mark_shared(self.embedding.word_embeddings.weight, is_copy=False)
         elif self.output_layer is not None and self.output_layer.weight is not None:
@@ -288,15 +298,6 @@ def _require_mask(mask: Tensor, *, batch: int, seq_length: int) -> None:
         raise ValueError(
             f"attention_mask is {mask.dtype} of shape {list(mask.shape)}: must be torch.bool, True where attention is "
             f"forbidden, of shape [micro-batch, 1, sequence, sequence] = {list(full)} or with 1 in place of a size"
-        )
-
-
-def _require_tensor_parallel_ranks(config: TransformerConfig, group: ProcessGroup | None) -> None:
-    # Layers are split by their group, but what was checked to divide is the configuration.
-    if group_size(group) != config.tensor_model_parallel_size:
-        raise ValueError(
-            f"tensor_model_parallel_size is {config.tensor_model_parallel_size}, but pg_collection.tp has "
-            f"{group_size(group)} ranks: pass the groups of a layout of that size"
         )
 
 

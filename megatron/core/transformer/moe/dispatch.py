@@ -1,6 +1,7 @@
 """What a token dispatcher is: tokens out to the experts' rows and back; implementations are in dispatch_*.py."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -71,3 +72,20 @@ def local_experts(config: TransformerConfig, group: ProcessGroup | None) -> rang
         )
     share = config.num_moe_experts // group_size(group)
     return range(group_rank(group) * share, (group_rank(group) + 1) * share)
+
+
+def own_experts(
+    num_local_experts: int,
+    local_expert_indices: Sequence[int],
+    *,
+    config: TransformerConfig,
+    ep_group: ProcessGroup | None,
+) -> range:
+    """local_experts, as the caller has them too; raises ValueError where it has others."""
+    local = local_experts(config, ep_group)
+    if num_local_experts != len(local) or list(local_expert_indices) != list(local):
+        raise ValueError(
+            f"num_local_experts is {num_local_experts} and local_expert_indices are {list(local_expert_indices)}: "
+            f"this rank has {len(local)}, {list(local)}"
+        )
+    return local

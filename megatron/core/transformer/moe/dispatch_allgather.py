@@ -3,6 +3,7 @@
 Sends every token to every rank: for few ranks, or many experts a token. The other way is dispatch_alltoall.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron.core.group_collectives import all_gather_rows
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.capacity import build_capacity_limit, order_kept_slots_sync, order_padded_slots
-from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, local_experts
+from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, own_experts
 from megatron.core.transformer.moe.permutation import (
     PermutationMap,
     permute_probs,
@@ -50,16 +52,15 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
     def __init__(
         self,
         num_local_experts: int,
+        local_expert_indices: Sequence[int],
         config: TransformerConfig,
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        groups = pg_collection or ProcessGroupCollection()
-        local = local_experts(config, groups.ep)
-        if num_local_experts != len(local):
-            raise ValueError(f"num_local_experts is {num_local_experts}: must be {len(local)}, this rank's share")
+        groups = pg_collection or existing_process_groups()
+        local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
         assert config.num_moe_experts is not None
-        self.group, self.experts, self.num_experts = groups.tp_ep, local, config.num_moe_experts
+        self.group, self.experts, self.num_experts = or_alone(groups.tp_ep), local, config.num_moe_experts
         # Megatron's scripts pass the settings to every dispatcher: how many tokens an expert takes is one of them.
         self.limit = build_capacity_limit(config, self.num_experts)
         if config.moe_pad_expert_input_to_capacity:

@@ -3,14 +3,16 @@
 Sends each token once per expert and shard of it. The other way is dispatch_allgather.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.moe.capacity import build_row_order
-from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, local_experts
+from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, own_experts
 from megatron.core.transformer.moe.permutation import (
     PermutationMap,
     permute_probs,
@@ -67,14 +69,13 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     def __init__(
         self,
         num_local_experts: int,
+        local_expert_indices: Sequence[int],
         config: TransformerConfig,
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        groups = pg_collection or ProcessGroupCollection()
-        local = local_experts(config, groups.ep)
-        if num_local_experts != len(local):
-            raise ValueError(f"num_local_experts is {num_local_experts}: must be {len(local)}, this rank's share")
+        groups = pg_collection or existing_process_groups()
+        own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
         self.group, self.num_ranks = groups.tp_ep, group_size(groups.tp_ep)
         self.num_shards, self.num_local_experts = group_size(groups.expt_tp), num_local_experts
         self.is_padded = config.moe_pad_expert_input_to_capacity

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
 from megatron.core.model_parallel_config import InitMethod
+from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
 from megatron.core.tensor_parallel.param_attributes import mark_expert, set_tensor_model_parallel_attributes
@@ -56,7 +57,7 @@ class GroupedMLP(MegatronModule):
     ) -> None:
         super().__init__(config)
         assert config.moe_ffn_hidden_size is not None
-        self.shard = ExpertShard.of(pg_collection or ProcessGroupCollection(), num_local_experts)
+        self.shard = ExpertShard.of(pg_collection or existing_process_groups(), num_local_experts)
         self.num_local_experts = num_local_experts
         self.ffn_hidden_size = divide(config.moe_ffn_hidden_size, self.shard.num_parts)
         self.fc1_width = self.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
@@ -150,7 +151,7 @@ class SequentialMLP(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
-        self.shard = ExpertShard.of(pg_collection or ProcessGroupCollection(), num_local_experts)
+        self.shard = ExpertShard.of(pg_collection or existing_process_groups(), num_local_experts)
         self.num_local_experts = num_local_experts
         mlp = partial(MLP, config, submodules, is_expert=True, pg_collection=pg_collection)
         experts = [mlp(ffn_hidden_size=config.moe_ffn_hidden_size) for _ in range(num_local_experts)]

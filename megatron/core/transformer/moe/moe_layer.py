@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, require_group_sizes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.dispatch import MoETokenDispatcher, local_experts
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
@@ -44,20 +45,27 @@ class MoELayer(MegatronModule):
         self,
         config: TransformerConfig,
         submodules: MoESubmodules,
+        layer_number: int | None = None,
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
+        """layer_number: of the router's losses outside a model, which tells it anew. pg_collection: the groups of this
+        rank; None: those of parallel_state, if there are any.
+        """
         super().__init__(config)
         if config.num_moe_experts is None:
             raise ValueError("num_moe_experts is None: a mixture-of-experts layer needs a number of experts")
-        groups = pg_collection or ProcessGroupCollection()
+        groups = pg_collection or existing_process_groups()
         _require_expert_ranks(config, groups)
-        self.num_local_experts = len(local_experts(config, groups.ep))
-        self.router = TopKRouter(config, pg_collection)
+        local = local_experts(config, groups.ep)
+        self.num_local_experts, self.local_expert_indices = len(local), list(local)
+        self.router = TopKRouter(config, groups)
+        if layer_number is not None:
+            self.router.set_layer_number(layer_number)
         self.token_dispatcher: MoETokenDispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
-            self.num_local_experts, config, pg_collection=pg_collection
+            self.num_local_experts, self.local_expert_indices, config, pg_collection=groups
         )
-        self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=pg_collection)
+        self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
         self.overlaps_shared_expert = config.moe_shared_expert_overlap
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
@@ -65,7 +73,7 @@ class MoELayer(MegatronModule):
                 submodules.shared_experts,
                 config=config,
                 gate=config.moe_shared_expert_gate,
-                pg_collection=pg_collection,
+                pg_collection=groups,
             )
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
@@ -89,15 +97,12 @@ class MoELayer(MegatronModule):
 
 
 def _require_expert_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    # Experts are split by their groups, but what was checked to divide is the configuration.
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
-    for name, size, field, group in (
-        ("expert_model_parallel_size", ep, "ep", groups.ep),
-        ("expert_tensor_parallel_size", etp, "expt_tp", groups.expt_tp),
-        ("expert_tensor_parallel_size x expert_model_parallel_size", etp * ep, "tp_ep", groups.tp_ep),
-    ):
-        if group_size(group) != size:
-            raise ValueError(
-                f"{name} is {size}, but pg_collection.{field} has {group_size(group)} ranks: pass the groups of a "
-                "layout of that size"
-            )
+    require_group_sizes(
+        groups,
+        {
+            "ep": ("expert_model_parallel_size", ep),
+            "expt_tp": ("expert_tensor_parallel_size", etp),
+            "tp_ep": ("expert_tensor_parallel_size x expert_model_parallel_size", etp * ep),
+        },
+    )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.model_parallel_config import InitMethod
+from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
@@ -79,7 +80,7 @@ class TopKRouter(Router):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
         self.topk = config.moe_router_topk
-        groups = pg_collection or ProcessGroupCollection()
+        groups = pg_collection or existing_process_groups()
         # The ranks that have parts of the same sequences. Their shares of a loss add up: over tensor-parallel ranks
         # when the router's gradients are summed, over context-parallel ones in a mean, which their number makes a sum.
         self.sequence_group, self.num_shares = groups.tp_cp, group_size(groups.tp_cp)
@@ -94,9 +95,15 @@ class TopKRouter(Router):
             # fp32 in any model: steps of 1e-3 would be lost in half precision.
             bias = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
         self.register_buffer("expert_bias", bias)
-        # A recorder of its own, so that a layer works outside a model; the model replaces it.
-        own = AuxLossRecorder(num_layers=1, device=self.weight.device, num_experts=self.num_experts)
-        self.report_to(own, layer_number=1)
+        self._groups = groups
+        self.set_layer_number(1)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Gives the router a recorder of its own, so that a layer works outside a model; the model replaces it."""
+        own = AuxLossRecorder(
+            num_layers=layer_number, device=self.weight.device, num_experts=self.num_experts, groups=self._groups
+        )
+        self.report_to(own, layer_number=layer_number)
 
     def report_to(self, recorder: AuxLossRecorder, *, layer_number: int) -> None:
         """Hands the losses and counts of this router to the model's recorder; layer_number: from 1."""

@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.model_parallel_config import InitMethod
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, or_alone
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
@@ -34,8 +35,8 @@ class SharedExpertMLP(MLP):
             ffn_hidden_size=config.moe_shared_expert_intermediate_size,
             pg_collection=pg_collection,
         )
-        groups = pg_collection or ProcessGroupCollection()
-        self.sequence_group = groups.tp if config.sequence_parallel else None
+        groups = pg_collection or existing_process_groups()
+        self.sequence_group = or_alone(groups.tp if config.sequence_parallel else None)
         self.gate_weight = None
         if gate:
             assert config.init_method is not None

@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ALONE, ProcessGroupCollection, group_size, or_alone
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import part_of
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient, set_tensor_model_parallel_attributes
@@ -27,8 +28,9 @@ class LanguageModelEmbedding(MegatronModule):
         assert config.init_method is not None
         self.max_sequence_length = max_sequence_length
         # Of a sequence, each of which is another rank's.
-        self.num_parts = group_size(pg_collection.cp if pg_collection else None)
-        tp_group = pg_collection.tp if pg_collection else None
+        groups = pg_collection or existing_process_groups()
+        self.num_parts = group_size(groups.cp)
+        tp_group = or_alone(groups.tp)
         # The ranks that share the sequence; None: each has all of it.
         self.sequence_group = tp_group if config.sequence_parallel else None
         self.word_embeddings = VocabParallelEmbedding(
@@ -42,7 +44,7 @@ class LanguageModelEmbedding(MegatronModule):
         self.position_embeddings = None
         if position_embedding_type == "learned_absolute":
             self.position_embeddings = VocabParallelEmbedding(
-                max_sequence_length, config.hidden_size, init_method=config.init_method, config=config
+                max_sequence_length, config.hidden_size, init_method=config.init_method, config=config, tp_group=ALONE
             )
             # Every rank has the table and reads the rows of its own part of the sequence.
             set_tensor_model_parallel_attributes(self.position_embeddings.weight, False, -1, 1)
