@@ -9,6 +9,8 @@ from torch import nn
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.harness import run_on_ranks
 
@@ -90,6 +92,34 @@ def test_stages_give_the_gradients_of_one_process(stages: int, chunks: int, over
             for chunk, gradient in enumerate(rank[index][1]):
                 expected = model[chunk * stages + stage].weight.grad
                 torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+def schedule_of_ones_own() -> tuple[float, torch.Tensor | None]:
+    """One microbatch in the pipeline at a time."""
+    stage, group, shape = dist.get_rank(), dist.group.WORLD, (SEQ, BATCH, HIDDEN)
+    part, first, last = Part(stage), is_pp_first_stage(group), is_pp_last_stage(group)
+    stages, loss = P2PCommunicator(group, part.config), 0.0
+    given = stages.recv_forward(shape, first)
+    for number, data in enumerate(microbatches(2)):
+        output = part(data if first else given)
+        if number:
+            (gradient,) = stages.send_forward_recv_backward([output.detach()], [shape], last)
+        else:
+            stages.send_forward(output.detach(), last)
+            gradient = stages.recv_backward(shape, last)
+        if last:
+            loss, gradient = loss + output.square().sum().item(), output.detach()  # halved: two microbatches
+        output.backward(gradient)
+        back = None if first else given.grad
+        given = stages.send_backward(back, first) if number else stages.send_backward_recv_forward(back, shape, first)
+    return loss, part.weight.grad
+
+
+def test_stages_may_be_driven_by_a_schedule_of_ones_own() -> None:
+    expected = run_on_ranks(run_stage, 3, 1, [2], False)
+    for (loss, gradient), [(losses, [wanted])] in zip(run_on_ranks(schedule_of_ones_own, 3), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-14)
+        assert loss == pytest.approx(sum(losses))
 
 
 def different_shapes() -> None:

@@ -19,7 +19,8 @@ PUBLIC_NAMES = frozenset(
     topk_routing_with_score_function switch_load_balancing_loss_func permute unpermute get_capacity
     get_updated_expert_bias get_gpt_layer_local_spec get_gpt_layer_local_submodules get_gpt_decoder_block_spec
     get_gpt_layer_with_transformer_engine_spec get_gpt_mtp_block_spec
-    ColumnParallelLinear.__init__ RowParallelLinear.__init__ VocabParallelEmbedding.__init__
+    ColumnParallelLinear.__init__
+    P2PCommunicator.send_forward_recv_backward P2PCommunicator.send_backward_recv_forward
     linear_with_grad_accumulation_and_async_allreduce set_tensor_model_parallel_attributes
     vocab_parallel_cross_entropy broadcast_data
     DistributedDataParallel.__init__ TorchFullyShardedDataParallel.__init__ finalize_model_grads

@@ -6,12 +6,14 @@ When which transfer is posted is decided in transfers.py; shapes are agreed once
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatron.core.device import default_device
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.transfers import Direction, Transfer
 from megatron.core.pipeline_parallel.validation import MAX_BATCHES
@@ -83,6 +85,49 @@ class P2PCommunicator:
         """Waits for everything that was posted."""
         while self._batches:
             self._batches.popleft().wait()
+
+    # For schedules of one's own, as Megatron's users write them: each call returns when its transfers are done. Sent
+    # tensors: any shape, received ones: [*shape], both dtype pipeline_dtype; lists in, lists out; None at the ends.
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """The stage before's outputs, that gradients go back to; tensor_shapes: one shape, or a list."""
+        return self._with_neighbour(-1, shapes=tensor_shapes, is_end=is_first_stage)
+
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        """The gradients of this stage's outputs, from the next; tensor_shapes: one shape, or a list."""
+        return self._with_neighbour(1, shapes=tensor_shapes, is_end=is_last_stage)
+
+    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
+        """Outputs to the next stage; output_tensors: one, or a list."""
+        self._with_neighbour(1, sent=output_tensors, is_end=is_last_stage)
+
+    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
+        """Gradients of inputs to the stage before; input_tensor_grads: one, or a list."""
+        self._with_neighbour(-1, sent=input_tensor_grads, is_end=is_first_stage)
+
+    def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        """send_forward and recv_backward at once."""
+        return self._with_neighbour(1, sent=output_tensors, shapes=tensor_shapes, is_end=is_last_stage)
+
+    def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """send_backward and recv_forward at once."""
+        return self._with_neighbour(-1, sent=input_tensor_grads, shapes=tensor_shapes, is_end=is_first_stage)
+
+    def _with_neighbour(self, distance: int, *, is_end: bool, sent: Any = (), shapes: Any = ()) -> Any:
+        sending = list(sent) if isinstance(sent, (list, tuple)) else [sent]
+        is_single = len(shapes) > 0 and isinstance(shapes[0], int)
+        wanted = [shapes] if is_single else list(shapes)
+        if is_end:
+            return None if is_single else [None] * len(wanted)
+        arrived = [torch.empty(*shape, dtype=self.dtype, device=default_device()) for shape in wanted]
+        peer = (self.stage + distance) % self.num_stages
+        operations = [dist.P2POp(dist.isend, t.contiguous(), group=self.pp_group, group_peer=peer) for t in sending]
+        operations += [dist.P2POp(dist.irecv, t, group=self.pp_group, group_peer=peer) for t in arrived]
+        _Batch(operations).wait()
+        for tensor in arrived:
+            # Leaves: the gradient that goes back to the stage before ends there.
+            tensor.requires_grad_()
+        return arrived[0] if is_single else arrived
 
     def _checked(self, output: Tensor, transfer: Transfer) -> Tensor:
         if tuple(output.shape) != self._shape or output.dtype != self.dtype:
