@@ -39,3 +39,5 @@ def test_layers_built_alone_are_initialized() -> None:
         VocabParallelEmbedding(64, 64, config=config, init_method=config.init_method),
     ):
         assert layer.weight.std().item() == pytest.approx(0.2, rel=0.1)
+    with pytest.raises(ValueError, match=r"ids from 0 to 64: must be from 0 to num_embeddings - 1 \(63\)"):
+        layer(torch.tensor([0, 64]))

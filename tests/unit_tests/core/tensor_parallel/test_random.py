@@ -32,6 +32,8 @@ def test_streams_go_on_where_they_were_and_leave_the_default_one_alone() -> None
     model_parallel_cuda_manual_seed(5, tp_rank=1)
     with tracker.fork():
         assert not torch.equal(torch.rand(4), whole)
+    with pytest.raises(ValueError, match="te_rng_tracker is True: .*must be False"):
+        model_parallel_cuda_manual_seed(5, True)
     with pytest.raises(ValueError, match="exists already"):
         tracker.add("model-parallel-rng", 1)
 

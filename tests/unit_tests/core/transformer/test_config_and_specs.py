@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec
 from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
@@ -181,3 +183,21 @@ def test_identity_operations_give_back_what_they_get() -> None:
 def test_a_block_wants_one_spec_a_layer() -> None:
     with pytest.raises(ValueError, match="has 0 layers: must have num_layers .2., or those"):
         TransformerBlock(small_config(**LLAMA_LIKE), TransformerBlockSubmodules())
+
+
+def test_a_block_without_the_first_part_goes_on_from_the_tensor_it_was_given() -> None:
+    config, x = small_config(), torch.randn(3, 2, 32)
+    blocks = [TransformerBlock(config, get_gpt_decoder_block_spec(config), True, first) for first in (True, False)]
+    blocks[1].load_state_dict(blocks[0].state_dict())
+    blocks[1].set_input_tensor(x)
+    assert torch.equal(blocks[1](None), blocks[0](x))
+    for block in blocks:
+        with pytest.raises(ValueError, match="no embedding: call set_input_tensor"):
+            block(None)
+
+
+def test_a_layer_of_experts_records_under_its_number() -> None:
+    config = small_config(num_moe_experts=4, moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="aux_loss")
+    layer = MoELayer(config, get_mlp_module_spec(4, True).submodules, 3)
+    layer(torch.randn(3, 2, 32))
+    assert layer.router.aux_losses.counts.sum(dim=0).tolist() == [0, 0, 1]
