@@ -5,6 +5,7 @@ Tensors get to disk through core/dist_checkpointing; folders are checkpoint_fold
 
 import argparse
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +56,7 @@ class CheckpointedOptimizer(Protocol):
     """What a checkpoint needs of an optimizer: tensors by logical piece, the rest as JSON."""
 
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]: ...
+    def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> AbstractContextManager[list[ShardedTensor]]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
     def reload_model_params(self) -> None: ...
@@ -86,10 +88,17 @@ class _Parts:
 
     def frozen_keys(self) -> list[str]:
         """Keys of the parameters that the optimizer does not step, on any stage. Collective."""
+        return sorted(union_over_model(self._keys(trained=False), self.groups))
+
+    def trained_keys(self) -> set[str]:
+        """Keys of this stage's parameters that the optimizer steps, whoever owns their state."""
+        return self._keys(trained=True)
+
+    def _keys(self, *, trained: bool) -> set[str]:
         pieces = self.pieces()
         named = (item for chunk in self.model for item in chunk.named_parameters())
-        frozen = (canonical_name(name) for name, parameter in named if not parameter.requires_grad)
-        return sorted(union_over_model((piece.key for name in frozen for piece in pieces[name]), self.groups))
+        names = (canonical_name(name) for name, parameter in named if parameter.requires_grad == trained)
+        return {piece.key for name in names for piece in pieces[name]}
 
 
 def save_checkpoint(
@@ -256,18 +265,18 @@ def _load_with_optimizer(
 ) -> None:
     """Loads `wanted` and the optimizer's tensors, but for parameters that the saved run did not train."""
     assert parts.optimizer is not None
-    state = parts.optimizer.sharded_state(parts.pieces())
-    # Keys are "optimizer.<state>.<piece key>".
-    known = [tensor for tensor in state if tensor.key.split(".", 2)[2] not in frozen]
     # The checkpoint decides, not this rank's share of the state: loading is collective.
     if frozen:
         # Masters of parameters that were frozen in the saved run must come from the loaded weights.
         dist_checkpointing.load(wanted, found.path)
         parts.optimizer.reload_model_params()
     # Rank 0 speaks for all of them, and may have none of these itself.
-    if union_over_model([True] if len(known) < len(state) else [], parts.groups):
+    if union_over_model(frozen & parts.trained_keys(), parts.groups):
         print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
-    dist_checkpointing.load([*wanted, *known], found.path)
+    with parts.optimizer.loading(parts.pieces()) as state:
+        # Keys are "optimizer.<state>.<piece key>".
+        known = [tensor for tensor in state if tensor.key.split(".", 2)[2] not in frozen]
+        dist_checkpointing.load([*wanted, *known], found.path)
 
 
 def _holds(found: FoundCheckpoint, tensors: list[ShardedTensor]) -> bool:

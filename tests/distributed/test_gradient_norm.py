@@ -126,10 +126,10 @@ def _refuses_infinite_gradients(groups: ProcessGroupCollection, whole: Whole) ->
 
 def _never_clips(groups: ProcessGroupCollection, whole: Whole, *, norm: float) -> None:
     free = _optimizer(groups, whole, clip_grad=0.0)
-    before = [run.main.clone() for run in free._runs]
+    before = [run.stepped.clone() for run in free._runs]
     assert free.step()[:2] == (True, norm)
     for run, old in zip(free._runs, before):
-        torch.testing.assert_close(run.main, old - 0.5 * run.grad)
+        torch.testing.assert_close(run.stepped, old - 0.5 * run.grad)
 
 
 def test_ranks_without_parameters_of_their_own_take_part() -> None:

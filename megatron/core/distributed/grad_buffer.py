@@ -9,28 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.core.distributed.layout import Span
 from megatron.core.tensor_parallel.param_attributes import set_main_grad
-
-# Elements. Vectorised kernels give an element the same bits wherever its tensor starts on this grid.
-ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class Span:
-    """A parameter's elements in a flat tensor; the padding behind it belongs to no parameter."""
-
-    start: int
-    numel: int
-
-    @property
-    def end(self) -> int:
-        """One past the last element."""
-        return self.start + self.numel
-
-    @property
-    def padded_end(self) -> int:
-        """Where the next parameter may start."""
-        return -(-self.end // ALIGNMENT) * ALIGNMENT
 
 
 def lay_out(sizes: list[int]) -> list[Span]:

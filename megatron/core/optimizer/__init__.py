@@ -1,8 +1,9 @@
 """get_megatron_optimizer: from settings and wrapped model chunks to an optimizer; re-exports the names users know."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
 from megatron.core.distributed.plain_data_parallel import PlainDataParallel
@@ -16,7 +17,8 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping, ParamGroupOverride, ParamKey
-from megatron.core.optimizer.param_runs import ParamRun, build_runs
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, build_runs
+from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
 from megatron.core.optimizer.update_rules import FusedRule, MuonRule, UpdateRule
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -60,7 +62,8 @@ def get_megatron_optimizer(
     buffers = [buffer for chunk in model_chunks for buffer in _wrapped(chunk).grad_buffers]
     grouping = ParamGrouping(config, config_overrides)
     keys = agree_on_groups([entry for buffer in buffers for entry in buffer.entries], grouping, groups=groups)
-    runs = build_runs(buffers, keys)
+    _check_grads_dtype(config, buffers)
+    runs = build_runs(buffers, keys, main_of=_masters(config))
     rules = _update_rules(config, runs, plain=grouping.plain_keys(), model_chunks=model_chunks)
     return _optimizer_class(config)(
         rules,
@@ -79,6 +82,24 @@ def _optimizer_class(config: OptimizerConfig) -> type[MegatronOptimizer]:
         return ChainedOptimizer
     # By the settings, not by looking at dtypes: an fp32 router in a bf16 model changes nothing.
     return Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
+
+
+def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
+    """How the settings keep what is stepped of parameters [N]."""
+    if not config.use_precision_aware_optimizer:
+        return full_masters
+    if config.main_params_dtype == "fp16":
+        return half_masters
+    return remainder_masters if config.store_param_remainders else full_masters
+
+
+def _check_grads_dtype(config: OptimizerConfig, buffers: Sequence[FlatBuffer]) -> None:
+    narrow = [buffer for buffer in buffers if buffer.param_data.dtype.itemsize == 2]
+    if config.main_grads_dtype == "bf16" and any(buffer.grad_data.dtype != torch.bfloat16 for buffer in narrow):
+        raise ValueError(
+            "OptimizerConfig.main_grads_dtype is bf16: gradients must be reduced in bf16 as well "
+            "(--grad-reduce-in-bf16), or main_grads_dtype be fp32"
+        )
 
 
 def _wrapped(chunk: nn.Module) -> PlainDataParallel:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core.optimizer.clip_grads import count_zeros, owns_elements, read_norm_sync, total_norm
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
+from megatron.core.optimizer.stored_floats import Plain, pieces
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 
@@ -26,9 +27,19 @@ class OwnedPart:
     end: int
     is_apart: bool
 
-    def of(self, flat: Tensor) -> tuple[Tensor, bool]:
-        """flat: [N], one of the run's, any dtype -> the range, a view, and is_apart."""
-        return flat[self.start : self.end], self.is_apart
+    def of_grad(self) -> tuple[Tensor, bool]:
+        """The range of the gradient, [n], any dtype, a view; and is_apart."""
+        return self.run.grad[self.start : self.end], self.is_apart
+
+    def of_main(self) -> tuple[Tensor, bool]:
+        """What has the norm of the range of the masters: [n], fp32 or fp64, perhaps norms of pieces; and is_apart."""
+        main = self.run.main
+        if isinstance(main, Plain):
+            return main.read(self.start, self.end), self.is_apart
+        norms = [
+            torch.linalg.vector_norm(v, dtype=torch.float64) for _, v in pieces(main, start=self.start, end=self.end)
+        ]
+        return torch.stack(norms), self.is_apart
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ Which parameters lie together is param_runs.py; the update rules are torch.optim
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +23,31 @@ from megatron.core.optimizer.grad_stats import OwnedElements, ShardGroups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import ParamRun, RunParam
 from megatron.core.optimizer.shard_map import range_tensors, range_views
+from megatron.core.optimizer.stored_floats import StoredFloats
 from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+@dataclass(frozen=True)
+class _FlatState:
+    """One of the things that are kept of a run."""
+
+    name: str
+    stored: StoredFloats
+    run: ParamRun
+
+    def read(self) -> torch.Tensor:
+        return self.stored.read(0, self.stored.numel)
+
+    def tensors(self, flat: torch.Tensor, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
+        # Boxes by parameter: a run is a matter of this layout and must not show in a checkpoint.
+        return [
+            tensor
+            for member in self.run.params
+            for tensor in range_tensors(
+                model_pieces[member.name], member.view_of(flat), start=member.start, prefix=f"optimizer.{self.name}."
+            )
+        ]
 
 
 class MegatronOptimizer:
@@ -128,7 +153,7 @@ class MegatronOptimizer:
 
     def params_norm(self) -> float:
         """2-norm of all parameters as they are stepped (masters), summed in fp64. Collective, as `step`."""
-        return self._owned.norm((part.of(part.run.main) for part in self._owned_parts), accumulate_in=torch.float64)
+        return self._owned.norm((part.of_main() for part in self._owned_parts), accumulate_in=torch.float64)
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
         """2-norm of parameters that it does not step, any shapes and dtypes, summed in fp64. Collective, as `step`."""
@@ -137,24 +162,32 @@ class MegatronOptimizer:
     def reload_model_params(self) -> None:
         """Takes the fp32 masters from the model's parameters, after weights alone were loaded."""
         for run in self._runs:
-            if run.has_master:
-                run.main.copy_(run.model)
+            run.take_model()
 
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
-        """Moments and masters as boxes to save, or to load in place; model_pieces: by parameter name."""
-        tensors = []
-        states = {run: rule.flat_state(run) for rule in self._rules for run in rule.runs}
+        """Moments and masters as boxes to save, all as they are read, fp32; model_pieces: by parameter name.
+
+        Of this rank's shard alone. What is kept as fp32 is not copied.
+        """
+        return [tensor for state in self._flat_states() for tensor in state.tensors(state.read(), model_pieces)]
+
+    @contextmanager
+    def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
+        """The boxes of sharded_state to load in place; what is kept in another form takes them when the block ends."""
+        states = self._flat_states()
+        values = [state.read() for state in states]
+        yield [tensor for state, flat in zip(states, values) for tensor in state.tensors(flat, model_pieces)]
+        for state, flat in zip(states, values):
+            state.stored.write(0, flat)
+
+    def _flat_states(self) -> list[_FlatState]:
+        states = []
+        by_run = {run: rule.flat_state(run) for rule in self._rules for run in rule.runs}
         for run in self._runs:
-            flats = dict(states[run])
             # Without a master, the model's own weights in the checkpoint are what was stepped.
-            if run.has_master:
-                flats["fp32_param"] = run.main
-            for state_name, flat in flats.items():
-                # Boxes by parameter: a run is a matter of this layout and must not show in a checkpoint.
-                for member in run.params:
-                    pieces, view = model_pieces[member.name], member.view_of(flat)
-                    tensors += range_tensors(pieces, view, start=member.start, prefix=f"optimizer.{state_name}.")
-        return tensors
+            masters = {"fp32_param": run.main} if run.has_master else {}
+            states += [_FlatState(name, stored, run) for name, stored in {**by_run[run], **masters}.items()]
+        return states
 
     def state_dict(self) -> dict[str, Any]:
         """Step count and loss scale, the same on all ranks, JSON values; tensors are in sharded_state."""
@@ -177,7 +210,7 @@ class MegatronOptimizer:
         return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
 
     def _grad_norm(self) -> float:
-        grads = (part.of(part.run.grad) for part in self._owned_parts)
+        grads = (part.of_grad() for part in self._owned_parts)
         return self._owned.norm(grads, accumulate_in=self._norm_dtype)
 
     def _clip_coefficient(self, grad_norm: float) -> float:
@@ -200,14 +233,11 @@ class MegatronOptimizer:
         for rule in self._rules:
             rule.update(divisor)
         for run in self._runs:
-            if run.has_master:
-                # Rounds to nearest, as .to() does; one copy for all parameters of the run.
-                run.model.copy_(run.main)
+            run.write_model()
 
     def _step_counts(self) -> list[torch.Tensor]:
-        # One a run in torch's state, all moved together; SGD and Muon count nothing.
-        states = (state for rule in self._rules for state in rule.optimizer.state.values())
-        return [state["step"] for state in states if "step" in state]
+        # One a run of rules that count, all moved together.
+        return [count for rule in self._rules for count in rule.step_counts()]
 
 
 class FP32Optimizer(MegatronOptimizer):

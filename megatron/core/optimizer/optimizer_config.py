@@ -10,11 +10,12 @@ import torch
 
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.optimizer.muon_config import MuonConfig
+from megatron.core.optimizer.precision_config import PrecisionConfig
 from megatron.core.timers import Timers
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig(MuonConfig):
+class OptimizerConfig(PrecisionConfig, MuonConfig):
     """What get_megatron_optimizer builds."""
 
     cli_group: ClassVar[str] = "optimizer"
@@ -66,6 +67,7 @@ class OptimizerConfig(MuonConfig):
         validate_fields(self)
         self.validate_learning_rate()
         self.validate_precision()
+        self.validate_stored_types(self.optimizer)
 
     def validate_learning_rate(self) -> None:
         # A configuration without a rate is fine until an optimizer is built from it.

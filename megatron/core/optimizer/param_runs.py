@@ -4,7 +4,7 @@ Where parameters and gradients lie is the data-parallel wrapper's layout; what a
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Protocol
@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.grad_buffer import Span
+from megatron.core.distributed.layout import Span
 from megatron.core.optimizer.param_groups import GroupKey
-
-_OWN_PRECISION = (torch.float32, torch.float64)
+from megatron.core.optimizer.stored_floats import PIECE, Plain, StoredFloats, WithRemainder, full_masters, pieces
 
 
 class PlacedParam(Protocol):
@@ -71,23 +70,42 @@ class RunParam:
 class ParamRun:
     """What this rank owns of parameters that lie side by side and share dtype and parameter group.
 
-    model: [N], the parameters' dtype; they are views of it. main: [N], what the optimizer steps: `model` itself, or an
-    fp32 copy of 16-bit parameters. grad: [N], the buffer's dtype, a view of it. N is a multiple of 64. Padding between
-    parameters is zero in all three and stays zero: neither norm nor step sees it. bucket: which of the buffer's owned
-    spans it lies in.
+    model: [N], the parameters' dtype; they are views of it. main: the N numbers that are stepped: `model` itself, or
+    what has the digits that 16-bit parameters lack. grad: [N], the buffer's dtype, a view of it. N is a multiple of 64.
+    Padding between parameters is zero in all three and stays zero: neither norm nor step sees it. bucket: which of the
+    buffer's owned spans it lies in.
     """
 
     params: list[RunParam]
     group: GroupKey
     model: torch.Tensor
-    main: torch.Tensor
+    main: StoredFloats
     grad: torch.Tensor
     bucket: int
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer steps a copy, to be written back into the model."""
-        return self.main is not self.model
+        """Whether there is more to the parameters than the model has of them."""
+        return not (isinstance(self.main, Plain) and self.main.tensor is self.model)
+
+    @property
+    def stepped(self) -> torch.Tensor:
+        """What stands for the run in torch's parameter groups: [N], the masters as fp32, or else the parameters."""
+        return self.main.tensor if isinstance(self.main, Plain) else self.model
+
+    def write_model(self) -> None:
+        """Rounds the masters to the parameters' dtype."""
+        if self.has_master and not isinstance(self.main, WithRemainder):
+            for start, values in pieces(self.main, start=0, end=self.main.numel):
+                self.model[start : start + values.numel()].copy_(values)
+
+    def take_model(self) -> None:
+        """Makes the masters what the parameters are."""
+        if isinstance(self.main, WithRemainder):
+            self.main.forget()
+        elif self.has_master:
+            for start in range(0, self.main.numel, PIECE):
+                self.main.write(start, self.model[start : start + PIECE].float())
 
     def check_attached(self) -> None:
         """Raises ValueError naming the first parameter whose memory is no longer the run's."""
@@ -102,10 +120,16 @@ class ParamRun:
                 )
 
 
-def build_runs(buffers: Sequence[FlatBuffer], groups: Mapping[nn.Parameter, GroupKey]) -> list[ParamRun]:
+def build_runs(
+    buffers: Sequence[FlatBuffer],
+    groups: Mapping[nn.Parameter, GroupKey],
+    *,
+    main_of: Callable[[torch.Tensor], StoredFloats] = full_masters,
+) -> list[ParamRun]:
     """Joins what this rank owns of each buffer's parameters into runs, in the order of the buffers.
 
-    groups: of every parameter of the buffers.
+    groups: of every parameter of the buffers. main_of: how the numbers that are stepped are kept of parameters [N], any
+    floating dtype.
     """
     runs: list[ParamRun] = []
     for buffer in buffers:
@@ -113,39 +137,26 @@ def build_runs(buffers: Sequence[FlatBuffer], groups: Mapping[nn.Parameter, Grou
         entries = sorted(buffer.entries, key=lambda entry: entry.span.start)
         ends = [entry.span.end for entry in entries]
         for bucket, owned in enumerate(buffer.owned_spans()):
-            runs += _runs_in(
-                buffer, groups, entries=entries[bisect_right(ends, owned.start) :], owned=owned, bucket=bucket
-            )
+            here = entries[bisect_right(ends, owned.start) :]
+            for members, start, end in _ranges_in(owned, here, groups=groups):
+                model, grad = buffer.param_data[start:end], buffer.grad_data[start:end]
+                runs.append(ParamRun(members, groups[members[0].param], model, main_of(model), grad, bucket))
     return runs
 
 
-def _runs_in(
-    buffer: FlatBuffer,
-    groups: Mapping[nn.Parameter, GroupKey],
-    *,
-    entries: Sequence[PlacedParam],
-    owned: Span,
-    bucket: int,
-) -> Iterator[ParamRun]:
-    """The runs of one owned span; entries: in the order of their places."""
+def _ranges_in(
+    owned: Span, entries: Sequence[PlacedParam], *, groups: Mapping[nn.Parameter, GroupKey]
+) -> Iterator[tuple[list[RunParam], int, int]]:
+    """Members and range of each run inside one owned span; entries: in the order of their places."""
     inside = takewhile(lambda entry: entry.span.start < owned.end, entries)
-    parts = [(entry, part) for entry in inside if (part := _common(entry.span, owned)).numel > 0]
+    parts = [(entry, part) for entry in inside if (part := entry.span.intersection(owned)).numel > 0]
     # Neighbours only: the order of the buffer is that of the reduction and must not depend on groups.
-    for group, members in groupby(parts, key=lambda pair: groups[pair[0].param]):
+    for _, members in groupby(parts, key=lambda pair: groups[pair[0].param]):
         run = list(members)
-        first, last = run[0][1], run[-1][1]
         # Both ends are on the grid: of a parameter with the padding behind it, or of the owned span.
-        start, end = first.start, min(last.padded_end, owned.end)
-        model = buffer.param_data[start:end]
-        # 16-bit weights lose updates below their last digit; the copy keeps them.
-        main = model if model.dtype in _OWN_PRECISION else model.float()
-        params = [
-            RunParam(entry.name, entry.param, Span(part.start - start, part.numel), part.start - entry.span.start)
-            for entry, part in run
-        ]
-        yield ParamRun(params, group, model, main, buffer.grad_data[start:end], bucket)
+        start, end = run[0][1].start, min(run[-1][1].padded_end, owned.end)
+        yield [_member(entry, part, run_start=start) for entry, part in run], start, end
 
 
-def _common(span: Span, owned: Span) -> Span:
-    start = max(span.start, owned.start)
-    return Span(start, max(0, min(span.end, owned.end) - start))
+def _member(entry: PlacedParam, part: Span, *, run_start: int) -> RunParam:
+    return RunParam(entry.name, entry.param, Span(part.start - run_start, part.numel), part.start - entry.span.start)

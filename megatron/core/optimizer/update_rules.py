@@ -5,6 +5,7 @@ Norm, clipping, loss scale and masters are optimizer.py's; which parameters get 
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from torch.optim.sgd import sgd
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.param_runs import ParamRun
+from megatron.core.optimizer.precision_config import DTYPES
+from megatron.core.optimizer.stored_floats import PIECE, Plain, StoredFloats, zeros_beside
 from megatron.core.weight_matrices import MatrixWindow
 
 
@@ -27,76 +30,113 @@ class UpdateRule(Protocol):
         """Steps the rule's runs by their gradients / divisor."""
         ...
 
-    def flat_state(self, run: ParamRun) -> dict[str, torch.Tensor]:
-        """The state of a run by torch's names: [N], the dtype of `run.main`."""
+    def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
+        """The state of a run by torch's names, N numbers each."""
+        ...
+
+    def step_counts(self) -> list[torch.Tensor]:
+        """Where it counts the steps taken, to read and to set: [], fp32 each."""
         ...
 
 
 class FusedRule:
-    """AdamW or SGD: one kernel steps whole runs, and divides their gradients while it reads them."""
+    """AdamW or SGD: one kernel steps whole runs, and divides their gradients while it reads them.
+
+    Runs of which something is not kept as the kernel computes go through it in pieces, and are converted on the way.
+    """
 
     def __init__(self, config: OptimizerConfig, runs: Sequence[ParamRun], *, groups: Sequence[GroupKey]) -> None:
         self.runs = list(runs)
         self._members = [[run for run in runs if run.group == key] for key in groups]
         torch_groups = [
-            {"params": [run.main for run in members], **key.values(config)}
+            {"params": [run.stepped for run in members], **key.values(config)}
             for key, members in zip(groups, self._members)
         ]
         assert config.lr is not None
+        dtypes: dict[str, torch.dtype] = {}
         if config.optimizer == "sgd":
             # Its decay is added to the gradient, as in Megatron; only Adam decays apart from it.
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
                 torch_groups, lr=config.lr, momentum=config.sgd_momentum, fused=True
             )
             # A momentum of zeros gives the first step that torch takes without one.
-            self._names: tuple[str, ...] = ("momentum_buffer",) if config.sgd_momentum > 0 else ()
+            if config.sgd_momentum > 0:
+                dtypes = {"momentum_buffer": torch.float32}
         else:
             betas = (config.adam_beta1, config.adam_beta2)
             self.optimizer = torch.optim.AdamW(torch_groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
-            self._names = ("exp_avg", "exp_avg_sq")
-        self._step_group = _sgd_step if config.optimizer == "sgd" else _adamw_step
-        self._create_state(counts_steps=config.optimizer != "sgd")
-
-    def _create_state(self, *, counts_steps: bool) -> None:
-        # torch would make it in the first step.
-        for run in self.runs:
-            state = {name: torch.zeros_like(run.main) for name in self._names}
-            if counts_steps:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=run.main.device)
-            self.optimizer.state[run.main] = state
+            dtypes = {"exp_avg": DTYPES[config.exp_avg_dtype], "exp_avg_sq": DTYPES[config.exp_avg_sq_dtype]}
+        self._kernel = _sgd_kernel if config.optimizer == "sgd" else _adamw_kernel
+        self._states = {
+            run: {name: zeros_beside(run.main, dtype) for name, dtype in dtypes.items()} for run in self.runs
+        }
+        self._steps = {run: torch.zeros((), dtype=torch.float32, device=run.grad.device) for run in self.runs}
 
     @torch.no_grad()
     def update(self, divisor: float) -> None:
         """See UpdateRule."""
-        # The fused kernels divide by this tensor while they read the gradient, as for torch.amp.GradScaler.
-        device = self.runs[0].grad.device if self.runs else None
-        grad_scale = None if divisor == 1.0 else torch.tensor(divisor, device=device)
         for group, members in zip(self.optimizer.param_groups, self._members):
-            if members:
-                states = [self.optimizer.state[run.main] for run in members]
+            # The kernels divide by this tensor while they read the gradient, as for torch.amp.GradScaler.
+            grad_scale = None if divisor == 1.0 or not members else torch.tensor(divisor, device=members[0].grad.device)
+            whole = [operands for run in members if (operands := self._whole(run)) is not None]
+            if whole:
                 # Rates are plain numbers in the group, read at this moment.
-                self._step_group(members, states, group=group, grad_scale=grad_scale)
+                self._kernel(whole, group, grad_scale=grad_scale)
+            for run in members:
+                if self._whole(run) is None:
+                    self._update_pieces(run, group, grad_scale=grad_scale)
 
-    def flat_state(self, run: ParamRun) -> dict[str, torch.Tensor]:
-        """See UpdateRule: [N], the dtype of `run.main`."""
-        return {name: self.optimizer.state[run.main][name] for name in self._names}
+    def _whole(self, run: ParamRun) -> "_Operands | None":
+        """All of a run as the kernel takes it, if it is kept so."""
+        states = self._states[run]
+        if not all(isinstance(stored, Plain) for stored in (run.main, *states.values())):
+            return None
+        main, moments = run.main.read(0, run.main.numel), {n: s.read(0, s.numel) for n, s in states.items()}
+        return _Operands(main, run.grad, moments, self._steps[run]) if run.grad.dtype == main.dtype else None
+
+    def _update_pieces(self, run: ParamRun, group: dict[str, Any], *, grad_scale: torch.Tensor | None) -> None:
+        states = self._states[run]
+        for start in range(0, run.main.numel, PIECE):
+            end = min(start + PIECE, run.main.numel)
+            main = run.main.read(start, end)
+            moments = {name: stored.read(start, end) for name, stored in states.items()}
+            # The kernel counts: every piece is at the same step.
+            piece = _Operands(main, run.grad[start:end].to(main.dtype), moments, self._steps[run].clone())
+            self._kernel([piece], group, grad_scale=grad_scale)
+            run.main.write(start, main)
+            for name, stored in states.items():
+                stored.write(start, moments[name])
+        self._steps[run].add_(1)
+
+    def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
+        """See UpdateRule."""
+        return self._states[run]
+
+    def step_counts(self) -> list[torch.Tensor]:
+        """See UpdateRule: [], fp32 each."""
+        return list(self._steps.values())
 
 
-_States = list[dict[str, torch.Tensor]]
+@dataclass(frozen=True)
+class _Operands:
+    """What a kernel works on: main, grad and each of moments [n], one dtype, fp32 or fp64; step: [], fp32."""
+
+    main: torch.Tensor
+    grad: torch.Tensor
+    moments: dict[str, torch.Tensor]
+    step: torch.Tensor
 
 
-# torch's own functions under torch.optim.Optimizer.step, which would always step all runs.
-def _adamw_step(
-    runs: list[ParamRun], states: _States, *, group: dict[str, Any], grad_scale: torch.Tensor | None
-) -> None:
+# torch's own functions under torch.optim.Optimizer.step, which would always step everything, and only as it is kept.
+def _adamw_kernel(operands: list[_Operands], group: dict[str, Any], *, grad_scale: torch.Tensor | None) -> None:
     beta1, beta2 = group["betas"]
     adamw(
-        [run.main for run in runs],
-        [run.grad for run in runs],
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
+        [one.main for one in operands],
+        [one.grad for one in operands],
+        [one.moments["exp_avg"] for one in operands],
+        [one.moments["exp_avg_sq"] for one in operands],
         [],
-        [state["step"] for state in states],
+        [one.step for one in operands],
         fused=True,
         grad_scale=grad_scale,
         amsgrad=False,
@@ -109,11 +149,11 @@ def _adamw_step(
     )
 
 
-def _sgd_step(runs: list[ParamRun], states: _States, *, group: dict[str, Any], grad_scale: torch.Tensor | None) -> None:
+def _sgd_kernel(operands: list[_Operands], group: dict[str, Any], *, grad_scale: torch.Tensor | None) -> None:
     sgd(
-        [run.main for run in runs],
-        [run.grad for run in runs],
-        [state.get("momentum_buffer") for state in states],
+        [one.main for one in operands],
+        [one.grad for one in operands],
+        [one.moments.get("momentum_buffer") for one in operands],
         fused=True,
         grad_scale=grad_scale,
         weight_decay=group["weight_decay"],
@@ -162,7 +202,7 @@ class MuonRule:
         matrices: Mapping[str, list[MatrixWindow]],
     ) -> None:
         self.runs = list(runs)
-        self._momenta = {run: torch.zeros_like(run.main) for run in runs}
+        self._momenta = {run: torch.zeros_like(run.stepped) for run in runs}
         self._copied: list[_Copied] = []
         torch_groups: dict[tuple[GroupKey, tuple[int, ...]], list[torch.Tensor]] = {}
         states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -190,7 +230,7 @@ class MuonRule:
         """Weight and momentum of each matrix of a run; the gradient hangs on the weight."""
         found = []
         for member in run.params:
-            flats = [member.view_of(flat) for flat in (run.main, run.grad, self._momenta[run])]
+            flats = [member.view_of(flat) for flat in (run.stepped, run.grad, self._momenta[run])]
             for window in matrices.get(member.name, [_whole(member.param)]):
                 weight, grad, momentum = (window.view_of(flat) for flat in flats)
                 # Rows of several groups are in one piece only where there is one group.
@@ -214,9 +254,13 @@ class MuonRule:
         for copied in self._copied:
             copied.write_back()
 
-    def flat_state(self, run: ParamRun) -> dict[str, torch.Tensor]:
-        """See UpdateRule: [N], the dtype of `run.main`."""
-        return {"momentum_buffer": self._momenta[run]}
+    def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
+        """See UpdateRule."""
+        return {"momentum_buffer": Plain(self._momenta[run])}
+
+    def step_counts(self) -> list[torch.Tensor]:
+        """See UpdateRule: none, [], fp32 each."""
+        return []
 
 
 def _whole(param: torch.Tensor) -> MatrixWindow:

@@ -122,8 +122,17 @@ def test_dynamic_scale_finds_its_way_down_from_two_to_the_32():
     assert sum(outcomes) == optimizer.state_dict()["step"]
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd", "muon"])
-@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"fp16": True, "loss_scale_window": 2}])
+PRECISE = {"bf16": True, "use_precision_aware_optimizer": True}
+RESUMED = [
+    (name, settings)
+    for name in ("adam", "sgd", "muon")
+    for settings in ({}, {"bf16": True}, {"fp16": True, "loss_scale_window": 2})
+]
+RESUMED.append(("adam", {**PRECISE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}))
+RESUMED.append(("adam", {**PRECISE, "main_params_dtype": "fp16"}))
+
+
+@pytest.mark.parametrize("name, settings", RESUMED)
 @pytest.mark.parametrize("stop", [0, 7])
 def test_resume_from_a_checkpoint_continues_bit_for_bit(tmp_path, name, settings, stop):
     settings = {**settings, "optimizer": name}
@@ -134,7 +143,9 @@ def test_resume_from_a_checkpoint_continues_bit_for_bit(tmp_path, name, settings
     for step in range(stop):
         our_step(*stopped, microbatches(step, dtype=dtype))
     dist_checkpointing.save(state_of(*stopped), tmp_path / "c", common={"optimizer": stopped[1].state_dict()})
-    common = dist_checkpointing.load(state_of(*resumed), tmp_path / "c")
+    with resumed[1].loading(model_logical_pieces(resumed[0])) as state:
+        weights = dist_checkpointing.model_sharded_tensors(resumed[0])
+        common = dist_checkpointing.load([*weights, *state], tmp_path / "c")
     resumed[1].load_state_dict(common["optimizer"])
     for step in range(stop, 14):
         our_step(*resumed, microbatches(step, dtype=dtype))

@@ -14,7 +14,7 @@ def rates_by_name(optimizer):
     """Learning rate and weight decay of each parameter."""
     groups = {id(flat): group for group in optimizer.param_groups for flat in group["params"]}
     return {
-        member.name: (groups[id(run.main)]["lr"], groups[id(run.main)]["weight_decay"])
+        member.name: (groups[id(run.stepped)]["lr"], groups[id(run.stepped)]["weight_decay"])
         for run in optimizer._runs
         for member in run.params
     }

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.distributed.grad_buffer import GradBuffer, Span
+from megatron.core.distributed.grad_buffer import GradBuffer
+from megatron.core.distributed.layout import Span
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.param_runs import ParamRun, build_runs
@@ -49,7 +50,7 @@ def test_runs_of_all_owned_spans_hold_every_parameter_element_once(seed: int) ->
     buffer = Shard(model, [Span(a * GRID, (b - a) * GRID) for a, b in zip(cuts, cuts[1:], strict=False)])
     buffer.param_data.zero_()
     for run in buffer.runs():
-        assert run.model.numel() == run.grad.numel() == run.main.numel() and run.model.numel() % GRID == 0
+        assert run.model.numel() == run.grad.numel() == run.main.numel and run.model.numel() % GRID == 0
         run.check_attached()
         for member in run.params:
             member.view_of(run.model).add_(torch.arange(1, member.span.numel + 1) + member.start)
@@ -60,24 +61,30 @@ def test_runs_of_all_owned_spans_hold_every_parameter_element_once(seed: int) ->
     assert buffer.param_data.count_nonzero() == sum(sizes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_of_all_shards_is_a_step_of_the_whole_bit_for_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype, settings",
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}),
+    ],
+)
+def test_a_step_of_all_shards_is_a_step_of_the_whole_bit_for_bit(dtype: torch.dtype, settings: dict) -> None:
+    config = OptimizerConfig(lr=0.1, use_precision_aware_optimizer=bool(settings), **settings)
     whole = tiny_model(dtype)
-    _step([Shard(whole)])
+    _step(Shard(whole), config)
     total = Shard(tiny_model(dtype)).storage.numel()
     # Ranks of one, two and more grid cells; the cuts fall inside parameters and groups.
     for size in (GRID, 2 * GRID, 5 * GRID):
         model = tiny_model(dtype)
-        _step([Shard(model, [Span(a, min(size, total - a)) for a in range(0, total, size)])])
+        _step(Shard(model, [Span(a, min(size, total - a)) for a in range(0, total, size)]), config)
         assert_same_parameters(model, whole)
 
 
-def _step(buffers: list[Shard]) -> None:
-    for buffer in buffers:
-        runs = buffer.runs()
-        rule = FusedRule(OptimizerConfig(lr=0.1), runs, groups=list(dict.fromkeys(run.group for run in runs)))
-        for _ in range(3):
-            rule.update(1.7)
-        for run in runs:
-            if run.has_master:
-                run.model.copy_(run.main)
+def _step(buffer: Shard, config: OptimizerConfig) -> None:
+    runs = buffer.runs()
+    rule = FusedRule(config, runs, groups=list(dict.fromkeys(run.group for run in runs)))
+    for _ in range(3):
+        rule.update(1.7)
+    for run in runs:
+        run.write_model()

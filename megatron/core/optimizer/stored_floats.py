@@ -1,0 +1,202 @@
+"""Numbers that an optimizer keeps in fewer bits, or elsewhere, than it computes with: each form reads as fp32.
+
+What they mean is update_rules.py's; all forms have a multiple of BLOCK elements.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+# Elements that share a scale. The grid on which ranks cut parameters, so that no cut changes a scale.
+BLOCK = 64
+# The largest number of a block comes to lie at half of fp16's range, the next power of two would leave it.
+_TOP_EXPONENT = 15
+_LOWEST_EXPONENT = -100
+# Elements that are converted at a time: four tensors of that many numbers stay in the cache of a core.
+PIECE = 1 << 17
+
+
+class StoredFloats(Protocol):
+    """N numbers, to be read and written in any ranges that start and end on the grid of blocks."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """[end - start], fp32 or fp64: the storage itself where it is such, else a copy."""
+        ...
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Takes back what `read` gave from `start` on, changed: [n], fp32 or fp64."""
+        ...
+
+
+class Plain:
+    """fp32 or fp64 as it is; tensor: [N]."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of it."""
+        return self.tensor.nbytes
+
+    @property
+    def numel(self) -> int:
+        """N."""
+        return self.tensor.numel()
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """See StoredFloats: [end - start], the tensor's dtype, a view."""
+        return self.tensor[start:end]
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """See StoredFloats; values: [n], the tensor's dtype."""
+        own = self.tensor[start : start + values.numel()]
+        # What was read is the storage itself.
+        if own.data_ptr() != values.data_ptr():
+            own.copy_(values)
+
+
+class Rounded:
+    """The nearest numbers of a narrower type with the exponents of fp32; tensor: [N], bf16."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of it."""
+        return self.tensor.nbytes
+
+    @property
+    def numel(self) -> int:
+        """N."""
+        return self.tensor.numel()
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """See StoredFloats: [end - start], fp32, a copy."""
+        return self.tensor[start:end].float()
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """See StoredFloats; values: [n], fp32."""
+        self.tensor[start : start + values.numel()].copy_(values)
+
+
+class ScaledHalf:
+    """fp16 with a power of two a block, so that small numbers keep their digits: squares of gradients are far below
+    what fp16 can say. tensor: [N], fp16.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        # Exponents: a scale costs a byte for 64 numbers.
+        self._exponents = torch.zeros(tensor.numel() // BLOCK, dtype=torch.int8, device=tensor.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of it."""
+        return self.tensor.nbytes + self._exponents.nbytes
+
+    @property
+    def numel(self) -> int:
+        """N."""
+        return self.tensor.numel()
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """See StoredFloats: [end - start], fp32, a copy."""
+        factors = _power_of_two(-self._exponents[start // BLOCK : end // BLOCK].int())
+        return (self.tensor[start:end].float().view(-1, BLOCK) * factors.unsqueeze(1)).view(-1)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """See StoredFloats; values: [n], fp32."""
+        blocks = values.view(-1, BLOCK)
+        # The highest is in [2^(e - 1), 2^e).
+        highest = torch.frexp(blocks.abs().amax(dim=1)).exponent.clamp_(min=_LOWEST_EXPONENT)
+        exponents = _TOP_EXPONENT - highest
+        self._exponents[start // BLOCK :][: len(exponents)].copy_(exponents)
+        self.tensor[start : start + values.numel()].copy_((blocks * _power_of_two(exponents).unsqueeze(1)).view(-1))
+
+
+class WithRemainder:
+    """fp32 of which bf16 parameters have the upper half, and this the lower: nothing is stored twice.
+
+    model: [N], bf16, the parameters themselves: `write` changes them. Rounded to nearest, halves away from zero: where
+    they fall to the even neighbour, as of torch, the lower half could not tell from which side it came.
+    """
+
+    def __init__(self, model: torch.Tensor) -> None:
+        self._upper = model.view(torch.int16)
+        self._lower = torch.zeros_like(self._upper)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of it besides the parameters'."""
+        return self._lower.nbytes
+
+    @property
+    def numel(self) -> int:
+        """N."""
+        return self._lower.numel()
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """See StoredFloats: [end - start], fp32, a copy, each bit as it was written."""
+        # The lower half is signed: it takes back what rounding added to the upper one.
+        return (self._upper[start:end].int() << 16).add_(self._lower[start:end]).view(torch.float32)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """See StoredFloats; values: [n], fp32."""
+        bits = values.view(torch.int32)
+        lower = bits.to(torch.int16)
+        self._lower[start : start + values.numel()].copy_(lower)
+        self._upper[start : start + values.numel()].copy_((bits - lower) >> 16)
+
+    def forget(self) -> None:
+        """Makes the numbers what the parameters are."""
+        self._lower.zero_()
+
+
+def pieces(stored: StoredFloats, *, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Ranges of what is stored, each with its start: [n], fp32 or fp64; copies are of bounded size."""
+    step = end - start if isinstance(stored, Plain) else PIECE
+    for first in range(start, end, max(step, 1)):
+        yield first, stored.read(first, min(first + step, end))
+
+
+def full_masters(model: torch.Tensor) -> StoredFloats:
+    """16-bit parameters, [N], as fp32; wider ones as they are."""
+    # 16-bit weights lose updates below their last digit; the copy keeps them.
+    return Plain(model if model.dtype.itemsize >= 4 else model.float())
+
+
+def half_masters(model: torch.Tensor) -> StoredFloats:
+    """16-bit parameters, [N], as scaled fp16; wider ones as they are."""
+    if model.dtype.itemsize >= 4:
+        return Plain(model)
+    masters = ScaledHalf(torch.empty_like(model, dtype=torch.float16))
+    for start in range(0, masters.numel, PIECE):
+        masters.write(start, model[start : start + PIECE].float())
+    return masters
+
+
+def remainder_masters(model: torch.Tensor) -> StoredFloats:
+    """bf16 parameters, [N], with the half of fp32 that they lack; others as by full_masters."""
+    return WithRemainder(model) if model.dtype == torch.bfloat16 else full_masters(model)
+
+
+def zeros_beside(main: StoredFloats, dtype: torch.dtype) -> StoredFloats:
+    """As many zeros on the same device, kept in `dtype`: bf16, scaled fp16, or as wide as `main` is read."""
+    like = main.read(0, 0)
+    if dtype == torch.bfloat16:
+        return Rounded(like.new_zeros(main.numel, dtype=dtype))
+    if dtype == torch.float16:
+        return ScaledHalf(like.new_zeros(main.numel, dtype=dtype))
+    return Plain(like.new_zeros(main.numel))
+
+
+def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """2^e by its bits, since pow may round: [B], int32, -126 to 127 -> [B], fp32."""
+    return ((exponents + 127) << 23).view(torch.float32)

@@ -1,0 +1,107 @@
+"""Forms of storing numbers: what comes back is what was written, to the last bit or to the digits of the form."""
+
+import pytest
+import torch
+
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.stored_floats import BLOCK, Rounded, ScaledHalf, WithRemainder, full_masters, half_masters
+from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
+
+
+def test_bf16_and_its_remainder_are_every_finite_fp32_bit_for_bit() -> None:
+    bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(3)).int()
+    # Halfway between two bf16 numbers, on both sides of zero; signed zeros, the least number, the largest.
+    special = [0x3F808000, 0x3F818000, -0x407F8000, 0, -(2**31), 1, 0x7F7FFFFF, 0x0000FFFF, 0x00008000]
+    bits[: len(special)] = torch.tensor(special)
+    values = bits.view(torch.float32)
+    values = torch.where(values.isfinite(), values, 1.5)
+    model = torch.zeros(values.numel(), dtype=torch.bfloat16)
+    stored = WithRemainder(model)
+    stored.write(0, values)
+    assert torch.equal(stored.read(0, stored.numel).view(torch.int32), values.view(torch.int32))
+    # The parameters are the nearest, up to halves.
+    is_half = values.view(torch.int32) & 0xFFFF == 0x8000
+    assert is_half.any() and torch.equal(model[~is_half], values[~is_half].bfloat16())
+    assert stored.num_bytes == 2 * values.numel()
+
+
+@pytest.mark.parametrize("exponent", [-30.0, -12.0, 0.0, 9.0, 30.0])
+def test_scaled_fp16_keeps_its_digits_at_any_size_and_what_it_gave_comes_back_exactly(exponent: float) -> None:
+    values = torch.randn(BLOCK * 50, generator=torch.Generator().manual_seed(1)) * 10**exponent
+    values[BLOCK : 2 * BLOCK] = 0
+    stored = ScaledHalf(torch.zeros(values.numel(), dtype=torch.float16))
+    stored.write(0, values)
+    read = stored.read(0, values.numel())
+    torch.testing.assert_close(read, values, rtol=2**-11, atol=float(values.abs().max()) * 2**-24)
+    other = ScaledHalf(torch.zeros(values.numel(), dtype=torch.float16))
+    # In other ranges than before.
+    for start in range(0, values.numel(), 5 * BLOCK):
+        other.write(start, read[start : start + 5 * BLOCK])
+    assert torch.equal(other.read(0, values.numel()), read)
+
+
+@pytest.mark.parametrize(
+    "settings, bound",
+    [
+        ({}, 0.0),
+        ({"store_param_remainders": False}, 0.0),
+        ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 2e-2),
+        ({"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"}, 2e-3),
+        # A step moves weights of about 0.3 by 0.01 or less, their last digit is 2^-12 of them.
+        ({"main_params_dtype": "fp16"}, 1e-2),
+    ],
+)
+def test_narrow_states_step_like_fp32_ones(settings: dict, bound: float) -> None:
+    """From the same gradients: bit for bit where nothing is rounded, else within the digits of the form."""
+    updates = []
+    for given in ({}, {"use_precision_aware_optimizer": True, **settings}):
+        wrapped, optimizer = wrap_and_build(tiny_model(torch.bfloat16), bf16=True, clip_grad=0.0, **given)
+        before = _masters(optimizer)
+        for step in range(20):
+            # Gradients that no rounding of the weights changes.
+            for buffer in wrapped.grad_buffers:
+                generator = torch.Generator().manual_seed(step)
+                buffer.storage.copy_(torch.randn(buffer.storage.shape, generator=generator) * 1e-4)
+            assert optimizer.step()[0]
+        updates.append(_masters(optimizer) - before)
+    difference = (updates[1] - updates[0]).norm() / updates[0].norm()
+    assert difference <= bound
+
+
+def _masters(optimizer) -> torch.Tensor:
+    return torch.cat(
+        [m.view_of(run.main.read(0, run.main.numel)) for run in optimizer._runs for m in run.params]
+    ).clone()
+
+
+def test_states_take_the_memory_of_their_types() -> None:
+    model = torch.zeros(1024, dtype=torch.bfloat16)
+    forms = (full_masters(model), half_masters(model), WithRemainder(model), Rounded(model))
+    assert [form.num_bytes / model.numel() for form in forms] == [4, 2 + 1 / BLOCK, 2, 2]
+
+
+def test_norm_of_parameters_and_reload_read_any_form() -> None:
+    for settings in ({}, {"main_params_dtype": "fp16"}):
+        wrapped, optimizer = wrap_and_build(
+            tiny_model(torch.bfloat16), bf16=True, use_precision_aware_optimizer=True, **settings
+        )
+        our_step(wrapped, optimizer, microbatches(0, dtype=torch.bfloat16))
+        norm = _masters(optimizer).double().norm().item()
+        assert optimizer.params_norm() == pytest.approx(norm, rel=1e-6)
+        wrapped.module.load_state_dict(tiny_model(torch.bfloat16, seed=5).state_dict())
+        optimizer.reload_model_params()
+        expected = torch.cat([p.flatten() for p in tiny_model(torch.bfloat16, seed=5).parameters()]).double().norm()
+        assert optimizer.params_norm() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype is bf16: needs use_precision_aware_optimizer"),
+        ({"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp8"}, "exp_avg_sq_dtype is fp8: must be fp32"),
+        ({"use_precision_aware_optimizer": True, "optimizer": "sgd"}, "optimizer must be adam, not sgd"),
+    ],
+)
+def test_types_that_cannot_be_kept_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**settings)
