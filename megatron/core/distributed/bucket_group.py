@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
+from megatron.core.distributed.bucket_observer import Traffic
 from megatron.core.distributed.collectives import Handle, gather_shards_, reduce_bucket_
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_sequence import Readiness
@@ -177,6 +179,15 @@ class _ParamAndGradBucketGroup:
             handle.wait()
         self._gathers.clear()
         self.param_state = ParamState.CURRENT
+
+    def works(self, traffic: Traffic) -> list[dist.Work]:
+        """The messages under way, for observers."""
+        handles = {
+            Traffic.REDUCE: self._reductions,
+            Traffic.LATE: self._late_reductions or self._reductions,
+            Traffic.GATHER: self._gathers,
+        }
+        return [work for handle in handles[traffic] for work in handle.works()]
 
     @property
     def is_sharded(self) -> bool:

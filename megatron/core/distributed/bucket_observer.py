@@ -4,7 +4,8 @@ LaunchOrder tells its observers of all chunks of a stage. What is noted of times
 while debugging in ddp_debug.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Protocol
 
@@ -29,7 +30,7 @@ class ObservedGroup(Protocol):
     buckets: list[_ParamAndGradBucket]
     entries: list[Entry]
 
-    def works(self) -> list[dist.Work]:
+    def works(self, traffic: Traffic) -> list[dist.Work]:
         """The messages under way."""
         ...
 
@@ -40,8 +41,8 @@ class BucketObserver(Protocol):
     An observer that raises ends the iteration, before what it objects to has happened.
     """
 
-    def attach(self, groups: Sequence[ObservedGroup]) -> None:
-        """These groups of another model chunk are to be observed as well."""
+    def attach(self, groups: Sequence[ObservedGroup], module: nn.Module) -> None:
+        """These groups, of another model chunk with this module, are to be observed as well."""
         ...
 
     def begin_iteration(self) -> None:
@@ -79,3 +80,40 @@ class BucketObserver(Protocol):
     def gather_due(self, group: ObservedGroup) -> None:
         """This rank's shards of the parameters are new, the others' stale until the next gather is waited for."""
         ...
+
+
+class Observers:
+    """Those of one LaunchOrder, told in the order they were added."""
+
+    def __init__(self) -> None:
+        self._observers: list[BucketObserver] = []
+
+    def __iter__(self) -> Iterator[BucketObserver]:
+        return iter(self._observers)
+
+    def add(self, observer: BucketObserver) -> None:
+        """From now on it is told, too."""
+        self._observers.append(observer)
+
+    def end_iteration(self) -> None:
+        """See BucketObserver."""
+        for observer in self._observers:
+            observer.end_iteration()
+
+    @contextmanager
+    def launching(self, traffic: Traffic, group: ObservedGroup) -> Iterator[None]:
+        """What is run inside launches the group's collectives."""
+        for observer in self._observers:
+            observer.before_launch(traffic, group)
+        yield
+        for observer in self._observers:
+            observer.after_launch(traffic, group)
+
+    @contextmanager
+    def waiting(self, traffic: Traffic, group: ObservedGroup) -> Iterator[None]:
+        """What is run inside waits for them."""
+        for observer in self._observers:
+            observer.before_wait(traffic, group)
+        yield
+        for observer in self._observers:
+            observer.after_wait(traffic, group)

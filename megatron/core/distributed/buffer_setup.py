@@ -71,7 +71,8 @@ def build_buffers(
             is_sharded=ddp_config.use_distributed_optimizer,
             scale=_scale(group, groups, config=config, ddp_config=ddp_config),
             policy=ReductionPolicy(
-                deterministic=config.deterministic_mode,
+                # While debugging, so that a bucket under reduction stays what was sent and writes to it are seen.
+                deterministic=config.deterministic_mode or ddp_config.ddp_debug,
                 average=ddp_config.average_in_collective,
                 fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
             ),

@@ -76,7 +76,7 @@ class DistributedDataParallel(ModelWrapper):
         self.param_to_bucket_group = {entry.param: group for group in self._groups for entry in group.entries}
         self._params_at_start = dict(module.named_parameters())
         self.launch_order.attach(
-            ChunkSync(self._in_order_of_backward(), self._find_problem, self._zero_grads, self._checks)
+            ChunkSync(self._in_order_of_backward(), module, self._find_problem, self._zero_grads, self._checks)
         )
         for param in self.param_to_bucket_group:
             # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.

@@ -82,7 +82,7 @@ class EventLog:
 
     # BucketObserver.
 
-    def attach(self, groups: Sequence[ObservedGroup]) -> None:
+    def attach(self, groups: Sequence[ObservedGroup], module: nn.Module) -> None:
         """See BucketObserver."""
 
     def begin_iteration(self) -> None:
@@ -113,7 +113,7 @@ class EventLog:
             def note(moment: TimeMark) -> None:
                 marks.done = moment
 
-            works = group.works()
+            works = group.works(traffic)
             marks.num_messages = len(works)
             self._completion.mark(works, note)
 
@@ -165,7 +165,7 @@ def _step_times(start: TimeMark, last_grad: dict[str, TimeMark], *, marked: list
         # Whoever waited has the result, even if the thread that tells so has not come to it yet.
         done = last = waits[-1][1] if waits and marks.num_messages else launched
         if marks.done is not None:
-            done = min(seconds(marks.done), last)
+            done = min(seconds(marks.done), last) if waits else seconds(marks.done)
         transfers.append(
             Transfer(
                 name=marks.group.name,

@@ -21,6 +21,8 @@ from torch.profiler import record_function
 from megatron.core.agreement import RemoteRankError
 from megatron.core.device import default_device
 from megatron.core.distributed.bucket_group import GradState, ParamState, _ParamAndGradBucketGroup
+from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
+from megatron.core.distributed.ddp_debug import DdpDebug
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_sequence import LaunchSequence
@@ -31,6 +33,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 logger = logging.getLogger(__name__)
 
 _RESET = "reset_iteration() was called after an error"
+# Longer than any pause between two launches of a healthy run.
+_DEBUG_TIMEOUT_S = 600.0
 
 
 class Phase(Enum):
@@ -45,11 +49,12 @@ class Phase(Enum):
 class ChunkSync:
     """What a DistributedDataParallel puts under a launch order.
 
-    find_problem: what has changed in its module so that its buffers are wrong, in words, or None. zero_grads: forgets
-    its gradients.
+    module: the chunk itself. find_problem: what has changed in it so that its buffers are wrong, in words, or None.
+    zero_grads: forgets its gradients.
     """
 
     groups: Sequence[_ParamAndGradBucketGroup]
+    module: nn.Module
     find_problem: Callable[[], str | None]
     zero_grads: Callable[[], None]
     checks: GradChecks | None = None
@@ -83,6 +88,7 @@ class LaunchOrder:
     ) -> None:
         self.stage_group, self._pp_group = stage_group, pp_group
         self.ledger = ledger or Ledger(stage_group)
+        self.observers = Observers()
         self._overlap = overlap_grad_reduce
         self._sequence = LaunchSequence()
         self._groups: list[_ParamAndGradBucketGroup] = []
@@ -94,7 +100,15 @@ class LaunchOrder:
     def of(cls, groups: ProcessGroupCollection, config: DistributedDataParallelConfig) -> "LaunchOrder":
         """That of a stage with these groups."""
         stage_group = groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
-        return cls(stage_group, pp_group=groups.pp, overlap_grad_reduce=config.overlap_grad_reduce)
+        order = cls(
+            stage_group,
+            pp_group=groups.pp,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+            ledger=Ledger(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if config.ddp_debug else None),
+        )
+        if config.ddp_debug:
+            order.observe(DdpDebug())
+        return order
 
     def attach(self, chunk: ChunkSync) -> None:
         """Puts a chunk's groups, given in about the order of their gradients, before those of earlier chunks."""
@@ -105,6 +119,14 @@ class LaunchOrder:
             self.ledger.name_bucket(group.name, [entry.name for entry in group.entries])
         self._groups += chunk.groups
         self._chunks.append(chunk)
+        for observer in self.observers:
+            observer.attach(chunk.groups, chunk.module)
+
+    def observe(self, observer: BucketObserver) -> None:
+        """Tells `observer` of everything from now on; call between two iterations, on all ranks of the stage."""
+        self.observers.add(observer)
+        for chunk in self._chunks:
+            observer.attach(chunk.groups, chunk.module)
 
     @property
     def num_chunks(self) -> int:
@@ -129,7 +151,11 @@ class LaunchOrder:
     def gradient_came(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Takes a gradient that autograd left in `param.grad`."""
         self._check_collecting(group, param)
+        for observer in self.observers:
+            observer.before_grad(group, param)
         group.take(param)
+        for observer in self.observers:
+            observer.after_grad(group, param)
         self.gradient_ready(group, param)
 
     def gradient_ready(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
@@ -179,6 +205,7 @@ class LaunchOrder:
         self._warn_of_unused()
         self._learn(seen, is_reordered=verdict.is_reordered)
         self._phase = Phase.FINISHED
+        self.observers.end_iteration()
 
     def reset(self) -> None:
         """After an error in an iteration: lets the other ranks know, drops all gradients and begins anew.
@@ -200,6 +227,8 @@ class LaunchOrder:
         for group in groups:
             if group.is_sharded:
                 group.param_state, group.is_gathering = ParamState.STALE, True
+                for observer in self.observers:
+                    observer.gather_due(group)
 
     def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup], *, again: bool = False) -> None:
         """Launches the gathers of stale parameters; if all groups are current, or `again`, of all. Collective."""
@@ -224,13 +253,13 @@ class LaunchOrder:
         if prefetch:
             self.prefetch()
         if group.param_state is ParamState.IN_FLIGHT:
-            group.finish_param_sync()
+            self._wait_for_gather(group)
 
     def prefetch(self) -> None:
         """Launches the next gather that is due, if there is one."""
         following = next((group for group in self._gather_order() if group.param_state is ParamState.STALE), None)
         if following is not None:
-            following.start_param_sync(self.ledger)
+            self._launch_gather(following)
 
     def _gather_order(self) -> list[_ParamAndGradBucketGroup]:
         # About the order of forward.
@@ -239,11 +268,19 @@ class LaunchOrder:
     def _launch_gathers(self, *, up_to: _ParamAndGradBucketGroup | None = None) -> None:
         for group in self._gather_order():
             if group.param_state is ParamState.STALE:
-                group.start_param_sync(self.ledger)
+                self._launch_gather(group)
             if group is up_to:
                 return
 
     # Inside.
+
+    def _launch_gather(self, group: _ParamAndGradBucketGroup) -> None:
+        with self.observers.launching(Traffic.GATHER, group):
+            group.start_param_sync(self.ledger)
+
+    def _wait_for_gather(self, group: _ParamAndGradBucketGroup) -> None:
+        with self.observers.waiting(Traffic.GATHER, group):
+            group.finish_param_sync()
 
     def _check_collecting(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         if self._phase is not Phase.COLLECTING:
@@ -260,13 +297,17 @@ class LaunchOrder:
         for chunk in self._chunks:
             if chunk.checks is not None:
                 chunk.checks.forget()
+        for observer in self.observers:
+            observer.begin_iteration()
 
     def _launch(self, numbers: Sequence[int]) -> None:
         if numbers:
             # Before the first reduction; else another rank's would pair with it.
             self._launch_gathers()
         for number in numbers:
-            self._groups[number].start_grad_sync(self.ledger)
+            group = self._groups[number]
+            with self.observers.launching(Traffic.REDUCE, group):
+                group.start_grad_sync(self.ledger)
 
     def _launch_rest(self) -> None:
         self._launch_gathers()
@@ -274,18 +315,22 @@ class LaunchOrder:
         for group in self._gather_order():
             if group.param_state is ParamState.IN_FLIGHT:
                 # Of modules that forward skipped: the optimizer is about to write where it arrives.
-                group.finish_param_sync()
+                self._wait_for_gather(group)
             group.is_gathering = False
 
     def _wait_for_reductions(self, late: list[bool]) -> None:
         in_order = [self._groups[number] for number in self._sequence.order]
         for group in in_order:
             if late[group.number]:
-                group.start_second_round(self.ledger)
+                with self.observers.launching(Traffic.LATE, group):
+                    group.start_second_round(self.ledger)
+        traffic = {group.number: Traffic.LATE if late[group.number] else Traffic.REDUCE for group in in_order}
         for group in in_order:
-            group.advance()
+            with self.observers.waiting(traffic[group.number], group):
+                group.advance()
         for group in in_order:
-            group.finish_grad_sync()
+            with self.observers.waiting(traffic[group.number], group):
+                group.finish_grad_sync()
 
     def _warn_of_unused(self) -> None:
         unused = [name for group in self._groups for name in group.unfilled() if name not in self._warned]

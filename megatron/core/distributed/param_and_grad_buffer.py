@@ -205,6 +205,7 @@ class _ParamAndGradBuffer:
         return ((entry.name, entry.main_grad) for entry in self.entries)
 
     def _move_in(self, name: str, param: nn.Parameter, *, span: Span) -> Entry:
+        assert param.dtype == self.kind.param_dtype, f"parameter {name} is {param.dtype}: the buffer is {self.kind}"
         place = self.param_data[span.start : span.end].view(param.shape)
         place.copy_(param.detach())
         # The parameter object stays, and with it hooks, ties and whoever holds it.

@@ -1,0 +1,196 @@
+"""DdpDebug: a BucketObserver that stops a step when something touches parameters or gradients at the wrong time.
+
+It is slow, and reads the device. The reads of parameters that it objects to are found in stale_reads.py.
+
+[Note: debug mode] What must not be read holds NaN: the parameters that other ranks own, from this rank's update to
+their gather, and the gradients whose sums other ranks have. What must not be written has a checksum. Sums are taken in
+rank order while debugging, since only then a bucket stays as it is from its launch until someone waits for it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.bucket_observer import ObservedGroup, Traffic
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
+from megatron.core.distributed.shard_coverage import check_coverage
+from megatron.core.distributed.stale_reads import StaleReads
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
+
+# The integer types whose sum over a tensor's bits is its checksum.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DdpDebugError(RuntimeError):
+    """A parameter or gradient was read, written or sent at the wrong time; the message names the parameters."""
+
+
+class DdpDebug:
+    """The checks of --ddp-debug; see [Note: debug mode]."""
+
+    def __init__(self) -> None:
+        self._groups: list[ObservedGroup] = []
+        self._reductions: Counter[str] = Counter()
+        self._is_first_grad = True
+        # By group: checksums of its gradients under reduction, and of its parameters from the update to the gather.
+        self._sent_grads: dict[str, list[int]] = {}
+        self._due_params: dict[str, list[int]] = {}
+        self._under_way: set[str] = set()
+        self._reads = StaleReads()
+
+    def attach(self, groups: Sequence[ObservedGroup], module: nn.Module) -> None:
+        """See BucketObserver. Collective: the ranks' shards must cover every element once."""
+        for group in groups:
+            _check_views(group)
+        for buffer in dict.fromkeys(bucket.buffer for group in groups for bucket in group.buckets):
+            if buffer.is_sharded:
+                check_coverage(buffer)
+        self._groups += groups
+        self._reads.watch(module)
+
+    # Gradients.
+
+    def begin_iteration(self) -> None:
+        """See BucketObserver."""
+        self._reductions.clear()
+        self._sent_grads.clear()
+        self._is_first_grad = True
+
+    def before_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
+        """See BucketObserver. All gradients are zero before the first comes, but those that kernels have added."""
+        if self._is_first_grad:
+            self._is_first_grad = False
+            for other in self._groups:
+                self._check_zero_sync(other, "when the first gradient of the iteration came")
+
+    def after_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
+        """See BucketObserver. A late gradient must have been put aside."""
+        self._check_grads_unchanged(group, "its gradient came")
+
+    def before_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """See BucketObserver."""
+        if traffic is Traffic.GATHER:
+            self._check_params_unchanged(group)
+            return
+        self._check_grads_unchanged(group, "its second round began")
+        _check_views(group)
+        if traffic is Traffic.REDUCE:
+            self._reductions[group.name] += 1
+            if self._reductions[group.name] > 1:
+                raise DdpDebugError(f"gradients of {_names(group)} are reduced twice in one iteration")
+
+    def after_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """See BucketObserver."""
+        if traffic is Traffic.GATHER:
+            self._under_way.add(group.name)
+        elif _can_repeat(group):
+            self._sent_grads[group.name] = [_checksum_sync(entry.wire) for entry in group.entries]
+
+    def before_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """See BucketObserver."""
+        if traffic is not Traffic.GATHER:
+            self._check_grads_unchanged(group, "someone waited for the sum")
+            # The wait itself changes them.
+            self._sent_grads.pop(group.name, None)
+
+    def after_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
+        """See BucketObserver."""
+        if traffic is Traffic.GATHER:
+            self._under_way.discard(group.name)
+            self._due_params.pop(group.name, None)
+            self._reads.allow(group.entries)
+
+    def end_iteration(self) -> None:
+        """See BucketObserver."""
+        for group in self._groups:
+            if self._reductions[group.name] != 1:
+                raise DdpDebugError(
+                    f"gradients of {_names(group)} were reduced {self._reductions[group.name]} times in the iteration: "
+                    "must be once"
+                )
+            _check_views(group)
+            for bucket in group.buckets:
+                if bucket.buffer.is_sharded:
+                    _poison(bucket.grad_data, bucket)
+
+    # Parameters.
+
+    def gather_due(self, group: ObservedGroup) -> None:
+        """See BucketObserver."""
+        if group.name in self._under_way:
+            raise DdpDebugError(
+                f"{_names(group)} were updated while their gather was under way: it was never waited for"
+            )
+        _check_views(group)
+        for bucket in group.buckets:
+            _poison(bucket.param_data, bucket)
+        self._due_params[group.name] = [_checksum_sync(entry.param) for entry in group.entries]
+        self._reads.forbid(group.entries)
+
+    # Inside.
+
+    def _check_zero_sync(self, group: ObservedGroup, when: str) -> None:
+        for entry in group.entries:
+            if not added_to_main_grad(entry.param) and int(entry.main_grad.count_nonzero()):
+                raise DdpDebugError(f"gradient of {entry.name} was not exactly zero {when}")
+
+    def _check_grads_unchanged(self, group: ObservedGroup, when: str) -> None:
+        before = self._sent_grads.get(group.name, [])
+        for entry, checksum in zip(group.entries, before):
+            if _checksum_sync(entry.wire) != checksum:
+                raise DdpDebugError(
+                    f"gradient of {entry.name} was written after its reduction had started; seen when {when}"
+                )
+
+    def _check_params_unchanged(self, group: ObservedGroup) -> None:
+        with self._reads.paused():
+            for entry, checksum in zip(group.entries, self._due_params.get(group.name, [])):
+                if _checksum_sync(entry.param) != checksum:
+                    raise DdpDebugError(
+                        f"parameter {entry.name} was written between its update and its gather: wait_params first"
+                    )
+
+
+def _can_repeat(group: ObservedGroup) -> bool:
+    return group.buckets[0].buffer.settings.policy.can_repeat
+
+
+def _check_views(group: ObservedGroup) -> None:
+    """Raises where a parameter or its gradient is not what lies in the buffers, in their types."""
+    for bucket in group.buckets:
+        kind = bucket.buffer.kind
+        for entry in bucket.entries:
+            start = entry.span.start - bucket.layout.span.start
+            if not _is_at(entry.param, bucket.param_data, start=start):
+                raise DdpDebugError(f"parameter {entry.name} is no view of its buffer any more: its data was replaced")
+            if not _is_at(entry.wire, bucket.grad_data, start=start):
+                raise DdpDebugError(f"gradient of {entry.name} is no view of its buffer any more")
+            if entry.param.dtype != kind.param_dtype or bucket.grad_data.dtype != kind.grad_dtype:
+                raise DdpDebugError(
+                    f"parameter {entry.name} is {entry.param.dtype} and its gradient is sent as "
+                    f"{bucket.grad_data.dtype}: {kind.param_dtype} and {kind.grad_dtype} were wrapped"
+                )
+
+
+def _is_at(view: torch.Tensor, flat: torch.Tensor, *, start: int) -> bool:
+    return view.numel() == 0 or view.data_ptr() == flat.data_ptr() + start * flat.element_size()
+
+
+def _poison(flat: torch.Tensor, bucket: _ParamAndGradBucket) -> None:
+    """NaN in the shards of `flat` that other ranks own."""
+    group = bucket.buffer.data_parallel_group
+    rows, rank = flat.view(group_size(group), -1), group_rank(group)
+    rows[:rank] = float("nan")
+    rows[rank + 1 :] = float("nan")
+
+
+def _checksum_sync(tensor: torch.Tensor) -> int:
+    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+    return int(bits.sum(dtype=torch.int64).item())
+
+
+def _names(group: ObservedGroup) -> str:
+    return ", ".join(entry.name for entry in group.entries)
