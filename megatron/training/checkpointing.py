@@ -6,7 +6,7 @@ Tensors get to disk through core/dist_checkpointing; folders are checkpoint_fold
 import argparse
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +21,9 @@ from megatron.core.dist_checkpointing import (
     canonical_name,
     model_logical_pieces,
     model_sharded_tensors,
+    sharded_tensors,
 )
-from megatron.core.group_collectives import union_over_model
+from megatron.core.group_collectives import gather_objects, union_over_model
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint_args import args_to_json, check_same_model, check_same_optimizer
@@ -50,6 +51,8 @@ __all__ = [
     "refuse_checkpoints_of_another_run",
     "save_checkpoint",
 ]
+
+_MASTERS = "optimizer.fp32_param."
 
 
 class CheckpointedOptimizer(Protocol):
@@ -86,18 +89,22 @@ class _Parts:
         """Parameters and persistent buffers."""
         return [tensor for chunk in self.model for tensor in model_sharded_tensors(chunk, allow_cast=allow_cast)]
 
-    def frozen_keys(self) -> list[str]:
-        """Keys of the parameters that the optimizer does not step, on any stage. Collective."""
-        return sorted(union_over_model(self._keys(trained=False), self.groups))
+    def frozen(self) -> list[ShardedTensor]:
+        """The parameters of this rank that the optimizer does not step."""
+        pieces = self.pieces()
+        named = (item for chunk in self.model for item in chunk.named_parameters())
+        frozen = ((canonical_name(name), param.detach()) for name, param in named if not param.requires_grad)
+        return [tensor for name, param in frozen for tensor in sharded_tensors(pieces[name], param)]
+
+    def frozen_keys(self) -> set[str]:
+        """Keys of the parameters that the optimizer does not step, on any rank or stage. Collective."""
+        return union_over_model((tensor.key for tensor in self.frozen()), self.groups)
 
     def trained_keys(self) -> set[str]:
         """Keys of this stage's parameters that the optimizer steps, whoever owns their state."""
-        return self._keys(trained=True)
-
-    def _keys(self, *, trained: bool) -> set[str]:
         pieces = self.pieces()
         named = (item for chunk in self.model for item in chunk.named_parameters())
-        names = (canonical_name(name) for name, parameter in named if parameter.requires_grad == trained)
+        names = (canonical_name(name) for name, parameter in named if parameter.requires_grad)
         return {piece.key for name in names for piece in pieces[name]}
 
 
@@ -188,14 +195,46 @@ def _content(parts: _Parts, config: CheckpointConfig, *, common: dict[str, Any])
     with_optimizer = parts.optimizer is not None and not config.no_save_optim
     # What is left out is written down, so that a load can say which flag it needs instead of naming tensors.
     common["contents"] = {"optimizer": with_optimizer, "rng": not config.no_save_rng}
-    common["frozen"] = parts.frozen_keys()
+    frozen = parts.frozen_keys()
     if parts.optimizer is not None and with_optimizer:
-        state += parts.optimizer.sharded_state(parts.pieces())
+        stepped = parts.optimizer.sharded_state(parts.pieces())
+        if frozen:
+            own = {(tensor.key, tensor.data.dtype) for tensor in stepped}
+            # Of every expert's shards, wherever they are.
+            kinds = union_over_model(set().union(*gather_objects(own, parts.groups.expt_dp)), parts.groups)
+            stepped += _fresh_state(parts.frozen(), kinds)
+            frozen -= {_parameter_key(key) for key, _ in kinds}
+        state += stepped
         common["optimizer"] = parts.optimizer.state_dict()
         common["scheduler"] = None if parts.scheduler is None else parts.scheduler.state_dict()
+    common["frozen"] = sorted(frozen)
     if not config.no_save_rng:
         state += rng_sharded_state(parts.groups)
     return state
+
+
+def _fresh_state(frozen: Sequence[ShardedTensor], kinds: set[tuple[str, torch.dtype]]) -> list[ShardedTensor]:
+    """Optimizer state, as of a start, of those parameters that share a stored tensor with trained ones.
+
+    Experts do: of a tensor for all of them, which is stored whole, some may be frozen. kinds: what state there is.
+    """
+    by_parameter: dict[str, list[tuple[str, torch.dtype]]] = {}
+    for key, dtype in sorted(kinds, key=str):
+        by_parameter.setdefault(_parameter_key(key), []).append((key, dtype))
+    return [
+        replace(
+            weight,
+            key=key,
+            data=weight.data.to(dtype) if key.startswith(_MASTERS) else torch.zeros_like(weight.data, dtype=dtype),
+        )
+        for weight in frozen
+        for key, dtype in by_parameter.get(weight.key, [])
+    ]
+
+
+def _parameter_key(key: str) -> str:
+    # Of "optimizer.<state>.<key of the piece>".
+    return key.split(".", 2)[2]
 
 
 def _find(config: CheckpointConfig) -> FoundCheckpoint | None:
@@ -274,8 +313,7 @@ def _load_with_optimizer(
     if union_over_model(frozen & parts.trained_keys(), parts.groups):
         print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
     with parts.optimizer.loading(parts.pieces()) as state:
-        # Keys are "optimizer.<state>.<piece key>".
-        known = [tensor for tensor in state if tensor.key.split(".", 2)[2] not in frozen]
+        known = [tensor for tensor in state if _parameter_key(tensor.key) not in frozen]
         dist_checkpointing.load([*wanted, *known], found.path)
 
 

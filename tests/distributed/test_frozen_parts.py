@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import pretrain_gpt
+from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.training.training import train_step
 from tests.counts import slow
 from tests.distributed.parity import (
@@ -140,4 +143,32 @@ def _frozen_model(patterns: Sequence[str], pre_process: bool = True, post_proces
     for name, param in model.named_parameters():
         if _matches(name, patterns):
             param.requires_grad = False
+    return model
+
+
+def test_frozen_experts_of_one_rank_are_saved_beside_the_trained_ones_of_another(tmp_path: Path) -> None:
+    flags: Flags = {**TRAINING, **layout(ep=2), "num-layers": 2, "bf16": True}
+    argv = command_line({**read_bases()["moe"], **flags})
+    [first, second] = run_on_ranks(_train_experts_of_first_rank, 2, argv, str(tmp_path))
+    for reports, resumed, _ in (first, second):
+        assert resumed == reports[STEPS:]
+    assert (first[2], second[2]) == (True, False)
+
+
+def _train_experts_of_first_rank(argv: Sequence[str], folder: str) -> tuple[list[Any], list[Any], bool]:
+    with started_run([*argv, "--save", folder], model_provider=_model_of_first_ranks_experts) as run:
+        before = boxes_of_weights(run)
+        reports = [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        run.save_checkpoint()
+        reports += [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        pairs = [(a, b) for a, b in zip(before, boxes_of_weights(run)) if ".experts." in a.key]
+        trained = any(not torch.equal(a.values, b.values) for a, b in pairs)
+    with started_run([*argv, "--load", folder], model_provider=_model_of_first_ranks_experts) as run:
+        return reports, [comparable(train_step(run)[0]) for _ in range(STEPS)], trained
+
+
+def _model_of_first_ranks_experts(pre_process: bool = True, post_process: bool = True) -> nn.Module:
+    model = pretrain_gpt.model_provider(pre_process, post_process)
+    for param in model.parameters():
+        param.requires_grad = not (param_facts(param).is_expert and dist.get_rank() == 1)
     return model
