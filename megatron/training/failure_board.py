@@ -29,6 +29,7 @@ _NUM_SEARCHING, _NUM_SILENT, _NUM_PARTED = "num searching", "num silent", "num p
 _EXIT_CODE = 1
 _GRACE_SECONDS = 2.0  # for a rank to fail by itself, which ends it in better order than its thread can
 _PATIENCE_SECONDS = 8.0  # for all ranks to say that they lost another one
+_SILENT_SECONDS = 5.0  # for the thread of a rank that hangs: its look at the notes and the grace
 _POLL_SECONDS = 0.1
 _REQUESTS_PER_SECOND = 4000  # what the server of the store is asked for by all ranks while nothing happens
 
@@ -131,8 +132,11 @@ class FailureBoard:
         # Where the host has ended meanwhile, there is nobody to tell.
         with suppress(RuntimeError):
             store.add(_NUM_PARTED, 1)
-            if self._hosts_store:
-                _wait_until(lambda: store.add(_NUM_PARTED, 0) + store.add(_NUM_SILENT, 0) >= self._world_size)
+            if not self._hosts_store:
+                return
+            _wait_until(lambda: store.add(_NUM_PARTED, 0) + store.add(_NUM_SILENT, 0) >= self._world_size)
+            # A rank that says nothing may hang rather than have been killed: its thread ends it once it has read why.
+            _wait_until(lambda: store.add(_NUM_PARTED, 0) >= self._world_size, _SILENT_SECONDS)
 
     # In the thread.
 
@@ -155,8 +159,8 @@ class FailureBoard:
             os._exit(_EXIT_CODE)
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+def _wait_until(condition: Callable[[], bool], seconds: float = _PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not condition():
         time.sleep(_POLL_SECONDS)
 

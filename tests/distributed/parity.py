@@ -5,7 +5,7 @@ Holds no tests.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +177,7 @@ def _train(argv: Sequence[str], dtype: torch.dtype) -> RankRun:
 
 def boxes_of_weights(run: TrainingRun) -> list[Box]:
     """This rank's parameters as they are now."""
-    return _boxes(run, {name: param.detach() for chunk in run.model for name, param in chunk.named_parameters()})
+    return boxes_of(run.model, (item for chunk in run.model for item in chunk.named_parameters()))
 
 
 def boxes_of_state(run: TrainingRun) -> list[Box]:
@@ -213,17 +213,18 @@ def _record_gradients(run: TrainingRun, grads: list[list[Box]]) -> None:
     step = optimizer.step
 
     def recorded_step() -> Any:
-        named = {name: grad for chunk in run.model for name, grad in chunk.named_main_grads()}  # type: ignore[operator]
-        grads.append(_boxes(run, named))
+        named = [item for chunk in run.model for item in chunk.named_main_grads()]  # type: ignore[operator]
+        grads.append(boxes_of(run.model, named))
         return step()
 
     vars(optimizer)["step"] = recorded_step
 
 
-def _boxes(run: TrainingRun, named: dict[str, Tensor]) -> list[Box]:
-    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
+def boxes_of(model: Sequence[nn.Module], named: Iterable[tuple[str, Tensor]]) -> list[Box]:
+    """Copies of tensors of the model's chunks, such as gradients, by their parameters' names: any shape and dtype."""
+    pieces = {name: held for chunk in model for name, held in model_logical_pieces(chunk).items()}
     return [
-        Box(piece.key, piece.global_shape, piece.global_offset, piece.view_of(tensor).clone())
-        for name, tensor in named.items()
+        Box(piece.key, piece.global_shape, piece.global_offset, piece.view_of(tensor.detach()).clone())
+        for name, tensor in named
         for piece in pieces[canonical_name(name)]
     ]

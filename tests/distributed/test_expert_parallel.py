@@ -113,8 +113,8 @@ def test_layer_over_ranks_is_the_layer_in_one_process(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_and_ranks_without_tokens_work_in_every_dispatcher(layout: str) -> None:
-    """All ranks reach the same collectives, whatever the routing: none hangs, and every gradient is there."""
+def test_b31_experts_and_ranks_without_tokens_work_in_every_dispatcher(layout: str) -> None:
+    """TRAPS B31: all ranks reach the same collectives, whatever the routing: none hangs; all gradients are there."""
     cases = [
         (routing, {**KINDS[kind], **dispatcher, "moe_router_topk": 1 + (routing != "one_expert")})
         for routing in ("one_expert", "idle_rank", "rank_without_tokens")

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +54,7 @@ def _spoil(fault: str) -> None:
         # Each rank but the last waits for the next one alone, and the last is killed.
         _wait_for(dist.get_rank() + 1) if dist.get_rank() + 1 < dist.get_world_size() else _die()
     elif dist.get_rank() == FAULTY_RANK:
-        {"exception": _raise, "killed": _die}[fault]()
+        {"exception": _raise, "killed": _die, "hang": _hang}[fault]()
 
 
 def _raise() -> None:
@@ -62,6 +63,10 @@ def _raise() -> None:
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang() -> None:
+    time.sleep(600)
 
 
 def _wait_for(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""A rank that fails ends all others, which say which rank it was and what became of it."""
+"""TRAPS B31: a rank that fails or hangs ends all others, which say which rank it was and what became of it."""
 
 import re
 import time
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.counts import slow
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.faulty_program import FAULTY_RANK, MESSAGE
 from tests.functional_tests.launch import run_program, torchrun
@@ -18,7 +19,8 @@ FLAGS: Flags = {
     "eval-interval": None,
     "data-cache-path": ".",
 }
-SECONDS = 60  # far below the timeout of collectives, which is 10 minutes
+SECONDS = 120  # below the timeout of collectives, but for the rank that hangs
+HANGS: Flags = {"distributed-timeout-minutes": 1}
 KILLED = r"rank {} ended or hangs without a message \(killed\?\); this rank was in \w+"
 
 
@@ -28,19 +30,22 @@ KILLED = r"rank {} ended or hangs without a message \(killed\?\); this rank was 
         ("exception", 1, rf"rank 1 failed: RuntimeError: {MESSAGE}; this rank was in \w+ of \w+", FAULTY_RANK),
         ("killed", 1, KILLED.format(FAULTY_RANK), FAULTY_RANK),
         ("chain", 1, KILLED.format(RANKS - 1), RANKS - 1),
+        slow("hang", 1, KILLED.format(FAULTY_RANK).replace(r"\w+", "all_reduce of _sum_sync"), FAULTY_RANK),
         ("settings", 2, "ranks were started differently: on rank 1 --lr is 0.5, not 0.01, as on rank 0, 2", None),
     ],
 )
-def test_a_rank_that_fails_ends_and_is_named_by_all_others(
+def test_b31_a_rank_that_fails_ends_and_is_named_by_all_others(
     fault: str, code: int, said: str, faulty: int | None, tmp_path: Path
 ) -> None:
+    flags, seconds = ({**FLAGS, **HANGS}, 60 + SECONDS) if fault == "hang" else (FLAGS, SECONDS)
     started = time.monotonic()
     program = "tests.functional_tests.faulty_program:main"
-    run = run_program(command_line(FLAGS), RANKS, folder=tmp_path, program=program, env={"FAULT": fault})
-    assert time.monotonic() - started < SECONDS, run.written()
+    run = run_program(command_line(flags), RANKS, folder=tmp_path, program=program, env={"FAULT": fault})
+    assert time.monotonic() - started < seconds, run.written()
     for outcome in run.outcomes:
         if outcome.rank == faulty:
-            assert outcome.exit_code != 0
+            # By itself: else the harness would have had to kill it.
+            assert outcome.exit_code != 0 and not isinstance(outcome.error, TimeoutError), run.written()
             continue
         assert outcome.exit_code == code, run.written()
         lines = re.findall(rf"^\[rank {outcome.rank}\] error: {said}", outcome.stderr, re.MULTILINE)
