@@ -1,4 +1,4 @@
-"""Norm and zeros of gradients, and the parameters' norm, count each logical element once under any layout.
+"""TRAPS B18: norm and zeros of gradients, and the parameters' norm, count each logical element once under any layout.
 
 Bugs that users of other trainers met: experts left out of the norm, copies counted per rank, norms of stale copies, and
 no clipping at all, infinite gradients or ranks that own nothing.
@@ -19,8 +19,11 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_shared
 from tests.harness import run_on_ranks
 
-# tensor, pipeline, expert, expert-tensor; the rest of 4 ranks hold copies.
-LAYOUTS = [(1, 1, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (2, 2, 2, 1), (4, 1, 4, 1), (1, 4, 1, 1), (1, 1, 4, 1)]
+Sizes = tuple[int, int, int, int, int]
+
+# tensor, context, pipeline, expert, expert-tensor; the rest of 4 ranks hold copies.
+LAYOUTS: list[Sizes] = [(1, 1, 1, 1, 1), (2, 1, 1, 2, 1), (2, 1, 1, 1, 2), (2, 1, 2, 2, 1), (4, 1, 1, 4, 1)]
+LAYOUTS += [(1, 1, 4, 1, 1), (1, 1, 1, 4, 1), (2, 2, 1, 2, 1), (1, 2, 2, 2, 1), (1, 2, 1, 1, 2), (1, 4, 1, 2, 2)]
 EXPERTS, ROWS, WIDTH = 4, 8, 4
 
 
@@ -38,7 +41,7 @@ class Whole:
         return torch.linalg.vector_norm(grads).item(), zeros, torch.linalg.vector_norm(weights).item()
 
 
-def test_expert_and_split_gradients_count_once_in_norm_zeros_and_parameters_norm() -> None:
+def test_b18_expert_and_split_gradients_count_once_in_norm_zeros_and_parameters_norm() -> None:
     for results in run_on_ranks(_measure_layouts, 4):
         for layout, (measured, expected) in zip(LAYOUTS, results, strict=True):
             assert measured == pytest.approx(expected, rel=1e-6), layout
@@ -48,7 +51,7 @@ def _measure_layouts() -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     results = []
     for layout in LAYOUTS:
         groups = _groups_of(layout)
-        whole = _whole_model(stages=layout[1])
+        whole = _whole_model(stages=layout[2])
         optimizer = _optimizer(groups, whole, clip_grad=1.0)
         before = optimizer.params_norm()
         updated, norm, zeros = optimizer.step()
@@ -62,11 +65,12 @@ def _measure_layouts() -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     return results
 
 
-def _groups_of(layout: tuple[int, int, int, int]) -> ProcessGroupCollection:
-    tensor, pipeline, expert, expert_tensor = layout
+def _groups_of(layout: Sizes) -> ProcessGroupCollection:
+    tensor, context, pipeline, expert, expert_tensor = layout
     parallel_state.initialize_model_parallel(
         tensor,
         pipeline,
+        context_parallel_size=context,
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
     )
@@ -102,11 +106,14 @@ def _optimizer(groups: ProcessGroupCollection, whole: Whole, *, clip_grad: float
         if name == "tied":
             mark_shared(param, is_copy=stage > 0)
         model.register_parameter(name, param)
-    wrapped = PlainDataParallel(model, group=None, embd_group=groups.embd)
+    wrapped = PlainDataParallel(model, group=groups.dp_cp, expert_group=groups.expt_dp, embd_group=groups.embd)
     config = OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, clip_grad=clip_grad, log_num_zeros_in_grad=True)
     optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)
+    # The wrapper takes means over all copies of the dense layers, of which each of the experts' has a share.
+    shares = {"expert": group_size(groups.dp_cp) / group_size(groups.expt_dp)}
     for name, param in params.items():
-        (param * parts[name][1]).sum().backward()
+        (param * parts[name][1] * shares.get(name, 1.0)).sum().backward()
+    wrapped.finish_grad_sync()
     return optimizer
 
 
@@ -139,7 +146,7 @@ def test_ranks_without_parameters_of_their_own_take_part() -> None:
 
 
 def _norm_of_copies() -> tuple[float, float | None, float]:
-    groups = _groups_of((4, 1, 1, 1))
+    groups = _groups_of((4, 1, 1, 1, 1))
     model = nn.Module()
     model.register_parameter("copied", nn.Parameter(torch.tensor([3.0, 4.0])))
     wrapped = PlainDataParallel(model, group=None, embd_group=groups.embd)

@@ -82,6 +82,21 @@ def test_an_overflow_of_one_stage_or_expert_rank_skips_the_step_on_all() -> None
             assert [(report.skipped, report.loss_scale) for report in reports] == expected, sizes
 
 
+def test_b19_logged_norms_are_those_of_the_masters_and_change_nothing() -> None:
+    logs: Flags = {"log-params-norm": True, "log-num-zeros-in-grad": True}
+    argvs = [_argv("dense", {**PRECISIONS["bf16"], "global-batch-size": 6, **flags}) for flags in ({}, logs)]
+    for plain, logged in run_on_ranks(_runs, 3, argvs, 3):
+        for ours, theirs in zip(plain.reports, logged.reports, strict=True):
+            assert comparable(theirs) == {
+                **comparable(ours),
+                "params_norm": theirs.params_norm,
+                "num_zeros": theirs.num_zeros,
+            }
+        assert all(torch.equal(plain.masters[key], master) for key, master in logged.masters.items())
+        norms = torch.stack([torch.linalg.vector_norm(master.double()) for master in logged.masters.values()])
+        assert logged.reports[-1].params_norm == pytest.approx(torch.linalg.vector_norm(norms).item(), rel=1.2e-7)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_updates_too_small_for_half_precision_add_up_in_fp32_masters(precision: str) -> None:
     # Adam moves a weight by some 1e-5 a step: next to a weight of 1, half precision sees nothing of it.
@@ -111,7 +126,7 @@ def _runs(argvs: list[list[str]], steps: int = STEPS) -> list[Outcome]:
 def _run(argv: list[str], steps: int) -> Outcome:
     with started_run(argv) as run:
         initial = _weights(run)
-        reports = [train_step(run)[0] for _ in range(steps)]
+        reports = [run.measured(train_step(run)[0]) for _ in range(steps)]
         return Outcome(reports, initial, _weights(run), _masters(run))
 
 
