@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
-from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator, rank_grids
+from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator, instance_tables, rank_grids
 
 __all__ = ["RankGenerator"]
 
@@ -71,11 +71,6 @@ def initialize_model_parallel(
     _check_rest(rest)
     if _REGISTRY.groups is not None:
         raise RuntimeError("model parallel groups exist already: call destroy_model_parallel() first")
-    if num_distributed_optimizer_instances != 1:
-        raise ValueError(
-            f"num_distributed_optimizer_instances is {num_distributed_optimizer_instances}: "
-            "not available yet, must be 1"
-        )
     if pipeline_model_parallel_size == 1 and (virtual_pipeline_model_parallel_size or 1) > 1:
         raise ValueError(
             f"virtual_pipeline_model_parallel_size is {virtual_pipeline_model_parallel_size}: "
@@ -92,10 +87,14 @@ def initialize_model_parallel(
         },
         order=order,
     )
+    instances = instance_tables(dense, expert, num_distributed_optimizer_instances)
+    if num_distributed_optimizer_instances == 1:
+        del instances["inter_dist_opt"]  # a group for each rank, to which nothing is ever sent
     _REGISTRY.world = dist.group.WORLD
     maker = _GroupMaker(timedelta(minutes=distributed_timeout_minutes), _REGISTRY.made)
     groups = {name: maker.own_group(dense.rank_table(axes), name) for name, axes in _DENSE_GROUPS.items()}
     groups |= {name: maker.own_group(expert.rank_table(axes), name) for name, axes in _EXPERT_GROUPS.items()}
+    groups |= {name: maker.own_group(table, name) for name, table in instances.items()}
     groups["embd"] = maker.own_group(_first_and_last(dense.rank_table("pp")), "embd")
     _REGISTRY.groups = ProcessGroupCollection(**groups)
     _REGISTRY.meshes = {
@@ -229,8 +228,8 @@ def _checked(name: str, check_initialized: bool) -> ProcessGroup | None:
 
 
 # Getters that users know, by kind of parallelism: the group, this rank's index in it, and how many ranks it has.
-# check_initialized: raise RuntimeError where there is no such group, instead of returning None. There is one instance
-# of the distributed optimizer, so that groups of a part of its ranks (partial_...) are those of all.
+# check_initialized: raise RuntimeError where there is no such group, instead of returning None. partial_...: only the
+# ranks of this rank's instance of the distributed optimizer.
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
@@ -269,18 +268,25 @@ def get_context_parallel_world_size() -> int:
 
 
 def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> ProcessGroup:
-    """The ranks that hold copies of the same dense weights; `with_context_parallel` also counts sequence parts."""
+    """The ranks that hold copies of the same dense weights; `with_context_parallel` also counts sequence parts.
+
+    partial_data_parallel goes with with_context_parallel: shards are spread over sequence parts, too.
+    """
+    if partial_data_parallel and not with_context_parallel:
+        raise ValueError("partial_data_parallel is set: needs with_context_parallel as well")
+    if partial_data_parallel:
+        return _group("intra_dp_cp")
     return _group("dp_cp" if with_context_parallel else "dp")
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """This rank's index in its data-parallel group."""
-    return group_rank(get_data_parallel_group(with_context_parallel))
+    return group_rank(get_data_parallel_group(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """Number of data-parallel copies."""
-    return group_size(get_data_parallel_group(with_context_parallel))
+    return group_size(get_data_parallel_group(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -349,17 +355,27 @@ def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
     """The ranks that hold copies of the same expert weights."""
-    return _checked("expt_dp", check_initialized)
+    return _checked("intra_expt_dp" if partial_expert_data_parallel else "expt_dp", check_initialized)
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
     """This rank's index among those that hold copies of the same expert weights."""
-    return group_rank(_group("expt_dp"))
+    return group_rank(get_expert_data_parallel_group(True, partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
     """Number of copies of the expert weights."""
-    return group_size(_group("expt_dp"))
+    return group_size(get_expert_data_parallel_group(True, partial_expert_data_parallel))
+
+
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """All ranks that together hold one whole distributed optimizer."""
+    return _checked("intra_dist_opt", check_initialized)
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
+    """The ranks of equal shards in all instances of the distributed optimizer. RuntimeError where there is one."""
+    return _checked("inter_dist_opt", check_initialized)
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:

@@ -13,10 +13,14 @@ class ProcessGroupCollection:
     """One process group per kind of parallelism, under the names Megatron users know.
 
     None stands for a group of this rank alone: ask group_size and group_rank. Groups of parallel_state are never None,
-    but for embd: torch.distributed would take None for all ranks. Kinds of equal ranks may be one group.
+    but for embd and inter_dist_opt: torch.distributed would take None for all ranks. Kinds of equal ranks may be one
+    group.
     Dense layers: tp tensor, cp context, dp data, pp pipeline; dp_cp, tp_cp, tp_dp, tp_dp_cp their products, mp tensor x
     pipeline. Expert layers, over the same ranks: expt_tp tensor, ep expert, expt_dp data; tp_ep and tp_ep_pp their
     products with expt_tp first. embd: the first and last stage, which share embedding weights; None on other stages.
+    Instances of the distributed optimizer: intra_dp_cp and intra_expt_dp are the part of dp_cp and expt_dp inside this
+    rank's instance, intra_dist_opt all of its ranks; inter_dist_opt those of equal shards in all instances, None where
+    there is one.
     """
 
     tp: ProcessGroup | None = None
@@ -34,6 +38,10 @@ class ProcessGroupCollection:
     tp_ep: ProcessGroup | None = None
     tp_ep_pp: ProcessGroup | None = None
     embd: ProcessGroup | None = None
+    intra_dp_cp: ProcessGroup | None = None
+    intra_expt_dp: ProcessGroup | None = None
+    intra_dist_opt: ProcessGroup | None = None
+    inter_dist_opt: ProcessGroup | None = None
 
 
 class _Alone(ProcessGroup):

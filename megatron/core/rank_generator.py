@@ -85,6 +85,37 @@ def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[R
     return dense, expert
 
 
+def instance_tables(dense: RankGenerator, expert: RankGenerator, num_instances: int) -> dict[str, Tensor]:
+    """Groups of ranks where the data-parallel ranks form several optimizer instances, each with a whole optimizer.
+
+    Returns, as RankGenerator.rank_table: "intra_dp_cp" and "intra_expt_dp", an instance's part of the data-parallel
+    groups; "inter_dist_opt", ranks of equal shards in all instances; "intra_dist_opt", all ranks of an instance.
+    Raises ValueError, naming it, where the number does not divide the groups or instances would differ between layers.
+    """
+    cut = {}
+    for name, table in (("intra_dp_cp", dense.rank_table("dp-cp")), ("intra_expt_dp", expert.rank_table("dp"))):
+        if num_instances < 1 or table.shape[1] % num_instances:
+            kind = "expert-data-parallel" if name == "intra_expt_dp" else "data-parallel (with context)"
+            raise ValueError(
+                f"num_distributed_optimizer_instances is {num_instances}: must divide the {kind} size, {table.shape[1]}"
+            )
+        cut[name] = table.view(len(table), num_instances, -1)
+    across = [_in_order(table.transpose(1, 2).reshape(-1, num_instances)) for table in cut.values()]
+    whole = [_in_order(table.transpose(0, 1).reshape(num_instances, -1)) for table in cut.values()]
+    if not torch.equal(*across) or not torch.equal(*whole):
+        raise ValueError(
+            f"num_distributed_optimizer_instances is {num_instances}: with order {dense.order!r} the instances of "
+            "dense and of expert layers would be of different ranks; must be 1, or dp come after tp, cp and ep"
+        )
+    within = {name: table.reshape(-1, table.shape[2]) for name, table in cut.items()}
+    return {**within, "inter_dist_opt": across[0], "intra_dist_opt": whole[0]}
+
+
+def _in_order(table: Tensor) -> Tensor:
+    rows = table.sort(dim=1).values
+    return rows[rows[:, 0].argsort()]
+
+
 def _checked_axes(order: str, name_to_size: dict[str, int]) -> tuple[str, ...]:
     axes = order.lower().split("-")
     if len(set(axes)) != len(axes) or not set(axes) <= set(name_to_size):

@@ -30,6 +30,13 @@ def check_settings(
             "DistributedDataParallelConfig.average_in_collective and calculate_per_token_loss are both set: the sum "
             "over ranks is divided by their tokens, not by their number"
         )
+    instances = ddp_config.num_distributed_optimizer_instances
+    if instances > 1 and group_size(groups.inter_dist_opt) != instances:
+        raise ValueError(
+            f"DistributedDataParallelConfig.num_distributed_optimizer_instances is {instances}, and "
+            f"pg_collection.inter_dist_opt has {group_size(groups.inter_dist_opt)} ranks: must be as many; give "
+            "initialize_model_parallel the same num_distributed_optimizer_instances"
+        )
     has_experts = any(param_facts(param).is_expert for param in module.parameters())
     # Without it experts would be summed with others, or with none, and nobody would notice.
     if has_experts and groups.dp_cp is not None and groups.expt_dp is None:
@@ -58,7 +65,10 @@ def build_buffers(
             by_kind.setdefault(kind, []).append((name, param))
     buffers = []
     for kind, named_params in by_kind.items():
-        group = groups.expt_dp if kind.is_expert else groups.dp_cp
+        replicas = groups.expt_dp if kind.is_expert else groups.dp_cp
+        group = replicas
+        if ddp_config.num_distributed_optimizer_instances > 1:
+            group = groups.intra_expt_dp if kind.is_expert else groups.intra_dp_cp
         settings = BufferSettings(
             group=group,
             bucket_size=resolve_bucket_size(
@@ -69,12 +79,13 @@ def build_buffers(
                 single_bucket=single_bucket or not ddp_config.overlap_grad_reduce,
             ),
             is_sharded=ddp_config.use_distributed_optimizer,
-            scale=_scale(group, groups, config=config, ddp_config=ddp_config),
+            scale=_scale(replicas, groups, config=config, ddp_config=ddp_config),
             policy=ReductionPolicy(
                 # While debugging, so that a bucket under reduction stays what was sent and writes to it are seen.
                 deterministic=config.deterministic_mode or ddp_config.ddp_debug,
                 average=ddp_config.average_in_collective,
                 fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
+                instances_group=groups.inter_dist_opt if group is not replicas else None,
             ),
             high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
             fp32_patterns=ddp_config.param_name_patterns_for_fp32_local_accumulation,
@@ -90,7 +101,7 @@ def _scale(
     config: ModelParallelConfig,
     ddp_config: DistributedDataParallelConfig,
 ) -> float:
-    """Factor of every gradient before its sum over `group`."""
+    """Factor of every gradient before its sum over `group`, all ranks that hold the parameter."""
     if config.calculate_per_token_loss:
         return 1.0
     # An expert's gradient has its share of every rank's tokens already, so the number of replicas is that of the dense

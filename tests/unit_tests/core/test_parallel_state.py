@@ -85,6 +85,38 @@ def test_every_group_of_every_rank_has_the_ranks_of_a_naive_enumeration(grid: tu
             check_meshes(groups)
 
 
+@pytest.mark.parametrize("grid", [(1, 1, 6, 1, 1, 1), (2, 1, 4, 2, 1, 2), (1, 2, 4, 1, 2, 2), (2, 3, 2, 3, 2, 3)])
+def test_optimizer_instances_are_neighbours_and_the_same_for_both_kinds_of_layers(grid: tuple[int, ...]) -> None:
+    tp, cp, dp, pp, etp, ep = grid
+    world_size = tp * cp * dp * pp
+    of_stage = world_size // pp
+    half = of_stage // 2
+    for rank in range(world_size):
+        with fake_world(rank, world_size):
+            parallel_state.initialize_model_parallel(
+                tp,
+                pp,
+                context_parallel_size=cp,
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=etp,
+                num_distributed_optimizer_instances=2,
+            )
+            groups = vars(parallel_state.get_process_groups())
+            mine = [other for other in range(world_size) if other % of_stage // half == rank % of_stage // half]
+            first = rank - rank % half - (half if rank % of_stage >= half else 0)
+            expected = {
+                "intra_dist_opt": mine,
+                "inter_dist_opt": [first + rank % half, first + half + rank % half],
+                "intra_dp_cp": [other for other in dist.get_process_group_ranks(groups["dp_cp"]) if other in mine],
+                "intra_expt_dp": [other for other in dist.get_process_group_ranks(groups["expt_dp"]) if other in mine],
+            }
+            assert {name: dist.get_process_group_ranks(groups[name]) for name in expected} == expected
+            assert parallel_state.get_data_parallel_group(True, True) is groups["intra_dp_cp"]
+            assert parallel_state.get_expert_data_parallel_world_size(True) * 2 == groups["expt_dp"].size()
+            with pytest.raises(ValueError, match="needs with_context_parallel"):
+                parallel_state.get_data_parallel_rank(partial_data_parallel=True)
+
+
 def check_getters(dense: dict[str, int], expert: dict[str, int], *, stages: list[int]) -> None:
     ps = parallel_state
     assert ps.get_tensor_model_parallel_rank() == dense["tp"]
@@ -94,6 +126,8 @@ def check_getters(dense: dict[str, int], expert: dict[str, int], *, stages: list
     assert ps.get_expert_model_parallel_rank() == expert["ep"]
     assert ps.get_expert_data_parallel_rank(partial_expert_data_parallel=True) == expert["dp"]
     assert ps.get_data_parallel_group(True, True) is ps.get_process_groups().dp_cp
+    assert ps.get_intra_distributed_optimizer_instance_group().size() == dist.get_world_size()
+    assert ps.get_inter_distributed_optimizer_instance_group(check_initialized=False) is None
     assert ps.get_tensor_and_data_parallel_group(True, True) is ps.get_process_groups().tp_dp_cp
     shared = ps.get_tensor_and_context_parallel_group(check_initialized=False)
     assert shared is ps.get_process_groups().tp_cp and shared.size() == ps.get_tensor_and_context_parallel_world_size()
@@ -151,7 +185,15 @@ def test_virtual_stages_decide_who_is_first_and_last_only_when_asked() -> None:
             "expert_tensor_parallel_size x .* \\(8\\)",
         ),
         ({"context_parallel_size": 0}, "context_parallel_size is 0: must be at least 1"),
-        ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances is 2"),
+        ({"num_distributed_optimizer_instances": 5}, "instances is 5: must divide the data-parallel .* size, 12"),
+        (
+            {"num_distributed_optimizer_instances": 2, "expert_model_parallel_size": 4},
+            "instances is 2: must divide the expert-data-parallel size, 3",
+        ),
+        (
+            {"num_distributed_optimizer_instances": 2, "expert_model_parallel_size": 3, "order": "dp-ep-tp-cp-pp"},
+            "instances is 2: with order 'dp-ep-tp-cp-pp' .* dp come after tp, cp and ep",
+        ),
         ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size \\(1\\) of at least 2"),
         ({"create_gloo_process_groups": False, "use_sharp": True}, "use_sharp is True: not available here, must be F"),
         ({"nccl_communicator_config_path": "nccl.yaml"}, "nccl_communicator_config_path is 'nccl.yaml'.* must be None"),

@@ -1,0 +1,95 @@
+"""Several instances of a sharded optimizer: the sums of one instance, and every element with one owner in each."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.layout import Span
+from megatron.core.distributed.shard_coverage import find_problem
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel.param_attributes import mark_expert
+from tests.harness import run_on_ranks
+
+SIZES = [1, 7, 63, 64, 65, 129]
+
+
+class Sums(nn.Module):
+    """Parameters of odd sizes, the last two as of experts; their gradients are made by hand."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in SIZES])
+        for weight in self.weights[-2:]:
+            mark_expert(weight)
+
+    def forward(self, factor):
+        return sum((weight * torch.randn(weight.shape) * factor).sum() for weight in self.weights)
+
+
+def train(instances, expert_size, **settings):
+    """Three steps of plain descent. Returns the parameters of the end."""
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=expert_size, num_distributed_optimizer_instances=instances
+    )
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, num_distributed_optimizer_instances=instances, **settings
+    )
+    ddp = DistributedDataParallel(ModelParallelConfig(deterministic_mode=True), config, Sums())
+    buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+    for buffer in buffers:
+        check_owners(buffer, instances)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        ddp.zero_grad_buffer()
+        ddp(3.0 ** dist.get_rank()).backward()
+        ddp.finish_grad_sync()
+        for buffer in buffers:
+            for span in buffer.owned_spans():
+                own = slice(span.start, span.end)
+                buffer.param_data[own] -= 1e-3 * buffer.grad_data[own]
+        ddp.mark_params_stale()
+        ddp.start_param_sync(force_sync=True)
+    found = torch.cat([weight.detach() for weight in ddp.module.weights])
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def check_owners(buffer, instances):
+    groups = parallel_state.get_process_groups()
+    replicas = groups.expt_dp if buffer.is_expert else groups.dp_cp
+    of_ranks = [None] * replicas.size()
+    dist.all_gather_object(of_ranks, [(span.start, span.numel) for span in buffer.owned_spans()], group=replicas)
+    size = replicas.size() // instances
+    for first in range(0, replicas.size(), size):
+        spans = [[Span(*one) for one in of_rank] for of_rank in of_ranks[first : first + size]]
+        assert find_problem(spans, numel=buffer.numel) is None
+
+
+def compare(expert_size):
+    one = train(1, expert_size)
+    averaged = train(2, expert_size, average_in_collective=True)
+    cut = [train(2, expert_size, overlap_grad_reduce=True, bucket_size=size) for size in (1, 100, None)]
+    for several in (averaged, *cut):
+        assert (several - one).norm() < 1e-6 * one.norm()
+    # The order of addition is that of the instances, whatever the buckets.
+    assert torch.equal(cut[0], cut[1]) and torch.equal(cut[0], cut[2])
+    return cut[0][: sum(SIZES[:-2])].tolist()
+
+
+@pytest.mark.parametrize("ranks, expert_size", [(4, 2), (6, 1)])
+def test_two_instances_train_as_one_does(ranks, expert_size):
+    dense = run_on_ranks(compare, ranks, expert_size)
+    assert dense == [dense[0]] * ranks
+
+
+def test_groups_of_another_number_of_instances_are_refused():
+    with pytest.raises(
+        ValueError, match="instances is 2, and pg_collection.inter_dist_opt has 1 ranks: must be as many"
+    ):
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+        DistributedDataParallel(ModelParallelConfig(), settings, Sums())
