@@ -87,7 +87,7 @@ def initialize_model_parallel(
         },
         order=order,
     )
-    instances = instance_tables(dense, expert, num_distributed_optimizer_instances)
+    instances = instance_tables(dense, expert, num_instances=num_distributed_optimizer_instances)
     if num_distributed_optimizer_instances == 1:
         del instances["inter_dist_opt"]  # a group for each rank, to which nothing is ever sent
     _REGISTRY.world = dist.group.WORLD
