@@ -107,7 +107,7 @@ class StatisticsExchange:
         model without experts has no z-loss).
         exit_reasons: which of LOCAL_REASONS hold on this rank. layers: what each layer recorded, where that is wanted.
         NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py) and,
-        unless the check for NaN is off, for each chunk's gradients before they are reduced (replica_checks.py); zeros
+        unless the check for NaN is off, for the gradients before they are reduced (replica_checks.py); zeros
         of gradients and the parameters' norm, where they are logged, take a read each.
         """
         required = totals.keys() - set(optional)
