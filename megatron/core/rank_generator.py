@@ -88,8 +88,9 @@ def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[R
 def instance_tables(dense: RankGenerator, expert: RankGenerator, *, num_instances: int) -> dict[str, Tensor]:
     """Groups of ranks where the data-parallel ranks form several optimizer instances, each with a whole optimizer.
 
-    Returns tables as RankGenerator.rank_table does, [groups, ranks of a group], int64, on the CPU: "intra_dp_cp" and "intra_expt_dp", an instance's part of the data-parallel
-    groups; "inter_dist_opt", ranks of equal shards in all instances; "intra_dist_opt", all ranks of an instance.
+    Returns tables as RankGenerator.rank_table does, [groups, ranks of a group], int64, on the CPU: "intra_dp_cp" and
+    "intra_expt_dp", an instance's part of the data-parallel groups; "inter_dist_opt", ranks of equal shards in all
+    instances; "intra_dist_opt", all ranks of an instance.
     Raises ValueError, naming it, where the number does not divide the groups or instances would differ between layers.
     """
     cut = {}
