@@ -1,0 +1,133 @@
+"""One rank's DistributedDataParallel: what is launched when, and what misuse is told."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.event_log import EventLog, launched_before_next_was_ready
+from megatron.core.model_parallel_config import ModelParallelConfig
+
+
+def wrapped(model, **settings):
+    settings = {"overlap_grad_reduce": True, "bucket_size": 1, **settings}
+    return DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(**settings), model)
+
+
+class Backwards(nn.Module):
+    """Layers that are used in the opposite order of their registration."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(4)])
+
+    def forward(self, x, skip=()):
+        for index, layer in reversed(list(enumerate(self.layers))):
+            x = x if index in skip else layer(x)
+        return x.sum()
+
+
+def step(ddp, **kwargs):
+    ddp.zero_grad_buffer()
+    ddp(torch.ones(1, 2, requires_grad=True), **kwargs).backward()
+    ddp.finish_grad_sync()
+
+
+def test_b26_each_bucket_is_launched_before_the_next_one_is_complete_once_the_order_is_known():
+    ddp, log = wrapped(Backwards()), EventLog(torch.device("cpu"))
+    ddp.launch_order.observe(log)
+    overlapped = []
+    for _ in range(3):
+        log.record_next_step()
+        step(ddp)
+        overlapped += [launched_before_next_was_ready(times) for times in log.take_sync()]
+    # The step before these taught the order.
+    assert overlapped == [[True] * 3] * 2
+    assert [group.entries[0].name for group in ddp.bucket_groups] == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
+
+
+def test_a_frozen_order_is_that_of_registration():
+    ddp, log = wrapped(Backwards()), EventLog(torch.device("cpu"))
+    ddp.freeze_order()
+    ddp.launch_order.observe(log)
+    for _ in range(3):
+        log.record_next_step()
+        step(ddp)
+    # Backward gives the first group of the order its gradient last.
+    assert [launched_before_next_was_ready(times) for times in log.take_sync()] == [[False] * 3] * 2
+
+
+def test_b4_unused_parameters_are_named_once(caplog):
+    ddp = wrapped(Backwards())
+    with caplog.at_level(logging.WARNING):
+        for skip in ((), (1,), (1,), (2,)):
+            step(ddp, skip=skip)
+            assert [bool(grad.any()) for _, grad in ddp.named_main_grads()] == [i not in skip for i in range(4)]
+    named = [record.getMessage() for record in caplog.records]
+    assert [message.split(":")[0] for message in named] == [f"no gradient came for layers.{i}.weight" for i in (1, 2)]
+
+
+def test_a_gradient_after_the_end_and_settings_after_the_start_are_refused():
+    ddp = wrapped(Backwards())
+    step(ddp)
+    with pytest.raises(RuntimeError, match=r"layers.\d.weight came after finish_grad_sync: call zero_grad_buffer"):
+        ddp(torch.ones(1, 2)).backward()
+    with pytest.raises(ValueError, match="launch_order is given after its first iteration"):
+        DistributedDataParallel(ddp.config, ddp.ddp_config, nn.Linear(1, 1), launch_order=ddp.launch_order)
+    with pytest.raises(ValueError, match="disable_forward_pre_hook was called without"):
+        ddp.disable_forward_pre_hook()
+    with pytest.raises(ValueError, match="average_in_collective and calculate_per_token_loss"):
+        config = ModelParallelConfig(calculate_per_token_loss=True)
+        DistributedDataParallel(config, DistributedDataParallelConfig(average_in_collective=True), nn.Linear(1, 1))
+
+
+def test_gradients_that_the_caller_adds_count_as_ready():
+    ddp = wrapped(nn.Linear(2, 2))
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        for param in ddp.module.parameters():
+            param.main_grad.add_(3.0)
+            ddp.register_grad_ready(param)
+        launched = [group.grad_state.value for group in ddp.bucket_groups]
+        ddp.finish_grad_sync()
+        assert all(float(grad.mean()) == 3.0 for _, grad in ddp.named_main_grads())
+    assert launched == ["in flight", "in flight"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_distributed_optimizer": True, "overlap_param_gather": True}])
+def test_b37_one_rank_alone_and_models_without_trainable_parameters(settings):
+    for model in (nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Identity()):
+        ddp = wrapped(model, **settings)
+        ddp.zero_grad_buffer()
+        out = ddp(torch.ones(1, 2, requires_grad=True)).sum()
+        out.backward()
+        ddp.finish_grad_sync()
+        ddp.mark_params_stale()
+        ddp.start_param_sync()
+        ddp.finish_param_sync()
+        ddp.broadcast_params()
+        ddp.scale_gradients(torch.tensor(0.5))
+        grads = dict(ddp.named_main_grads())
+        assert [float(grad.sum()) for grad in grads.values()] == [2.0, 1.0] * bool(grads)
+
+
+def test_b34_each_type_has_a_buffer_of_its_own():
+    model = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2), nn.Linear(2, 2).double())
+    ddp = wrapped(model, grad_reduce_in_fp32=True)
+    types = [(buffer.param_data.dtype, buffer.grad_data.dtype) for buffer in ddp.buffers]
+    assert types == [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ]
+
+
+def test_large_gradients_are_named(caplog):
+    ddp = wrapped(nn.Linear(2, 2), check_for_large_grads=True)
+    for scale in (1.0, 2.0, 1.0, 1.0, 1.0, 11.0, 200.0):
+        ddp.zero_grad_buffer()
+        (ddp(torch.ones(1, 2)).sum() * scale).backward()
+        ddp.finish_grad_sync()
+    assert [record.getMessage().split()[3] for record in caplog.records] == ["bias", "weight"]
