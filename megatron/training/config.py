@@ -177,3 +177,27 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class GradientReductionConfig:
+    """What the command line calls settings of gradients that DistributedDataParallelConfig has under other names."""
+
+    cli_group: ClassVar[str] = "data parallelism"
+
+    grad_reduce_in_bf16: bool = config_field(False, help="Reduce gradients in bf16, the parameters' type, not in fp32.")
+    accumulate_allreduce_grads_in_fp32: bool = config_field(
+        False, help="Accumulate and reduce gradients in fp32, as is done without --grad-reduce-in-bf16 anyway."
+    )
+    align_grad_reduce: bool = config_field(
+        True,
+        flags=("--no-align-grad-reduce", "--disable-align-grad-reduce"),
+        help="Start reductions of virtual stages as soon as backward allows, not at one point on all stages.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
+            raise ValueError(
+                "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are both given: choose one type"
+            )

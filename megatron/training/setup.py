@@ -16,7 +16,10 @@ from megatron.core.agreement import all_ranks_agree
 from megatron.core.batch_schedule import BatchSchedule
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.device import default_device
-from megatron.core.distributed import PlainDataParallel, check_weights_agree, finalize_model_grads
+from megatron.core.distributed import (
+    check_weights_agree,
+    finalize_model_grads,
+)
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -37,6 +40,7 @@ from megatron.training.checkpointing import check_save_folder, refuse_checkpoint
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.config import CheckpointConfig, TrainingConfig
+from megatron.training.data_parallel import join_schedule, wrap_chunks
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.flops import count_parameters
@@ -154,6 +158,7 @@ def setup_model_and_optimizer(
         train_samples=args.train_samples,
         batches=batch_sizes(args).running,
     )
+    join_schedule(model, args)
     chunks = unwrap_model(model)
     recorders = [chunk.aux_losses for chunk in chunks if isinstance(chunk, RecordsAuxLosses)]
     for chunk in chunks:
@@ -187,7 +192,7 @@ def get_model(
         part = model_provider(**ends, **({"vp_stage": chunk} if num_chunks > 1 else {})).to(default_device())
         parts.append(_checked_in_precision(part, args, post_process=ends["post_process"]))
     # After all of them: wrapping the ends waits for each other, which the checks of chunks between must not.
-    return [_wrap_chunk(part, args) for part in parts]
+    return wrap_chunks(parts, args)
 
 
 def _checked_in_precision(model: nn.Module, args: argparse.Namespace, *, post_process: bool) -> nn.Module:
@@ -196,20 +201,6 @@ def _checked_in_precision(model: nn.Module, args: argparse.Namespace, *, post_pr
     if args.fp16 or args.bf16:
         return Float16Module(get_model_config(model), model, post_process=post_process)
     return model
-
-
-def _wrap_chunk(model: nn.Module, args: argparse.Namespace) -> PlainDataParallel:
-    groups = get_process_groups()
-    return PlainDataParallel(
-        model,
-        group=groups.dp_cp,
-        expert_group=groups.expt_dp,
-        embd_group=groups.embd,
-        deterministic=args.deterministic_mode,
-        calculate_per_token_loss=get_model_config(model).calculate_per_token_loss,
-        # An overflow under fp16 is the loss scaler's business.
-        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not args.fp16,
-    )
 
 
 def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
-from megatron.core.distributed import PlainDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_shared
 from tests.harness import run_on_ranks
+from tests.unit_tests.core.optimizer.reference import wrap
 
 Sizes = tuple[int, int, int, int, int]
 
@@ -106,7 +106,7 @@ def _optimizer(groups: ProcessGroupCollection, whole: Whole, *, clip_grad: float
         if name == "tied":
             mark_shared(param, is_copy=stage > 0)
         model.register_parameter(name, param)
-    wrapped = PlainDataParallel(model, group=groups.dp_cp, expert_group=groups.expt_dp, embd_group=groups.embd)
+    wrapped = wrap(model, pg_collection=groups)
     config = OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, clip_grad=clip_grad, log_num_zeros_in_grad=True)
     optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)
     # The wrapper takes means over all copies of the dense layers, of which each of the experts' has a share.
@@ -149,7 +149,7 @@ def _norm_of_copies() -> tuple[float, float | None, float]:
     groups = _groups_of((4, 1, 1, 1, 1))
     model = nn.Module()
     model.register_parameter("copied", nn.Parameter(torch.tensor([3.0, 4.0])))
-    wrapped = PlainDataParallel(model, group=None, embd_group=groups.embd)
+    wrapped = wrap(model, pg_collection=ProcessGroupCollection(embd=groups.embd))
     with pytest.raises(ValueError, match="muon with tensor-parallel layers: it needs whole matrices"):
         get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=0.5), [wrapped], pg_collection=groups)
     config = OptimizerConfig(optimizer="sgd", lr=0.5, log_num_zeros_in_grad=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import model_logical_pieces
-from megatron.core.distributed import PlainDataParallel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.training.callbacks import StepReport
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
@@ -139,7 +139,7 @@ def _overflowing_run(argv: list[str]) -> list[StepReport]:
     reports: list[StepReport] = []
     with started_run(argv) as run:
         (chunk,) = run.model
-        assert isinstance(chunk, PlainDataParallel)
+        assert isinstance(chunk, DistributedDataParallel)
         reduce = chunk.finish_grad_sync
 
         def overflow_and_reduce() -> None:

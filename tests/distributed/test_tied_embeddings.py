@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed import PlainDataParallel
 from megatron.core.optimizer import ParamGroupOverride, ParamKey
 from megatron.training.training import train_step
 from tests.counts import slow
@@ -27,6 +26,7 @@ from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config, small_model
+from tests.unit_tests.core.optimizer.reference import wrap
 
 STEPS = 20
 # Adam in fp64, with everything that could pull the copies apart: decay, clipping, a rate of their own.
@@ -84,9 +84,9 @@ def _wrapped_ends(frozen_on: int) -> tuple[Tensor, bool]:
     torch.manual_seed(3 + rank)
     model = small_model(config, pg_collection=groups, **ends)
     _table(model).requires_grad = rank != frozen_on
-    with pytest.raises(ValueError, match="embd_group is None: another stage has .* too"):
-        PlainDataParallel(model, group=groups.dp_cp)
-    PlainDataParallel(model, group=groups.dp_cp, embd_group=groups.embd)
+    with pytest.raises(ValueError, match="pg_collection.embd is None: another stage has .* too"):
+        wrap(model, groups.dp_cp)
+    wrap(model, pg_collection=groups)
     weights.append(_table(model))
     return torch.stack(weights).detach(), _table(model).requires_grad
 

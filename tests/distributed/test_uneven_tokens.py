@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.core.distributed import PlainDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import (
     get_data_parallel_rank,
@@ -27,6 +27,7 @@ from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import command_line, read_bases
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, SEQ, VOCAB, small_config, small_model
+from tests.unit_tests.core.optimizer.reference import wrap
 
 MICROBATCHES = 2
 LOSSES = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}
@@ -72,9 +73,7 @@ def gradients_of_a_rank(sizes: dict[str, int], fields: dict[str, Any]) -> list[l
     groups, found = get_process_groups(), []
     for per_token, returns_share in ((False, False), (False, True), (True, False)):
         model = [
-            PlainDataParallel(
-                chunk, group=groups.dp_cp, expert_group=groups.expt_dp, calculate_per_token_loss=per_token
-            )
+            wrap(chunk, pg_collection=groups, calculate_per_token_loss=per_token)
             for chunk in chunks_of_a_rank(sizes, per_token=per_token, **fields)
         ]
         config = get_model_config(model[0])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.core import parallel_state
-from megatron.core.distributed import PlainDataParallel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.training.callbacks import StepReport
@@ -64,7 +64,7 @@ class Recorder:
         run.train_iterator = self._watch(run.train_iterator)
         # Directly behind the reduction: the optimizer's kernel divides by the clip factor in place.
         for chunk in run.model:
-            assert isinstance(chunk, PlainDataParallel)
+            assert isinstance(chunk, DistributedDataParallel)
             vars(chunk)["finish_grad_sync"] = partial(self._finish_grad_sync, chunk, chunk.finish_grad_sync)
 
     def _watch(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
@@ -74,7 +74,7 @@ class Recorder:
             self.batches[-1].append(batch)
             yield batch
 
-    def _finish_grad_sync(self, model: PlainDataParallel, finish_grad_sync: Callable[[], None]) -> None:
+    def _finish_grad_sync(self, model: DistributedDataParallel, finish_grad_sync: Callable[[], None]) -> None:
         finish_grad_sync()
         self.grads.append({_plain_name(name): grad.clone() for name, grad in model.named_main_grads()})
 

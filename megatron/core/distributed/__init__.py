@@ -4,17 +4,13 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.launch_order import LaunchOrder
-from megatron.core.distributed.plain_data_parallel import PlainDataParallel, broadcast_params
-from megatron.core.distributed.replica_checks import NonFiniteGradientError, check_grads, check_weights_agree
+from megatron.core.distributed.replica_checks import NonFiniteGradientError, check_weights_agree
 
 __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "LaunchOrder",
     "NonFiniteGradientError",
-    "PlainDataParallel",
-    "broadcast_params",
-    "check_grads",
     "check_weights_agree",
     "finalize_model_grads",
 ]

@@ -139,8 +139,7 @@ class _ParamAndGradBucketGroup:
         for bucket, late in zip(self.buckets, self._late_sums):
             bucket.grad_data.add_(late)
         for entry in self.entries:
-            if entry.wire is not entry.main_grad:
-                entry.main_grad.copy_(entry.wire)
+            entry.take_wire()
         self._drop_handles()
         self.grad_state = GradState.REDUCED
 

@@ -88,7 +88,7 @@ def build_buffers(
                 instances_group=groups.inter_dist_opt if group is not replicas else None,
             ),
             high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
-            fp32_patterns=ddp_config.param_name_patterns_for_fp32_local_accumulation,
+            fp32_patterns=tuple(ddp_config.param_name_patterns_for_fp32_local_accumulation),
         )
         buffers.append(_ParamAndGradBuffer(kind, named_params, settings=settings))
     return buffers

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.buffer_setup import build_buffers, check_settings
@@ -19,6 +20,7 @@ from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer, partition_buckets
 from megatron.core.distributed.replica_checks import check_layouts_agree
+from megatron.core.distributed.tied_weights import follow_owner
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
@@ -33,11 +35,12 @@ class DistributedDataParallel(ModelWrapper):
     `finish_grad_sync`; then `param.main_grad` is the mean over the ranks (the sum with calculate_per_token_loss, for
     finalize_model_grads to divide by the tokens; only this rank's shard of each bucket with use_distributed_optimizer).
     `param.grad` is None. A parameter that backward did not reach, on some ranks or all, counts as zeros there.
-    After an error in a step that is caught: `reset_iteration`.
+    After an error in a step that is caught: `reset_iteration`. The module's own buffers stay each rank's.
 
     config: calculate_per_token_loss and deterministic_mode count here. disable_bucketing: one bucket for all.
     pg_collection: None for parallel_state's groups, or else all ranks there are. launch_order: that of the other chunks
-    of this pipeline stage. Collective: raises ValueError on all ranks where they do not wrap the same parameters.
+    of this pipeline stage. Wrapping a chunk with a tied weight waits for the other stage's (tied_weights.py), so build
+    all chunks before the first is wrapped. Collective: raises ValueError on all ranks that wrap other parameters.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class DistributedDataParallel(ModelWrapper):
         super().__init__(module)
         self.config, self.ddp_config = config, ddp_config
         self.pg_collection = pg_collection or _existing_groups()
+        # Before layouts are compared: whether it trains comes from the stage that owns it.
+        follow_owner(module, self.pg_collection.embd)
         check_settings(module, self.pg_collection, config=config, ddp_config=ddp_config)
         self.launch_order = launch_order or LaunchOrder.of(self.pg_collection, ddp_config)
         check_layouts_agree(module, self.pg_collection, settings=ddp_config, stage_group=self.launch_order.stage_group)
@@ -64,13 +69,14 @@ class DistributedDataParallel(ModelWrapper):
             single_bucket=disable_bucketing or group_rank(self.pg_collection.pp) > 0,
         )
         # The name that users know hides nn.Module's; named_buffers gives those.
-        self.buffers = [buffer for buffer in built if not buffer.is_expert]  # type: ignore[assignment,method-assign]
+        dense = [buffer for buffer in built if not buffer.is_expert]
+        self.buffers = dense  # type: ignore[assignment,method-assign]
         self.expert_parallel_buffers = [buffer for buffer in built if buffer.is_expert]
-        self._all_buffers = built
+        self.all_buffers = built
         self._checks = GradChecks.of(ddp_config)
-        self.bucket_groups, self.expert_parallel_bucket_groups = (
-            self._build_groups([b for b in built if b.is_expert == is_expert], force_single=disable_bucketing)
-            for is_expert in (False, True)
+        self.bucket_groups = self._build_groups("dense", dense, force_single=disable_bucketing)
+        self.expert_parallel_bucket_groups = self._build_groups(
+            "experts", self.expert_parallel_buffers, force_single=disable_bucketing
         )
         self._groups = [*self.bucket_groups, *self.expert_parallel_bucket_groups]
         self.param_to_bucket_group = {entry.param: group for group in self._groups for entry in group.entries}
@@ -134,7 +140,7 @@ class DistributedDataParallel(ModelWrapper):
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype."""
-        for buffer in self._all_buffers:
+        for buffer in self.all_buffers:
             buffer.scale_grads(scaling_factor)
 
     def reset_iteration(self) -> None:
@@ -151,7 +157,7 @@ class DistributedDataParallel(ModelWrapper):
 
     def named_main_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and gradients of all parameters that require grad: [*parameter shape], floating point, views."""
-        return (item for buffer in self._all_buffers for item in buffer.named_grads())
+        return (item for buffer in self.all_buffers for item in buffer.named_grads())
 
     # Parameters.
 
@@ -217,12 +223,17 @@ class DistributedDataParallel(ModelWrapper):
 
     def broadcast_params(self) -> None:
         """Gives every rank the parameters of the first that holds the same ones. Collective."""
-        flats = {buffer: buffer.param_data for buffer in self._all_buffers}
+        flats = {buffer: buffer.param_data for buffer in self.all_buffers}
         for buffer, flat in flats.items():
             _broadcast(flat, self._group_of_replicas(is_expert=buffer.is_expert))
         for param in self.module.parameters():
             if param not in self.param_to_bucket_group:
                 _broadcast(param.data, self._group_of_replicas(is_expert=param_facts(param).is_expert))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's parameters are, frozen ones too: this rank takes part in sums in any case."""
+        return next((param.device for param in self.module.parameters()), default_device())
 
     # Inside.
 
@@ -234,7 +245,7 @@ class DistributedDataParallel(ModelWrapper):
         self.launch_order.gradient_came(self.param_to_bucket_group[param], param)
 
     def _zero_grads(self) -> None:
-        for buffer in self._all_buffers:
+        for buffer in self.all_buffers:
             buffer.zero_grads()
 
     def _pre_hook(self, groups: Sequence[_ParamAndGradBucketGroup], *, prefetch: bool) -> Callable[..., None]:
@@ -245,9 +256,9 @@ class DistributedDataParallel(ModelWrapper):
         return wait_for_own_params
 
     def _build_groups(
-        self, buffers: list[_ParamAndGradBuffer], *, force_single: bool
+        self, kind: str, buffers: list[_ParamAndGradBuffer], *, force_single: bool
     ) -> list[_ParamAndGradBucketGroup]:
-        chunk, kind = self.launch_order.num_chunks, "experts" if buffers and buffers[0].is_expert else "dense"
+        chunk = self.launch_order.num_chunks
         parts = partition_buckets(buffers, force_single_bucket_group=force_single)
         return [
             _ParamAndGradBucketGroup(buckets, name=f"chunk {chunk} {kind} {index}", checks=self._checks)

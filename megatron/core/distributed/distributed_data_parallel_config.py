@@ -19,18 +19,23 @@ class DistributedDataParallelConfig:
         False, help="Reduce each bucket of gradients as soon as it is complete, while backward goes on."
     )
     overlap_param_gather: bool = config_field(
-        False, help="Gather updated parameters while forward goes on, each bucket before the module that needs it."
+        False,
+        flags=(),
+        help="Gather updated parameters during forward, each bucket before the module that needs it.",
     )
     align_param_gather: bool = config_field(
         True,
-        flags=("--no-align-param-gather",),
+        flags=(),
         help="Start gathers of parameters at the same point of the schedule on all pipeline stages.",
     )
     use_distributed_optimizer: bool = config_field(
-        False, help="Shard optimizer state and update over the data-parallel ranks (ZeRO-1)."
+        False, flags=(), help="Shard optimizer state and update over the data-parallel ranks (ZeRO-1)."
     )
     num_distributed_optimizer_instances: int = config_field(
-        1, at_least=1, help="Groups of data-parallel ranks that each hold a whole optimizer, sharded inside the group."
+        1,
+        flags=(),
+        at_least=1,
+        help="Groups of data-parallel ranks that each share a whole optimizer.",
     )
     check_for_nan_in_grad: bool = config_field(
         False, flags=(), help="Stop, with the ranks and parameters, when a gradient is not finite before reduction."
@@ -39,37 +44,48 @@ class DistributedDataParallelConfig:
         False, help="Warn when the gradient of a parameter is far larger than it ever was."
     )
     bucket_size: int | None = config_field(
-        None, flags=("--ddp-bucket-size",), at_least=1, help="Elements from which on a bucket of gradients is closed."
+        None,
+        flags=("--ddp-bucket-size",),
+        dest="ddp_bucket_size",
+        at_least=1,
+        help="Elements from which on a bucket of gradients is closed.",
     )
     num_buckets: int | None = config_field(
-        None, flags=("--ddp-num-buckets",), at_least=1, help="Number of buckets of gradients, instead of their size."
+        None,
+        flags=("--ddp-num-buckets",),
+        dest="ddp_num_buckets",
+        at_least=1,
+        help="Number of buckets of gradients, instead of their size.",
     )
     pad_buckets_for_high_nccl_busbw: bool = config_field(
         False,
         flags=("--ddp-pad-buckets-for-high-nccl-busbw",),
+        dest="ddp_pad_buckets_for_high_nccl_busbw",
         help="End buckets at multiples of 65536 elements, which NCCL moves faster.",
     )
     average_in_collective: bool = config_field(
         False,
         flags=("--ddp-average-in-collective",),
+        dest="ddp_average_in_collective",
         help="Let the collective take the mean over ranks, instead of scaling gradients before it.",
     )
     reduce_scatter_with_fp32_accumulation: bool = config_field(
         False,
-        flags=("--ddp-reduce-scatter-with-fp32-accumulation",),
+        flags=(),
         help="Send gradients in their own type, but add up those of all ranks in fp32.",
     )
-    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = config_field(
-        default_factory=tuple,
+    param_name_patterns_for_fp32_local_accumulation: list[str] = config_field(
+        default_factory=list,
         flags=("--ddp-param-name-patterns-for-fp32-local-accumulation",),
+        dest="ddp_param_name_patterns_for_fp32_local_accumulation",
         nargs="+",
         help="Parameters, by patterns of names or `all`, whose micro-batches add up in fp32 though they are reduced "
         "in 16 bits.",
     )
     overlap_param_gather_with_optimizer_step: bool = config_field(
-        False, help="Gather each bucket of parameters as soon as the optimizer has updated it."
+        False, flags=(), help="Gather each bucket of parameters as soon as the optimizer has updated it."
     )
-    ddp_debug: bool = config_field(False, help="Watch buffers for stale reads and late writes; slow.")
+    ddp_debug: bool = config_field(False, flags=(), help="Watch buffers for stale reads and late writes; slow.")
 
     def __post_init__(self) -> None:
         validate_fields(self)

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from megatron.core.distributed.plain_data_parallel import PlainDataParallel
-from megatron.core.distributed.replica_checks import check_grads
+from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.utils import unwrap_model
 
 
@@ -40,56 +41,87 @@ def finalize_model_grads(
     num_tokens: None for the mean over ranks. With calculate_per_token_loss, [], integer or floating point, the tokens
     in the losses that this rank summed: the sum over ranks is divided by the tokens of all (1 if there are none).
     Stages before the last, which sum no losses, may leave it None.
-    pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
-    Raises NonFiniteGradientError on all ranks, before any gradient is reduced, where the chunks ask for the check and
-    any rank's gradient is NaN or infinite.
+    pg_collection: the groups of this rank; None: those that the chunks were wrapped with.
+    Raises what finish_grad_sync does.
     """
-    groups = pg_collection or existing_process_groups()
-    chunks = [_checked(chunk, num_tokens, pp_group=groups.pp) for chunk in model]
-    # Before the sums, after which every rank has the same NaN and nobody can tell whose it was.
-    _check_for_nan([chunk for chunk in chunks if chunk.check_for_nan_in_grad])
+    chunks = [_wrapped(chunk) for chunk in model]
+    groups = pg_collection or (chunks[0].pg_collection if chunks else existing_process_groups())
     for chunk in chunks:
-        # Also for one rank: parameters that were not used get their zeros here.
+        _check_num_tokens(chunk, num_tokens, pp_group=groups.pp)
+    for chunk in chunks:
         chunk.finish_grad_sync()
-        chunk.reduce_partial_grads(groups.tp)
-    _divide_by_tokens([chunk for chunk in chunks if chunk.calculate_per_token_loss], num_tokens, pp_group=groups.pp)
+    for chunk in chunks:
+        _reduce_partial_grads(chunk, groups.tp)
+    _divide_by_tokens(
+        [chunk for chunk in chunks if chunk.config.calculate_per_token_loss], num_tokens, pp_group=groups.pp
+    )
     for chunk in chunks:
         inner = unwrap_model(chunk)
         if isinstance(inner, FinalizesStep):
             # Routers of tensor-parallel ranks see parts of the sequence each.
-            inner.finalize_step(groups.tp_dp_cp or chunk.group)
+            inner.finalize_step(groups.tp_dp_cp or chunk.pg_collection.dp_cp)
     # After all of them: the two stages have the tied weight in different chunks, and between them wait for others.
     for chunk in chunks:
-        chunk.reduce_shared_grads(groups.embd)
+        _reduce_shared_grads(chunk, groups.embd)
 
 
-def _checked(
-    chunk: nn.Module, num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
-) -> PlainDataParallel:
-    if not isinstance(chunk, PlainDataParallel):
-        raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in PlainDataParallel")
-    counts_tokens = group_rank(pp_group) == group_size(pp_group) - 1
-    # Either mistake would train with gradients that are wrong by a factor, without an error.
-    if counts_tokens and chunk.calculate_per_token_loss != (num_tokens is not None):
-        raise ValueError(
-            f"calculate_per_token_loss is {chunk.calculate_per_token_loss} and num_tokens is {num_tokens}: "
-            "the number of tokens must be given with per-token loss, and only then"
-        )
+def _wrapped(chunk: nn.Module) -> DistributedDataParallel:
+    if not isinstance(chunk, DistributedDataParallel):
+        raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in DistributedDataParallel")
     return chunk
 
 
-def _check_for_nan(chunks: list[PlainDataParallel]) -> None:
-    """Looks at the gradients of all chunks at once: the result costs a read of the device and a wait for all ranks."""
-    if not chunks:
+def _check_num_tokens(
+    chunk: DistributedDataParallel, num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
+) -> None:
+    counts_tokens = group_rank(pp_group) == group_size(pp_group) - 1
+    per_token = chunk.config.calculate_per_token_loss
+    # Either mistake would train with gradients that are wrong by a factor, without an error.
+    if counts_tokens and per_token != (num_tokens is not None):
+        raise ValueError(
+            f"calculate_per_token_loss is {per_token} and num_tokens is {num_tokens}: "
+            "the number of tokens must be given with per-token loss, and only then"
+        )
+
+
+def _reduce_partial_grads(chunk: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    """Sums over the tensor-parallel `group` the gradients of which each rank has a part.
+
+    Those are marked sequence_parallel: of norms and biases that see a part of the tokens or heads.
+    """
+    if group_size(group) == 1:
         return
-    for chunk in chunks:
-        chunk.fill_missing_grads()
-    grads = (named for chunk in chunks for named in chunk.named_main_grads())
-    check_grads(grads, None if chunks[0].group is None else dist.group.WORLD, device=chunks[0].device)
+    for buffer in chunk.all_buffers:
+        entries = [entry for entry in buffer.entries if param_facts(entry.param).sequence_parallel]
+        # The ranks of the group have the same layout, and own the same shards.
+        parts = [part for entry in entries for part in buffer.owned_grads(entry)]
+        if parts:
+            # One message: they are many and small.
+            flat = torch.cat(parts)
+            (rank_ordered_all_reduce_ if chunk.config.deterministic_mode else all_reduce_)(flat, group)
+            for part, total in zip(parts, flat.split([part.numel() for part in parts])):
+                part.copy_(total)
+        for entry in entries:
+            entry.take_wire()
+
+
+def _reduce_shared_grads(chunk: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    """Sums over the `group` of first and last stage the gradient of a weight that both have.
+
+    A sum of two numbers is the same in any order, so the copies stay equal to the last bit.
+    """
+    if group_size(group) == 1:
+        return
+    for buffer in chunk.all_buffers:
+        for entry in buffer.entries:
+            if param_facts(entry.param).shared_embedding:
+                for part in buffer.owned_grads(entry):
+                    dist.all_reduce(part, group=group)
+                entry.take_wire()
 
 
 def _divide_by_tokens(
-    chunks: list[PlainDataParallel], num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
+    chunks: list[DistributedDataParallel], num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
 ) -> None:
     if not chunks:
         return
@@ -99,15 +131,15 @@ def _divide_by_tokens(
 
 
 def _total_tokens(
-    num_tokens: torch.Tensor | None, chunk: PlainDataParallel, *, pp_group: dist.ProcessGroup | None
+    num_tokens: torch.Tensor | None, chunk: DistributedDataParallel, *, pp_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     # fp64, for models in fp64 and for counts beyond 2^24; a copy, since the schedule's own count is reported too.
     if num_tokens is None:
         total = torch.zeros((), dtype=torch.float64, device=chunk.device)
     else:
         total = num_tokens.detach().to(torch.float64, copy=True)
-    if group_size(chunk.group) > 1:
-        dist.all_reduce(total, group=chunk.group)
+    if group_size(chunk.pg_collection.dp_cp) > 1:
+        dist.all_reduce(total, group=chunk.pg_collection.dp_cp)
     if group_size(pp_group) > 1:
         # The losses, and so the tokens, are the last stage's.
         dist.broadcast(total, group=pp_group, group_src=group_size(pp_group) - 1)

@@ -72,6 +72,11 @@ class Entry:
     main_grad: torch.Tensor
     wire: torch.Tensor
 
+    def take_wire(self) -> None:
+        """Makes main_grad what `wire` is."""
+        if self.wire is not self.main_grad:
+            self.main_grad.copy_(self.wire)
+
 
 @dataclass(frozen=True, eq=False)
 class _ParamAndGradBucket:
@@ -197,8 +202,7 @@ class _ParamAndGradBuffer:
         """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
         self.grad_data.mul_(factor)
         for entry in self.entries:
-            if entry.wire is not entry.main_grad:
-                entry.main_grad.mul_(factor)
+            entry.take_wire()
 
     def named_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's name and main_grad."""

@@ -1,10 +1,10 @@
-"""Checks that compare data-parallel replicas: equal weights at the start, finite gradients at each step.
+"""Checks that compare data-parallel replicas: the same parameters, with equal weights, at the start.
 
 Repairs nothing; every rank raises the same error. A group of None is this rank alone.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,20 +22,6 @@ _NAMES_SHOWN = 3
 
 class NonFiniteGradientError(RuntimeError):
     """A gradient was NaN or infinite before it was reduced; raised on every rank of the group."""
-
-
-def check_grads(
-    named_grads: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None, *, device: torch.device
-) -> None:
-    """Raises NonFiniteGradientError, naming ranks and parameters, if any rank's gradient is not finite. Collective.
-
-    named_grads: this rank's gradients before reduction, any shapes, floating point; a rank may have none. device: that
-    of gradients, the same kind on all ranks. Costs one sum over them, one all-reduce of a number and a read of the
-    device; names are exchanged only when something is wrong.
-    """
-    grads = list(named_grads)
-    if _any_rank_sync(_is_suspect([grad for _, grad in grads], device), group):
-        _raise_named(_describe_sync(grads), group)
 
 
 def check_weights_agree(
@@ -129,41 +115,8 @@ def raise_non_finite(names: list[str], groups: Sequence[dist.ProcessGroup | None
     raise NonFiniteGradientError(f"gradient is not finite on {'; '.join(lines)}. The model was not updated")
 
 
-def _is_suspect(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Whether any sum is not finite: [], fp32, 1 or 0, on the device also where there are no gradients."""
-    if not grads:
-        return torch.zeros((), device=device)
-    # A sum is finite only if all its terms are, and costs half of isfinite.
-    return torch.stack([grad.sum().double() for grad in grads]).isfinite().logical_not().any().float()
-
-
-def _any_rank_sync(flag: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    # One number: what is wrong is only exchanged if something is. NOTE: reads the device at each step.
-    if group_size(group) > 1:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return bool(flag.item())
-
-
-def _raise_named(found: list[str], group: dist.ProcessGroup | None) -> None:
-    per_rank = [(rank, names) for rank, names in enumerate(gather_objects(found, group)) if names]
-    # Every rank comes to the same conclusion here, since all have the same list.
-    if not per_rank:
-        return
-    lines = [f"rank {rank}: {', '.join(names[:_NAMES_SHOWN])}{_and_more(names)}" for rank, names in per_rank]
-    raise NonFiniteGradientError(f"gradient is not finite on {'; '.join(lines)}. The model was not updated")
-
-
 def _and_more(names: list[str]) -> str:
     return f" and {len(names) - _NAMES_SHOWN} more parameters" if len(names) > _NAMES_SHOWN else ""
-
-
-def _describe_sync(grads: list[tuple[str, torch.Tensor]]) -> list[str]:
-    # A sum alone may have overflowed: look at the elements. NOTE: reads the device, which only an error does.
-    return [
-        f"{name} ({int(grad.isnan().sum())} NaN, {int(grad.isinf().sum())} infinite of {grad.numel()} elements)"
-        for name, grad in grads
-        if not bool(grad.isfinite().all())
-    ]
 
 
 def _crc32_sync(param: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """A weight that the first and the last stage both have: the copy starts as its owner, and trains if its owner does.
 
-Their gradients are summed in plain_data_parallel.py; which weights these are is the model's matter.
+Their gradients are summed in finalize_model_grads.py; which weights these are is the model's matter.
 """
 
 import torch.distributed as dist
@@ -23,7 +23,9 @@ def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
             continue
         # Else one end would train, or wait for a gradient that never comes.
         if group is None:
-            raise ValueError(f"embd_group is None: another stage has {name} too, so give the ranks that share it")
+            raise ValueError(
+                f"pg_collection.embd is None: another stage has {name} too, so give the ranks that share it"
+            )
         if group_size(group) == 1:
             continue
         owner, copy = gather_objects((param.requires_grad, tuple(param.shape), param.dtype), group)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
-from megatron.core.distributed.plain_data_parallel import PlainDataParallel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.group_agreement import agree_on_groups
 from megatron.core.optimizer.optimizer import (
@@ -47,7 +47,7 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
 
-    The parameters that require grad move into flat storage. config_overrides: other rates and decays for some of them;
+    config_overrides: other rates and decays for some of them;
     of several that match a parameter the later wins; alike on all ranks. pg_collection: the groups that parameters are
     spread over, for norm and overflow; None: those of parallel_state, if there are any. Collective over them.
     """
@@ -59,7 +59,8 @@ def get_megatron_optimizer(
         )
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
-    buffers = [buffer for chunk in model_chunks for buffer in _wrapped(chunk).grad_buffers]
+    chunks = [_wrapped(chunk) for chunk in model_chunks]
+    buffers = [buffer for chunk in chunks for buffer in chunk.all_buffers]
     grouping = ParamGrouping(config, config_overrides)
     keys = agree_on_groups([entry for buffer in buffers for entry in buffer.entries], grouping, groups=groups)
     _check_grads_dtype(config, buffers)
@@ -69,10 +70,10 @@ def get_megatron_optimizer(
         rules,
         config,
         runs=runs,
-        grad_buffers=buffers,
+        model_chunks=chunks,
         grad_scaler=_grad_scaler(config),
         pg_collection=groups,
-        device=_wrapped(model_chunks[0]).device,
+        device=chunks[0].device,
         logical_pieces={name: held for chunk in model_chunks for name, held in model_logical_pieces(chunk).items()},
     )
 
@@ -102,9 +103,9 @@ def _check_grads_dtype(config: OptimizerConfig, buffers: Sequence[FlatBuffer]) -
         )
 
 
-def _wrapped(chunk: nn.Module) -> PlainDataParallel:
-    if not isinstance(chunk, PlainDataParallel):
-        raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in PlainDataParallel")
+def _wrapped(chunk: nn.Module) -> DistributedDataParallel:
+    if not isinstance(chunk, DistributedDataParallel):
+        raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in DistributedDataParallel")
     return chunk
 
 

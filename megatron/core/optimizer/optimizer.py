@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.grad_buffer import GradBuffer
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.grad_stats import OwnedElements, ShardGroups
@@ -69,7 +69,7 @@ class MegatronOptimizer:
         config: OptimizerConfig,
         *,
         runs: Sequence[ParamRun],
-        grad_buffers: Sequence[GradBuffer],
+        model_chunks: Sequence[DistributedDataParallel],
         grad_scaler: GradScaler | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         device: torch.device | None = None,
@@ -80,9 +80,10 @@ class MegatronOptimizer:
         # Copies of the lists: a caller that goes on building must not change what is stepped.
         self._rules = list(rules)
         self._runs = list(runs)
-        self._grad_buffers = list(grad_buffers)
+        self._model_chunks = list(model_chunks)
+        buffers = [buffer for chunk in model_chunks for buffer in chunk.all_buffers]
         groups, device = pg_collection or ProcessGroupCollection(), device or default_device()
-        self._owned = OwnedElements(groups, ShardGroups.of(self._grad_buffers), device=device)
+        self._owned = OwnedElements(groups, ShardGroups.of(buffers), device=device)
         # Of parameters that are nobody's to step every rank has the whole.
         self._replicated = OwnedElements(groups, ShardGroups(), device=device)
         self._logical_pieces = logical_pieces or {}
@@ -109,9 +110,9 @@ class MegatronOptimizer:
 
     def zero_grad(self) -> None:
         """Forgets all gradients; call before the first microbatch."""
-        for buffer in self._grad_buffers:
-            # Not by `param.grad = None`: gradients stand in the buffers and their memory is kept.
-            buffer.clear()
+        for chunk in self._model_chunks:
+            # Not by `param.grad = None`: gradients stand in buffers and their memory is kept.
+            chunk.zero_grad_buffer()
 
     def get_loss_scale(self) -> torch.Tensor:
         """Factor of the loss: [], fp32, on the CPU."""

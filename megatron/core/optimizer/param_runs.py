@@ -39,8 +39,9 @@ class FlatBuffer(Protocol):
 
     param_data: torch.Tensor
     grad_data: torch.Tensor
-    is_expert: bool
 
+    @property
+    def is_expert(self) -> bool: ...
     @property
     def entries(self) -> Sequence[PlacedParam]: ...
     @property
@@ -134,7 +135,8 @@ def build_runs(
     runs: list[ParamRun] = []
     for buffer in buffers:
         # By their places, so that those of a span are found without looking at all.
-        entries = sorted(buffer.entries, key=lambda entry: entry.span.start)
+        # An empty parameter starts where the next one does.
+        entries = sorted(buffer.entries, key=lambda entry: (entry.span.start, entry.span.end))
         ends = [entry.span.end for entry in entries]
         for bucket, owned in enumerate(buffer.owned_spans()):
             here = entries[bisect_right(ends, owned.start) :]

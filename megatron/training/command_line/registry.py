@@ -6,6 +6,7 @@ The table that joins them with the known flags is built in flag_table.py.
 import functools
 
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_config import GPTModelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
@@ -18,6 +19,7 @@ from megatron.training.config import (
     CheckpointConfig,
     CommandLineConfig,
     DistributedConfig,
+    GradientReductionConfig,
     TrainingConfig,
     VirtualStagesConfig,
 )
@@ -40,6 +42,8 @@ CONFIG_CLASSES: tuple[type, ...] = (
     ProfilingConfig,
     GarbageCollectionConfig,
     DistributedConfig,
+    DistributedDataParallelConfig,
+    GradientReductionConfig,
 )
 
 # What --use-checkpoint-args takes over: names in the parsed arguments that decide the shape of the weights.

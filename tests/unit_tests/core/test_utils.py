@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed import PlainDataParallel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import divide, get_attr_wrapped_model, get_model_config, unwrap_model
 from tests.unit_tests.core.models.small_models import small_config
+from tests.unit_tests.core.optimizer.reference import wrap
 
 
 class ModelWithAPartNamedModule(nn.Module):
@@ -21,7 +21,7 @@ class ModelWithAPartNamedModule(nn.Module):
 
 def test_wrappers_are_taken_off_and_parts_of_the_model_are_not() -> None:
     model = ModelWithAPartNamedModule()
-    wrapped = PlainDataParallel(Float16Module(model.config, model), group=None)
+    wrapped = wrap(Float16Module(model.config, model))
     assert unwrap_model(wrapped) is model and unwrap_model(model) is model
     assert unwrap_model([wrapped, model]) == [model, model]
     assert get_model_config(wrapped) is model.config

@@ -9,12 +9,13 @@ import torch
 
 from megatron.core.device import seed_all
 from megatron.core.dist_checkpointing import model_logical_pieces
-from megatron.core.distributed import PlainDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig
 from megatron.training.train_state import TrainState
+from tests.unit_tests.core.optimizer.reference import wrap
 
 ARGS = {
     "num_layers": 1,
@@ -40,7 +41,7 @@ class SmallRun:
             model.get_parameter(name).requires_grad_(False)
         bf16 = dtype == torch.bfloat16
         self.dtype, self.args = dtype, argparse.Namespace(**{**ARGS, "bf16": bf16, **args})
-        self.model = PlainDataParallel(model, group=group)
+        self.model = wrap(model, group)
         self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=bf16), [self.model])
         schedule = {"init_lr": 0.0, "max_lr": 0.1, "min_lr": 0.0, "lr_warmup_steps": 2, "lr_decay_steps": 20}
         decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 20, "wd_incr_style": "constant"}

@@ -92,7 +92,6 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
             ["'dist_muon' is not yet in this version (planned:", "'DDP and distributed optimizer'"],
         ),
         ("--async-save", ["--async-save: not yet in this version", "'Trust'"]),
-        ("--ddp-num-buckets 2", ["--ddp-num-buckets: not yet in this version"]),
         ("--no-align-param-gather", ["--no-align-param-gather: not yet in this version"]),
         ("--rl-profile", ["--rl-profile: not supported", "RL trainer"]),
         ("--batch-size 4", ["--micro-batch-size"]),

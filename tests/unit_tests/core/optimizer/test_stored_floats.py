@@ -59,9 +59,9 @@ def test_narrow_states_step_like_fp32_ones(settings: dict, bound: float) -> None
         before = _masters(optimizer)
         for step in range(20):
             # Gradients that no rounding of the weights changes.
-            for buffer in wrapped.grad_buffers:
+            for buffer in wrapped.all_buffers:
                 generator = torch.Generator().manual_seed(step)
-                buffer.storage.copy_(torch.randn(buffer.storage.shape, generator=generator) * 1e-4)
+                buffer.grad_data.copy_(torch.randn(buffer.grad_data.shape, generator=generator) * 1e-4)
             assert optimizer.step()[0]
         updates.append(_masters(optimizer) - before)
     difference = (updates[1] - updates[0]).norm() / updates[0].norm()

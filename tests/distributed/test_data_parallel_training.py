@@ -9,14 +9,17 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    LaunchOrder,
     NonFiniteGradientError,
-    PlainDataParallel,
-    broadcast_params,
     check_weights_agree,
     finalize_model_grads,
 )
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.harness import run_on_ranks
-from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
+from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap, wrap_and_build
 
 
 def train(ranks, steps, settings):
@@ -61,7 +64,7 @@ class Branches(nn.Module):
 
 def gradients_of_branches(plan):
     """plan: for each step and rank, the layers used. Returns the gradient sums of both layers after each step."""
-    model = PlainDataParallel(Branches(), group=dist.group.WORLD)
+    model = wrap(Branches(), dist.group.WORLD)
     seen = []
     for step in plan:
         model.zero_grad_buffer()
@@ -99,34 +102,39 @@ def test_overflow_on_one_rank_skips_the_step_on_all():
 
 
 def nan_on_one_rank():
-    """Two chunks a rank, and ranks that hold other parts of a model: what rank 2 has is frozen, as a stage may be."""
-    alone = [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
+    """Two chunks a rank, and ranks that are stages of a pipeline: what rank 2 has is frozen, as a stage may be."""
+    groups, order = ProcessGroupCollection(pp=dist.group.WORLD), LaunchOrder(pp_group=dist.group.WORLD)
     parts = [tiny_model().requires_grad_(dist.get_rank() != 2) for _ in range(2)]
-    chunks = [PlainDataParallel(part, group=alone, check_for_nan_in_grad=True) for part in parts]
-    for chunk in chunks if dist.get_rank() != 2 else []:
-        chunk(torch.ones(2, 5)).sum().backward()
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-        finalize_model_grads(chunks)
-    if dist.get_rank() == 1:
-        dict(chunks[1].named_main_grads())["2.weight"][3, 1] = math.nan
-    try:
-        finalize_model_grads(chunks)
-    except NonFiniteGradientError as error:
-        return str(error), all_reduce.call_count
+    config, settings = ModelParallelConfig(), DistributedDataParallelConfig(check_for_nan_in_grad=True)
+    chunks = [
+        DistributedDataParallel(config, settings, part, pg_collection=groups, launch_order=order) for part in parts
+    ]
+    for step in range(2):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        for chunk in chunks if dist.get_rank() != 2 else []:
+            chunk(torch.ones(2, 5)).sum().backward()
+        if step == 1 and dist.get_rank() == 1:
+            dict(chunks[1].named_main_grads())["2.weight"][3, 1] = math.nan
+        try:
+            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+                finalize_model_grads(chunks)
+        except NonFiniteGradientError as error:
+            return str(error), all_reduce.call_count
 
 
 def test_a_nan_is_reported_on_all_ranks_with_its_rank_and_parameter():
     outcomes = run_on_ranks(nan_on_one_rank, 3)
     assert outcomes[0] is not None and len(set(outcomes)) == 1
     message, exchanges = outcomes[0]
-    assert "rank 1: 2.weight (1 NaN, 0 infinite of 231 elements)" in message
+    assert "not finite on rank 1: 2.weight." in message
     assert "rank 0" not in message and "rank 2" not in message
     # For all chunks together.
     assert exchanges == 1
 
 
 def test_a_frozen_module_takes_part_on_its_own_device():
-    assert PlainDataParallel(nn.Linear(1, 1, device="meta").requires_grad_(False), group=None).device.type == "meta"
+    assert wrap(nn.Linear(1, 1, device="meta").requires_grad_(False)).device.type == "meta"
 
 
 def different_weights():
@@ -137,7 +145,8 @@ def different_weights():
     try:
         check_weights_agree(model, dist.group.WORLD)
     except ValueError as error:
-        broadcast_params(model, dist.group.WORLD)
+        model[4].bias.requires_grad_(False)
+        wrap(model, dist.group.WORLD).broadcast_params()
         check_weights_agree(model, dist.group.WORLD)
         model[4].requires_grad_(dist.get_rank() != 1)
         with pytest.raises(ValueError, match=r"parameter 4.weight differs .* and ranks \[1\]: .* train the same"):
@@ -151,7 +160,7 @@ def test_different_weights_are_found_before_the_first_step_and_a_broadcast_mends
 
 
 def per_token_gradient():
-    model = PlainDataParallel(nn.Linear(2, 1, bias=False), group=dist.group.WORLD, calculate_per_token_loss=True)
+    model = wrap(nn.Linear(2, 1, bias=False), dist.group.WORLD, calculate_per_token_loss=True)
     tokens = [1, 0, 7][dist.get_rank()]
     (model(torch.ones(tokens, 2)).sum() * (1.0 + dist.get_rank())).backward()
     num_tokens = torch.tensor(tokens)

@@ -1,0 +1,52 @@
+"""Wraps a run's model chunks for data parallelism as the flags say, and joins them with the schedule of passes.
+
+How gradients are reduced is megatron.core.distributed's; when the schedule calls is pipeline_parallel's.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, LaunchOrder
+from megatron.core.parallel_state import get_process_groups
+from megatron.core.utils import get_model_config
+from megatron.training.arguments import config_from_args
+
+
+def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn.Module]:
+    """The chunks of a stage, in order, each wrapped; their collectives have one order. Collective."""
+    ddp_config = dataclasses.replace(
+        config_from_args(DistributedDataParallelConfig, args),
+        grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
+        # An overflow under fp16 is the loss scaler's business.
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not args.fp16,
+    )
+    order = LaunchOrder.of(get_process_groups(), ddp_config)
+    return [
+        DistributedDataParallel(
+            get_model_config(part),
+            ddp_config,
+            part,
+            # Later chunks are computed while the first is reduced or gathered: nothing is hidden by cutting them.
+            disable_bucketing=chunk > 0 or ddp_config.overlap_param_gather_with_optimizer_step,
+            pg_collection=get_process_groups(),
+            launch_order=order,
+        )
+        for chunk, part in enumerate(parts)
+    ]
+
+
+def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
+    """Lets the schedule of passes start the collectives of the chunks that overlap with them."""
+    chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    for chunk in chunks:
+        config, overlap = chunk.config, chunk.ddp_config
+        if overlap.overlap_grad_reduce:
+            config.no_sync_func = [each.no_sync for each in chunks]
+            # With one chunk a stage it is better to start within its last backward.
+            if args.align_grad_reduce and len(chunks) > 1:
+                config.grad_sync_func = [each.start_grad_sync for each in chunks]
+        if overlap.overlap_param_gather and overlap.align_param_gather:
+            config.param_sync_func = [each.start_stale_param_sync for each in chunks]
