@@ -3,6 +3,7 @@
 A module whose parameters hold several matrices describes them through `weight_matrices`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -20,6 +21,11 @@ class MatrixWindow:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The window as a view of `tensor`: contiguous, any shape of the parameter's size, any dtype -> [*shape]."""

@@ -30,7 +30,7 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
             ddp_config,
             part,
             # Later chunks are computed while the first is reduced or gathered: nothing is hidden by cutting them.
-            disable_bucketing=chunk > 0 or ddp_config.overlap_param_gather_with_optimizer_step,
+            disable_bucketing=chunk > 0,
             pg_collection=get_process_groups(),
             launch_order=order,
         )

@@ -234,13 +234,13 @@ class LaunchOrder:
         """Launches the gathers of stale parameters; if all groups are current, or `again`, of all. Collective."""
         if again or not any(group.is_gathering for group in groups):
             self.mark_stale(groups)
-        for group in self._gather_order():
+        for group in self.gather_order:
             if group in groups:
                 self._launch_gathers(up_to=group)
 
     def finish_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Launches what is left of the gathers and waits for them. Collective."""
-        for group in self._gather_order():
+        for group in self.gather_order:
             if group in groups:
                 self.need(group, prefetch=False)
                 group.is_gathering = False
@@ -257,16 +257,17 @@ class LaunchOrder:
 
     def prefetch(self) -> None:
         """Launches the next gather that is due, if there is one."""
-        following = next((group for group in self._gather_order() if group.param_state is ParamState.STALE), None)
+        following = next((group for group in self.gather_order if group.param_state is ParamState.STALE), None)
         if following is not None:
             self._launch_gather(following)
 
-    def _gather_order(self) -> list[_ParamAndGradBucketGroup]:
-        # About the order of forward.
+    @property
+    def gather_order(self) -> list[_ParamAndGradBucketGroup]:
+        """All groups, about in the order in which forward needs their parameters; the same on all ranks."""
         return [self._groups[number] for number in reversed(self._sequence.order)]
 
     def _launch_gathers(self, *, up_to: _ParamAndGradBucketGroup | None = None) -> None:
-        for group in self._gather_order():
+        for group in self.gather_order:
             if group.param_state is ParamState.STALE:
                 self._launch_gather(group)
             if group is up_to:
@@ -312,7 +313,7 @@ class LaunchOrder:
     def _launch_rest(self) -> None:
         self._launch_gathers()
         self._launch(self._sequence.rest())
-        for group in self._gather_order():
+        for group in self.gather_order:
             if group.param_state is ParamState.IN_FLIGHT:
                 # Of modules that forward skipped: the optimizer is about to write where it arrives.
                 self._wait_for_gather(group)

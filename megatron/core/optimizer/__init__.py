@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, check_same_sharding
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.group_agreement import agree_on_groups
+from megatron.core.optimizer.muon_rule import MuonRule
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -19,7 +21,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping, ParamGroupOverride, ParamKey
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, build_runs
 from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
-from megatron.core.optimizer.update_rules import FusedRule, MuonRule, UpdateRule
+from megatron.core.optimizer.update_rules import FusedRule, UpdateRule
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.weight_matrices import HasWeightMatrices, MatrixWindow
@@ -27,6 +29,7 @@ from megatron.core.weight_matrices import HasWeightMatrices, MatrixWindow
 __all__ = [
     "ChainedOptimizer",
     "ConstantGradScaler",
+    "DistributedOptimizer",
     "DynamicGradScaler",
     "FP32Optimizer",
     "Float16OptimizerWithFloat16Params",
@@ -47,26 +50,24 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
 
-    config_overrides: other rates and decays for some of them;
-    of several that match a parameter the later wins; alike on all ranks. pg_collection: the groups that parameters are
-    spread over, for norm and overflow; None: those of parallel_state, if there are any. Collective over them.
+    A DistributedOptimizer where the chunks are sharded. config_overrides: other rates and decays for some parameters;
+    of several that match one the later wins; alike on all ranks. pg_collection: the groups that parameters are spread
+    over, for norm and overflow; None: those of parallel_state, if there are any. Collective over them.
     """
     groups = pg_collection or existing_process_groups()
-    if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
-        raise ValueError(
-            "OptimizerConfig.optimizer is muon with tensor-parallel layers: it needs whole matrices, so "
-            "tensor_model_parallel_size and expert_tensor_parallel_size must be 1"
-        )
-    if config.lr is None:
-        raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
     chunks = [_wrapped(chunk) for chunk in model_chunks]
     buffers = [buffer for chunk in chunks for buffer in chunk.all_buffers]
+    _check_settings(config, groups, buffers=buffers)
+    is_sharded = check_same_sharding(chunks)
     grouping = ParamGrouping(config, config_overrides)
     keys = agree_on_groups([entry for buffer in buffers for entry in buffer.entries], grouping, groups=groups)
-    _check_grads_dtype(config, buffers)
     runs = build_runs(buffers, keys, main_of=_masters(config))
-    rules = _update_rules(config, runs, plain=grouping.plain_keys(), model_chunks=model_chunks)
-    return _optimizer_class(config)(
+    rules: list[UpdateRule] = [_fused_rule(config, runs, keys=[*grouping.plain_keys(), *keys.values()])]
+    if config.optimizer == "muon":
+        of_matrices = [run for run in runs if run.group.is_matrix]
+        matrices = _weight_matrices(model_chunks, split_qkv=config.muon_split_qkv)
+        rules.append(MuonRule(config, of_matrices, buffers=buffers, keys=keys, matrices=matrices))
+    return _optimizer_class(config, is_sharded=is_sharded)(
         rules,
         config,
         runs=runs,
@@ -78,7 +79,31 @@ def get_megatron_optimizer(
     )
 
 
-def _optimizer_class(config: OptimizerConfig) -> type[MegatronOptimizer]:
+def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, buffers: Sequence[FlatBuffer]) -> None:
+    if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
+        raise ValueError(
+            "OptimizerConfig.optimizer is muon with tensor-parallel layers: it needs whole matrices, so "
+            "tensor_model_parallel_size and expert_tensor_parallel_size must be 1"
+        )
+    if config.lr is None:
+        raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
+    narrow = [buffer for buffer in buffers if buffer.param_data.dtype.itemsize == 2]
+    if config.main_grads_dtype == "bf16" and any(buffer.grad_data.dtype != torch.bfloat16 for buffer in narrow):
+        raise ValueError(
+            "OptimizerConfig.main_grads_dtype is bf16: gradients must be reduced in bf16 as well "
+            "(--grad-reduce-in-bf16), or main_grads_dtype be fp32"
+        )
+
+
+def _fused_rule(config: OptimizerConfig, runs: Sequence[ParamRun], *, keys: Sequence[GroupKey]) -> FusedRule:
+    # Of all parameters, whatever this rank owns; a dictionary keeps the order in which groups first appear.
+    groups = list(dict.fromkeys(key for key in keys if not key.is_matrix))
+    return FusedRule(config, [run for run in runs if not run.group.is_matrix], groups=groups)
+
+
+def _optimizer_class(config: OptimizerConfig, *, is_sharded: bool) -> type[MegatronOptimizer]:
+    if is_sharded:
+        return DistributedOptimizer
     if config.optimizer == "muon":
         return ChainedOptimizer
     # By the settings, not by looking at dtypes: an fp32 router in a bf16 model changes nothing.
@@ -91,36 +116,13 @@ def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
         return full_masters
     if config.main_params_dtype == "fp16":
         return half_masters
-    return remainder_masters if config.store_param_remainders else full_masters
-
-
-def _check_grads_dtype(config: OptimizerConfig, buffers: Sequence[FlatBuffer]) -> None:
-    narrow = [buffer for buffer in buffers if buffer.param_data.dtype.itemsize == 2]
-    if config.main_grads_dtype == "bf16" and any(buffer.grad_data.dtype != torch.bfloat16 for buffer in narrow):
-        raise ValueError(
-            "OptimizerConfig.main_grads_dtype is bf16: gradients must be reduced in bf16 as well "
-            "(--grad-reduce-in-bf16), or main_grads_dtype be fp32"
-        )
+    return remainder_masters if config.keeps_remainders else full_masters
 
 
 def _wrapped(chunk: nn.Module) -> DistributedDataParallel:
     if not isinstance(chunk, DistributedDataParallel):
         raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in DistributedDataParallel")
     return chunk
-
-
-def _update_rules(
-    config: OptimizerConfig, runs: list[ParamRun], *, plain: list[GroupKey], model_chunks: Sequence[nn.Module]
-) -> list[UpdateRule]:
-    # A dictionary keeps the order in which groups first appear.
-    keys = list(dict.fromkeys([*plain, *(run.group for run in runs)]))
-    vectors = [run for run in runs if not run.group.is_matrix]
-    rules: list[UpdateRule] = [FusedRule(config, vectors, groups=[key for key in keys if not key.is_matrix])]
-    if config.optimizer == "muon":
-        rest = [run for run in runs if run.group.is_matrix]
-        matrices = _weight_matrices(model_chunks, split_qkv=config.muon_split_qkv)
-        rules.append(MuonRule(config, rest, groups=[key for key in keys if key.is_matrix], matrices=matrices))
-    return rules
 
 
 def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> dict[str, list[MatrixWindow]]:

@@ -4,7 +4,7 @@ Which parameters lie together is param_runs.py; the update rules are torch.optim
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +80,7 @@ class MegatronOptimizer:
         # Copies of the lists: a caller that goes on building must not change what is stepped.
         self._rules = list(rules)
         self._runs = list(runs)
+        self._every_run = frozenset(runs)
         self._model_chunks = list(model_chunks)
         buffers = [buffer for chunk in model_chunks for buffer in chunk.all_buffers]
         groups, device = pg_collection or ProcessGroupCollection(), device or default_device()
@@ -149,6 +150,7 @@ class MegatronOptimizer:
         with self.config.timers("optimizer-count-zeros", log_level=1):
             num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
         with self.config.timers("optimizer-inner-step", log_level=1):
+            self._num_steps += 1
             self._update(divisor)
         return True, grad_norm, num_zeros
 
@@ -230,11 +232,14 @@ class MegatronOptimizer:
         return [flat] if pieces is None else range_views(pieces, flat, start=member.start)
 
     def _update(self, divisor: float) -> None:
-        self._num_steps += 1
-        for rule in self._rules:
-            rule.update(divisor)
-        for run in self._runs:
-            run.write_model()
+        self._update_runs(divisor, self._every_run, rules=self._rules)
+
+    def _update_runs(self, divisor: float, runs: Set[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
+        for rule in rules:
+            rule.update(divisor, runs)
+            for run in rule.runs:
+                if run in runs:
+                    run.write_model()
 
     def _step_counts(self) -> list[torch.Tensor]:
         # One a run of rules that count, all moved together.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.layout import Span
+from megatron.core.distributed.layout import BufferLayout, Span
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import PIECE, Plain, StoredFloats, WithRemainder, full_masters, pieces
 
@@ -42,6 +42,8 @@ class FlatBuffer(Protocol):
 
     @property
     def is_expert(self) -> bool: ...
+    @property
+    def layout(self) -> BufferLayout: ...
     @property
     def entries(self) -> Sequence[PlacedParam]: ...
     @property
@@ -74,7 +76,7 @@ class ParamRun:
     model: [N], the parameters' dtype; they are views of it. main: the N numbers that are stepped: `model` itself, or
     what has the digits that 16-bit parameters lack. grad: [N], the buffer's dtype, a view of it. N is a multiple of 64.
     Padding between parameters is zero in all three and stays zero: neither norm nor step sees it. bucket: which of the
-    buffer's owned spans it lies in.
+    owned spans of `buffer` it lies in.
     """
 
     params: list[RunParam]
@@ -82,6 +84,7 @@ class ParamRun:
     model: torch.Tensor
     main: StoredFloats
     grad: torch.Tensor
+    buffer: FlatBuffer
     bucket: int
 
     @property
@@ -142,7 +145,7 @@ def build_runs(
             here = entries[bisect_right(ends, owned.start) :]
             for members, start, end in _ranges_in(owned, here, groups=groups):
                 model, grad = buffer.param_data[start:end], buffer.grad_data[start:end]
-                runs.append(ParamRun(members, groups[members[0].param], model, main_of(model), grad, bucket))
+                runs.append(ParamRun(members, groups[members[0].param], model, main_of(model), grad, buffer, bucket))
     return runs
 
 

@@ -40,6 +40,11 @@ class PrecisionConfig:
         help="Of fp32 masters beside bf16 parameters, keep only the 16 bits that the parameters lack.",
     )
 
+    @property
+    def keeps_remainders(self) -> bool:
+        """Whether masters of bf16 parameters are the 16 bits that these lack."""
+        return self.use_precision_aware_optimizer and self.main_params_dtype == "fp32" and self.store_param_remainders
+
     def validate_stored_types(self, optimizer: str) -> None:
         """optimizer: the name of the update rule. Raises ValueError for what cannot be kept so."""
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):

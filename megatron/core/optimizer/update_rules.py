@@ -3,8 +3,7 @@
 Norm, clipping, loss scale and masters are optimizer.py's; which parameters get which rule is decided in __init__.py.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,17 +16,17 @@ from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.precision_config import DTYPES
 from megatron.core.optimizer.stored_floats import PIECE, Plain, StoredFloats, zeros_beside
-from megatron.core.weight_matrices import MatrixWindow
 
 
 class UpdateRule(Protocol):
-    """What an optimizer needs of a rule."""
+    """What an optimizer needs of a rule. is_collective: ranks exchange something in `update`, for all runs at once."""
 
+    is_collective: bool
     optimizer: torch.optim.Optimizer
     runs: list[ParamRun]
 
-    def update(self, divisor: float) -> None:
-        """Steps the rule's runs by their gradients / divisor."""
+    def update(self, divisor: float, runs: Set[ParamRun]) -> None:
+        """Steps those of the rule's runs that are in `runs` by their gradients / divisor; each once a step."""
         ...
 
     def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
@@ -44,6 +43,8 @@ class FusedRule:
 
     Runs of which something is not kept as the kernel computes go through it in pieces, and are converted on the way.
     """
+
+    is_collective = False
 
     def __init__(self, config: OptimizerConfig, runs: Sequence[ParamRun], *, groups: Sequence[GroupKey]) -> None:
         self.runs = list(runs)
@@ -73,9 +74,10 @@ class FusedRule:
         self._steps = {run: torch.zeros((), dtype=torch.float32, device=run.grad.device) for run in self.runs}
 
     @torch.no_grad()
-    def update(self, divisor: float) -> None:
+    def update(self, divisor: float, runs: Set[ParamRun]) -> None:
         """See UpdateRule."""
-        for group, members in zip(self.optimizer.param_groups, self._members):
+        for group, every in zip(self.optimizer.param_groups, self._members):
+            members = [run for run in every if run in runs]
             # The kernels divide by this tensor while they read the gradient, as for torch.amp.GradScaler.
             grad_scale = None if divisor == 1.0 or not members else torch.tensor(divisor, device=members[0].grad.device)
             whole = [operands for run in members if (operands := self._whole(run)) is not None]
@@ -163,124 +165,3 @@ def _sgd_kernel(operands: list[_Operands], group: dict[str, Any], *, grad_scale:
         nesterov=False,
         maximize=False,
     )
-
-
-class _Copied:
-    """A matrix that no two-dimensional view reaches: torch steps copies [rows, columns] of windows [*rows, columns].
-
-    Weight, gradient and momentum, in this order. The flat storage has the last word: it is what is saved and loaded.
-    """
-
-    def __init__(self, windows: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        self._windows = windows
-        weight, grad, momentum = (window.flatten(0, -2).clone() for window in windows)
-        self.copies = weight, grad, momentum
-
-    def read(self) -> None:
-        for window, copy in zip(self._windows, self.copies):
-            copy.view(window.shape).copy_(window)
-
-    def write_back(self) -> None:
-        for index in (0, 2):
-            window = self._windows[index]
-            window.copy_(self.copies[index].view(window.shape))
-
-
-class MuonRule:
-    """torch's Muon over the matrices inside the runs: an expert's, a projection's, or q, k and v of an attention.
-
-    A matrix is a view of the flat storage; q, k and v of several groups are not in one piece and are copied in and
-    out. matrices: windows by parameter name; a parameter that it leaves out is one matrix as it is.
-    """
-
-    def __init__(
-        self,
-        config: OptimizerConfig,
-        runs: Sequence[ParamRun],
-        *,
-        groups: Sequence[GroupKey],
-        matrices: Mapping[str, list[MatrixWindow]],
-    ) -> None:
-        self.runs = list(runs)
-        self._momenta = {run: torch.zeros_like(run.stepped) for run in runs}
-        self._copied: list[_Copied] = []
-        torch_groups: dict[tuple[GroupKey, tuple[int, ...]], list[torch.Tensor]] = {}
-        states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        for key in groups:
-            for run in (run for run in runs if run.group == key):
-                for weight, momentum in self._matrices_of(run, matrices):
-                    torch_groups.setdefault((key, tuple(weight.shape)), []).append(weight)
-                    states[weight] = {"momentum_buffer": momentum}
-        self.optimizer: torch.optim.Optimizer = torch.optim.Muon(
-            [
-                {"params": weights, **_scaled(key.values(config), _lr_factor(shape, config))}
-                for (key, shape), weights in torch_groups.items()
-            ]
-            # torch refuses an optimizer without groups; a model may have no matrices.
-            or [{"params": []}],
-            momentum=config.muon_momentum,
-            nesterov=config.muon_nesterov,
-            ns_steps=config.muon_num_ns_steps,
-        )
-        self.optimizer.state.update(states)
-
-    def _matrices_of(
-        self, run: ParamRun, matrices: Mapping[str, list[MatrixWindow]]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Weight and momentum of each matrix of a run; the gradient hangs on the weight."""
-        found = []
-        for member in run.params:
-            flats = [member.view_of(flat) for flat in (run.stepped, run.grad, self._momenta[run])]
-            for window in matrices.get(member.name, [_whole(member.param)]):
-                weight, grad, momentum = (window.view_of(flat) for flat in flats)
-                # Rows of several groups are in one piece only where there is one group.
-                if weight.dim() > 2:
-                    copied = _Copied((weight, grad, momentum))
-                    self._copied.append(copied)
-                    weight, grad, momentum = copied.copies
-                weight.grad = grad
-                found.append((weight, momentum))
-        return found
-
-    def update(self, divisor: float) -> None:
-        """See UpdateRule."""
-        if divisor != 1.0:
-            # torch's Muon has no fused division.
-            for run in self.runs:
-                run.grad.div_(divisor)
-        for copied in self._copied:
-            copied.read()
-        self.optimizer.step()
-        for copied in self._copied:
-            copied.write_back()
-
-    def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
-        """See UpdateRule."""
-        return {"momentum_buffer": Plain(self._momenta[run])}
-
-    def step_counts(self) -> list[torch.Tensor]:
-        """See UpdateRule: none, [], fp32 each."""
-        return []
-
-
-def _whole(param: torch.Tensor) -> MatrixWindow:
-    rows, columns = param.shape
-    return MatrixWindow((rows, columns), (columns, 1), 0)
-
-
-def _lr_factor(shape: tuple[int, ...], config: OptimizerConfig) -> float:
-    """What torch's learning rate is multiplied with to get the wanted scale of a matrix's update."""
-    rows, columns = shape
-    by_torch = math.sqrt(max(1, rows / columns))
-    wanted = {
-        "spectral": math.sqrt(max(rows, columns)),
-        "unit_rms_norm": math.sqrt(rows / columns),
-        "shape_scaling": by_torch,
-    }[config.muon_scale_mode]
-    return config.muon_extra_scale_factor * wanted / by_torch
-
-
-def _scaled(values: dict[str, Any], factor: float) -> dict[str, Any]:
-    """A group whose rate is `factor` times as high and whose decay, which torch multiplies by the rate, is not."""
-    scaled = {"lr": values["lr"] * factor, "lr_mult": values["lr_mult"] * factor}
-    return {**values, **scaled, **{name: values[name] / factor for name in ("weight_decay", "wd_mult")}}

@@ -87,6 +87,6 @@ def _step(buffer: Shard, config: OptimizerConfig) -> None:
     runs = buffer.runs()
     rule = FusedRule(config, runs, groups=list(dict.fromkeys(run.group for run in runs)))
     for _ in range(3):
-        rule.update(1.7)
+        rule.update(1.7, set(runs))
     for run in runs:
         run.write_model()

@@ -1,0 +1,86 @@
+"""DistributedOptimizer: each data-parallel rank steps its shard of every bucket, then all gather the parameters.
+
+How buckets are cut and what is launched when is megatron.core.distributed's; what a step is, optimizer.py's.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.param_runs import ParamRun
+
+
+class DistributedOptimizer(MegatronOptimizer):
+    """ZeRO-1: masters and moments of this rank's shards alone, in fp32 or as the settings say. In a step, after what
+    MegatronOptimizer does:
+
+    1. the parameters of other ranks' shards are stale from here on;
+    2. this rank's shards are updated;
+    3. without overlap all gather them; with overlap_param_gather forward does, before each module;
+       with overlap_param_gather_with_optimizer_step each bucket as soon as it is updated, in the order of forward.
+
+    A rank may own padding alone, or nothing of a parameter group. The norm counts each element once, so that all ranks
+    skip a step together. Checkpoints hold boxes of whole tensors: any number of ranks loads what any number saved.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Chunks of a stage share one, in which their gathers have one order.
+        self._orders = list(dict.fromkeys(chunk.launch_order for chunk in self._model_chunks))
+        overlap = self._model_chunks[0].ddp_config
+        self._gathers_in_step = overlap.overlap_param_gather_with_optimizer_step
+        self._gathers_after_step = not overlap.overlap_param_gather
+        self._runs_in: dict[tuple[int, int], list[ParamRun]] = {}
+        for run in self._runs:
+            self._runs_in.setdefault((id(run.buffer), run.bucket), []).append(run)
+
+    @contextmanager
+    def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
+        """See MegatronOptimizer. Collective where masters are kept as remainders."""
+        with super().loading(model_pieces) as tensors:
+            yield tensors
+        # Not by what this rank owns, which may be nothing.
+        dtypes = [buffer.param_data.dtype for chunk in self._model_chunks for buffer in chunk.all_buffers]
+        if self.config.keeps_remainders and torch.bfloat16 in dtypes:
+            # Loading remainders rounds the parameters anew, of this shard alone.
+            for chunk in self._model_chunks:
+                chunk.start_param_sync(force_sync=True, force_dispatch=True)
+
+    def _update(self, divisor: float) -> None:
+        # First of all: a gather that is still under way would write over what is updated.
+        for chunk in self._model_chunks:
+            chunk.mark_params_stale()
+        if self._gathers_in_step:
+            self._update_and_gather_buckets(divisor)
+            return
+        super()._update(divisor)
+        if self._gathers_after_step:
+            for chunk in self._model_chunks:
+                chunk.start_param_sync()
+
+    def _update_and_gather_buckets(self, divisor: float) -> None:
+        together = [rule for rule in self._rules if rule.is_collective]
+        self._update_runs(divisor, self._every_run, rules=together)
+        rest = [rule for rule in self._rules if not rule.is_collective]
+        for order in self._orders:
+            for group in order.gather_order:
+                keys = [(id(bucket.buffer), bucket.layout.index) for bucket in group.buckets]
+                runs = frozenset(run for key in keys for run in self._runs_in.get(key, []))
+                self._update_runs(divisor, runs, rules=rest)
+                order.start_param_sync([group])
+
+
+def check_same_sharding(chunks: list[DistributedDataParallel]) -> bool:
+    """Whether the chunks are sharded; raises ValueError unless all are, or none."""
+    sharded = [chunk.ddp_config.use_distributed_optimizer for chunk in chunks]
+    if len(set(sharded)) > 1:
+        raise ValueError(
+            f"DistributedDataParallelConfig.use_distributed_optimizer of the chunks is {sharded}: must be the same"
+        )
+    return sharded[0]

@@ -1,0 +1,250 @@
+"""MuonRule: orthogonal updates of the matrices inside runs, also where these are cut over ranks.
+
+Which rank works on which matrix is matrix_plan.py's; which matrices a parameter holds, its module says.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.optimizer.matrix_plan import MatrixUnit, batches_of, owners_of, ranges_of, units_of
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import GroupKey
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, RunParam
+from megatron.core.optimizer.shard_map import range_views
+from megatron.core.optimizer.stored_floats import Plain, StoredFloats
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.weight_matrices import MatrixWindow
+
+# Keller Jordan's coefficients: singular values come to lie around 1 within five steps.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_EPS = 1e-7
+# Elements that a rank sends at a time: two bytes each, there and back.
+_SENT_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank holds of a unit: elements first to last of its run's flat tensors, which are the flattened
+    parameter's from `start` on.
+    """
+
+    unit: MatrixUnit
+    run: ParamRun
+    start: int
+    first: int
+    last: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """flat: [N], one of the run's, any dtype -> [last - first], a view."""
+        return flat[self.first : self.last]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Units whose updates travel together. sends: this rank's parts, by the rank that works on them. receives: units
+    that this rank works on and ranges of their parameters, by the rank that holds them.
+    """
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    sends: list[list[_Part]]
+    receives: list[list[tuple[MatrixUnit, int, int]]]
+
+    @property
+    def parts(self) -> list[_Part]:
+        """All parts of this rank, in the order in which they are sent."""
+        return [part for parts in self.sends for part in parts]
+
+
+class MuonRule:
+    """Muon (Keller Jordan, 2024): momentum, made orthogonal matrix by matrix, with decay apart from it.
+
+    A matrix is an expert's, a projection's, or the q, k or v of an attention. Momenta are kept like all other state, by
+    each rank of what it owns. In a step each rank gets some matrices whole, in bf16, in which Newton-Schulz works
+    anyway, and sends back what it made of them. buffers: all of the model's; keys: the group of every parameter in
+    them. matrices: windows by parameter name; a parameter that it leaves out is one matrix as it is.
+    """
+
+    is_collective = True
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        runs: Sequence[ParamRun],
+        *,
+        buffers: Sequence[FlatBuffer],
+        keys: Mapping[nn.Parameter, GroupKey],
+        matrices: Mapping[str, list[MatrixWindow]],
+    ) -> None:
+        self.runs = list(runs)
+        self._config = config
+        self._momenta = {run: torch.zeros_like(run.stepped) for run in runs}
+        self._batches: list[_Batch] = []
+        groups: dict[tuple[GroupKey, tuple[int, int]], dict[str, Any]] = {}
+        self._group_of: dict[tuple[str, MatrixWindow], dict[str, Any]] = {}
+        for buffer in buffers:
+            placed = [entry for entry in buffer.entries if keys[entry.param].is_matrix]
+            windows = {entry.name: matrices.get(entry.name, [_whole(entry.param)]) for entry in placed}
+            for entry in placed:
+                for window in windows[entry.name]:
+                    # On all ranks, whatever they own: a schedule goes through the groups.
+                    group = {**_values(keys[entry.param], window, config=config), "params": []}
+                    group = groups.setdefault((keys[entry.param], window.matrix_shape), group)
+                    self._group_of[entry.name, window] = group
+            units = [unit for e in placed for unit in units_of(e.name, windows[e.name], place=e.span.start)]
+            self._batches += _plan(buffer, sorted(units, key=lambda unit: unit.place), runs=self.runs)
+        for part in (part for batch in self._batches for part in batch.parts):
+            for window in part.unit.windows:
+                self._group_of[part.unit.name, window]["params"] += _views(part, window, flat=part.of(part.run.stepped))
+        # torch takes over these very dictionaries, and refuses to have none.
+        self.optimizer = torch.optim.Optimizer(list(groups.values()) or [{"params": []}], {"lr": config.lr})
+
+    @torch.no_grad()
+    def update(self, divisor: float, runs: Set[ParamRun]) -> None:
+        """See UpdateRule; all runs at once. Collective over the ranks that shards are spread over."""
+        assert runs >= set(self.runs), "matrices reach over ranks' runs: they are stepped together"
+        grads = {}
+        for run in self.runs:
+            # 16-bit gradients become wider ones; the others are divided where they stand.
+            grad = run.grad.to(self._momenta[run].dtype)
+            grads[run] = grad.div_(divisor) if divisor != 1.0 else grad
+            self._momenta[run].lerp_(grad, 1 - self._config.muon_momentum)
+        for batch in self._batches:
+            self._step(batch, grads)
+
+    def _step(self, batch: _Batch, grads: Mapping[ParamRun, torch.Tensor]) -> None:
+        there = [[self._direction(part, grads[part.run]) for part in parts] for parts in batch.sends]
+        sizes = [[last - first for _, first, last in ranges] for ranges in batch.receives]
+        arrived = _exchange(batch, there, sizes=sizes)
+        self._orthogonalize(batch, arrived)
+        back = _exchange(batch, arrived, sizes=[[t.numel() for t in sent] for sent in there])
+        for part, update in zip(batch.parts, (t for received in back for t in received), strict=True):
+            for window in part.unit.windows:
+                group = self._group_of[part.unit.name, window]
+                rate = group["lr"] * _torch_factor(window.matrix_shape)
+                weights = _views(part, window, flat=part.of(part.run.stepped))
+                for weight, change in zip(weights, _views(part, window, flat=update), strict=True):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-rate)
+
+    def _direction(self, part: _Part, grad: torch.Tensor) -> torch.Tensor:
+        """[n], bf16."""
+        momentum = part.of(self._momenta[part.run])
+        if self._config.muon_nesterov:
+            momentum = part.of(grad).lerp(momentum, self._config.muon_momentum)
+        return momentum.bfloat16()
+
+    def _orthogonalize(self, batch: _Batch, arrived: list[list[torch.Tensor]]) -> None:
+        """Replaces what arrived of this rank's units, each [n], bf16, by what becomes of it."""
+        held: dict[MatrixUnit, list[tuple[int, torch.Tensor]]] = {}
+        for ranges, tensors in zip(batch.receives, arrived, strict=True):
+            for (unit, first, _), tensor in zip(ranges, tensors, strict=True):
+                held.setdefault(unit, []).append((first - unit.start, tensor))
+        for unit, pieces in held.items():
+            whole = torch.empty(unit.end - unit.start, dtype=torch.bfloat16, device=batch.device)
+            for first, tensor in pieces:
+                whole[first : first + tensor.numel()] = tensor
+            for window in unit.windows:
+                view = dataclasses.replace(window, offset=window.offset - unit.start).view_of(whole)
+                matrix = newton_schulz(view.flatten(0, -2), steps=self._config.muon_num_ns_steps)
+                view.copy_(matrix.reshape(view.shape))
+            for first, tensor in pieces:
+                tensor.copy_(whole[first : first + tensor.numel()])
+
+    def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
+        """See UpdateRule."""
+        return {"momentum_buffer": Plain(self._momenta[run])}
+
+    def step_counts(self) -> list[torch.Tensor]:
+        """See UpdateRule: none, [], fp32 each."""
+        return []
+
+
+def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
+    """The orthogonal matrix next to one, roughly: singular values around 1. [rows, columns], bf16, may be overwritten
+    -> the same shape and dtype. The quintic iteration of Muon.
+    """
+    rows, columns = matrix.shape
+    wide = matrix.T if rows > columns else matrix
+    # The iteration converges from a spectral norm of at most 1.
+    wide.div_(wide.norm().clamp(min=_EPS))
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), wide, beta=_A)
+    return wide.T if rows > columns else wide
+
+
+def _plan(buffer: FlatBuffer, units: Sequence[MatrixUnit], *, runs: Sequence[ParamRun]) -> Iterator[_Batch]:
+    """What this rank sends and receives for the units of a buffer."""
+    group = buffer.data_parallel_group if buffer.is_sharded else None
+    ranks, own_rank = group_size(group), group_rank(group)
+    members = [(run, member) for run in runs if run.buffer is buffer for member in run.params]
+    for batch in batches_of(units, max_elements=_SENT_AT_ONCE * ranks):
+        sends: list[list[_Part]] = [[] for _ in range(ranks)]
+        receives: list[list[tuple[MatrixUnit, int, int]]] = [[] for _ in range(ranks)]
+        for unit, owner in zip(batch, owners_of(batch, ranks)):
+            for rank, first, last in ranges_of(unit, buffer.layout, is_sharded=group is not None):
+                if owner == own_rank:
+                    receives[rank].append((unit, first, last))
+                if rank == own_rank:
+                    sends[owner].append(_part_of(unit, members, first=first, last=last))
+        yield _Batch(group, buffer.param_data.device, sends, receives)
+
+
+def _part_of(unit: MatrixUnit, members: Sequence[tuple[ParamRun, RunParam]], *, first: int, last: int) -> _Part:
+    run, member = next(
+        (run, m) for run, m in members if m.name == unit.name and m.start <= first < m.start + m.span.numel
+    )
+    place = member.span.start + first - member.start
+    return _Part(unit, run, first, place, place + last - first)
+
+
+def _exchange(batch: _Batch, sends: list[list[torch.Tensor]], *, sizes: list[list[int]]) -> list[list[torch.Tensor]]:
+    """Sends tensors, each [n], bf16, to each rank; sizes: of those that come from each. One message a rank."""
+    if group_size(batch.group) == 1:
+        return sends
+    nothing = torch.empty(0, dtype=torch.bfloat16, device=batch.device)
+    sent = torch.cat([nothing, *(tensor for tensors in sends for tensor in tensors)])
+    lengths = [sum(of_rank) for of_rank in sizes]
+    received = sent.new_empty(sum(lengths))
+    dist.all_to_all_single(received, sent, lengths, [sum(t.numel() for t in of) for of in sends], group=batch.group)
+    return [list(part.split(of_rank)) for part, of_rank in zip(received.split(lengths), sizes)]
+
+
+def _views(part: _Part, window: MatrixWindow, *, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The elements of a matrix in a part's tensor [n]: any shapes, views."""
+    zeros = (0,) * len(window.shape)
+    piece = LogicalPiece(part.unit.name, window.shape, window.stride, window.offset, window.shape, zeros)
+    return range_views([piece], flat, start=part.start)
+
+
+def _whole(param: torch.Tensor) -> MatrixWindow:
+    rows, columns = param.shape
+    return MatrixWindow((rows, columns), (columns, 1), 0)
+
+
+def _torch_factor(shape: tuple[int, int]) -> float:
+    """What rates of torch.optim.Muon are multiplied with; rates in the groups mean the same here."""
+    rows, columns = shape
+    return math.sqrt(max(1, rows / columns))
+
+
+def _values(key: GroupKey, window: MatrixWindow, *, config: OptimizerConfig) -> dict[str, Any]:
+    """A torch group for matrices of one shape: its rate is scaled, its decay, which the rate multiplies, is not."""
+    rows, columns = window.matrix_shape
+    wanted = {
+        "spectral": math.sqrt(max(rows, columns)),
+        "unit_rms_norm": math.sqrt(rows / columns),
+        "shape_scaling": _torch_factor((rows, columns)),
+    }[config.muon_scale_mode]
+    factor = config.muon_extra_scale_factor * wanted / _torch_factor((rows, columns))
+    values = key.values(config)
+    scaled = {name: values[name] * factor for name in ("lr", "lr_mult")}
+    return {**values, **scaled, **{name: values[name] / factor for name in ("weight_decay", "wd_mult")}}

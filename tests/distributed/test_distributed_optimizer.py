@@ -1,0 +1,208 @@
+"""ZeRO-1 against plain data parallelism, bit for bit, at 3 and 4 ranks; what each rank holds, saves and loads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import model_logical_pieces, model_sharded_tensors
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
+
+OVERLAPS: dict[str, dict[str, bool]] = {
+    "none": {},
+    "grads": {"overlap_grad_reduce": True},
+    "params": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    "step": {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "overlap_param_gather_with_optimizer_step": True,
+    },
+}
+PRECISE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}
+STEPS = 5
+
+
+class Run:
+    """A small model in training; settings are OptimizerConfig's."""
+
+    def __init__(
+        self, model: nn.Module, *, zero1: bool, bucket_size: int | None = None, overlap: str = "none", **settings: Any
+    ) -> None:
+        self.dtype = next(model.parameters()).dtype
+        fp32_grads = settings.pop("grad_reduce_in_fp32", True)
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=zero1,
+            bucket_size=bucket_size,
+            grad_reduce_in_fp32=fp32_grads,
+            **OVERLAPS[overlap],
+        )
+        self.model = DistributedDataParallel(ModelParallelConfig(deterministic_mode=True), ddp_config, model)
+        precision = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(self.dtype, {})
+        config = OptimizerConfig(**{"lr": 0.01, "clip_grad": 0.05, "deterministic_mode": True, **precision, **settings})
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(config, [self.model])
+
+    def step(self, step: int, factor: float = 1.0) -> tuple[Any, ...]:
+        """What a step reports; factor: of this rank's inputs."""
+        self.optimizer.zero_grad()
+        (x,) = microbatches(10 * step + dist.get_rank(), dtype=self.dtype)
+        loss = self.model(x * factor).float().square().mean()
+        self.optimizer.scale_loss(loss).backward()
+        finalize_model_grads([self.model])
+        return loss.item(), *self.optimizer.step(), float(self.optimizer.get_loss_scale()), self.optimizer.params_norm()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All parameters, as modules see them."""
+        self.model.start_param_sync(force_sync=True)
+        return {name: p.detach().clone() for name, p in self.model.module.named_parameters()}
+
+    def tensors(self) -> list[dist_checkpointing.ShardedTensor]:
+        """What a checkpoint holds."""
+        pieces = model_logical_pieces(self.model)
+        return model_sharded_tensors(self.model) + self.optimizer.sharded_state(pieces)
+
+
+CASES: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.float32, {}),
+    (torch.float32, {"optimizer": "sgd"}),
+    (torch.float32, {"optimizer": "muon", "muon_nesterov": True}),
+    (torch.bfloat16, {}),
+    (torch.bfloat16, {"grad_reduce_in_fp32": False}),
+    (torch.bfloat16, PRECISE),
+    (
+        torch.bfloat16,
+        {**PRECISE, "grad_reduce_in_fp32": False, "main_grads_dtype": "bf16", "main_params_dtype": "fp16"},
+    ),
+]
+
+
+def _modes() -> Iterator[dict[str, Any]]:
+    for bucket_size in (1, 37, None):
+        for overlap in OVERLAPS:
+            yield {"zero1": True, "bucket_size": bucket_size, "overlap": overlap}
+            if overlap in ("none", "grads"):
+                yield {"zero1": False, "bucket_size": bucket_size, "overlap": overlap}
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_all_modes_and_bucket_sizes_give_the_same_bits(ranks: int) -> None:
+    run_on_ranks(_compare_modes, ranks, ranks == 3)
+
+
+def _compare_modes(every_case: bool) -> None:
+    for dtype, settings in CASES if every_case else CASES[2:4]:
+        expected = None
+        for mode in _modes():
+            run = Run(tiny_model(dtype), **mode, **settings)
+            assert isinstance(run.optimizer, DistributedOptimizer) == mode["zero1"]
+            seen = [run.step(step) for step in range(STEPS)], run.weights()
+            expected = expected or seen
+            assert seen[0] == expected[0], (dtype, settings, mode)
+            for name, weight in seen[1].items():
+                assert torch.equal(weight, expected[1][name]), (dtype, settings, mode, name)
+        assert len({norm for _, updated, norm, *_ in expected[0] if updated}) == STEPS
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_lowers_one_scale() -> None:
+    run_on_ranks(_overflow_on_one_rank, 3)
+
+
+def _overflow_on_one_rank() -> None:
+    settings = {"initial_loss_scale": 64.0, "hysteresis": 1, "log_num_zeros_in_grad": True}
+    runs = [
+        Run(tiny_model(torch.float16), zero1=zero1, overlap=overlap, bucket_size=37, **settings)
+        for zero1, overlap in ((False, "none"), (True, "none"), (True, "params"), (True, "step"))
+    ]
+    for step in range(6):
+        # One rank's inputs are beyond fp16, first of all: state is saved and loaded that never saw a step.
+        factor = 1e5 if step in (0, 3) and dist.get_rank() == 1 else 1.0
+        before = runs[2].optimizer.state_dict()
+        reports = [run.step(step, factor)[1:] for run in runs]
+        assert repr(reports) == repr([reports[0]] * len(runs))
+        assert reports[0][0] == (step not in (0, 3))
+        assert runs[2].optimizer.state_dict()["step"] == before["step"] + reports[0][0]
+    weights = [run.weights() for run in runs]
+    assert all(torch.equal(w, weights[0][name]) for other in weights for name, w in other.items())
+
+
+def test_frozen_parameters_and_a_model_without_any_to_train() -> None:
+    run_on_ranks(_freeze, 3)
+
+
+def _freeze() -> None:
+    for frozen in (["0.weight", "1.bias"], [name for name, _ in tiny_model().named_parameters()]):
+        results = []
+        for zero1 in (False, True):
+            model = tiny_model()
+            for name, param in model.named_parameters():
+                param.requires_grad_(name not in frozen)
+            # The loss needs something to go back to.
+            x = nn.Parameter(torch.ones(1))
+            run = Run(model, zero1=zero1, overlap="none", log_num_zeros_in_grad=True)
+            run.optimizer.zero_grad()
+            (run.model(microbatches(dist.get_rank())[0]).square().mean() * x).backward()
+            finalize_model_grads([run.model])
+            results.append((run.optimizer.step(), run.optimizer.norm_of(run.model.module.parameters()), run.weights()))
+        assert results[0][:2] == results[1][:2] and results[1][0][0]
+        for name, weight in results[1][2].items():
+            assert torch.equal(weight, results[0][2][name])
+            assert torch.equal(weight, dict(tiny_model().named_parameters())[name]) == (name in frozen)
+
+
+@pytest.mark.parametrize("case", [(torch.float32, {}), (torch.bfloat16, PRECISE)])
+def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path, case: tuple[torch.dtype, dict]) -> None:
+    sizes = (1, 2, 3, 4)
+    for ranks in sizes:
+        run_on_ranks(_save, ranks, tmp_path / f"from{ranks}", *case)
+    for ranks in sizes:
+        run_on_ranks(_load_all, ranks, tmp_path, *case)
+
+
+def _save(folder: Path, dtype: torch.dtype, settings: dict) -> None:
+    run = Run(tiny_model(dtype), zero1=True, bucket_size=37, overlap="none", **settings)
+    for step in range(3):
+        run.step(step)
+    boxes = run.optimizer.sharded_state(model_logical_pieces(run.model))
+    numel = sum(p.numel() for p in run.model.parameters())
+    states = 2 + (dtype != torch.float32)
+    held = sum(box.data.numel() for box in boxes)
+    # Nobody holds more than its share of the buckets, which are small here and mostly padding.
+    share = sum(bucket.layout.span.numel for buffer in run.model.all_buffers for bucket in buffer.buckets)
+    assert held <= states * share // dist.get_world_size()
+    total = torch.tensor(held)
+    dist.all_reduce(total)
+    assert total == states * numel
+    dist_checkpointing.save(run.tensors(), folder, common={"optimizer": run.optimizer.state_dict()})
+
+
+def _load_all(folder: Path, dtype: torch.dtype, settings: dict) -> None:
+    """Loads all checkpoints, with other buckets than they were saved with; two ranks without sharding."""
+    for path in sorted(folder.glob("from?")):
+        run = Run(tiny_model(dtype, seed=7), zero1=dist.get_world_size() != 2, overlap="none", **settings)
+        with run.optimizer.loading(model_logical_pieces(run.model)) as state:
+            common = dist_checkpointing.load([*model_sharded_tensors(run.model), *state], path)
+        run.optimizer.load_state_dict(common["optimizer"])
+        assert run.optimizer.state_dict() == common["optimizer"]
+        boxes = run.tensors()
+        fresh = [torch.full_like(box.data, torch.nan) for box in boxes]
+        stored = [
+            dist_checkpointing.ShardedTensor(box.key, data, box.global_shape, box.global_offset)
+            for box, data in zip(boxes, fresh)
+        ]
+        dist_checkpointing.load(stored, path)
+        for box, data in zip(boxes, fresh):
+            assert torch.equal(box.data, data), (path, box.key)
+        # Replicas are one, and go on together.
+        run.step(9)
+        for name, weight in run.weights().items():
+            other = weight.clone()
+            dist.broadcast(other, src=0)
+            assert torch.equal(weight, other), name
