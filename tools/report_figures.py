@@ -130,6 +130,19 @@ FIGURES = (
         "Work without waiting for each other.",
     ),
     Figure(
+        *("hidden-share", "Communication", "Communication hidden under backward", "% of what fits"),
+        (("overlap/hidden_share", "hidden"),),
+        "Time of reductions before backward ended, over what there could have been. Of the first process.",
+        scale=100.0,
+        from_zero=True,
+    ),
+    Figure(
+        *("exposed", "Communication", "Waiting for communication", "milliseconds per step"),
+        (("overlap/exposed_reduce_ms", "for gradients"), ("overlap/exposed_gather_ms", "for parameters")),
+        "Of the first process; its own additions in rank order count.",
+        from_zero=True,
+    ),
+    Figure(
         *("memory", "Memory", "Memory by kind", "GiB"),
         (("memory/", ""),),
         "Of the first process, after the step. max and peak: the most so far.",
@@ -138,7 +151,7 @@ FIGURES = (
     ),
 )
 # Fields that a figure shows in another way, or that are no quantities.
-SHOWN = ("iteration", "skipped", "consumed_samples", "rank_times/")
+SHOWN = ("iteration", "skipped", "consumed_samples", "rank_times/", "overlap/")
 
 
 def make_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:

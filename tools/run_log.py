@@ -15,7 +15,7 @@ import numpy as np
 LOG_NAME = "steps.jsonl"
 RECORD_NAME = "run.json"
 # Fields of time and place, which no two runs share; those that end in a slash hold several.
-TIMINGS = ("seconds", "tokens_per_second", "tflops", "mfu", "timers/", "rank_times/", "memory/")
+TIMINGS = ("seconds", "tokens_per_second", "tflops", "mfu", "timers/", "rank_times/", "overlap/", "memory/")
 MAX_BINS = 128
 # Megatron-LM's console log: the line of a step, the line of an evaluation, and fields that have another name or unit.
 STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
@@ -91,7 +91,8 @@ class LayerTable:
 class RunLog:
     """A run as its files tell it.
 
-    series: by field, those of nested objects as "memory/allocated". per_layer: by loss; expert_load: tokens per expert.
+    series: by field, those of nested objects as "memory/allocated". overlap: the last step's, with its iteration.
+    per_layer: by loss; expert_load: tokens per expert.
     record: run.json, empty where there is none. num_unreadable: lines that are no JSON objects with an iteration.
     """
 
@@ -99,6 +100,7 @@ class RunLog:
     series: dict[str, Series]
     expert_load: LayerTable
     per_layer: dict[str, LayerTable]
+    overlap: dict[str, Any]
     record: dict[str, Any]
     num_unreadable: int
 
@@ -125,7 +127,7 @@ def read_run(place: Path) -> RunLog:
     if not series:
         raise ValueError(f"{path} has no line of a training step or an evaluation yet")
     record = _read_record(path.with_name(RECORD_NAME))
-    return RunLog(path, series, reader.expert_load, reader.per_layer, record, reader.num_unreadable)
+    return RunLog(path, series, reader.expert_load, reader.per_layer, reader.overlap, record, reader.num_unreadable)
 
 
 def find_log(place: Path) -> Path:
@@ -169,6 +171,7 @@ class _Reader:
     columns: dict[str, tuple["array[int]", "array[float]"]] = field(default_factory=dict)
     expert_load: LayerTable = field(default_factory=LayerTable)
     per_layer: dict[str, LayerTable] = field(default_factory=dict)
+    overlap: dict[str, Any] = field(default_factory=dict)
     num_unreadable: int = 0
 
     def read_line(self, line: bytes) -> None:
@@ -198,6 +201,8 @@ class _Reader:
                     self.per_layer[loss] = table
             elif name != "iteration":
                 self._add(name, value, step=step)
+                if name == "overlap":
+                    self.overlap = {"iteration": step, **value}
 
     def read_console_line(self, line: bytes) -> None:
         """Takes a step's or an evaluation's line; anything else is what programs print besides."""

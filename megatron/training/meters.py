@@ -19,6 +19,7 @@ from megatron.core.timers import Timers, format_times
 from megatron.training.callbacks import RankTimes, StepReport
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.logging_config import LoggingConfig
+from megatron.training.overlap_meter import OverlapMeter
 
 # The timers of a step in the order of the log; a timer that never ran is not shown.
 STEP_TIMERS = (
@@ -68,6 +69,7 @@ def build_meters(
         meters.append(ParamsNormMeter(optimizer, model))
     if logging.timing_log_level > 0:
         meters.append(TimerMeter(timers, logging.log_interval))
+        meters.append(OverlapMeter(model, logging.log_interval, device=device))
     return meters
 
 

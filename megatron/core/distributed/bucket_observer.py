@@ -16,11 +16,14 @@ from megatron.core.distributed.param_and_grad_buffer import Entry, _ParamAndGrad
 
 
 class Traffic(Enum):
-    """What is sent. LATE: a second round, for gradients that came after the first had started."""
+    """What is sent. LATE: a second round, for gradients that came after the first had started. AGREE: the few numbers
+    of the end of an iteration, which belong to no group.
+    """
 
     REDUCE = "reduce"
     LATE = "late"
     GATHER = "gather"
+    AGREE = "agree"
 
 
 class ObservedGroup(Protocol):
@@ -73,6 +76,14 @@ class BucketObserver(Protocol):
         """The wait is over."""
         ...
 
+    def before_agreement(self) -> None:
+        """All gradients have come, and everything is launched: the ranks of the stage wait for each other."""
+        ...
+
+    def after_agreement(self) -> None:
+        """They have."""
+        ...
+
     def end_iteration(self) -> None:
         """All groups of all chunks hold their sums; the optimizer may step."""
         ...
@@ -99,6 +110,15 @@ class Observers:
         """See BucketObserver."""
         for observer in self._observers:
             observer.end_iteration()
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """What is run inside waits for the other ranks."""
+        for observer in self._observers:
+            observer.before_agreement()
+        yield
+        for observer in self._observers:
+            observer.after_agreement()
 
     @contextmanager
     def launching(self, traffic: Traffic, group: ObservedGroup) -> Iterator[None]:

@@ -103,6 +103,12 @@ class DdpDebug:
             self._due_params.pop(group.name, None)
             self._reads.allow(group.entries)
 
+    def before_agreement(self) -> None:
+        """See BucketObserver."""
+
+    def after_agreement(self) -> None:
+        """See BucketObserver."""
+
     def end_iteration(self) -> None:
         """See BucketObserver."""
         for group in self._groups:

@@ -43,9 +43,9 @@ class StepTimes:
 
 @dataclass
 class _Marks:
-    """A transfer while it runs."""
+    """A transfer while it runs. group: None for the agreement of all ranks."""
 
-    group: ObservedGroup
+    group: ObservedGroup | None
     traffic: Traffic
     ready: TimeMark | None
     launched: TimeMark
@@ -129,6 +129,17 @@ class EventLog:
         if marks is not None:
             marks.waits[-1].append(self._now())
 
+    def before_agreement(self) -> None:
+        """See BucketObserver."""
+        if self._is_recording:
+            now = self._now()
+            self._marks.append(_Marks(None, Traffic.AGREE, now, now, num_messages=1, waits=[[now]]))
+
+    def after_agreement(self) -> None:
+        """See BucketObserver."""
+        if self._is_recording:
+            self._marks[-1].waits[0].append(self._now())
+
     def end_iteration(self) -> None:
         """See BucketObserver."""
         if self._is_recording and self._start is not None:
@@ -168,9 +179,9 @@ def _step_times(start: TimeMark, last_grad: dict[str, TimeMark], *, marked: list
             done = min(seconds(marks.done), last) if waits else seconds(marks.done)
         transfers.append(
             Transfer(
-                name=marks.group.name,
+                name="all ranks" if marks.group is None else marks.group.name,
                 traffic=marks.traffic,
-                num_bytes=_num_bytes(marks.group, marks.traffic),
+                num_bytes=0 if marks.group is None else _num_bytes(marks.group, marks.traffic),
                 ready=launched if marks.ready is None else seconds(marks.ready),
                 launched=launched,
                 done=done,

@@ -188,14 +188,14 @@ class LaunchOrder:
         non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
         seen = self._sequence.seen({group.number for group in self._groups if not group.readiness.is_complete})
         decides = self._overlap and group_rank(self.stage_group) == 0
-        verdict = self._agree_sync(
-            _Verdict(
-                is_aborted=problem is not None,
-                is_non_finite=bool(non_finite),
-                is_reordered=decides and self._sequence.wants(seen),
-                late=[group.is_late for group in self._groups],
-            )
+        local = _Verdict(
+            is_aborted=problem is not None,
+            is_non_finite=bool(non_finite),
+            is_reordered=decides and self._sequence.wants(seen),
+            late=[group.is_late for group in self._groups],
         )
+        with self.observers.agreeing():
+            verdict = self._agree_sync(local)
         if verdict.is_aborted:
             self._abort(problem)
         if verdict.is_non_finite:

@@ -5,6 +5,7 @@ Callbacks watch; they never change parameters, gradients or the order of data.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class StepReport:
     grad_norm: global L2 norm before clipping, not finite where a gradient was not. params_norm: that of the weights
     after the step. tflops: 10^12 operations a second of one device; mfu: their share of its peak. memory: bytes of
     this rank by kind. timers: milliseconds a step by timer, of the slowest rank, mean since the last log line.
+    overlap: how communication overlapped with backward on this rank, see overlap_record.
     expert_load: layer number to tokens per expert over all ranks. per_layer: name to layer number to value.
     notes: lines for the console below that of the step.
     """
@@ -49,6 +51,7 @@ class StepReport:
     memory: dict[str, int] | None = None
     timers: dict[str, float] | None = None
     rank_times: RankTimes | None = None
+    overlap: dict[str, Any] | None = None
     expert_load: dict[int, list[int]] | None = None
     per_layer: dict[str, dict[int, float]] | None = None
     notes: tuple[str, ...] = ()

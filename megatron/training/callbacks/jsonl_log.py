@@ -18,6 +18,7 @@ _OPTIONAL = (
     "mfu",
     "memory",
     "timers",
+    "overlap",
     "expert_load",
     "per_layer",
 )

@@ -19,7 +19,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 SEEN = """<script>document.title = JSON.stringify({
   problems, width: document.documentElement.scrollWidth, text: document.body.innerText,
   drawn: [...document.querySelectorAll(".plot")].map(plot => [plot.parentElement.id,
-    plot.querySelectorAll(".scatterlayer .trace, .heatmaplayer image").length,
+    plot.querySelectorAll(".scatterlayer .trace, .heatmaplayer image, .barlayer .trace").length,
     plot.querySelectorAll(".xtitle, .ytitle").length]),
 })</script></body>"""
 
@@ -41,6 +41,7 @@ def write_run(folder: Path, num_steps: int, *, layers: int = 2, extra: str = "",
         }
         line |= {"memory": {"rss": 2**30, "peak_rss": 2**31}, "timers": {"optimizer": 3.0}, "num_zeros": None}
         line |= {"expert_load": {str(layer): [step, 3, 0, 5] for layer in range(1, layers + 1)}}
+        line |= {"overlap": OVERLAP}
         line |= {"per_layer": {"load_balancing_loss": {str(layer): 1 / layer for layer in range(1, layers + 1)}}}
         lines += [json.dumps(line), json.dumps({"iteration": step, "validation_loss": 2.5})]
     (folder / "steps.jsonl").write_text("\n".join(lines) + "\n" + extra)
@@ -49,6 +50,15 @@ def write_run(folder: Path, num_steps: int, *, layers: int = 2, extra: str = "",
     return folder
 
 
+GATHER = {"name": "chunk 0 dense 1", "traffic": "gather", "bytes": 2048, "ready_ms": 0, "launched_ms": 1, "done_ms": 5}
+REDUCE = {"name": "chunk 0 dense 0", "traffic": "reduce", "bytes": 1024, "ready_ms": 6, "launched_ms": 7, "done_ms": 9}
+OVERLAP = {
+    "hidden_share": 0.9,
+    "exposed_reduce_ms": 2.0,
+    "exposed_gather_ms": 0.0,
+    "backward_end_ms": 8,
+    "transfers": [{**GATHER, "waits_ms": []}, {**REDUCE, "waits_ms": [[8, 9], [10, 11]]}],
+}
 RECORD = {
     "flags": {"num_layers": 3, "seed": 1234, "data_path": ["0.5", "</script>"], "mock_data": False, "seq_length": 8},
     "environment": {"device": "cpu", "world_size": 2},
@@ -56,7 +66,8 @@ RECORD = {
     "starts": [{"started": "2026-01-01", "iteration": 0}, {"started": "2026-01-02", "iteration": 8}],
 }
 EVERY_FIGURE = """loss perplexity learning-rate grad-norm loss-scale batch-size throughput step-time
-tflops mfu timers memory z_loss accuracy layers-load_balancing_loss-0 load-overview load-layer load-step""".split()
+tflops mfu timers hidden-share exposed timeline memory z_loss accuracy layers-load_balancing_loss-0
+load-overview load-layer load-step""".split()
 
 
 def open_page(path: Path, *, width: int) -> dict:
@@ -117,6 +128,7 @@ def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:
     [
         *('"expert_load": [[1]]', '"expert_load": {"a": [1]}', '"expert_load": {"1": [1], "2": [1, 2]}'),
         *('"per_layer": [1]', '"per_layer": {"z": 3}', f'"lm_loss": {"9" * 400}', '"expert_load": {"1": [null, 2]}'),
+        '"overlap": [1]',
     ],
 )
 def test_a_field_of_another_shape_costs_its_line_alone(tmp_path: Path, fields: str) -> None:
