@@ -202,7 +202,7 @@ def existing_process_groups() -> ProcessGroupCollection:
 
 
 def group_or_existing(group: ProcessGroup | None, kind: str = "tp") -> ProcessGroup:
-    """What users of Megatron mean by a group: None is parallel_state's of that field of ProcessGroupCollection.
+    """`group`; for None what users of Megatron mean by it: the existing one of that field of ProcessGroupCollection.
 
     Without model parallel groups None is this rank alone, as ALONE always is. Names that users call ask this;
     inside, groups arrive as arguments, and a group of None in a collection is handed on by or_alone.

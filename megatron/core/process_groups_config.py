@@ -62,7 +62,7 @@ ALONE: Final[ProcessGroup] = _Alone()
 
 
 def or_alone(group: ProcessGroup | None) -> ProcessGroup:
-    """A collection's group in the form that such functions take."""
+    """`group` itself, ALONE for None: from what None means in a collection to what it means for such functions."""
     return ALONE if group is None else group
 
 

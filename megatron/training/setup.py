@@ -16,10 +16,7 @@ from megatron.core.agreement import all_ranks_agree
 from megatron.core.batch_schedule import BatchSchedule
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.device import default_device
-from megatron.core.distributed import (
-    check_weights_agree,
-    finalize_model_grads,
-)
+from megatron.core.distributed import check_weights_agree, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer

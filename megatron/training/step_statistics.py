@@ -116,11 +116,11 @@ class StatisticsExchange:
             self._learn_names(totals)
             values = self._sum_sync(totals, required, exit_reasons=exit_reasons, layers=layers)
         marks = 1 + len(exit_reasons)
-        its_required, pairs = values[marks : marks + len(self._names)], values[marks + len(self._names) :]
+        num_requiring, pairs = values[marks : marks + len(self._names)], values[marks + len(self._names) :]
         losses = {
             name: total / (count or 1.0)
-            for name, total, count, is_required in zip(self._names, pairs[0::2], pairs[1::2], its_required)
-            if count > 0 or is_required > 0
+            for name, total, count, requiring in zip(self._names, pairs[0::2], pairs[1::2], num_requiring)
+            if count > 0 or requiring > 0
         }
         reasons = [reason for reason, count in zip(LOCAL_REASONS, values[1:marks]) if count > 0]
         exit_reason = reasons[0] if reasons else None
@@ -131,7 +131,9 @@ class StatisticsExchange:
     def _sum_sync(
         self, totals: Totals, required: Collection[str], *, exit_reasons: Sequence[bool], layers: LayerTotals | None
     ) -> list[float]:
-        """Over all ranks: whether one has new names, exit reasons, who requires each name, (sum, count)s, layers."""
+        """Sums over all ranks: 1 for each with a new name; for each exit reason and then for each name the ranks where
+        it holds, or is required; sum and count of each name; what layers recorded.
+        """
         device = next(iter(totals.values())).device if totals else default_device()
         has_new = any(name not in self._names for name in totals)
         marks = [has_new, *exit_reasons, *(name in required for name in self._names)]

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.core.distributed.layout import round_up
 from megatron.core.group_collectives import all_gather_single, reduce_scatter_single
 from megatron.core.process_groups_config import group_rank, group_size
 
@@ -136,8 +137,7 @@ def _reduce(flat: torch.Tensor, group: dist.ProcessGroup | None, *, sharded: boo
 
 def _ordered_of_any_size(flat: torch.Tensor, group: dist.ProcessGroup, *, policy: ReductionPolicy) -> Handle:
     """As the all-reduce of a tensor that divides by the ranks, with zeros behind it; for tensors that are no bucket."""
-    ranks = group_size(group)
-    padded = flat.new_zeros(-(-flat.numel() // ranks) * ranks)
+    padded = flat.new_zeros(round_up(flat.numel(), group_size(group)))
     padded[: flat.numel()] = flat
 
     def copy_back() -> Handle:

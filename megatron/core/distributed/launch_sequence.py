@@ -82,11 +82,6 @@ class LaunchSequence:
         """Whether some rank may have launched something of this iteration, though this one perhaps did not."""
         return self._cursor > 0 or (self._is_armed and self._num_came > 0)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether this rank has launched anything of this iteration."""
-        return self._cursor > 0
-
     def add(self, count: int) -> range:
         """Numbers of `count` new groups, which come before all others: the model's later parts are added later."""
         new = range(len(self.order), len(self.order) + count)

@@ -90,15 +90,13 @@ class _Watch(TorchDispatchMode):
 
 
 def _share_elements(tensor: torch.Tensor, param: torch.Tensor) -> bool:
-    if tensor.numel() == 0 or param.numel() == 0 or tensor.untyped_storage().data_ptr() != _storage(param):
+    if tensor.numel() == 0 or param.numel() == 0:
+        return False
+    if tensor.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
         return False
     begin, end = _reach(tensor)
     param_begin, param_end = _reach(param)
     return begin < param_end and param_begin < end
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:

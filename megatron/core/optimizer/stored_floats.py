@@ -1,6 +1,6 @@
-"""Numbers that an optimizer keeps in fewer bits, or elsewhere, than it computes with: each form reads as fp32.
+"""Forms in which an optimizer keeps its numbers, some in fewer bits than it computes with; all read as fp32 or fp64.
 
-What they mean is update_rules.py's; all forms have a multiple of BLOCK elements.
+What the numbers mean is update_rules.py's; all forms have a multiple of BLOCK elements.
 """
 
 from collections.abc import Iterator
@@ -33,8 +33,8 @@ class StoredFloats(Protocol):
         ...
 
 
-class Plain:
-    """fp32 or fp64 as it is; tensor: [N]."""
+class _OneTensor:
+    """What the forms that keep one number in each element of a tensor, [N], have in common."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -48,6 +48,10 @@ class Plain:
     def numel(self) -> int:
         """N."""
         return self.tensor.numel()
+
+
+class Plain(_OneTensor):
+    """fp32 or fp64 as it is; tensor: [N]."""
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """See StoredFloats: [end - start], the tensor's dtype, a view."""
@@ -61,21 +65,8 @@ class Plain:
             own.copy_(values)
 
 
-class Rounded:
+class Rounded(_OneTensor):
     """The nearest numbers of a narrower type with the exponents of fp32; tensor: [N], bf16."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of it."""
-        return self.tensor.nbytes
-
-    @property
-    def numel(self) -> int:
-        """N."""
-        return self.tensor.numel()
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """See StoredFloats: [end - start], fp32, a copy."""
@@ -86,25 +77,20 @@ class Rounded:
         self.tensor[start : start + values.numel()].copy_(values)
 
 
-class ScaledHalf:
+class ScaledHalf(_OneTensor):
     """fp16 with a power of two a block, so that small numbers keep their digits: squares of gradients are far below
     what fp16 can say. tensor: [N], fp16.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        super().__init__(tensor)
         # Exponents: a scale costs a byte for 64 numbers.
         self._exponents = torch.zeros(tensor.numel() // BLOCK, dtype=torch.int8, device=tensor.device)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of it."""
-        return self.tensor.nbytes + self._exponents.nbytes
-
-    @property
-    def numel(self) -> int:
-        """N."""
-        return self.tensor.numel()
+        """Memory of it, with the scales."""
+        return super().num_bytes + self._exponents.nbytes
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """See StoredFloats: [end - start], fp32, a copy."""

@@ -81,7 +81,7 @@ def own_experts(
     config: TransformerConfig,
     ep_group: ProcessGroup | None,
 ) -> range:
-    """local_experts, as the caller has them too; raises ValueError where it has others."""
+    """What local_experts says; raises ValueError where the number or the indices that a caller gave say otherwise."""
     local = local_experts(config, ep_group)
     if num_local_experts != len(local) or list(local_expert_indices) != list(local):
         raise ValueError(
