@@ -13,8 +13,10 @@ import torch
 import yaml
 from torch.distributed.run import get_args_parser
 
+from examples import ddp_cnn
 from megatron.training.arguments import parse_args, validate_args
 from tests.functional_tests.launch import ROOT, read_log, run_program
+from tests.harness import launch_on_ranks
 
 EXAMPLES = ROOT / "examples"
 SMALL = "--num-layers 2 --hidden-size 32 --seq-length 32 --train-iters 6 --lr-warmup-iters 2 --log-interval 3".split()
@@ -57,6 +59,16 @@ def test_resume_finds_every_step_equal(tmp_path: Path) -> None:
 def test_sft_packs_chats_and_answers(tmp_path: Path) -> None:
     printed = run_example("sft.sh", tmp_path, "--train-iters", "6", "--lr-warmup-iters", "2", "--log-interval", "3")
     assert "500 documents" not in printed and "tokens of filling" in printed and "An answer:\nQ:17 A:" in printed
+
+
+def test_ddp_cnn_has_the_same_losses_with_overlap_and_without() -> None:
+    plain, overlapped = (
+        launch_on_ranks(ddp_cnn.main, 3, ["--steps", "20", *words], backend=None)[0].stdout.splitlines()
+        for words in ([], ["--overlap"])
+    )
+    assert len(plain) == 3 and plain[:2] == overlapped[:2] and plain[0].startswith("step 10: loss 2.")
+    # All steps but the first, which shows in which order the buckets become complete.
+    assert overlapped[2] == "3 buckets; under way before the next was complete in [19, 19] steps"
 
 
 def run_own_script(folder: Path, ranks: int, *words: str):
