@@ -54,14 +54,14 @@ def random_pictures(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return patterns[labels] + torch.randn(labels.numel(), 3, PIXELS, PIXELS, generator=generator), labels
 
 
-def train_step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+def train_step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, step: int) -> Tensor:
     """One step of several microbatches; the mean loss of this rank: [], fp32."""
     pictures, labels = random_pictures(step, dist.get_rank() if dist.is_initialized() else 0)
     ddp.zero_grad_buffer()
     *first, last = zip(pictures.chunk(MICROBATCHES), labels.chunk(MICROBATCHES))
     with ddp.no_sync():
-        losses = [_backward(ddp, *batch) for batch in first]
-    losses.append(_backward(ddp, *last))
+        losses = [_backward(ddp, batch) for batch in first]
+    losses.append(_backward(ddp, last))
     ddp.finish_grad_sync()
     for param in ddp.parameters():
         # torch's optimizer looks there; the mean over ranks is in the buffer.
@@ -70,7 +70,8 @@ def train_step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, s
     return torch.stack(losses).sum()
 
 
-def _backward(ddp: DistributedDataParallel, pictures: Tensor, labels: Tensor) -> Tensor:
+def _backward(ddp: DistributedDataParallel, batch: tuple[Tensor, Tensor]) -> Tensor:
+    pictures, labels = batch
     loss = F.cross_entropy(ddp(pictures), labels) / MICROBATCHES
     loss.backward()
     return loss.detach()
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     early = [0] * (len(ddp.bucket_groups) - 1)
     for step in range(options.steps):
         log.record_next_step()
-        loss = train_step(ddp, optimizer, step)
+        loss = train_step(ddp, optimizer, step=step)
         for times in log.take_sync():
             early = [count + now for count, now in zip(early, launched_before_next_was_ready(times))]
         if dist.is_initialized():
