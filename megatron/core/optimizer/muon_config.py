@@ -1,4 +1,4 @@
-"""Settings of Muon, which steps matrices; what it does with them is in update_rules.py."""
+"""Settings of Muon, which steps matrices; what it does with them is in muon_rule.py."""
 
 from dataclasses import dataclass
 from typing import ClassVar
