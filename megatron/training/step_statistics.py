@@ -106,9 +106,9 @@ class StatisticsExchange:
         A loss of no token at all is 0 (every one of them was masked), unless it is `optional`: then it is left out (a
         model without experts has no z-loss).
         exit_reasons: which of LOCAL_REASONS hold on this rank. layers: what each layer recorded, where that is wanted.
-        NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py) and,
-        unless the check for NaN is off, for the gradients before they are reduced (replica_checks.py); zeros
-        of gradients and the parameters' norm, where they are logged, take a read each.
+        NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py), for
+        what ranks agree on (launch_order.py) and, unless the check for NaN is off, for this rank's gradients
+        (grad_checks.py); zeros of gradients and the parameters' norm, where they are logged, take a read each.
         """
         required = totals.keys() - set(optional)
         values = self._sum_sync(totals, required, exit_reasons=exit_reasons, layers=layers)
