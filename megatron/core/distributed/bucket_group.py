@@ -39,12 +39,14 @@ class ParamState(Enum):
 class _ParamAndGradBucketGroup:
     """name: the same on all ranks, for messages. checks: None to look at no gradients.
 
-    is_last_microbatch: gradients that come now complete the sums of the iteration. number: its place in the numbers of
-    the launch sequence.
+    is_last_microbatch: gradients that come now complete the sums of the iteration. number: its number in the launch
+    sequence, given when it is attached to a LaunchOrder.
     """
 
+    number: int
+
     def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str, checks: GradChecks | None) -> None:
-        self.buckets, self.name, self.number = list(buckets), name, -1
+        self.buckets, self.name = list(buckets), name
         self.entries = [entry for bucket in self.buckets for entry in bucket.entries]
         self.is_last_microbatch = True
         self.grad_state, self.param_state = GradState.COLLECTING, ParamState.CURRENT
@@ -85,7 +87,8 @@ class _ParamAndGradBucketGroup:
     def note_added(self, param: nn.Parameter) -> None:
         """Says that someone added a gradient to main_grad, without the scale."""
         if self.grad_state is not GradState.COLLECTING:
-            raise RuntimeError("register_grad_ready: the gradient was added while its bucket was being reduced")
+            name = self._bucket_of[param].buffer.entry_of[param].name
+            raise RuntimeError(f"register_grad_ready: the gradient of {name} was added while that was being reduced")
         self._bucket_of[param].buffer.note_added(param)
 
     def register_grad_ready(self, param: nn.Parameter) -> bool:

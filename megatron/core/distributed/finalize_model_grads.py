@@ -1,6 +1,6 @@
 """finalize_model_grads: what happens to gradients between the last backward and the optimizer.
 
-How they are reduced is the wrapper's work.
+How they are reduced over data-parallel ranks is the wrapper's work.
 """
 
 from typing import Protocol, runtime_checkable

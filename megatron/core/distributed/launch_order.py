@@ -62,7 +62,7 @@ class ChunkSync:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What all ranks of the stage know at the end of an iteration."""
+    """What all ranks of the stage know at the end of an iteration; late: of each group, by its number."""
 
     is_aborted: bool
     is_non_finite: bool
@@ -357,17 +357,18 @@ class LaunchOrder:
         self._sequence.adopt(order.tolist())
 
     def _agree_sync(self, local: _Verdict) -> _Verdict:
-        """The highest of each number over the ranks."""
+        """What holds on any rank of the stage; that a gradient is not finite, on any stage that checks. Collective."""
         flags = [local.is_aborted, local.is_non_finite, local.is_reordered, *local.late]
         numbers = torch.tensor([*self.ledger.agreement(), *flags], dtype=torch.int64, device=self._message_device())
         if group_size(self.stage_group) > 1:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.stage_group)
         if group_size(self._pp_group) > 1 and any(chunk.checks for chunk in self._chunks):
             # The other stages have nothing else that tells them, and would wait for this one.
-            dist.all_reduce(numbers[3:4], op=dist.ReduceOp.MAX, group=self._pp_group)
+            is_non_finite = numbers[3:4]  # a view
+            dist.all_reduce(is_non_finite, op=dist.ReduceOp.MAX, group=self._pp_group)
         # NOTE: reads the device, once a step.
-        digest, other_digest, aborted, non_finite, reordered, *late = numbers.tolist()
-        self.ledger.check_agreed([digest, other_digest])
+        highest, negated_lowest, aborted, non_finite, reordered, *late = numbers.tolist()
+        self.ledger.check_agreed([highest, negated_lowest])
         return _Verdict(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
 
     def _break_off(self, reason: str) -> None:
