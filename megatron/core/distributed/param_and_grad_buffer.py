@@ -118,7 +118,7 @@ class _ParamAndGradBuffer:
         self.buckets = [self._bucket(layout) for layout in self.layout.buckets]
         # For the hook, which autograd hands the parameter alone.
         self.entry_of = {entry.param: entry for entry in self.entries}
-        # Since `zero_grads`; whose main_grad kernels wrote, without our scale; and of those, ever.
+        # Both since `zero_grads`: what has a gradient, and of that what kernels added to main_grad, without our scale.
         self._filled: set[nn.Parameter] = set()
         self._unscaled: set[nn.Parameter] = set()
 
