@@ -1,4 +1,4 @@
-"""A checkpoint of any layout loads in any other: weights and optimizer state, bit for bit by logical name."""
+"""A checkpoint of any layout, sharded or not, loads in any other: weights and state, bit for bit by logical name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +39,8 @@ LAYOUTS = [
     layout(2, 2, 2, ep=4),
     layout(),
 ]
+# From sharded to sharded states, to whole ones, and back.
+SHARDED = (0, 1, 3, 4)
 
 
 @pytest.mark.slow
@@ -47,6 +49,7 @@ def test_a_checkpoint_of_any_layout_loads_in_any_other(tmp_path: Path) -> None:
     argvs = []
     for number, sizes in enumerate([*LAYOUTS, {}]):
         flags: Flags = {**MODEL, **sizes, "save": tmp_path / f"{number}", "ckpt-format": "torch_dist"}
+        flags["use-distributed-optimizer"] = True if number in SHARDED else None
         if number > 0:
             flags["load"] = tmp_path / f"{number - 1}"
         argvs.append(command_line(flags))

@@ -20,20 +20,18 @@ class DistributedDataParallelConfig:
     )
     overlap_param_gather: bool = config_field(
         False,
-        flags=(),
         help="Gather updated parameters during forward, each bucket before the module that needs it.",
     )
     align_param_gather: bool = config_field(
         True,
-        flags=(),
+        flags=("--no-align-param-gather",),
         help="Start gathers of parameters at the same point of the schedule on all pipeline stages.",
     )
     use_distributed_optimizer: bool = config_field(
-        False, flags=(), help="Shard optimizer state and update over the data-parallel ranks (ZeRO-1)."
+        False, help="Shard optimizer state and update over the data-parallel ranks (ZeRO-1)."
     )
     num_distributed_optimizer_instances: int = config_field(
         1,
-        flags=(),
         at_least=1,
         help="Groups of data-parallel ranks that each share a whole optimizer.",
     )
@@ -71,7 +69,8 @@ class DistributedDataParallelConfig:
     )
     reduce_scatter_with_fp32_accumulation: bool = config_field(
         False,
-        flags=(),
+        flags=("--ddp-reduce-scatter-with-fp32-accumulation",),
+        dest="ddp_reduce_scatter_with_fp32_accumulation",
         help="Send gradients in their own type, but add up those of all ranks in fp32.",
     )
     param_name_patterns_for_fp32_local_accumulation: list[str] = config_field(
@@ -83,7 +82,7 @@ class DistributedDataParallelConfig:
         "in 16 bits.",
     )
     overlap_param_gather_with_optimizer_step: bool = config_field(
-        False, flags=(), help="Gather each bucket of parameters as soon as the optimizer has updated it."
+        False, help="Gather each bucket of parameters as soon as the optimizer has updated it."
     )
     ddp_debug: bool = config_field(False, flags=(), help="Watch buffers for stale reads and late writes; slow.")
 
