@@ -14,7 +14,7 @@ BLOCK = 64
 _TOP_EXPONENT = 15
 _LOWEST_EXPONENT = -100
 # Elements that are converted at a time: four tensors of that many numbers stay in the cache of a core.
-PIECE = 1 << 17
+PIECE = 1 << 16
 
 
 class StoredFloats(Protocol):
