@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, buffer_setup
@@ -14,9 +15,9 @@ from megatron.core.distributed.ddp_debug import DdpDebugError
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.layout import BufferLayout, Span
+from megatron.core.distributed.ledger import CollectiveMismatchError
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer as Buffer
 from megatron.core.distributed.shard_coverage import find_problem
-from megatron.core.distributed.stale_reads import StaleReadError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from tests.distributed import test_distributed_data_parallel as ddp_tests
 from tests.distributed.test_distributed_data_parallel import BOTH, GRAD, LAYERS, WIDTH, Layers, Run
@@ -121,6 +122,12 @@ def scale_after_the_launch(run):
     run.ddp.finish_grad_sync()
 
 
+def launch_in_an_order_of_its_own(run):
+    if dist.get_rank() == 1:
+        run.ddp.launch_order._sequence.order.reverse()
+    step(run, EVERY)
+
+
 def zero_nothing(run):
     with patch.object(Buffer, "zero_grads", lambda self: self._filled.clear()):
         step(run, EVERY)
@@ -136,7 +143,7 @@ ON_PARAMETERS = {
     wait_for_no_gather: r"aten.* takes .*layers\.0\.weight.* before the gather",  # B1
     read_a_weight_outside_its_module: r"aten.* takes layers\.2\.weight before the gather",  # B2
     leave_a_gather_of_a_skipped_module: r"layers\.2\.\w+ were updated while their gather was under way",  # B2
-    swap_weights_before_the_gather: r"parameter layers\.1\.weight was written between its update and its gather",  # B3
+    swap_weights_before_the_gather: r"parameter layers\.1\.weight was written before its gather",  # B3
     evaluate_without_a_gather: r"aten.* takes .*layers\.0\.weight.* before the gather",  # B10
 }
 ON_GRADIENTS = {
@@ -145,6 +152,8 @@ ON_GRADIENTS = {
     reduce_every_microbatch: r"gradient of layers\.\d\.\w+ was written after its reduction",  # B7
     reduce_twice: r"gradients of layers\.\d\.\w+ are reduced twice in one iteration",  # B8
     scale_after_the_launch: r"gradient of layers\.\d\.\w+ was written after its reduction",  # B16
+    # B31
+    launch_in_an_order_of_its_own: r"differs: ranks 0, 2 launch all-reduce.*layers.*; rank 1 launch all-reduce.*layers",
     zero_nothing: r"gradient of layers\.\d\.\w+ was not exactly zero when the first gradient",  # B17
     replace_the_data_of_a_parameter: r"parameter layers\.0\.weight is no view of its buffer any more",  # B33
 }
@@ -156,7 +165,7 @@ def messages_of(mistakes, settings):
         run = Run(EVERY, bucket_size=1, ddp_debug=True, **settings)
         for _ in range(2):
             step(run, EVERY)
-        with pytest.raises((DdpDebugError, StaleReadError)) as caught:
+        with pytest.raises((DdpDebugError, CollectiveMismatchError)) as caught:
             mistake(run)
         told.append(str(caught.value))
     return told

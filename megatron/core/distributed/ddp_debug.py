@@ -8,13 +8,14 @@ rank order while debugging, since only then a bucket stays as it is from its lau
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from megatron.core.distributed.bucket_observer import ObservedGroup, Traffic
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
+from megatron.core.distributed.param_and_grad_buffer import Entry, _ParamAndGradBucket
 from megatron.core.distributed.shard_coverage import check_coverage
 from megatron.core.distributed.stale_reads import StaleReads
 from megatron.core.process_groups_config import group_rank, group_size
@@ -29,22 +30,25 @@ class DdpDebugError(RuntimeError):
 
 
 class DdpDebug:
-    """The checks of --ddp-debug; see [Note: debug mode]."""
+    """The checks of --ddp-debug; see [Note: debug mode].
 
-    def __init__(self) -> None:
+    tell_others: what makes the other ranks raise as well, who may have nothing to object to and wait for this one.
+    """
+
+    def __init__(self, tell_others: Callable[[str], None]) -> None:
+        self._tell_others = tell_others
         self._groups: list[ObservedGroup] = []
         self._reductions: Counter[str] = Counter()
         self._is_first_grad = True
-        # By group: checksums of its gradients under reduction, and of its parameters from the update to the gather.
+        # By group: checksums of its gradients under reduction.
         self._sent_grads: dict[str, list[int]] = {}
-        self._due_params: dict[str, list[int]] = {}
         self._under_way: set[str] = set()
-        self._reads = StaleReads()
+        self._reads = StaleReads(self._stop)
 
     def attach(self, groups: Sequence[ObservedGroup], module: nn.Module) -> None:
         """See BucketObserver. Collective: the ranks' shards must cover every element once."""
         for group in groups:
-            _check_views(group)
+            self._check_views(group)
         for buffer in dict.fromkeys(bucket.buffer for group in groups for bucket in group.buckets):
             if buffer.is_sharded:
                 check_coverage(buffer)
@@ -73,14 +77,14 @@ class DdpDebug:
     def before_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
         """See BucketObserver."""
         if traffic is Traffic.GATHER:
-            self._check_params_unchanged(group)
+            self._check_poison_sync(group)
             return
         self._check_grads_unchanged(group, "its second round began")
-        _check_views(group)
+        self._check_views(group)
         if traffic is Traffic.REDUCE:
             self._reductions[group.name] += 1
             if self._reductions[group.name] > 1:
-                raise DdpDebugError(f"gradients of {_names(group)} are reduced twice in one iteration")
+                self._stop(f"gradients of {_names(group)} are reduced twice in one iteration")
 
     def after_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
         """See BucketObserver."""
@@ -100,7 +104,6 @@ class DdpDebug:
         """See BucketObserver."""
         if traffic is Traffic.GATHER:
             self._under_way.discard(group.name)
-            self._due_params.pop(group.name, None)
             self._reads.allow(group.entries)
 
     def before_agreement(self) -> None:
@@ -113,11 +116,11 @@ class DdpDebug:
         """See BucketObserver."""
         for group in self._groups:
             if self._reductions[group.name] != 1:
-                raise DdpDebugError(
+                self._stop(
                     f"gradients of {_names(group)} were reduced {self._reductions[group.name]} times in the iteration: "
                     "must be once"
                 )
-            _check_views(group)
+            self._check_views(group)
             for bucket in group.buckets:
                 if bucket.buffer.is_sharded:
                     _poison(bucket.grad_data, bucket)
@@ -127,13 +130,10 @@ class DdpDebug:
     def gather_due(self, group: ObservedGroup) -> None:
         """See BucketObserver."""
         if group.name in self._under_way:
-            raise DdpDebugError(
-                f"{_names(group)} were updated while their gather was under way: it was never waited for"
-            )
-        _check_views(group)
+            self._stop(f"{_names(group)} were updated while their gather was under way: it was never waited for")
+        self._check_views(group)
         for bucket in group.buckets:
             _poison(bucket.param_data, bucket)
-        self._due_params[group.name] = [_checksum_sync(entry.param) for entry in group.entries]
         self._reads.forbid(group.entries)
 
     # Inside.
@@ -141,56 +141,68 @@ class DdpDebug:
     def _check_zero_sync(self, group: ObservedGroup, when: str) -> None:
         for entry in group.entries:
             if not added_to_main_grad(entry.param) and int(entry.main_grad.count_nonzero()):
-                raise DdpDebugError(f"gradient of {entry.name} was not exactly zero {when}")
+                self._stop(f"gradient of {entry.name} was not exactly zero {when}")
 
     def _check_grads_unchanged(self, group: ObservedGroup, when: str) -> None:
         before = self._sent_grads.get(group.name, [])
         for entry, checksum in zip(group.entries, before):
             if _checksum_sync(entry.wire) != checksum:
-                raise DdpDebugError(
-                    f"gradient of {entry.name} was written after its reduction had started; seen when {when}"
-                )
+                self._stop(f"gradient of {entry.name} was written after its reduction had started; seen when {when}")
 
-    def _check_params_unchanged(self, group: ObservedGroup) -> None:
-        with self._reads.paused():
-            for entry, checksum in zip(group.entries, self._due_params.get(group.name, [])):
-                if _checksum_sync(entry.param) != checksum:
-                    raise DdpDebugError(
-                        f"parameter {entry.name} was written between its update and its gather: wait_params first"
+    def _check_views(self, group: ObservedGroup) -> None:
+        """Stops where a parameter or its gradient is not what lies in the buffers, in their types."""
+        for bucket in group.buckets:
+            kind = bucket.buffer.kind
+            for entry in bucket.entries:
+                if not _is_at(entry.param, _slice_of(bucket.param_data, entry, bucket=bucket)):
+                    self._stop(f"parameter {entry.name} is no view of its buffer any more: its data was replaced")
+                if not _is_at(entry.wire, _slice_of(bucket.grad_data, entry, bucket=bucket)):
+                    self._stop(f"gradient of {entry.name} is no view of its buffer any more")
+                if entry.param.dtype != kind.param_dtype or bucket.grad_data.dtype != kind.grad_dtype:
+                    self._stop(
+                        f"parameter {entry.name} is {entry.param.dtype} and its gradient is sent as "
+                        f"{bucket.grad_data.dtype}: {kind.param_dtype} and {kind.grad_dtype} were wrapped"
                     )
+
+    def _check_poison_sync(self, group: ObservedGroup) -> None:
+        """Others' shards are NaN until they arrive; this rank's own is being updated."""
+        with self._reads.paused():
+            for bucket in group.buckets:
+                intact = torch.ones_like(bucket.param_data, dtype=torch.bool)
+                for part, value in zip(_shards_of_others(intact, bucket), _shards_of_others(bucket.param_data, bucket)):
+                    part.copy_(value.isnan())
+                for entry in bucket.entries:
+                    if not bool(_slice_of(intact, entry, bucket=bucket).all()):
+                        self._stop(f"parameter {entry.name} was written before its gather: wait_params first")
+
+    def _stop(self, message: str) -> NoReturn:
+        self._tell_others(message)
+        raise DdpDebugError(message)
 
 
 def _can_repeat(group: ObservedGroup) -> bool:
     return group.buckets[0].buffer.settings.policy.can_repeat
 
 
-def _check_views(group: ObservedGroup) -> None:
-    """Raises where a parameter or its gradient is not what lies in the buffers, in their types."""
-    for bucket in group.buckets:
-        kind = bucket.buffer.kind
-        for entry in bucket.entries:
-            start = entry.span.start - bucket.layout.span.start
-            if not _is_at(entry.param, bucket.param_data, start=start):
-                raise DdpDebugError(f"parameter {entry.name} is no view of its buffer any more: its data was replaced")
-            if not _is_at(entry.wire, bucket.grad_data, start=start):
-                raise DdpDebugError(f"gradient of {entry.name} is no view of its buffer any more")
-            if entry.param.dtype != kind.param_dtype or bucket.grad_data.dtype != kind.grad_dtype:
-                raise DdpDebugError(
-                    f"parameter {entry.name} is {entry.param.dtype} and its gradient is sent as "
-                    f"{bucket.grad_data.dtype}: {kind.param_dtype} and {kind.grad_dtype} were wrapped"
-                )
+def _is_at(view: torch.Tensor, place: torch.Tensor) -> bool:
+    return view.numel() == 0 or view.data_ptr() == place.data_ptr()
 
 
-def _is_at(view: torch.Tensor, flat: torch.Tensor, *, start: int) -> bool:
-    return view.numel() == 0 or view.data_ptr() == flat.data_ptr() + start * flat.element_size()
+def _slice_of(flat: torch.Tensor, entry: Entry, *, bucket: _ParamAndGradBucket) -> torch.Tensor:
+    start = entry.span.start - bucket.layout.span.start
+    return flat[start : start + entry.span.numel]
+
+
+def _shards_of_others(flat: torch.Tensor, bucket: _ParamAndGradBucket) -> list[torch.Tensor]:
+    """Those of a bucket's flat tensor that lie before this rank's, and behind it; views."""
+    group = bucket.buffer.data_parallel_group
+    rows, rank = flat.view(group_size(group), -1), group_rank(group)
+    return [rows[:rank], rows[rank + 1 :]]
 
 
 def _poison(flat: torch.Tensor, bucket: _ParamAndGradBucket) -> None:
-    """NaN in the shards of `flat` that other ranks own."""
-    group = bucket.buffer.data_parallel_group
-    rows, rank = flat.view(group_size(group), -1), group_rank(group)
-    rows[:rank] = float("nan")
-    rows[rank + 1 :] = float("nan")
+    for part in _shards_of_others(flat, bucket):
+        part.fill_(float("nan"))
 
 
 def _checksum_sync(tensor: torch.Tensor) -> int:

@@ -107,7 +107,7 @@ class LaunchOrder:
             ledger=Ledger(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if config.ddp_debug else None),
         )
         if config.ddp_debug:
-            order.observe(DdpDebug())
+            order.observe(DdpDebug(order.ledger.stop))
         return order
 
     def attach(self, chunk: ChunkSync) -> None:

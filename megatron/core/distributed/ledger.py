@@ -78,6 +78,11 @@ class Ledger:
         if self._channel is not None:
             self._channel.compare(entry.line, group)
 
+    def stop(self, reason: str) -> None:
+        """Lets the other ranks raise `reason` at their next launch when debugging, instead of waiting for this one."""
+        if self._channel is not None:
+            self._channel.stop(reason)
+
     def agreement(self) -> list[int]:
         """Two integers for the step's MAX all-reduce over the stage."""
         return [self._digest, -self._digest]
@@ -145,9 +150,9 @@ class _SideChannel:
         """The ranks that did not come in time."""
         deadline, pause = time.monotonic() + self._timeout_s, 1e-4
         while True:
-            # Ranks of other groups may have found a difference: they will launch nothing any more.
-            if self._store.check(["failed"]):
-                raise CollectiveMismatchError(self._store.get("failed").decode())
+            # Another rank may have stopped before this launch, for a reason that this one cannot see.
+            if self._store.check(["stopped"]) and self._told()[0] < self._num_launches:
+                raise CollectiveMismatchError(self._told()[1])
             missing = [rank for rank in ranks if not self._store.check([self._key(rank, self._num_launches)])]
             if not missing:
                 return []
@@ -167,10 +172,22 @@ class _SideChannel:
             f"{self._timeout_s:g} s. Rank {self._rank} launches {line}; {came}"
         )
 
+    def stop(self, reason: str) -> None:
+        """Tells the other ranks, who will launch what this one has launched and no more."""
+        self._tell(self._num_launches, reason)
+
     def _fail(self, message: str) -> None:
         # The first one told is the cause; others may follow from it.
-        first = self._store.compare_set("failed", "", message).decode()
-        raise CollectiveMismatchError(first)
+        self._tell(self._num_launches - 1, message)
+        raise CollectiveMismatchError(self._told()[1])
+
+    def _tell(self, num_launches: int, reason: str) -> None:
+        self._store.compare_set("stopped", "", f"{num_launches} {reason}")
+
+    def _told(self) -> tuple[int, str]:
+        """After how many launches a rank stopped, and why."""
+        num_launches, _, reason = self._store.get("stopped").decode().partition(" ")
+        return int(num_launches), reason
 
     @staticmethod
     def _key(rank: int, launch: int) -> str:

@@ -1,8 +1,8 @@
 """StaleReads: finds the operation that uses a parameter before its all-gather, inside a module's forward."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -12,14 +12,11 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.distributed.param_and_grad_buffer import Entry
 
 
-class StaleReadError(RuntimeError):
-    """An operation took a parameter, or a view of one, whose values are being replaced."""
-
-
 class StaleReads:
-    """The parameters that may not be touched now, and the modules whose forward is watched."""
+    """The parameters that may not be touched now, and the modules whose forward is watched; stop: raises a message."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: Callable[[str], NoReturn]) -> None:
+        self._stop = stop
         self._forbidden: dict[nn.Parameter, Entry] = {}
         self._is_paused = False
 
@@ -57,7 +54,7 @@ class StaleReads:
             self._is_paused = False
 
     def check(self, operation: Any, tensors: Iterable[Any]) -> None:
-        """Raises StaleReadError if one of these, tensors or anything else, shares elements with a stale parameter.
+        """Stops if one of these, tensors or anything else, shares elements with a stale parameter.
 
         Any shapes and dtypes. operation: for the message.
         """
@@ -68,7 +65,7 @@ class StaleReads:
             entry.name for param, entry in self._forbidden.items() if any(_share_elements(t, param) for t in taken)
         ]
         if stale:
-            raise StaleReadError(
+            self._stop(
                 f"{operation} takes {', '.join(stale)} before the gather of these parameters is done: their module "
                 "must be called, or wait_params be called with them, first"
             )
