@@ -48,6 +48,8 @@ class _ParamAndGradBucketGroup:
     def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str, checks: GradChecks | None) -> None:
         self.buckets, self.name = list(buckets), name
         self.entries = [entry for bucket in self.buckets for entry in bucket.entries]
+        # Notes what is launched, where all ranks of the stage have this group.
+        self.ledger: Ledger | None = None
         self.is_last_microbatch = True
         self.grad_state, self.param_state = GradState.COLLECTING, ParamState.CURRENT
         # is_late: this iteration. is_gathering: since the parameters went stale, until all ranks have them.
@@ -100,16 +102,16 @@ class _ParamAndGradBucketGroup:
         return [name for bucket in self.buckets for name in bucket.buffer.unfilled(bucket.entries)]
 
     @record_function("_ParamAndGradBucketGroup.start_grad_sync")
-    def start_grad_sync(self, ledger: Ledger) -> None:
+    def start_grad_sync(self) -> None:
         """Starts to reduce the gradients. Collective."""
         for bucket in self.buckets:
             bucket.buffer.complete(bucket.entries)
             if self._checks is not None:
                 self._checks.measure([(entry.name, entry.main_grad) for entry in bucket.entries])
-        self._reductions = [self._reduce(bucket, bucket.grad_data, ledger=ledger) for bucket in self.buckets]
+        self._reductions = [self._reduce(bucket, bucket.grad_data) for bucket in self.buckets]
         self.grad_state = GradState.IN_FLIGHT
 
-    def start_second_round(self, ledger: Ledger) -> None:
+    def start_second_round(self) -> None:
         """Starts to reduce what came too late on any rank; on all ranks. Collective."""
         if self._can_repeat:
             self._discard()
@@ -118,7 +120,7 @@ class _ParamAndGradBucketGroup:
                 entry.main_grad.add_(grad, alpha=self._bucket_of[entry.param].buffer.settings.scale)
                 if entry.wire is not entry.main_grad:
                     entry.wire.copy_(entry.main_grad)
-            self._reductions = [self._reduce(bucket, bucket.grad_data, ledger=ledger) for bucket in self.buckets]
+            self._reductions = [self._reduce(bucket, bucket.grad_data) for bucket in self.buckets]
             return
         for bucket in self.buckets:
             late = torch.zeros_like(bucket.grad_data)
@@ -127,7 +129,7 @@ class _ParamAndGradBucketGroup:
                     start = entry.span.start - bucket.layout.span.start
                     late[start : start + entry.span.numel].add_(grad.reshape(-1), alpha=bucket.buffer.settings.scale)
             self._late_sums.append(late)
-            self._late_reductions.append(self._reduce(bucket, late, ledger=ledger))
+            self._late_reductions.append(self._reduce(bucket, late))
 
     def advance(self) -> None:
         """Starts what follows the first messages, so that several groups' may be under way together. Collective."""
@@ -166,11 +168,12 @@ class _ParamAndGradBucketGroup:
 
     # Parameters.
 
-    def start_param_sync(self, ledger: Ledger) -> None:
+    def start_param_sync(self) -> None:
         """Starts to gather the parameters from the ranks that own their shards. Collective."""
         for bucket in self.buckets:
             group = bucket.buffer.data_parallel_group
-            ledger.record(op="all-gather", group=group, flat=bucket.param_data, bucket=self.name)
+            if self.ledger is not None:
+                self.ledger.record(op="all-gather", group=group, flat=bucket.param_data, bucket=self.name)
             self._gathers.append(gather_shards_(bucket.param_data, group))
         self.param_state = ParamState.IN_FLIGHT
 
@@ -200,10 +203,11 @@ class _ParamAndGradBucketGroup:
     def _can_repeat(self) -> bool:
         return self.buckets[0].buffer.settings.policy.can_repeat
 
-    def _reduce(self, bucket: _ParamAndGradBucket, flat: torch.Tensor, *, ledger: Ledger) -> Handle:
+    def _reduce(self, bucket: _ParamAndGradBucket, flat: torch.Tensor) -> Handle:
         buffer = bucket.buffer
         op = "reduce-scatter" if buffer.is_sharded else "all-reduce"
-        ledger.record(op=op, group=buffer.data_parallel_group, flat=flat, bucket=self.name)
+        if self.ledger is not None:
+            self.ledger.record(op=op, group=buffer.data_parallel_group, flat=flat, bucket=self.name)
         return reduce_bucket_(
             flat, buffer.data_parallel_group, sharded=buffer.is_sharded, policy=buffer.settings.policy
         )

@@ -28,6 +28,7 @@ from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.replica_checks import raise_non_finite
+from megatron.core.distributed.stage_groups import groups_of_stage
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class LaunchOrder:
         self._overlap = overlap_grad_reduce
         self._sequence = LaunchSequence()
         self._groups: list[_ParamAndGradBucketGroup] = []
+        # Of this rank; other ranks of the stage may have more.
+        self._by_number: dict[int, _ParamAndGradBucketGroup] = {}
         self._chunks: list[ChunkSync] = []
         self._phase = Phase.COLLECTING
         self._warned: set[str] = set()
@@ -111,12 +114,17 @@ class LaunchOrder:
         return order
 
     def attach(self, chunk: ChunkSync) -> None:
-        """Puts a chunk's groups, given in about the order of their gradients, before those of earlier chunks."""
+        """Puts a chunk's groups, in about the order of their gradients, before those of earlier chunks. Collective."""
         if self._phase is not Phase.COLLECTING or self._sequence.may_have_begun:
             raise ValueError("launch_order is given after its first iteration: wrap all chunks of a model before it")
-        for number, group in zip(self._sequence.add(len(chunk.groups)), chunk.groups):
+        of_stage, own = groups_of_stage(chunk.groups, self.stage_group), {group.name: group for group in chunk.groups}
+        numbers = self._sequence.add([name in own for name in of_stage.names])
+        for number, group in ((number, own[name]) for number, name in zip(numbers, of_stage.names) if name in own):
             group.number = number
-            self.ledger.name_bucket(group.name, [entry.name for entry in group.entries])
+            self._by_number[number] = group
+            if group.name in of_stage.everywhere:
+                group.ledger = self.ledger
+                self.ledger.name_bucket(group.name, [entry.name for entry in group.entries])
         self._groups += chunk.groups
         self._chunks.append(chunk)
         for observer in self.observers:
@@ -192,7 +200,7 @@ class LaunchOrder:
             is_aborted=problem is not None,
             is_non_finite=bool(non_finite),
             is_reordered=decides and self._sequence.wants(seen),
-            late=[group.is_late for group in self._groups],
+            late=self._late_here(),
         )
         with self.observers.agreeing():
             verdict = self._agree_sync(local)
@@ -264,7 +272,7 @@ class LaunchOrder:
     @property
     def gather_order(self) -> list[_ParamAndGradBucketGroup]:
         """All groups, about in the order in which forward needs their parameters; the same on all ranks."""
-        return [self._groups[number] for number in reversed(self._sequence.order)]
+        return self._in_order()[::-1]
 
     def _launch_gathers(self, *, up_to: _ParamAndGradBucketGroup | None = None) -> None:
         for group in self.gather_order:
@@ -277,7 +285,7 @@ class LaunchOrder:
 
     def _launch_gather(self, group: _ParamAndGradBucketGroup) -> None:
         with self.observers.launching(Traffic.GATHER, group):
-            group.start_param_sync(self.ledger)
+            group.start_param_sync()
 
     def _wait_for_gather(self, group: _ParamAndGradBucketGroup) -> None:
         with self.observers.waiting(Traffic.GATHER, group):
@@ -301,14 +309,20 @@ class LaunchOrder:
         for observer in self.observers:
             observer.begin_iteration()
 
+    def _in_order(self) -> list[_ParamAndGradBucketGroup]:
+        return [self._by_number[number] for number in self._sequence.order if number in self._by_number]
+
+    def _late_here(self) -> list[bool]:
+        late = {group.number for group in self._groups if group.is_late}
+        return [number in late for number in range(len(self._sequence.order))]
+
     def _launch(self, numbers: Sequence[int]) -> None:
         if numbers:
             # Before the first reduction; else another rank's would pair with it.
             self._launch_gathers()
-        for number in numbers:
-            group = self._groups[number]
+        for group in (self._by_number[number] for number in numbers if number in self._by_number):
             with self.observers.launching(Traffic.REDUCE, group):
-                group.start_grad_sync(self.ledger)
+                group.start_grad_sync()
 
     def _launch_rest(self) -> None:
         self._launch_gathers()
@@ -320,11 +334,11 @@ class LaunchOrder:
             group.is_gathering = False
 
     def _wait_for_reductions(self, late: list[bool]) -> None:
-        in_order = [self._groups[number] for number in self._sequence.order]
+        in_order = self._in_order()
         for group in in_order:
             if late[group.number]:
                 with self.observers.launching(Traffic.LATE, group):
-                    group.start_second_round(self.ledger)
+                    group.start_second_round()
         traffic = {group.number: Traffic.LATE if late[group.number] else Traffic.REDUCE for group in in_order}
         for group in in_order:
             with self.observers.waiting(traffic[group.number], group):
@@ -375,7 +389,7 @@ class LaunchOrder:
         """Ends an iteration for all ranks."""
         self._launch_rest()
         self._agree_sync(
-            _Verdict(is_aborted=True, is_non_finite=False, is_reordered=False, late=[False] * len(self._groups))
+            _Verdict(is_aborted=True, is_non_finite=False, is_reordered=False, late=[False] * len(self._sequence.order))
         )
         self._exchange(reason)
         self._abandon()
@@ -399,8 +413,8 @@ class LaunchOrder:
         return reasons
 
     def _abandon(self) -> None:
-        for number in self._sequence.order:
-            self._groups[number].abandon()
+        for group in self._in_order():
+            group.abandon()
         self._phase = Phase.ABORTED
 
     def _message_device(self) -> torch.device:

@@ -3,7 +3,7 @@
 Groups are numbered as they were added. launch_order.py acts on what is decided here.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 # Iterations in which a parameter must have had fewer gradients before fewer are expected of it.
 _PATIENCE = 4
@@ -72,6 +72,7 @@ class LaunchSequence:
         self.is_frozen = False
         self._cursor = 0
         self._ready: set[int] = set()
+        self._absent: set[int] = set()
         self._is_armed = False
         self._num_came = 0
         self._last_came: dict[int, int] = {}
@@ -82,9 +83,13 @@ class LaunchSequence:
         """Whether some rank may have launched something of this iteration, though this one perhaps did not."""
         return self._cursor > 0 or (self._is_armed and self._num_came > 0)
 
-    def add(self, count: int) -> range:
-        """Numbers of `count` new groups, which come before all others: the model's later parts are added later."""
-        new = range(len(self.order), len(self.order) + count)
+    def add(self, is_present: Sequence[bool]) -> range:
+        """Numbers of new groups, which come before all others: the model's later parts are added later.
+
+        is_present: of each, whether this rank has it; those of other ranks alone are never waited for.
+        """
+        new = range(len(self.order), len(self.order) + len(is_present))
+        self._absent.update(number for number, here in zip(new, is_present) if not here)
         self.order = [*new, *self.order]
         return new
 
@@ -97,7 +102,11 @@ class LaunchSequence:
         """Marks a group and gives those that are to be launched now, in order."""
         self._ready.add(group)
         end = self._cursor
-        while self._is_armed and end < len(self.order) and self.order[end] in self._ready:
+        while (
+            self._is_armed
+            and end < len(self.order)
+            and (self.order[end] in self._ready or self.order[end] in self._absent)
+        ):
             end += 1
         return self._take_until(end)
 
