@@ -25,7 +25,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.live_bytes import LiveBytes  # noqa: E402
-from benchmarks.train_step import context  # noqa: E402
+from benchmarks.sides import context  # noqa: E402
 from megatron.core.device import keep_cpu_heap  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402

@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from benchmarks.train_step import context as machine  # noqa: E402
+from benchmarks.sides import context as machine  # noqa: E402
 from megatron.core.device import device_name, keep_cpu_heap  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Priority, TensorSpec  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool  # noqa: E402

@@ -34,7 +34,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.live_bytes import LiveBytes  # noqa: E402
-from benchmarks.train_step import context as machine  # noqa: E402
+from benchmarks.sides import context as machine  # noqa: E402
 from megatron.core.device import keep_cpu_heap  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import (  # noqa: E402
     Counter,

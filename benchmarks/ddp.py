@@ -1,0 +1,100 @@
+"""Data parallelism: this framework's modes beside torch's, one interleaved run over one model.
+
+    python benchmarks/ddp.py [--rounds 8] [--steps 3] [--only NAME ...] [--json FILE]
+
+The model, the batch and the two processes are those of train_step.py. Sides: the plain model under torch's DDP (the
+base of all ratios), ZeroRedundancyOptimizer and FSDP2; ours with all-reduce and with the distributed optimizer, each
+without overlap and with it.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from benchmarks.plain_model import PlainConfig, PlainModel  # noqa: E402
+from benchmarks.sides import Build, print_table, run_rounds, start_side, write_record  # noqa: E402
+from benchmarks.train_step import RANKS, build_ours, build_plain, plain_step  # noqa: E402
+
+OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "2000000")
+SHARDED = ("--use-distributed-optimizer",)
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    options = parse_options()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    chosen = {name: build for name, build in builds().items() if not options.only or name in options.only}
+    sides = [start_side(name, build, ranks=RANKS) for name, build in chosen.items()]
+    measured = run_rounds(sides, rounds=options.rounds, steps=options.steps)
+    figures = print_table(measured, base="plain DDP")
+    if options.json is not None:
+        write_record(options.json, figures, measured=measured)
+
+
+def builds() -> dict[str, Build]:
+    """The sides by name, the base first."""
+    overlapped = (*SHARDED, *OVERLAP)
+    return {
+        "plain DDP": build_plain,
+        "ZeroRedundancyOptimizer": build_zero_redundancy,
+        "FSDP2": build_fsdp2,
+        "ours": build_ours,
+        "ours, overlap": partial(build_ours, *OVERLAP),
+        "ours, sharded": partial(build_ours, *SHARDED),
+        "ours, sharded, overlap": partial(build_ours, *overlapped),
+        "ours, sharded, overlap, gather": partial(build_ours, *overlapped, "--overlap-param-gather"),
+    }
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line of this benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help="counted rounds of each side (default: 8)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*builds()], help="the sides, the base among them")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    if options.only and "plain DDP" not in options.only:
+        parser.error(f"--only is {options.only}: the base of the ratios, 'plain DDP', must be among them")
+    return options
+
+
+def build_zero_redundancy() -> Callable[[], None]:
+    """torch's DDP with its sharded optimizer around fused AdamW."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(1234)
+    config = PlainConfig()
+    model = torch.nn.parallel.DistributedDataParallel(PlainModel(config))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, weight_decay=0.01, fused=True)
+    return plain_step(model, optimizer, config=config)
+
+
+def build_fsdp2() -> Callable[[], None]:
+    """torch's fully_shard, layer by layer, with fused AdamW on the shards."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(1234)
+    config = PlainConfig()
+    model = PlainModel(config)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    return plain_step(model, optimizer, config=config)
+
+
+if __name__ == "__main__":
+    main()

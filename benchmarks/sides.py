@@ -1,0 +1,164 @@
+"""Implementations beside each other: each side is a few processes of one thread that step when told, side after side.
+
+Knows nothing of what a step does. While one side steps, the others wait; ratios pair the rounds, so that drift of the
+machine cancels.
+"""
+
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.device import peak_memory_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What builds the model on one rank, and returns its step.
+Build = Callable[[], Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Means over one round's steps, in seconds; peak_bytes since the process started."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    peak_bytes: int
+
+
+@dataclass
+class Side:
+    """The processes of one implementation."""
+
+    name: str
+    connections: list[Connection]
+    processes: list[Any]
+
+    def measure(self, steps: int) -> Measurement:
+        """Runs `steps` on all ranks: CPU seconds summed over ranks, wall time and memory of the worst rank."""
+        for connection in self.connections:
+            connection.send(steps)
+        ranks: list[Measurement] = [connection.recv() for connection in self.connections]
+        return Measurement(
+            cpu_seconds=sum(rank.cpu_seconds for rank in ranks),
+            wall_seconds=max(rank.wall_seconds for rank in ranks),
+            peak_bytes=max(rank.peak_bytes for rank in ranks),
+        )
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for connection in self.connections:
+            connection.send(0)
+        for process in self.processes:
+            process.join()
+
+
+def run_rounds(sides: list[Side], *, rounds: int, steps: int) -> dict[str, list[Measurement]]:
+    """Measures each side once a round, after a round that warms up, and ends the processes; by the sides' names."""
+    measured: dict[str, list[Measurement]] = {side.name: [] for side in sides}
+    for number in range(rounds + 1):
+        for side in sides:
+            measurement = side.measure(steps)
+            if number > 0:
+                measured[side.name].append(measurement)
+    for side in sides:
+        side.stop()
+    return measured
+
+
+def ratios(ours: list[Measurement], plain: list[Measurement]) -> dict[str, float]:
+    """Medians over the rounds of ours / plain; of peaks the last."""
+    return {
+        "cpu x": statistics.median(o.cpu_seconds / p.cpu_seconds for o, p in zip(ours, plain, strict=True)),
+        "wall x": statistics.median(o.wall_seconds / p.wall_seconds for o, p in zip(ours, plain, strict=True)),
+        "net x": ours[-1].peak_bytes / plain[-1].peak_bytes,
+    }
+
+
+def print_table(measured: Mapping[str, list[Measurement]], *, base: str) -> dict[str, dict[str, float]]:
+    """Prints medians of each side and its ratios to the side `base`; returns the ratios by side."""
+    width = max(map(len, measured)) + 2
+    columns = ("cpu s/step", "wall s/step", "peak MiB", "cpu x", "wall x", "net x")
+    print(" " * width + "".join(f"{column:>13}" for column in columns))
+    figures = {name: ratios(some, measured[base]) for name, some in measured.items()}
+    for name, some in measured.items():
+        cpu = statistics.median(m.cpu_seconds for m in some)
+        wall = statistics.median(m.wall_seconds for m in some)
+        shown = [f"{cpu:.3f}", f"{wall:.3f}", f"{some[-1].peak_bytes / 2**20:.0f}"]
+        shown += [f"{value:.3f}" for value in figures[name].values()]
+        print(f"{name:{width}}" + "".join(f"{value:>13}" for value in shown))
+    return figures
+
+
+def write_record(path: Path, figures: object, *, measured: Mapping[str, list[Measurement]]) -> None:
+    """Writes figures, rounds and what they depend on as JSON."""
+    record = {"figures": figures, "rounds": {k: [asdict(m) for m in v] for k, v in measured.items()}, **context()}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_side(name: str, build: Build, *, ranks: int) -> Side:
+    """Starts the ranks of one implementation; `build` must be importable, as processes are spawned."""
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    connections, processes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=serve, args=(build, theirs), kwargs={"rank": rank, "ranks": ranks, "port": port}
+        )
+        process.start()
+        connections.append(ours)
+        processes.append(process)
+    return Side(name, connections, processes)
+
+
+def serve(build: Build, connection: Connection, *, rank: int, ranks: int, port: int) -> None:
+    """One rank: builds, then runs as many steps as it is told to, until told 0."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    baseline = peak_memory_bytes(torch.device("cpu"))
+    step = build()
+    while steps := connection.recv():
+        cpu, wall = time.process_time(), time.perf_counter()
+        for _ in range(steps):
+            step()
+        connection.send(
+            Measurement(
+                cpu_seconds=(time.process_time() - cpu) / steps,
+                wall_seconds=(time.perf_counter() - wall) / steps,
+                peak_bytes=peak_memory_bytes(torch.device("cpu")) - baseline,
+            )
+        )
+    dist.destroy_process_group()
+
+
+def context() -> dict[str, str]:
+    """What the figures depend on."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip(),
+    }
