@@ -12,6 +12,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import Datasets
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import build_train_valid_test_datasets
+from megatron.core.device import default_device
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -61,7 +62,7 @@ def forward_step(
     Stages before the last return hidden states [S, B, H], parameter dtype, and their function is not called.
     """
     with get_timers()("batch-generator", log_level=2):
-        batch = get_batch(data_iterator, next(model.parameters()).device)
+        batch = get_batch(data_iterator, default_device())
     borders = batch.get("cu_seqlens")
     losses = model(
         batch.get("tokens"),

@@ -26,8 +26,9 @@ _UNIT, _ROW, _LEFT, _TOP = 22, 30, 74, 44
 def main(argv: Sequence[str] | None = None) -> None:
     """Checks and draws the schedule of the command line; exits with one line for one that cannot be."""
     options = _parser().parse_args(argv)
-    pipeline = Pipeline(options.stages, options.chunks)
     try:
+        check_options(options)
+        pipeline = Pipeline(options.stages, options.chunks)
         orders = stage_orders(pipeline, options.microbatches, group_size=options.group_size)
         programs = pipeline_programs(
             pipeline,
@@ -45,7 +46,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.steps is not None:
         print(f"stage {options.steps}:", *programs[options.steps], sep="\n  ")
     if options.svg is not None:
-        options.svg.write_text(as_svg(spans, pipeline, title=caption(spans, options.microbatches)), encoding="utf-8")
+        try:
+            options.svg.write_text(
+                as_svg(spans, pipeline, title=caption(spans, options.microbatches)), encoding="utf-8"
+            )
+        except OSError as error:
+            raise SystemExit(f"error: --svg is {options.svg}: {error.strerror}") from error
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for numbers that no pipeline has."""
+    for name in ("stages", "chunks", "microbatches"):
+        if vars(options)[name] < 1:
+            raise ValueError(f"--{name} is {vars(options)[name]}: must be at least 1")
+    if options.steps is not None and not 0 <= options.steps < options.stages:
+        raise ValueError(f"--steps is {options.steps}: must be a stage, from 0 to {options.stages - 1}")
 
 
 def caption(spans: Spans, num_microbatches: int) -> str:

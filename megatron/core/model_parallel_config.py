@@ -27,9 +27,9 @@ SyncOfChunk = Callable[..., None]
 class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
     """Precision and schedule of a model, with its parallel layout; `TransformerConfig` inherits the fields.
 
-    The callables are set by the training loop: `grad_scale_func` multiplies the loss before backward,
-    `aux_loss_scale_func` receives the same factor for losses that hang inside the model, `no_sync_func` defers
-    gradient reduction to the last microbatch, `grad_sync_func` and `param_sync_func` start collectives of a chunk
+    The callables are set by the training loop: `grad_scale_func` multiplies the loss before backward, and with it the
+    losses that hang inside a model which has `set_aux_loss_scale`, `no_sync_func` defers gradient reduction to the
+    last microbatch, `grad_sync_func` and `param_sync_func` start collectives of a chunk
     (pipeline_parallel/sync_callables.py says when; each a list with one callable a chunk where there are several),
     `finalize_model_grads_func` runs after the last one. `timers` measure the passes.
     """
@@ -53,7 +53,6 @@ class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
     )
     params_dtype: torch.dtype = torch.float32
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
-    aux_loss_scale_func: Callable[[torch.Tensor], None] | None = None
     no_sync_func: NoSync | Sequence[NoSync] | None = None
     grad_sync_func: SyncOfChunk | Sequence[SyncOfChunk] | None = None
     param_sync_func: SyncOfChunk | Sequence[SyncOfChunk] | None = None

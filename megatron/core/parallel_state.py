@@ -71,6 +71,12 @@ def initialize_model_parallel(
     _check_rest(rest)
     if _REGISTRY.groups is not None:
         raise RuntimeError("model parallel groups exist already: call destroy_model_parallel() first")
+    for name, size in (
+        ("virtual_pipeline_model_parallel_size", virtual_pipeline_model_parallel_size),
+        ("expert_tensor_parallel_size", expert_tensor_parallel_size),
+    ):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} is {size}: must be at least 1, or None")
     if pipeline_model_parallel_size == 1 and (virtual_pipeline_model_parallel_size or 1) > 1:
         raise ValueError(
             f"virtual_pipeline_model_parallel_size is {virtual_pipeline_model_parallel_size}: "

@@ -70,7 +70,7 @@ def _evenly(config: ModelParallelConfig, *, num_layers: int) -> list[int]:
         raise ValueError(
             f"num_layers is {num_layers}{also}: must be a multiple of pipeline_model_parallel_size"
             f"{' x virtual stages' if config.virtual_pipeline_model_parallel_size else ''} ({parts}), or give "
-            "pipeline_model_parallel_layout"
+            "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or pipeline_model_parallel_layout"
         )
     counts = [counted // parts] * parts
     counts[0] -= embedding
@@ -127,16 +127,17 @@ def _parts_of_layout(layout: str) -> list[str]:
         if len(text) + len(body) * count > 100_000:
             raise ValueError(f"pipeline_model_parallel_layout is {layout!r}: repeats too much")
         text = text[: match.start()] + body * count + text[match.end() :]
-    # A repeated "tt|" ends in a separator that another may follow: "(tt|)*2|L" would have an empty stage.
     parts = text.split("|")
     unknown = sorted(set(text) - set("EtL|"))
     where = f"pipeline_model_parallel_layout is {layout!r}"
+    if "[" in unknown:
+        raise ValueError(f"{where}: lists are not taken, write letters such as Et*3|(tt|)*2,L")
     if "m" in unknown:
         raise ValueError(f"{where}: multi-token prediction (m) is not available")
+    if {"(", ")"} & set(unknown):
+        raise ValueError(f"{where}: a parenthesis has no partner")
     if unknown:
-        raise ValueError(f"{where}: {unknown[0]!r} means nothing, must be of E, t, L, |, *N and (...)")
+        raise ValueError(f"{where}: {unknown[0]!r} means nothing there, must be of E, t, L, |, (...) and *N after them")
     if not re.fullmatch(r"E[t|]*L", text):
         raise ValueError(f"{where}: must begin with the embedding (E) and end with the loss (L), each once")
-    if "" in parts:
-        raise ValueError(f"{where}: stage {parts.index('')} (from 0) is empty")
     return parts

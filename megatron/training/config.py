@@ -174,6 +174,9 @@ class DistributedConfig:
         flags=("--disable-gloo-process-groups",),
         help="With GPUs, connect ranks over NCCL alone; else errors and file lists go over gloo, past the GPU.",
     )
+    use_tp_pp_dp_mapping: bool = config_field(
+        False, help="Number ranks by pipeline stage before data-parallel rank: stages are then closer together."
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)

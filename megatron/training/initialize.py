@@ -19,6 +19,7 @@ from megatron.core.device import (
 )
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
+from megatron.core.rank_generator import DEFAULT_ORDER
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import config_from_args, parse_args, validate_args
 from megatron.training.checkpoint_args import load_args_from_checkpoint
@@ -59,6 +60,7 @@ def initialize_megatron(
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     groups = parallel_state.get_process_groups()

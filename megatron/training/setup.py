@@ -5,11 +5,10 @@ The loop that uses them is training.py's.
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.agreement import all_ranks_agree
@@ -29,7 +28,6 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_size_with_padding
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback
@@ -47,7 +45,7 @@ from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
 from megatron.training.run import TrainingRun
 from megatron.training.setup_callbacks import setup_callbacks
-from megatron.training.step_statistics import RecordsAuxLosses, StatisticsExchange
+from megatron.training.step_statistics import StatisticsExchange
 from megatron.training.train_state import TrainState
 
 
@@ -156,18 +154,9 @@ def setup_model_and_optimizer(
         batches=batch_sizes(args).running,
     )
     join_schedule(model, args)
-    chunks = unwrap_model(model)
-    recorders = [chunk.aux_losses for chunk in chunks if isinstance(chunk, RecordsAuxLosses)]
-    for chunk in chunks:
+    for chunk in unwrap_model(model):
         chunk.config.grad_scale_func = optimizer.scale_loss
-        # Of all chunks at once: the schedule asks one configuration, and a provider may share it among chunks.
-        chunk.config.aux_loss_scale_func = partial(_set_backward_scales, recorders) if recorders else None
     return model, optimizer, scheduler
-
-
-def _set_backward_scales(recorders: Sequence[AuxLossRecorder], scale: Tensor) -> None:
-    for recorder in recorders:
-        recorder.set_backward_scale(scale)
 
 
 def get_model(

@@ -18,7 +18,7 @@ from megatron.core.parallel_state import (
     initialize_model_parallel,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 from megatron.training.training import train_step
 from megatron.training.utils import get_batch_on_this_cp_rank
 from tests.counts import slow
@@ -79,8 +79,6 @@ def gradients_of_a_rank(sizes: dict[str, int], fields: dict[str, Any]) -> list[l
         config = get_model_config(model[0])
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = lambda loss: loss * 4.0  # as a loss scale of fp16, which the optimizer takes off
-        recorders = [unwrap_model(chunk).aux_losses for chunk in model]
-        config.aux_loss_scale_func = lambda scale, of=recorders: [one.set_backward_scale(scale) for one in of]
         first = get_data_parallel_rank() * MICROBATCHES
         get_forward_backward_func()(
             forward_step_func=partial(forward_step, returns_share=returns_share),

@@ -5,7 +5,7 @@ Which steps run in which order is decided in schedule.py and transfers.py.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,10 +20,19 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, validate_schedule
 from megatron.core.pipeline_parallel.sync_callables import SyncCallables
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Step, Transfer
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 LossFunction = Callable[..., Any]
 ForwardStep = Callable[[Any, nn.Module], tuple[torch.Tensor, LossFunction]]
+
+
+@runtime_checkable
+class ScalesAuxLosses(Protocol):
+    """A model with losses that hang inside it, as routers' do: they have no part in what the loss function returns."""
+
+    def set_aux_loss_scale(self, scale: torch.Tensor) -> None:
+        """scale: [], fp64, what their gradients are multiplied with in this step."""
+        ...
 
 
 class _Kept(NamedTuple):
@@ -144,7 +153,8 @@ class ScheduleRunner:
 
     def _set_aux_loss_scale(self) -> None:
         # Once a step: all of its microbatches have the same.
-        if self.config.aux_loss_scale_func is None:
+        scaled = [chunk for chunk in unwrap_model(list(self.model)) if isinstance(chunk, ScalesAuxLosses)]
+        if not scaled:
             return
         # fp64, or models in fp64 would get a third of a loss with the digits of fp32.
         scale = torch.ones((), dtype=torch.float64)
@@ -152,7 +162,8 @@ class ScheduleRunner:
             scale = self.config.grad_scale_func(scale)
         # The losses of single tokens are added up then, as the router adds up its own.
         parts = 1 if self.config.calculate_per_token_loss else self.num_microbatches
-        self.config.aux_loss_scale_func(scale / parts)
+        for chunk in scaled:
+            chunk.set_aux_loss_scale(scale / parts)
 
     @record_function("ScheduleRunner._backward")
     def _backward(self, action: Action) -> None:

@@ -80,6 +80,8 @@ def forward_backward(
     check_rest(rest, seq_length=seq_length)
     if collect_non_loss_data and not forward_only:
         raise ValueError("collect_non_loss_data is True: there is no loss to run backward from, set forward_only too")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches}: must be at least 1")
     chunks = list(model) if isinstance(model, list) else [model]
     config = get_model_config(chunks[0])
     groups = pg_collection or existing_process_groups()

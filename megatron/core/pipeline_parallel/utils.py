@@ -2,14 +2,16 @@
 
 from torch.distributed import ProcessGroup
 
+from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 
 
 def is_pp_first_stage(pp_group: ProcessGroup | None) -> bool:
-    """Whether this rank is the first stage of the group; None is this rank alone."""
-    return group_rank(pp_group) == 0
+    """Whether this rank is the first stage of the group; None is parallel_state's, or this rank alone without it."""
+    return group_rank(group_or_existing(pp_group, "pp")) == 0
 
 
 def is_pp_last_stage(pp_group: ProcessGroup | None) -> bool:
-    """Whether this rank is the last stage of the group; None is this rank alone."""
-    return group_rank(pp_group) == group_size(pp_group) - 1
+    """Whether this rank is the last stage of the group; None is parallel_state's, or this rank alone without it."""
+    group = group_or_existing(pp_group, "pp")
+    return group_rank(group) == group_size(group) - 1

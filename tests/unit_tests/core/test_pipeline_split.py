@@ -34,6 +34,7 @@ def config_of(stages: int, chunks: int | None = None, **fields: Any) -> ModelPar
         (2, 2, {"num_layers_in_last_pipeline_stage": 2}, [3, 1, 3, 1]),
         (2, 2, {"pipeline_model_parallel_layout": "Et*3|(tt|)*2tL"}, [3, 2, 2, 1]),
         (2, 2, {"pipeline_model_parallel_layout": "E|(t*4|)*2,L"}, [0, 4, 4, 0]),
+        (2, 2, {"pipeline_model_parallel_layout": "E|t*8||L"}, [0, 8, 0, 0]),
         (2, None, {"pipeline_model_parallel_layout": "E(t(t)*2)*2 | ttL"}, [6, 2]),
     ],
 )
@@ -58,7 +59,8 @@ def test_layers_are_spread_as_the_settings_say(
         (2, {"pipeline_model_parallel_layout": "Et|tmL"}, r"multi-token prediction \(m\) is not available"),
         (2, {"pipeline_model_parallel_layout": "Et|xL"}, "'x' means nothing"),
         (2, {"pipeline_model_parallel_layout": "t*4E|t*4L"}, "must begin with the embedding"),
-        (2, {"pipeline_model_parallel_layout": "Et*4||t*4L"}, "stage 1 .from 0. is empty"),
+        (2, {"pipeline_model_parallel_layout": "Ett|(tt|L"}, "a parenthesis has no partner"),
+        (2, {"pipeline_model_parallel_layout": "[['embedding', 'decoder'], ['loss']]"}, "lists are not taken"),
         (2, {"microbatch_group_size_per_vp_stage": 1}, "microbatch_group_size_per_vp_stage is 1: must be at least"),
         (2, {"pipeline_model_parallel_layout": "Et*4|t*4L", "num_layers_in_last_pipeline_stage": 4}, "drop the other"),
     ],

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_config import POSITION_EMBEDDINGS
@@ -243,9 +244,15 @@ class GPTModel(MegatronModule):
         elif self.output_layer is not None and self.output_layer.weight is not None:
             mark_shared(self.output_layer.weight, is_copy=True)
 
+    def set_aux_loss_scale(self, scale: Tensor) -> None:
+        """The schedule's factor for the routers' losses: [], fp64."""
+        self.aux_losses.set_backward_scale(scale)
+
     def _share_recorder(self, groups: ProcessGroupCollection) -> None:
         """Hands one recorder to every router."""
-        device, num_experts = next(self.parameters()).device, self.config.num_moe_experts or 0
+        # A stage may hold nothing at all.
+        own = next(self.parameters(), None)
+        device, num_experts = default_device() if own is None else own.device, self.config.num_moe_experts or 0
         # Rows for the layers of all stages: they are added up.
         self.aux_losses = AuxLossRecorder(
             self.config.num_layers,

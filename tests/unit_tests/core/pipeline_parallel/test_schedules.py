@@ -91,7 +91,7 @@ def test_gradients_are_the_mean_over_microbatches_of_token_means() -> None:
     model, data = Linear(), batches()
     scaled: list[torch.Tensor] = []
     model.config.grad_scale_func = lambda loss: loss * 8
-    model.config.aux_loss_scale_func = scaled.append
+    model.set_aux_loss_scale = scaled.append
     reports = run(model, data)
     expected = sum(model(batch).square().mean() for batch in data) / 3 * 8
     (gradient,) = torch.autograd.grad(expected, [model.weight])
@@ -107,7 +107,7 @@ def test_per_token_loss_leaves_the_division_to_the_finalizer() -> None:
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = lambda chunks, tokens: finalized.append((chunks, tokens))
     scaled: list[torch.Tensor] = []
-    model.config.aux_loss_scale_func = scaled.append
+    model.set_aux_loss_scale = scaled.append
     run(model, data)
     (gradient,) = torch.autograd.grad(sum(model(batch).square().sum() for batch in data), [model.weight])
     assert model.weight.grad is not None
