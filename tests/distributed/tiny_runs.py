@@ -102,6 +102,13 @@ def record_run(argv: Sequence[str], steps: int, *, save: bool = False, **parts: 
         return Recording(recorder.batches, recorder.grads, reports, initial, parameters(*run.model))
 
 
+def gather_parameters(run: TrainingRun) -> None:
+    """Waits for what the last step's gathers bring, for who reads parameters of a run outside their modules."""
+    for chunk in run.model:
+        assert isinstance(chunk, DistributedDataParallel)
+        chunk.start_param_sync(force_sync=True)
+
+
 def parameters(*model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters, any shape and float dtype, by name without the wrappers' prefixes."""
     named = (item for chunk in model for item in chunk.named_parameters())
