@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import model_logical_pieces
-from megatron.core.distributed import DistributedDataParallel
 from megatron.training.callbacks import StepReport
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
@@ -33,6 +32,12 @@ NORM_BOUND = {"bf16": 6e-2, "fp16": 3e-2}
 SMALL: Flags = {"micro-batch-size": 1}  # on 4 ranks
 STEPS_OF_LAYOUTS = 8
 LAYOUTS = [layout(2), layout(pp=2), layout(cp=2), layout(ep=2), layout(2, pp=2, ep=2)]
+SHARDED: Flags = {
+    "use-distributed-optimizer": True,
+    "overlap-grad-reduce": True,
+    "overlap-param-gather": True,
+    "ddp-bucket-size": 1001,
+}
 
 
 @dataclass
@@ -74,11 +79,13 @@ def test_a_layout_in_half_precision_follows_one_process(precision: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_overflow_of_one_stage_or_expert_rank_skips_the_step_on_all() -> None:
+def test_b22_an_overflow_of_one_stage_or_expert_rank_skips_the_step_on_all() -> None:
     flags: Flags = {**SMALL, **PRECISIONS["fp16"], "loss-scale-window": 2, "hysteresis": 1}
     expected = [(False, 4096.0), (True, 4096.0), (False, 2048.0), (False, 2048.0), (False, 4096.0)]
-    for rank in run_on_ranks(_overflowing_runs, 4, [_argv("moe", {**flags, **sizes}) for sizes in LAYOUTS]):
-        for sizes, reports in zip(LAYOUTS, rank, strict=True):
+    in_step: Flags = {**SHARDED, "overlap-param-gather-with-optimizer-step": True}
+    layouts = [*LAYOUTS, *({**sizes, **mode} for sizes, mode in zip(LAYOUTS[:4], [SHARDED, in_step] * 2))]
+    for rank in run_on_ranks(_overflowing_runs, 4, [_argv("moe", {**flags, **sizes}) for sizes in layouts]):
+        for sizes, reports in zip(layouts, rank, strict=True):
             assert [(report.skipped, report.loss_scale) for report in reports] == expected, sizes
 
 
@@ -138,17 +145,15 @@ def _overflowing_runs(argvs: list[list[str]]) -> list[list[StepReport]]:
 def _overflowing_run(argv: list[str]) -> list[StepReport]:
     reports: list[StepReport] = []
     with started_run(argv) as run:
-        (chunk,) = run.model
-        assert isinstance(chunk, DistributedDataParallel)
-        reduce = chunk.finish_grad_sync
+        named = [item for item in run.model[0].named_parameters() if "embedding" not in item[0]]
+        _, weight = max(named, key=lambda item: "experts" in item[0])
 
-        def overflow_and_reduce() -> None:
-            if len(reports) == 1 and dist.get_rank() == dist.get_world_size() - 1:
-                _, grad = max(chunk.named_main_grads(), key=lambda item: "experts" in item[0])
-                grad.view(-1)[0] = math.inf
-            reduce()
+        def overflow(grad: Tensor) -> Tensor | None:
+            is_bad = len(reports) == 1 and dist.get_rank() == dist.get_world_size() - 1
+            return torch.full_like(grad, math.inf) if is_bad else None
 
-        vars(chunk)["finish_grad_sync"] = overflow_and_reduce
+        # Where autograd makes it, as an overflow does: ahead of every reduction.
+        weight.register_hook(overflow)
         for _ in range(5):
             reports.append(train_step(run)[0])
     return reports

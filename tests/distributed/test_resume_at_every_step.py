@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.training.rng_state import rng_sharded_state
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
-from tests.distributed.tiny_runs import comparable, record_run, started_run
+from tests.distributed.tiny_runs import comparable, gather_parameters, record_run, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -40,15 +40,26 @@ PRECISIONS: dict[str, Flags] = {
     "fp16": {"fp16": True, "initial-loss-scale": 2.0**20, "hysteresis": 1, "loss-scale-window": 2},
     "fp16_unscaled": {"fp16": True},
 }
+# Each rank has the state of its shards alone; what a step leaves is gathered while the next one, or a save, begins.
+SHARDED: Flags = {
+    "use-distributed-optimizer": True,
+    "overlap-grad-reduce": True,
+    "overlap-param-gather": True,
+    "overlap-param-gather-with-optimizer-step": True,
+    "ddp-bucket-size": 1001,
+}
+CASES: list[tuple[str, str, Flags]] = [(base, precision, {}) for base in ("dense", "moe") for precision in PRECISIONS]
+CASES += [("moe", "fp32", SHARDED), ("moe", "bf16", SHARDED), ("dense", "fp16", SHARDED)]
 Steps = list[dict[str, Any]]
 State = dict[str, str]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("base", ["dense", "moe"])
+@pytest.mark.parametrize(("base", "precision", "mode"), CASES)
 @pytest.mark.slow
-def test_resume_after_every_step_continues_bit_for_bit(base: str, precision: str, tmp_path: Path) -> None:
-    argv = _argv(base, tmp_path, {**DROPOUT, **PRECISIONS[precision]})
+def test_b12_resume_after_every_step_continues_bit_for_bit(
+    base: str, precision: str, mode: Flags, tmp_path: Path
+) -> None:
+    argv = _argv(base, tmp_path, {**DROPOUT, **PRECISIONS[precision], **mode})
     for rank, (whole, again, resumed) in enumerate(run_on_ranks(_stop_everywhere, 3, argv, str(tmp_path / "saved"))):
         steps, state = whole
         assert again == whole, f"rank {rank}: a second run, which saved after each step, differs from the first"
@@ -119,6 +130,7 @@ def _stop_everywhere(argv: list[str], folder: str) -> tuple[Any, Any, list[Any]]
 def _state(run: TrainingRun) -> State:
     """All that the rest of a run depends on, by name: digests of tensors, the rest as text."""
     assert run.optimizer is not None and run.scheduler is not None
+    gather_parameters(run)
     tensors: dict[str, torch.Tensor] = dict(run.model[0].named_parameters())
     pieces = [*run.optimizer.sharded_state(model_logical_pieces(run.model[0])), *rng_sharded_state(run.groups)]
     tensors |= {f"{piece.key} {piece.global_offset}": piece.data for piece in pieces}

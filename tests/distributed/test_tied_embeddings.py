@@ -22,7 +22,7 @@ from tests.distributed.parity import (
     put_together,
     relative_errors,
 )
-from tests.distributed.tiny_runs import started_run
+from tests.distributed.tiny_runs import gather_parameters, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config, small_model
@@ -41,27 +41,44 @@ TRAINING: Flags = {
     "clip-grad": 0.5,
     "decoupled-lr": 0.02,
 }
+# Where the copies lie in buffers and shards differs between the ends.
+MODES: list[Flags] = [
+    {},
+    {
+        "use-distributed-optimizer": True,
+        "overlap-grad-reduce": True,
+        "overlap-param-gather": True,
+        "overlap-param-gather-with-optimizer-step": True,
+        "ddp-bucket-size": 1001,
+    },
+]
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @pytest.mark.parametrize(("stages", "copies"), [(2, 3), slow(4, 3)])
 def test_b9_both_copies_stay_bit_equal_and_equal_to_one_process(stages: int, copies: int) -> None:
     argv = command_line({**read_bases()["dense"], **TRAINING})
-    [[reference]] = run_on_ranks(_tables, 1, argv)
+    [[reference]] = run_on_ranks(_tables, 1, [argv])
     layout = ["--pipeline-model-parallel-size", str(stages)]
-    tables = run_on_ranks(_tables, stages * copies, [*argv, *layout], timeout=300)
+    argvs = [[*argv, *layout, *command_line(mode)] for mode in MODES]
+    tables = run_on_ranks(_tables, stages * copies, argvs, timeout=300)
     held = [table for rank in tables for table in rank]
-    assert len(held) == 2 * copies
+    assert len(held) == 2 * copies * len(MODES)
     assert all(torch.equal(table, held[0]) for table in held)
     torch.testing.assert_close(held[0], reference, rtol=0, atol=1e-8 * reference.norm().item())
 
 
-def _tables(argv: list[str]) -> list[Tensor]:
-    """This rank's copies of the vocabulary's table after training."""
+def _tables(argvs: list[list[str]]) -> list[Tensor]:
+    """This rank's copies of the vocabulary's table after training, of each run in turn."""
+    return [table for argv in argvs for table in _tables_of_a_run(argv)]
+
+
+def _tables_of_a_run(argv: list[str]) -> list[Tensor]:
     with started_run(argv, forward_step=fp64_forward_step, model_provider=fp64_model) as run:
         start = [p.detach().clone() for chunk in run.model for p in chunk.parameters()]
         for _ in range(STEPS):
             train_step(run)
+        gather_parameters(run)
         assert any(not torch.equal(a, b) for a, b in zip(start, (p for c in run.model for p in c.parameters())))
         named = (item for chunk in run.model for item in chunk.named_parameters())
         return [param.detach().clone() for name, param in named if canonical_name(name) in TABLES]
