@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 
-FORMS: dict[str, tuple[torch.dtype, dict[str, object]]] = {
+FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "flat": (torch.float32, {}),
     "flat, a bucket at a time": (torch.float32, {"bucket_size": 1 << 20}),
     "flat, bf16 with fp32 masters": (torch.bfloat16, {"bf16": True}),
@@ -83,7 +84,7 @@ def torch_step(shape: tuple[int, int], **kind: bool) -> Callable[[], object]:
     return torch.optim.AdamW(parameters, lr=1e-4, **kind).step
 
 
-def flat_step(shape: tuple[int, int], dtype: torch.dtype, *, settings: dict[str, object]) -> Callable[[], object]:
+def flat_step(shape: tuple[int, int], dtype: torch.dtype, *, settings: dict[str, Any]) -> Callable[[], object]:
     """The same step of a MegatronOptimizer's rules, masters written back into the parameters."""
     own = dict(settings)
     ddp_config = DistributedDataParallelConfig(

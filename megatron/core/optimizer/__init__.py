@@ -61,7 +61,7 @@ def get_megatron_optimizer(
     is_sharded = check_same_sharding(chunks)
     grouping = ParamGrouping(config, config_overrides)
     keys = agree_on_groups([entry for buffer in buffers for entry in buffer.entries], grouping, groups=groups)
-    runs = build_runs(buffers, keys, main_of=_masters(config))
+    runs = build_runs(buffers, keys, main_of=_masters(config), host_fraction=config.host_fraction)
     rules: list[UpdateRule] = [_fused_rule(config, runs, keys=[*grouping.plain_keys(), *keys.values()])]
     if config.optimizer == "muon":
         of_matrices = [run for run in runs if run.group.is_matrix]

@@ -34,12 +34,13 @@ class OwnedPart:
     def of_main(self) -> tuple[Tensor, bool]:
         """What has the norm of the range of the masters: [n], fp32 or fp64, perhaps norms of pieces; and is_apart."""
         main = self.run.main
-        if isinstance(main, Plain):
+        if isinstance(main, Plain) and main.tensor.device == self.run.model.device:
             return main.read(self.start, self.end), self.is_apart
         norms = [
             torch.linalg.vector_norm(v, dtype=torch.float64) for _, v in pieces(main, start=self.start, end=self.end)
         ]
-        return torch.stack(norms), self.is_apart
+        # A few numbers of what may be in the host's memory.
+        return torch.stack(norms).to(self.run.model.device), self.is_apart
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,10 @@ class MegatronOptimizer:
         yield [tensor for state, flat in zip(states, values) for tensor in state.tensors(flat, model_pieces)]
         for state, flat in zip(states, values):
             state.stored.write(0, flat)
+        for run in self._runs:
+            # What only stands elsewhere is in no checkpoint of its own.
+            if run.is_copy and not run.has_master:
+                run.take_model()
 
     def _flat_states(self) -> list[_FlatState]:
         states = []

@@ -10,12 +10,13 @@ import torch
 
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.optimizer.muon_config import MuonConfig
+from megatron.core.optimizer.offload_config import OptimizerOffloadConfig
 from megatron.core.optimizer.precision_config import PrecisionConfig
 from megatron.core.timers import Timers
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig(PrecisionConfig, MuonConfig):
+class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig):
     """What get_megatron_optimizer builds."""
 
     cli_group: ClassVar[str] = "optimizer"
@@ -68,6 +69,7 @@ class OptimizerConfig(PrecisionConfig, MuonConfig):
         self.validate_learning_rate()
         self.validate_precision()
         self.validate_stored_types(self.optimizer)
+        self.validate_offload(self.optimizer)
 
     def validate_learning_rate(self) -> None:
         # A configuration without a rate is fine until an optimizer is built from it.

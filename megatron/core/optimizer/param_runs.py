@@ -13,9 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.layout import BufferLayout, Span
+from megatron.core.distributed.layout import ALIGNMENT, BufferLayout, Span
 from megatron.core.optimizer.param_groups import GroupKey
-from megatron.core.optimizer.stored_floats import PIECE, Plain, StoredFloats, WithRemainder, full_masters, pieces
+from megatron.core.optimizer.stored_floats import (
+    PIECE,
+    Plain,
+    StoredFloats,
+    WithRemainder,
+    full_masters,
+    host_masters,
+    pieces,
+)
 
 
 class PlacedParam(Protocol):
@@ -90,6 +98,11 @@ class ParamRun:
     @property
     def has_master(self) -> bool:
         """Whether there is more to the parameters than the model has of them."""
+        return self.model.dtype.itemsize < 4
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether what is stepped is another tensor than the parameters."""
         return not (isinstance(self.main, Plain) and self.main.tensor is self.model)
 
     @property
@@ -99,7 +112,7 @@ class ParamRun:
 
     def write_model(self) -> None:
         """Rounds the masters to the parameters' dtype."""
-        if self.has_master and not isinstance(self.main, WithRemainder):
+        if self.is_copy and not isinstance(self.main, WithRemainder):
             for start, values in pieces(self.main, start=0, end=self.main.numel):
                 self.model[start : start + values.numel()].copy_(values)
 
@@ -107,9 +120,10 @@ class ParamRun:
         """Makes the masters what the parameters are."""
         if isinstance(self.main, WithRemainder):
             self.main.forget()
-        elif self.has_master:
+        elif self.is_copy:
+            like = self.main.read(0, 0)
             for start in range(0, self.main.numel, PIECE):
-                self.main.write(start, self.model[start : start + PIECE].float())
+                self.main.write(start, self.model[start : start + PIECE].to(like))
 
     def check_attached(self) -> None:
         """Raises ValueError naming the first parameter whose memory is no longer the run's."""
@@ -129,11 +143,12 @@ def build_runs(
     groups: Mapping[nn.Parameter, GroupKey],
     *,
     main_of: Callable[[torch.Tensor], StoredFloats] = full_masters,
+    host_fraction: float = 0.0,
 ) -> list[ParamRun]:
     """Joins what this rank owns of each buffer's parameters into runs, in the order of the buffers.
 
     groups: of every parameter of the buffers. main_of: how the numbers that are stepped are kept of parameters [N], any
-    floating dtype.
+    floating dtype. host_fraction: part of each owned span that is kept in the host's memory.
     """
     runs: list[ParamRun] = []
     for buffer in buffers:
@@ -142,11 +157,24 @@ def build_runs(
         entries = sorted(buffer.entries, key=lambda entry: (entry.span.start, entry.span.end))
         ends = [entry.span.end for entry in entries]
         for bucket, owned in enumerate(buffer.owned_spans()):
-            here = entries[bisect_right(ends, owned.start) :]
-            for members, start, end in _ranges_in(owned, here, groups=groups):
-                model, grad = buffer.param_data[start:end], buffer.grad_data[start:end]
-                runs.append(ParamRun(members, groups[members[0].param], model, main_of(model), grad, buffer, bucket))
+            for span, kept in _by_memory(owned, main_of, host_fraction=host_fraction):
+                here = entries[bisect_right(ends, span.start) :]
+                for members, start, end in _ranges_in(span, here, groups=groups):
+                    model, grad = buffer.param_data[start:end], buffer.grad_data[start:end]
+                    runs.append(ParamRun(members, groups[members[0].param], model, kept(model), grad, buffer, bucket))
     return runs
+
+
+def _by_memory(
+    owned: Span, main_of: Callable[[torch.Tensor], StoredFloats], *, host_fraction: float
+) -> Iterator[tuple[Span, Callable[[torch.Tensor], StoredFloats]]]:
+    """The part of an owned span that is kept in the host's memory, and the rest, which main_of keeps."""
+    # On the grid, so that no element's bits depend on the cut.
+    on_host = int(owned.numel * host_fraction) // ALIGNMENT * ALIGNMENT
+    if on_host:
+        yield Span(owned.start, on_host), host_masters
+    if on_host < owned.numel:
+        yield Span(owned.start + on_host, owned.numel - on_host), main_of
 
 
 def _ranges_in(

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from megatron.core.device import host_bytes
+
 # Elements that share a scale. The grid on which ranks cut parameters, so that no cut changes a scale.
 BLOCK = 64
 # The largest number of a block comes to lie at half of fp16's range, the next power of two would leave it.
@@ -156,6 +158,15 @@ def full_masters(model: torch.Tensor) -> StoredFloats:
     """16-bit parameters, [N], as fp32; wider ones as they are."""
     # 16-bit weights lose updates below their last digit; the copy keeps them.
     return Plain(model if model.dtype.itemsize >= 4 else model.float())
+
+
+def host_masters(model: torch.Tensor) -> StoredFloats:
+    """Parameters, [N], as fp32 (fp64) in the host's memory, pinned; the parameters themselves where they are there."""
+    if model.device.type == "cpu":
+        return full_masters(model)
+    wide = torch.promote_types(model.dtype, torch.float32)
+    memory = host_bytes(model.numel() * wide.itemsize, model.device)
+    return Plain(memory.view(wide).copy_(model))
 
 
 def half_masters(model: torch.Tensor) -> StoredFloats:

@@ -71,22 +71,21 @@ class FusedRule:
         self._states = {
             run: {name: zeros_beside(run.main, dtype) for name, dtype in dtypes.items()} for run in self.runs
         }
-        self._steps = {run: torch.zeros((), dtype=torch.float32, device=run.grad.device) for run in self.runs}
+        # Beside the masters, which may be in the host's memory.
+        self._steps = {run: run.main.read(0, 0).new_zeros((), dtype=torch.float32) for run in self.runs}
 
     @torch.no_grad()
     def update(self, divisor: float, runs: Set[ParamRun]) -> None:
         """See UpdateRule."""
         for group, every in zip(self.optimizer.param_groups, self._members):
             members = [run for run in every if run in runs]
-            # The kernels divide by this tensor while they read the gradient, as for torch.amp.GradScaler.
-            grad_scale = None if divisor == 1.0 or not members else torch.tensor(divisor, device=members[0].grad.device)
             whole = [operands for run in members if (operands := self._whole(run)) is not None]
             if whole:
                 # Rates are plain numbers in the group, read at this moment.
-                self._kernel(whole, group, grad_scale=grad_scale)
+                self._kernel(whole, group, grad_scale=_grad_scale(divisor, whole[0]))
             for run in members:
                 if self._whole(run) is None:
-                    self._update_pieces(run, group, grad_scale=grad_scale)
+                    self._update_pieces(run, group, divisor=divisor)
 
     def _whole(self, run: ParamRun) -> "_Operands | None":
         """All of a run as the kernel takes it, if it is kept so."""
@@ -94,17 +93,18 @@ class FusedRule:
         if not all(isinstance(stored, Plain) for stored in (run.main, *states.values())):
             return None
         main, moments = run.main.read(0, run.main.numel), {n: s.read(0, s.numel) for n, s in states.items()}
-        return _Operands(main, run.grad, moments, self._steps[run]) if run.grad.dtype == main.dtype else None
+        is_beside = (run.grad.dtype, run.grad.device) == (main.dtype, main.device)
+        return _Operands(main, run.grad, moments, self._steps[run]) if is_beside else None
 
-    def _update_pieces(self, run: ParamRun, group: dict[str, Any], *, grad_scale: torch.Tensor | None) -> None:
+    def _update_pieces(self, run: ParamRun, group: dict[str, Any], *, divisor: float) -> None:
         states = self._states[run]
         for start in range(0, run.main.numel, PIECE):
             end = min(start + PIECE, run.main.numel)
             main = run.main.read(start, end)
             moments = {name: stored.read(start, end) for name, stored in states.items()}
             # The kernel counts: every piece is at the same step.
-            piece = _Operands(main, run.grad[start:end].to(main.dtype), moments, self._steps[run].clone())
-            self._kernel([piece], group, grad_scale=grad_scale)
+            piece = _Operands(main, run.grad[start:end].to(main), moments, self._steps[run].clone())
+            self._kernel([piece], group, grad_scale=_grad_scale(divisor, piece))
             run.main.write(start, main)
             for name, stored in states.items():
                 stored.write(start, moments[name])
@@ -127,6 +127,11 @@ class _Operands:
     grad: torch.Tensor
     moments: dict[str, torch.Tensor]
     step: torch.Tensor
+
+
+def _grad_scale(divisor: float, operands: _Operands) -> torch.Tensor | None:
+    # The kernels divide by this tensor while they read the gradient, as for torch.amp.GradScaler.
+    return None if divisor == 1.0 else torch.tensor(divisor, device=operands.grad.device)
 
 
 # torch's own functions under torch.optim.Optimizer.step, which would always step everything, and only as it is kept.

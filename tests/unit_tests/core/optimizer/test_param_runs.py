@@ -10,9 +10,10 @@ from torch import nn
 
 from megatron.core.distributed.layout import Span
 from megatron.core.distributed.param_and_grad_buffer import BufferKind, BufferSettings, _ParamAndGradBuffer
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, param_runs
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.param_runs import ParamRun, build_runs
+from megatron.core.optimizer.stored_floats import Plain
 from megatron.core.optimizer.update_rules import FusedRule
 from tests.unit_tests.core.optimizer.reference import assert_same_parameters, tiny_model
 
@@ -34,11 +35,9 @@ class Shard(_ParamAndGradBuffer):
     def owned_spans(self) -> list[Span]:
         return self.owned
 
-    def runs(self) -> list[ParamRun]:
-        config = OptimizerConfig(lr=0.1)
-        return build_runs(
-            [self], {entry.param: ParamGrouping(config).key_of(entry.name, entry.param) for entry in self.entries}
-        )
+    def runs(self, config: OptimizerConfig) -> list[ParamRun]:
+        keys = {entry.param: ParamGrouping(config).key_of(entry.name, entry.param) for entry in self.entries}
+        return build_runs([self], keys, host_fraction=config.host_fraction)
 
 
 @given(st.integers(0, 2**32))
@@ -51,7 +50,7 @@ def test_runs_of_all_owned_spans_hold_every_parameter_element_once(seed: int) ->
     cuts = sorted({0, total, *(random.randint(0, total) for _ in range(3))})
     buffer = Shard(model, [Span(a * GRID, (b - a) * GRID) for a, b in zip(cuts, cuts[1:], strict=False)])
     buffer.param_data.zero_()
-    for run in buffer.runs():
+    for run in buffer.runs(OptimizerConfig(lr=0.1)):
         assert run.model.numel() == run.grad.numel() == run.main.numel and run.model.numel() % GRID == 0
         run.check_attached()
         for member in run.params:
@@ -83,10 +82,30 @@ def test_a_step_of_all_shards_is_a_step_of_the_whole_bit_for_bit(dtype: torch.dt
         assert_same_parameters(model, whole)
 
 
-def _step(buffer: Shard, config: OptimizerConfig) -> None:
-    runs = buffer.runs()
+def test_what_is_stepped_in_other_memory_comes_back_to_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy beside the parameters stands for one in the host's memory beside a GPU."""
+    monkeypatch.setattr(param_runs, "host_masters", lambda model: Plain(model.float().clone()))
+    for dtype in (torch.float32, torch.bfloat16):
+        whole, model = tiny_model(dtype), tiny_model(dtype)
+        _step(Shard(whole), OptimizerConfig(lr=0.1))
+        config = OptimizerConfig(lr=0.1, optimizer_cpu_offload=True, optimizer_offload_fraction=0.6)
+        runs = _step(buffer := Shard(model), config)
+        assert_same_parameters(model, whole)
+        assert {run.is_copy for run in runs} == ({True, False} if dtype == torch.float32 else {True})
+        if dtype == torch.float32:
+            assert sum(run.main.numel for run in runs if run.is_copy) == int(0.6 * buffer.numel) // GRID * GRID
+        before = [run.main.read(0, run.main.numel).clone() for run in runs]
+        for run, main in zip(runs, before):
+            run.model.mul_(2)
+            run.take_model()
+            assert torch.equal(run.main.read(0, run.main.numel), main.to(dtype).float() * 2)
+
+
+def _step(buffer: Shard, config: OptimizerConfig) -> list[ParamRun]:
+    runs = buffer.runs(config)
     rule = FusedRule(config, runs, groups=list(dict.fromkeys(run.group for run in runs)))
     for _ in range(3):
         rule.update(1.7, set(runs))
     for run in runs:
         run.write_model()
+    return runs
