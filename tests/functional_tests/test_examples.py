@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch.distributed.run import get_args_parser
 
-from examples import ddp_cnn
+from examples import ddp_cnn, own_loop
 from megatron.training.arguments import parse_args, validate_args
 from tests.functional_tests.launch import ROOT, read_log, run_program
 from tests.harness import launch_on_ranks
@@ -69,6 +69,18 @@ def test_ddp_cnn_has_the_same_losses_with_overlap_and_without() -> None:
     assert len(plain) == 3 and plain[:2] == overlapped[:2] and plain[0].startswith("step 10: loss 2.")
     # All steps but the first, which shows in which order the buckets become complete.
     assert overlapped[2] == "3 buckets; under way before the next was complete in [19, 19] steps"
+
+
+def test_own_loop_has_the_same_losses_on_any_layout() -> None:
+    def printed(ranks: int, *words: str) -> list[float]:
+        ended = launch_on_ranks(own_loop.main, ranks, ["--experts", "4", "--steps", "4", *words], backend=None)
+        lines = [line.split() for one in ended for line in one.stdout.splitlines() if line.startswith("step")]
+        return [float(line[index]) for line in lines for index in (3, 5)]
+
+    alone = printed(1)
+    assert len(alone) == 8 and alone[6] < 4
+    assert printed(4, "--tensor", "2", "--pipeline", "2") == pytest.approx(alone, rel=1e-4)
+    assert printed(2, "--expert-parallel", "2", "--sharded") == pytest.approx(alone, rel=1e-4)
 
 
 def run_own_script(folder: Path, ranks: int, *words: str):
