@@ -118,7 +118,7 @@ def microbatches(step: int, count: int) -> Iterator[Tensor]:
 
 
 def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
-    """One micro-batch: the stage's output, and on the last stage the loss of it."""
+    """One micro-batch: the stage's output [S, B, H], on the last stage its losses [B, S], fp32, with their mean."""
     tokens = next(data_iterator)
     positions = torch.arange(SEQUENCE, device=tokens.device).expand(MICRO_BATCH, -1)
     output = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
@@ -126,7 +126,7 @@ def forward_step(data_iterator: Iterator[Tensor], model: nn.Module) -> tuple[Ten
 
 
 def report_step(step: int, reports: list[dict[str, Tensor]], *, grad_norm: float) -> None:
-    """Prints the mean loss over all micro-batches; the last stage has it, and its first rank prints."""
+    """Prints the mean of the reports' losses, each [] fp32; the last stage has them, and its first rank prints."""
     if not parallel_state.is_pipeline_last_stage():
         return
     loss = torch.stack([report["loss"] for report in reports]).mean()
