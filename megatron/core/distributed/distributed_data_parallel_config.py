@@ -84,7 +84,11 @@ class DistributedDataParallelConfig:
     overlap_param_gather_with_optimizer_step: bool = config_field(
         False, help="Gather each bucket of parameters as soon as the optimizer has updated it."
     )
-    ddp_debug: bool = config_field(False, flags=(), help="Watch buffers for stale reads and late writes; slow.")
+    ddp_debug: bool = config_field(
+        False,
+        help="Stop, with the parameter's name, at reads and writes of buffers at the wrong time; compare launches of "
+        "ranks; slow.",
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)
