@@ -21,7 +21,7 @@ FLAGS: Flags = {
 }
 # Losses are looked at first. A gradient of finite losses is, in fp32 and bf16, before the sum over ranks hides whose it
 # is; in fp16 it may overflow, and the step is skipped.
-WHERE_GRADIENT = rf"not finite on rank {RANK}: {re.escape(PARAMETER)} "
+WHERE_GRADIENT = rf"not finite on rank {RANK}: {re.escape(PARAMETER)}\. "
 WHERE_LOSS = rf"not finite at iteration {STEP}: rank {RANK}: microbatch {MICROBATCH} \(lm loss is nan\)"
 
 
