@@ -182,7 +182,10 @@ REFUSALS: tuple[tuple[str, str], ...] = (
 GROUP_REFUSALS = {"biencoder": _RETRIEVAL, "vision": _VISION, "rl": _RL, "inference": _INFERENCE}
 
 # Values that Megatron's flag takes and this one never will, with what to do instead.
-VALUE_REFUSALS = {("--tokenizer-type", "SFTTokenizer"): f"give the tokenizer itself; {_CHATS}"}
+VALUE_REFUSALS = {
+    ("--tokenizer-type", "SFTTokenizer"): f"give the tokenizer itself; {_CHATS}",
+    ("--optimizer", "dist_muon"): "give muon, with --use-distributed-optimizer to shard it",
+}
 
 # Accepted flags that would change the model or its numbers elsewhere: the notice says what to do here.
 NO_EFFECT_HINTS = {

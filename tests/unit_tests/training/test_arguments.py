@@ -89,19 +89,19 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--optimizer lion", ["'lion' is not available here", "adam, sgd"]),
         (
             "--optimizer dist_muon",
-            ["'dist_muon' is not yet in this version (planned:", "'DDP and distributed optimizer'"],
+            ["'dist_muon' is not available here; give muon, with --use-distributed-optimizer to shard it"],
         ),
         ("--async-save", ["--async-save: not yet in this version", "'Trust'"]),
-        ("--no-align-param-gather", ["--no-align-param-gather: not yet in this version"]),
+        ("--moe-paged-stash", ["--moe-paged-stash: not yet in this version"]),
         ("--rl-profile", ["--rl-profile: not supported", "RL trainer"]),
         ("--batch-size 4", ["--micro-batch-size"]),
         ("--img-h", ["only text models"]),
         (
-            "--num-layer 3 --async-save --batch-size 4 --save-retain-interval 2 --use-distributed-optimizer",
+            "--num-layer 3 --async-save --batch-size 4 --save-retain-interval 2 --moe-paged-stash",
             [
                 "unknown flag --num-layer; did you mean --num-layers?; --batch-size: not supported; ",
                 "; --save-retain-interval, --async-save: not yet in this version (planned:",
-                "; --use-distributed-optimizer: not yet",
+                "; --moe-paged-stash: not yet",
             ],
         ),
         ("--softmax-type hard", ["--softmax-type", "vanilla"]),
