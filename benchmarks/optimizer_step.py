@@ -76,7 +76,7 @@ def main() -> None:
         )
 
 
-def torch_step(shape: tuple[int, int], **kind: bool) -> Callable[[], object]:
+def torch_step(shape: tuple[int, int], **kind: Any) -> Callable[[], object]:
     """A step of torch.optim.AdamW over so many parameters of so many elements."""
     parameters = [nn.Parameter(torch.randn(shape[1])) for _ in range(shape[0])]
     for parameter in parameters:
