@@ -13,10 +13,10 @@ from torch.profiler import record_function
 
 from megatron.core.distributed.bucket_observer import Traffic
 from megatron.core.distributed.collectives import Handle, gather_shards_, reduce_bucket_
+from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_sequence import Readiness
 from megatron.core.distributed.ledger import Ledger
-from megatron.core.distributed.param_and_grad_buffer import Entry, _ParamAndGradBucket
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.param_and_grad_buffer import Entry, _ParamAndGradBucket
+from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket
 
 
 class Traffic(Enum):

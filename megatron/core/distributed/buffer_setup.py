@@ -5,13 +5,13 @@ from torch import nn
 
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.layout import resolve_bucket_size
-from megatron.core.distributed.param_and_grad_buffer import (
+from megatron.core.distributed.flat_buffer import (
     BufferKind,
     BufferSettings,
     _ParamAndGradBuffer,
     buffer_kind,
 )
+from megatron.core.distributed.layout import resolve_bucket_size
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts

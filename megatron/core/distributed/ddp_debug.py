@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.bucket_observer import ObservedGroup, Traffic
-from megatron.core.distributed.param_and_grad_buffer import Entry, _ParamAndGradBucket
+from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket
 from megatron.core.distributed.shard_coverage import check_coverage
 from megatron.core.distributed.stale_reads import StaleReads
 from megatron.core.process_groups_config import group_rank, group_size

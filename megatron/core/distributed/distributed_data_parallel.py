@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.buffer_setup import build_buffers, check_settings
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer, partition_buckets
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer, partition_buckets
 from megatron.core.distributed.replica_checks import check_layouts_agree
 from megatron.core.distributed.tied_weights import follow_owner
 from megatron.core.model_parallel_config import ModelParallelConfig

@@ -1,6 +1,6 @@
 """Where parameters lie in flat buffers, and how these are cut into buckets and shards; a pure function of sizes.
 
-Buffers themselves are param_and_grad_buffer.py's. All modes share this layout: starts of parameters, and starts and
+Buffers themselves are flat_buffer.py's. All modes share this layout: starts of parameters, and starts and
 ends of shards, are multiples of ALIGNMENT elements.
 """
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
 from megatron.core.distributed.layout import ALIGNMENT, Span
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.process_groups_config import group_size
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.param_and_grad_buffer import Entry
+from megatron.core.distributed.flat_buffer import Entry
 
 
 class StaleReads:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings, _ParamAndGradBuffer
 from megatron.core.distributed.layout import Span
-from megatron.core.distributed.param_and_grad_buffer import BufferKind, BufferSettings, _ParamAndGradBuffer
 from megatron.core.optimizer import OptimizerConfig, param_runs
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.param_runs import ParamRun, build_runs

@@ -5,11 +5,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.param_and_grad_buffer import (
+from megatron.core.distributed.flat_buffer import (
     BufferKind,
     BufferSettings,
-    _ParamAndGradBuffer,
     buffer_kind,
+)
+from megatron.core.distributed.param_and_grad_buffer import (  # the path of users' plug-ins
+    _ParamAndGradBucketGroup,
+    _ParamAndGradBuffer,
     partition_buckets,
 )
 
@@ -35,7 +38,8 @@ def test_parameters_and_gradients_are_views_of_flat_tensors():
     model[1].weight.shared_embedding = True
     buffer = buffer_of(model, bucket_size=1)
     assert [len(bucket.entries) for bucket in partition_buckets([buffer], force_single_bucket_group=True)[0]] == [1] * 4
-    assert [group[0].entries[0].name for group in partition_buckets([buffer])][-1] == "0.weight"
+    last = _ParamAndGradBucketGroup(partition_buckets([buffer])[-1], name="last", checks=None)
+    assert [entry.name for entry in last.entries] == ["0.weight"]
     for (name, param), value, entry in zip(model.named_parameters(), values, buffer.entries):
         assert entry.name == name and torch.equal(param, value)
         assert param.data_ptr() == buffer.param_data[entry.span.start].data_ptr()

@@ -1,0 +1,274 @@
+"""Flat buffers of parameters and gradients, and the buckets they are cut into; gradients are moved in here.
+
+Sends nothing: bucket_group.py does, when launch_order.py says so. Where what lies is layout.py's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatch
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.collectives import ReductionPolicy, shard_of
+from megatron.core.distributed.layout import BucketLayout, Span, lay_out
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.param_attributes import (
+    added_to_main_grad,
+    clear_added_to_main_grad,
+    has_grad_beside_main_grad,
+    param_facts,
+    set_main_grad,
+)
+
+
+class BufferType(Enum):
+    """What a buffer's flat tensor holds."""
+
+    PARAM = 1
+    GRAD = 2
+
+
+@dataclass(frozen=True)
+class BufferKind:
+    """What the parameters of one buffer have in common. is_expert: they are reduced over the experts' own ranks."""
+
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    is_expert: bool
+
+
+@dataclass(frozen=True, eq=False)
+class BufferSettings:
+    """How a buffer is cut and reduced.
+
+    group: the ranks that shards are spread over, and gradients summed over; None is this rank alone. is_sharded: each
+    of them owns its shard of every bucket, else everything. scale: factor of every gradient before reduction.
+    fp32_patterns: names, or `all`, of parameters whose gradients add up in fp32 beside a narrower buffer.
+    """
+
+    group: ProcessGroup | None
+    bucket_size: int | None
+    is_sharded: bool = False
+    scale: float = 1.0
+    policy: ReductionPolicy = ReductionPolicy()
+    high_busbw: bool = False
+    fp32_patterns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A parameter and its place. main_grad: [*parameter shape], where its gradients add up, `param.main_grad`.
+
+    wire: the same shape, the view of grad_data that is reduced; main_grad itself unless that is wider.
+    """
+
+    name: str
+    param: nn.Parameter
+    span: Span
+    main_grad: torch.Tensor
+    wire: torch.Tensor
+
+    def take_wire(self) -> None:
+        """Makes main_grad what `wire` is."""
+        if self.wire is not self.main_grad:
+            self.main_grad.copy_(self.wire)
+
+
+@dataclass(frozen=True, eq=False)
+class _ParamAndGradBucket:
+    """Neighbours in a buffer that are reduced and gathered together; param_data, grad_data: [N], views."""
+
+    buffer: "_ParamAndGradBuffer"
+    layout: BucketLayout
+    entries: list[Entry]
+    param_data: torch.Tensor
+    grad_data: torch.Tensor
+
+
+class _ParamAndGradBuffer:
+    """Parameters of one kind and their gradients, each flat; `param.data` and `param.main_grad` become views.
+
+    param_data: [numel], the parameters' dtype. grad_data: [numel], the gradients'. Padding is zero in both, and no
+    step or norm sees it. entries: in the order of named_params. `take` moves autograd's gradients in.
+    """
+
+    def __init__(
+        self, kind: BufferKind, named_params: Sequence[tuple[str, nn.Parameter]], *, settings: BufferSettings
+    ) -> None:
+        self.kind, self.settings = kind, settings
+        self.layout = lay_out(
+            [param.numel() for _, param in named_params],
+            num_shards=group_size(settings.group),
+            bucket_size=settings.bucket_size,
+            # Both ends of a pipeline have this weight: alone in its bucket, its shards are the same elements on both.
+            own_bucket={i for i, (_, param) in enumerate(named_params) if param_facts(param).shared_embedding},
+            high_busbw=settings.high_busbw,
+        )
+        device = named_params[0][1].device
+        self.param_data = torch.zeros(self.layout.numel, dtype=kind.param_dtype, device=device)
+        self.grad_data = torch.zeros(self.layout.numel, dtype=kind.grad_dtype, device=device)
+        self.entries = [
+            self._move_in(name, param, span=span)
+            for (name, param), span in zip(named_params, self.layout.spans, strict=True)
+        ]
+        self.buckets = [self._bucket(layout) for layout in self.layout.buckets]
+        # For the hook, which autograd hands the parameter alone.
+        self.entry_of = {entry.param: entry for entry in self.entries}
+        # Both since `zero_grads`: what has a gradient, and of that what kernels added to main_grad, without our scale.
+        self._filled: set[nn.Parameter] = set()
+        self._unscaled: set[nn.Parameter] = set()
+
+    @property
+    def numel(self) -> int:
+        """Elements of each flat tensor, with padding."""
+        return self.layout.numel
+
+    @property
+    def data_parallel_group(self) -> ProcessGroup | None:
+        """The ranks that shards are spread over, and gradients summed over first; None is this rank alone."""
+        return self.settings.group
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank owns a shard of every bucket, and gets the sums of no other elements."""
+        return self.settings.is_sharded
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the parameters are experts', reduced over ranks of their own."""
+        return self.kind.is_expert
+
+    def owned_spans(self) -> list[Span]:
+        """What this rank's optimizer steps: its shard of each bucket, or the whole buffer; in order."""
+        if self.is_sharded:
+            return self.layout.owned(group_rank(self.settings.group))
+        return [bucket.span for bucket in self.layout.buckets]
+
+    def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
+        """The parts of a parameter's gradient that hold its sum after reduction: each [N], views of grad_data."""
+        parts = [entry.span.intersection(owned) for owned in self.owned_spans()]
+        return [self.grad_data[part.start : part.end] for part in parts if part.numel]
+
+    def take(self, param: nn.Parameter) -> None:
+        """Moves `param.grad` into main_grad, scaled, and frees autograd's own tensor.
+
+        The first since `zero_grads` overwrites, later ones add. Of a parameter whose kernel has added its gradient to
+        main_grad already, only what else there is.
+        """
+        entry = self.entry_of[param]
+        if added_to_main_grad(param):
+            self._take_beside(entry)
+        elif param.grad is not None:
+            self._move(entry, param.grad)
+        self._filled.add(param)
+        # While it is still in the cache, for the next one to take its place.
+        param.grad = None
+
+    def note_added(self, param: nn.Parameter) -> None:
+        """Says that someone added a gradient to main_grad, without the scale."""
+        self._check_unscaled(self.entry_of[param])
+        self._filled.add(param)
+
+    def unfilled(self, entries: Sequence[Entry]) -> list[str]:
+        """Names of parameters without a gradient since `zero_grads`."""
+        return [entry.name for entry in entries if entry.param not in self._filled]
+
+    def complete(self, entries: Sequence[Entry]) -> None:
+        """Makes what is reduced right for good: scales what kernels added, and rounds what adds up beside."""
+        for entry in entries:
+            if entry.param in self._unscaled and self.settings.scale != 1.0:
+                entry.main_grad.mul_(self.settings.scale)
+            if entry.wire is not entry.main_grad:
+                entry.wire.copy_(entry.main_grad)
+
+    def zero_grads(self) -> None:
+        """Forgets all gradients: they are exact zeros."""
+        self.grad_data.zero_()
+        for entry in self.entries:
+            if entry.wire is not entry.main_grad:
+                entry.main_grad.zero_()
+            # Left behind where an error kept the hook from running.
+            entry.param.grad = None
+        for param in self._unscaled:
+            clear_added_to_main_grad(param)
+        self._filled.clear()
+        self._unscaled.clear()
+
+    def scale_grads(self, factor: float | torch.Tensor) -> None:
+        """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
+        self.grad_data.mul_(factor)
+        for entry in self.entries:
+            entry.take_wire()
+
+    def named_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter's name and main_grad."""
+        return ((entry.name, entry.main_grad) for entry in self.entries)
+
+    def _move_in(self, name: str, param: nn.Parameter, *, span: Span) -> Entry:
+        assert param.dtype == self.kind.param_dtype, f"parameter {name} is {param.dtype}: the buffer is {self.kind}"
+        place = self.param_data[span.start : span.end].view(param.shape)
+        place.copy_(param.detach())
+        # The parameter object stays, and with it hooks, ties and whoever holds it.
+        param.data = place
+        wire = self.grad_data[span.start : span.end].view(param.shape)
+        patterns = self.settings.fp32_patterns
+        beside = "all" in patterns or any(fnmatch(canonical_name(name), pattern) for pattern in patterns)
+        main_grad = torch.zeros_like(wire, dtype=torch.float32) if beside and wire.dtype.itemsize < 4 else wire
+        set_main_grad(param, main_grad)
+        return Entry(canonical_name(name), param, span, main_grad, wire)
+
+    def _bucket(self, layout: BucketLayout) -> _ParamAndGradBucket:
+        part = slice(layout.span.start, layout.span.end)
+        entries = [self.entries[index] for index in layout.params]
+        return _ParamAndGradBucket(self, layout, entries, self.param_data[part], self.grad_data[part])
+
+    def _move(self, entry: Entry, new: torch.Tensor) -> None:
+        grad = entry.main_grad
+        scale = 1.0 if entry.param in self._unscaled else self.settings.scale
+        if entry.param in self._filled:
+            grad.add_(new, alpha=scale)
+        elif new.dtype == grad.dtype:
+            torch.mul(new, scale, out=grad)
+        else:
+            # mul would round the product to the narrower type first.
+            grad.copy_(new).mul_(scale)
+
+    def _take_beside(self, entry: Entry) -> None:
+        self._check_unscaled(entry)
+        if entry.param.grad is not None and has_grad_beside_main_grad(entry.param):
+            entry.main_grad.add_(entry.param.grad)
+
+    def _check_unscaled(self, entry: Entry) -> None:
+        # What autograd gave has the scale in it already, and the two cannot be told apart in the sum.
+        if entry.param in self._filled and entry.param not in self._unscaled and self.settings.scale != 1.0:
+            raise RuntimeError(
+                f"parameter {entry.name} has gradients of autograd and others that were added to main_grad in one "
+                "iteration: must be of one kind"
+            )
+        self._unscaled.add(entry.param)
+
+
+def buffer_kind(param: nn.Parameter, *, grad_reduce_in_fp32: bool, experts_apart: bool) -> BufferKind:
+    """The buffer that a parameter belongs to. experts_apart: experts are reduced over other ranks than the rest."""
+    # fp64 for comparisons with exact references: nothing narrower holds its gradients.
+    wide = torch.float32 if grad_reduce_in_fp32 and param.dtype.itemsize < 4 else param.dtype
+    return BufferKind(param.dtype, wide, experts_apart and param_facts(param).is_expert)
+
+
+def shard_buffer(buffer: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """This rank's shard of a bucket's flat tensor: [N], any dtype -> [N / ranks], a view."""
+    return shard_of(buffer, group)
+
+
+def partition_buckets(
+    buffers: Sequence[_ParamAndGradBuffer], force_single_bucket_group: bool = False
+) -> list[list[_ParamAndGradBucket]]:
+    """The buckets of each bucket group: one each, or all together."""
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    if force_single_bucket_group:
+        return [buckets] if buckets else []
+    return [[bucket] for bucket in buckets]
