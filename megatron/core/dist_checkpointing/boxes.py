@@ -3,7 +3,9 @@
 Pure functions of integers; no tensors, ranks or files.
 """
 
+import itertools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -66,22 +68,66 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     return parts
 
 
+class BoxIndex:
+    """Finds those of many boxes that share elements with one, in a time that hardly depends on how many there are.
+
+    Boxes of about the same shape are in a grid of cells of that shape, its sides rounded up to powers of two: each is
+    in at most two cells a dimension. Shapes of that kind are few, whatever the layout.
+    """
+
+    def __init__(self, boxes: Iterable[Box] = ()) -> None:
+        self._boxes: list[Box] = []
+        # By the exponents of a cell's sides, then by the cell: positions in _boxes.
+        self._grids: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+        for box in boxes:
+            self.add(box)
+
+    def add(self, box: Box) -> None:
+        """Puts one more at the end."""
+        if box.volume:
+            exponents = tuple((n - 1).bit_length() for n in box.shape)
+            grid = self._grids.setdefault(exponents, {})
+            for cell in itertools.product(*_cells(box, exponents)):
+                grid.setdefault(cell, []).append(len(self._boxes))
+        self._boxes.append(box)
+
+    def touching(self, box: Box) -> list[int]:
+        """Positions of the boxes that share an element with `box`, in the order in which they were added."""
+        found: set[int] = set()
+        for exponents, grid in self._grids.items():
+            cells = _cells(box, exponents)
+            # A box of many cells looks at those that hold anything.
+            if math.prod(map(len, cells)) <= len(grid):
+                near = [grid.get(cell, []) for cell in itertools.product(*cells)]
+            else:
+                near = [held for cell, held in grid.items() if all(c in side for c, side in zip(cell, cells))]
+            found.update(itertools.chain.from_iterable(near))
+        return [position for position in sorted(found) if intersection(self._boxes[position], box) is not None]
+
+
 def disjoint_parts(boxes: list[Box]) -> list[tuple[int, Box]]:
     """Disjoint boxes with the same union: (index of the box it was cut from, part); equal boxes give one part.
 
     Larger boxes keep their form and smaller ones are cut, so few parts come out.
     """
     parts: list[tuple[int, Box]] = []
-    # Quadratic in the boxes of one key: those are a few per rank that shares the tensor, not one per rank of the run.
+    taken = BoxIndex()
     for index in sorted(range(len(boxes)), key=lambda i: -boxes[i].volume):
         rest = [boxes[index]] if boxes[index].volume else []
-        for _, taken in parts:
-            rest = [part for piece in rest for part in subtract(piece, taken)]
+        for position in taken.touching(boxes[index]):
+            rest = [part for piece in rest for part in subtract(piece, parts[position][1])]
             # Replicas, by far the most frequent case, end here at once.
             if not rest:
                 break
-        parts.extend((index, part) for part in rest)
+        for part in rest:
+            parts.append((index, part))
+            taken.add(part)
     return parts
+
+
+def _cells(box: Box, exponents: tuple[int, ...]) -> list[range]:
+    """In each dimension, the cells of side 2^exponent that the box lies in."""
+    return [range(o >> b, ((e - 1) >> b) + 1) for o, e, b in zip(box.offset, box.end, exponents, strict=True)]
 
 
 def _with_extent(box: Box, dim: int, *, start: int, length: int) -> Box:

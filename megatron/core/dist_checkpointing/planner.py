@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megatron.core.dist_checkpointing.boxes import Box, disjoint_parts, intersection, whole
+from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, disjoint_parts, intersection, whole
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 Items = Sequence[ShardedTensor | ShardedObject]
@@ -50,6 +50,7 @@ class BoxSavePlanner(SavePlanner):
         for item in items:
             if isinstance(item, ShardedTensor):
                 self.tensors[item.key].append(item)
+        self._places = {key: BoxIndex(tensor.box for tensor in held) for key, held in self.tensors.items()}
 
     def set_up_planner(
         self,
@@ -81,7 +82,8 @@ class BoxSavePlanner(SavePlanner):
             return io.BytesIO(json.dumps(self.objects[key]).encode())
         part = _item_box(write_item)
         # The coordinator may have cut the box: any box of ours that holds the part has the same bytes.
-        held = next(tensor for tensor in self.tensors[key] if part.is_inside(tensor.box))
+        near = (self.tensors[key][position] for position in self._places[key].touching(part))
+        held = next(tensor for tensor in near if part.is_inside(tensor.box))
         return held.data.detach()[part.relative_to(held.box)]
 
 
@@ -170,12 +172,20 @@ class BoxLoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Read items of this rank; `check_wanted` has passed before."""
         assert self.metadata is not None
-        stored = self.metadata.state_dict_metadata
+        metadata = self.metadata.state_dict_metadata
         reads = [_read_object(index, item.key) for index, item in enumerate(self.objects)]
+        stored: dict[str, list[Box]] = {}
+        places: dict[str, BoxIndex] = {}
         for index, tensor in enumerate(self.tensors):
-            entry = stored[tensor.key]
-            assert isinstance(entry, TensorStorageMetadata)
-            reads += _read_box(tensor, entry.chunks, index=index)
+            key = tensor.key
+            if key not in stored:
+                entry = metadata[key]
+                assert isinstance(entry, TensorStorageMetadata)
+                stored[key] = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+                places[key] = BoxIndex(stored[key])
+            # In most layouts a rank needs few of the stored boxes; the others are not even opened.
+            needed = [stored[key][position] for position in places[key].touching(tensor.box)]
+            reads += [_read_part(tensor, box, index=index) for box in needed]
         return LoadPlan(reads)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -224,23 +234,17 @@ def _problem(item: ShardedTensor | ShardedObject, metadata: Metadata) -> str | N
     return None if dtype == wanted or castable else f"{item.key} is {dtype} in it, {wanted} is wanted"
 
 
-def _read_box(tensor: ShardedTensor, chunks: list[ChunkStorageMetadata], *, index: int) -> list[ReadItem]:
-    reads = []
-    for chunk in chunks:
-        stored = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        # In most layouts a rank needs few of the stored boxes; the others are not even opened.
-        common = intersection(tensor.box, stored)
-        if common is not None:
-            read = ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(tensor.key, tensor.box.offset, index),
-                dest_offsets=torch.Size(s.start for s in common.relative_to(tensor.box)),
-                storage_index=MetadataIndex(tensor.key, stored.offset),
-                storage_offsets=torch.Size(s.start for s in common.relative_to(stored)),
-                lengths=torch.Size(common.shape),
-            )
-            reads.append(read)
-    return reads
+def _read_part(tensor: ShardedTensor, stored: Box, *, index: int) -> ReadItem:
+    common = intersection(tensor.box, stored)
+    assert common is not None, "boxes that touch share elements"
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=MetadataIndex(tensor.key, tensor.box.offset, index),
+        dest_offsets=torch.Size(s.start for s in common.relative_to(tensor.box)),
+        storage_index=MetadataIndex(tensor.key, stored.offset),
+        storage_offsets=torch.Size(s.start for s in common.relative_to(stored)),
+        lengths=torch.Size(common.shape),
+    )
 
 
 def _read_object(index: int, key: str) -> ReadItem:
