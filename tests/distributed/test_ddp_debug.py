@@ -9,14 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, buffer_setup
+from megatron.core.distributed import (
+    CollectiveMismatchError,
+    DdpDebugError,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    buffer_setup,
+)
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
-from megatron.core.distributed.ddp_debug import DdpDebugError
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer as Buffer
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.layout import BufferLayout, Span
-from megatron.core.distributed.ledger import CollectiveMismatchError
 from megatron.core.distributed.shard_coverage import find_problem
 from megatron.core.model_parallel_config import ModelParallelConfig
 from tests.distributed import test_distributed_data_parallel as ddp_tests
