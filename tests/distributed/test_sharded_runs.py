@@ -46,7 +46,6 @@ def _evaluating_runs(argvs: Sequence[Sequence[str]]) -> list[tuple[Reports, list
     for number, argv in enumerate(argvs):
         steps, losses = [], []
         with started_run(argv) as run:
-            assert run.valid_iterator is not None
             for _ in range(STEPS):
                 steps += _steps(run, 1)
                 if number > 0:

@@ -64,7 +64,6 @@ class Recorder:
         run.train_iterator = self._watch(run.train_iterator)
         # Directly behind the reduction: the optimizer's kernel divides by the clip factor in place.
         for chunk in run.model:
-            assert isinstance(chunk, DistributedDataParallel)
             vars(chunk)["finish_grad_sync"] = partial(self._finish_grad_sync, chunk, chunk.finish_grad_sync)
 
     def _watch(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
@@ -105,7 +104,6 @@ def record_run(argv: Sequence[str], steps: int, *, save: bool = False, **parts: 
 def gather_parameters(run: TrainingRun) -> None:
     """Waits for what the last step's gathers bring, for who reads parameters of a run outside their modules."""
     for chunk in run.model:
-        assert isinstance(chunk, DistributedDataParallel)
         chunk.start_param_sync(force_sync=True)
 
 

@@ -63,14 +63,7 @@ def test_every_group_of_every_rank_has_the_ranks_of_a_naive_enumeration(grid: tu
     expert = {"tp": etp, "ep": ep, "dp": world_size // (etp * ep * pp), "pp": pp}
     for rank in range(world_size):
         with fake_world(rank, world_size):
-            parallel_state.initialize_model_parallel(
-                tp,
-                pp,
-                context_parallel_size=cp,
-                expert_model_parallel_size=ep,
-                expert_tensor_parallel_size=etp,
-                order=order,
-            )
+            initialize(grid, order=order)
             groups = vars(parallel_state.get_process_groups())
             for sizes, kinds in ((dense, DENSE), (expert, EXPERT)):
                 for kind, axes in kinds.items():
@@ -93,14 +86,7 @@ def test_optimizer_instances_are_neighbours_and_the_same_for_both_kinds_of_layer
     half = of_stage // 2
     for rank in range(world_size):
         with fake_world(rank, world_size):
-            parallel_state.initialize_model_parallel(
-                tp,
-                pp,
-                context_parallel_size=cp,
-                expert_model_parallel_size=ep,
-                expert_tensor_parallel_size=etp,
-                num_distributed_optimizer_instances=2,
-            )
+            initialize(grid, num_distributed_optimizer_instances=2)
             groups = vars(parallel_state.get_process_groups())
             mine = [other for other in range(world_size) if other % of_stage // half == rank % of_stage // half]
             first = rank - rank % half - (half if rank % of_stage >= half else 0)
@@ -115,6 +101,18 @@ def test_optimizer_instances_are_neighbours_and_the_same_for_both_kinds_of_layer
             assert parallel_state.get_expert_data_parallel_world_size(True) * 2 == groups["expt_dp"].size()
             with pytest.raises(ValueError, match="needs with_context_parallel"):
                 parallel_state.get_data_parallel_rank(partial_data_parallel=True)
+
+
+def initialize(grid: tuple[int, ...], **options: Any) -> None:
+    tp, cp, _, pp, etp, ep = grid
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        **options,
+    )
 
 
 def check_getters(dense: dict[str, int], expert: dict[str, int], *, stages: list[int]) -> None:

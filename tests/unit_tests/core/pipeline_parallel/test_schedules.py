@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -116,17 +117,17 @@ def test_per_token_loss_leaves_the_division_to_the_finalizer() -> None:
     assert [float(scale) for scale in scaled] == [1.0]
 
 
+@contextmanager
+def deferring(events: list[str]) -> Iterator[None]:
+    events.append("defer")
+    yield
+    events.append("allow")
+
+
 def test_reduction_is_deferred_until_the_last_backward() -> None:
     events: list[str] = []
-
-    @contextmanager
-    def no_sync() -> Iterator[None]:
-        events.append("defer")
-        yield
-        events.append("allow")
-
     model = Linear()
-    model.config.no_sync_func = no_sync
+    model.config.no_sync_func = no_sync = partial(deferring, events)
     model.register_forward_hook(lambda *_: events.append("forward"))
     model.weight.register_post_accumulate_grad_hook(lambda _: events.append("backward"))
     run(model, batches())
@@ -144,16 +145,9 @@ def test_reduction_is_deferred_until_the_last_backward() -> None:
 
 def test_one_callable_defers_the_reductions_of_several_chunks() -> None:
     events: list[str] = []
-
-    @contextmanager
-    def no_sync() -> Iterator[None]:
-        events.append("defer")
-        yield
-        events.append("allow")
-
     chunks = [Linear(), Linear()]
     passes = [Action(kind, chunk, 0) for kind in ActionKind for chunk in (0, 1)]
-    chunks[0].config.no_sync_func = no_sync
+    chunks[0].config.no_sync_func = partial(deferring, events)
     for reduces, expected in (
         (False, ["defer", "F0", "F1", "allow", "B0", "defer", "allow", "B1"]),
         (True, ["defer", "F0", "F1", "B0", "allow", "reduce", "defer", "B1", "allow", "reduce"]),
