@@ -36,7 +36,7 @@ class GradChecks:
         """Notes one number of each gradient: any shapes, floating point, on one device."""
         if named_grads:
             names = [name for name, _ in named_grads]
-            self._measured.append((names, torch.stack([self._number_of(grad) for _, grad in named_grads])))
+            self._measured.append((names, torch.stack([self._number_of(grad) for _, grad in named_grads]).double()))
 
     def forget(self) -> None:
         """Drops what was measured."""
@@ -61,8 +61,8 @@ class GradChecks:
         # A sum is finite only if all its terms are, and costs half of isfinite; not in fp16, which has no room for it.
         wide = torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
         if self._large:
-            return torch.linalg.vector_norm(grad, dtype=wide).double()
-        return grad.sum(dtype=wide).double()
+            return torch.linalg.vector_norm(grad, dtype=wide)
+        return grad.sum(dtype=wide)
 
     def _compare(self, name: str, norm: float) -> None:
         largest, steps = self._largest.get(name, (0.0, 0))

@@ -16,12 +16,12 @@ from torch import nn
 from megatron.core.distributed.layout import ALIGNMENT, BufferLayout, Span
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import (
-    PIECE,
     Plain,
     StoredFloats,
     WithRemainder,
     full_masters,
     host_masters,
+    piece_elements,
     pieces,
 )
 
@@ -121,9 +121,9 @@ class ParamRun:
         if isinstance(self.main, WithRemainder):
             self.main.forget()
         elif self.is_copy:
-            like = self.main.read(0, 0)
-            for start in range(0, self.main.numel, PIECE):
-                self.main.write(start, self.model[start : start + PIECE].to(like))
+            like, step = self.main.read(0, 0), piece_elements(self.main)
+            for start in range(0, self.main.numel, step):
+                self.main.write(start, self.model[start : start + step].to(like))
 
     def check_attached(self) -> None:
         """Raises ValueError naming the first parameter whose memory is no longer the run's."""

@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.precision_config import DTYPES
-from megatron.core.optimizer.stored_floats import PIECE, Plain, StoredFloats, zeros_beside
+from megatron.core.optimizer.stored_floats import Plain, StoredFloats, piece_elements, zeros_beside
 
 
 class UpdateRule(Protocol):
@@ -98,8 +98,9 @@ class FusedRule:
 
     def _update_pieces(self, run: ParamRun, group: dict[str, Any], *, divisor: float) -> None:
         states = self._states[run]
-        for start in range(0, run.main.numel, PIECE):
-            end = min(start + PIECE, run.main.numel)
+        step = piece_elements(run.main)
+        for start in range(0, run.main.numel, step):
+            end = min(start + step, run.main.numel)
             main = run.main.read(start, end)
             moments = {name: stored.read(start, end) for name, stored in states.items()}
             # The kernel counts: every piece is at the same step.
@@ -131,7 +132,8 @@ class _Operands:
 
 def _grad_scale(divisor: float, operands: _Operands) -> torch.Tensor | None:
     # The kernels divide by this tensor while they read the gradient, as for torch.amp.GradScaler.
-    return None if divisor == 1.0 else torch.tensor(divisor, device=operands.grad.device)
+    # Filled on the device: a copy from the host would wait for all that the stream has yet to do.
+    return None if divisor == 1.0 else torch.full((), divisor, device=operands.grad.device)
 
 
 # torch's own functions under torch.optim.Optimizer.step, which would always step everything, and only as it is kept.
