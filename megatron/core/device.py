@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,6 +260,84 @@ class CopyStream:
         """Work launched from now on starts after that copy; the host does not wait."""
         if copied is not None:
             torch.cuda.current_stream(self._device).wait_event(copied)
+
+
+class Writers:
+    """The streams that have written to some tensors, which one collective is about to send; none on the CPU.
+
+    Autograd runs a hook on the stream of its parameter's forward. A collective reads behind the stream that launches it
+    alone: without `join` it would send gradients that the others have yet to write. The GPU side has not been run yet.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: set[torch.cuda.Stream] = set()
+
+    def note(self) -> None:
+        """The current stream writes."""
+        if self._device.type == "cuda":
+            self._streams.add(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        """Lets the current stream wait for what all of them have been given so far, and forgets them."""
+        if self._streams:
+            current = torch.cuda.current_stream(self._device)
+            for stream in self._streams - {current}:
+                current.wait_stream(stream)
+            self._streams.clear()
+
+
+class Arrival:
+    """What other streams wait for than the one that waited for a collective; nothing on the CPU. The GPU side has not
+    been run yet.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+        self._told: set[torch.cuda.Stream] = set()
+
+    def note(self) -> None:
+        """The current stream has waited."""
+        if self._device.type == "cuda":
+            current = torch.cuda.current_stream(self._device)
+            self._event = torch.cuda.Event()
+            self._event.record(current)
+            self._told = {current}
+
+    def wait(self) -> None:
+        """Lets the current stream wait as well, unless it has; the host does not."""
+        if self._event is not None:
+            current = torch.cuda.current_stream(self._device)
+            if current not in self._told:
+                current.wait_event(self._event)
+                self._told.add(current)
+
+
+class SideStream:
+    """Where a collective waits for another one, so that the main stream need not; the GPU side has not been run yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def current(self) -> Iterator[bool]:
+        """What is launched inside follows what is waited for inside; False on the CPU, where only the host waits."""
+        if self._stream is None:
+            yield False
+        else:
+            with torch.cuda.stream(self._stream):
+                yield True
+
+
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """Lets the memory of `tensor`, any shape and dtype, outlive what the current stream does with it.
+
+    For tensors that another stream has made: the allocator would hand their memory to that one as soon as Python lets
+    go of them.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def use_deterministic_kernels() -> None:

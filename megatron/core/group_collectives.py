@@ -6,10 +6,12 @@ No autograd here. A group of None is this rank alone: nothing is sent.
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.utils import divide
 
@@ -26,6 +28,7 @@ __all__ = [
     "all_gather_single",
     "all_reduce_sum",
     "gather_objects",
+    "message_device",
     "reduce_scatter_rows",
     "reduce_scatter_single",
     "union_over_model",
@@ -88,6 +91,16 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * group_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def message_device(groups: Iterable[ProcessGroup | None]) -> torch.device:
+    """Where numbers must be to be sent over these groups: on the host, if all of several ranks can send from there.
+
+    What is sent from the host waits for other hosts alone, and not for what their GPUs have yet to do.
+    """
+    sending = [group for group in groups if group_size(group) > 1]
+    on_host = all("cpu:" in dist.get_backend_config(group) for group in sending)
+    return torch.device("cpu") if on_host else default_device()
 
 
 def union_over_model(items: Iterable[_Item], groups: ProcessGroupCollection) -> set[_Item]:

@@ -31,6 +31,8 @@ _DENSE_GROUPS = {
     "tp_dp_cp": "tp-dp-cp",
     "mp": "tp-pp",
 }
+# Which there are once more for what is on the host.
+_HOST_GROUPS = ("tp_dp_cp", "pp")
 _EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
 
 
@@ -97,10 +99,18 @@ def initialize_model_parallel(
     if num_distributed_optimizer_instances == 1:
         del instances["inter_dist_opt"]  # a group for each rank, to which nothing is ever sent
     _REGISTRY.world = dist.group.WORLD
-    maker = _GroupMaker(timedelta(minutes=distributed_timeout_minutes), _REGISTRY.made)
+    backends = _backends()
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    maker = _GroupMaker(timeout, _REGISTRY.made, backend=backends[default_device().type])
     groups = {name: maker.own_group(dense.rank_table(axes), name) for name, axes in _DENSE_GROUPS.items()}
     groups |= {name: maker.own_group(expert.rank_table(axes), name) for name, axes in _EXPERT_GROUPS.items()}
     groups |= {name: maker.own_group(table, name) for name, table in instances.items()}
+    if "cpu" in backends:
+        # The same groups again, where this rank's device is the CPU.
+        host_maker = maker.for_backend(backends["cpu"])
+        groups |= {
+            f"{name}_host": host_maker.own_group(dense.rank_table(_DENSE_GROUPS[name]), name) for name in _HOST_GROUPS
+        }
     groups["embd"] = maker.own_group(_first_and_last(dense.rank_table("pp")), "embd")
     _REGISTRY.groups = ProcessGroupCollection(**groups)
     _REGISTRY.meshes = {
@@ -116,7 +126,8 @@ def initialize_model_parallel(
 def _check_rest(rest: dict[str, Any]) -> None:
     """Raises TypeError for unknown keywords, ValueError for settings that could not be honoured.
 
-    create_gloo_process_groups has no effect: groups are made for the ranks' device alone.
+    create_gloo_process_groups has no effect: groups are made for the ranks' device, and some for the host as well if
+    the group of all ranks serves it.
     """
     off = dict.fromkeys(("use_sharp", "hybrid_context_parallel"), False) | dict.fromkeys(
         (
@@ -144,11 +155,15 @@ def _first_and_last(pipelines: Tensor) -> Tensor:
 class _GroupMaker:
     """Makes groups, one for equal ranks: kinds that differ only in axes of size 1 share their connections."""
 
-    def __init__(self, timeout: timedelta, made: list[ProcessGroup]) -> None:
+    def __init__(self, timeout: timedelta, made: list[ProcessGroup], *, backend: str) -> None:
         self._timeout = timeout
         self._made = made
-        self._backend = _backend_of_device()
+        self._backend = backend
         self._known: list[tuple[Tensor, ProcessGroup | None]] = []
+
+    def for_backend(self, backend: str) -> "_GroupMaker":
+        """One for groups over `backend`: itself if its own are."""
+        return self if backend == self._backend else _GroupMaker(self._timeout, self._made, backend=backend)
 
     def own_group(self, table: Tensor, name: str) -> ProcessGroup | None:
         """This rank's of the groups in `table`, [groups, ranks of a group]; None where it is in none. Collective."""
@@ -167,10 +182,9 @@ class _GroupMaker:
         return own
 
 
-def _backend_of_device() -> str:
-    """The library that serves this rank's device; one for the host beside it is for the group of all ranks alone."""
-    by_device = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    return by_device[default_device().type]
+def _backends() -> dict[str, str]:
+    """The library of each type of device, as for the group of all ranks."""
+    return dict(pair.split(":") for pair in dist.get_backend_config().split(","))
 
 
 def _mesh(grid: RankGenerator, groups: dict[str, ProcessGroup | None]) -> DeviceMesh:

@@ -21,6 +21,8 @@ class ProcessGroupCollection:
     Instances of the distributed optimizer: intra_dp_cp and intra_expt_dp are the part of dp_cp and expt_dp inside this
     rank's instance, intra_dist_opt all of its ranks; inter_dist_opt those of equal shards in all instances, None where
     there is one.
+    tp_dp_cp_host and pp_host: the ranks of tp_dp_cp and pp, for numbers that are on the host; None where only devices
+    can send.
     """
 
     tp: ProcessGroup | None = None
@@ -42,6 +44,8 @@ class ProcessGroupCollection:
     intra_expt_dp: ProcessGroup | None = None
     intra_dist_opt: ProcessGroup | None = None
     inter_dist_opt: ProcessGroup | None = None
+    tp_dp_cp_host: ProcessGroup | None = None
+    pp_host: ProcessGroup | None = None
 
 
 class _Alone(ProcessGroup):

@@ -1,5 +1,8 @@
 """Several instances of a sharded optimizer: the sums of one instance, and every element with one owner in each."""
 
+import time
+from unittest.mock import ANY, patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +10,7 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.bucket_observer import Traffic
 from megatron.core.distributed.layout import Span
 from megatron.core.distributed.shard_coverage import find_problem
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -47,16 +51,20 @@ def train(instances, expert_size, **settings):
         ddp.zero_grad_buffer()
         ddp(3.0 ** dist.get_rank()).backward()
         ddp.finish_grad_sync()
-        for buffer in buffers:
-            for span in buffer.owned_spans():
-                own = slice(span.start, span.end)
-                buffer.param_data[own] -= 1e-3 * buffer.grad_data[own]
-        ddp.mark_params_stale()
-        ddp.start_param_sync(force_sync=True)
+        descend(ddp)
     found = torch.cat([weight.detach() for weight in ddp.module.weights])
     dist.barrier()
     parallel_state.destroy_model_parallel()
     return found
+
+
+def descend(ddp):
+    for buffer in ddp.all_buffers:
+        for span in buffer.owned_spans():
+            own = slice(span.start, span.end)
+            buffer.param_data[own] -= 1e-3 * buffer.grad_data[own]
+    ddp.mark_params_stale()
+    ddp.start_param_sync(force_sync=True)
 
 
 def check_owners(buffer, instances):
@@ -85,6 +93,64 @@ def compare(expert_size):
 def test_two_instances_train_as_one_does(ranks, expert_size):
     dense = run_on_ranks(compare, ranks, expert_size)
     assert dense == [dense[0]] * ranks
+
+
+def second_levels(overlap):
+    """Parameters after a step with two backwards, the second one late under overlap; how many of this rank's second
+    levels were under way before the last gradient of the first; and at the end.
+    """
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, num_distributed_optimizer_instances=2)
+    across = parallel_state.get_process_groups().inter_dist_opt
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=2,
+        overlap_grad_reduce=overlap,
+        bucket_size=1,
+    )
+    ddp = DistributedDataParallel(ModelParallelConfig(), settings, Sums())
+    groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+    launched, seen = [], []
+
+    def count(flat, *, group, **kwargs):
+        launched.extend([flat] if group is across else [])
+        return all_reduce(flat, group=group, **kwargs)
+
+    def wait_on_one_rank(grad):
+        # The others go on, and start all second levels at the end.
+        while (
+            not seen
+            and dist.get_rank() == 0
+            and not all(w.is_completed() for g in groups for w in g.works(Traffic.REDUCE))
+        ):
+            time.sleep(0.01)
+
+    ddp.module.weights[1].register_hook(wait_on_one_rank)
+    ddp.module.weights[0].register_hook(lambda grad: seen.append(len(launched)))
+    torch.manual_seed(dist.get_rank())
+    all_reduce = dist.all_reduce
+    with patch.object(dist, "all_reduce", count):
+        for backwards in (1, 2):
+            del launched[:], seen[:]
+            ddp.zero_grad_buffer()
+            for _ in range(backwards):
+                ddp(1.0).backward()
+            ddp.finish_grad_sync()
+    descend(ddp)
+    parallel_state.destroy_model_parallel()
+    return torch.cat([weight.detach() for weight in ddp.module.weights]), seen[0], len(launched)
+
+
+def compare_second_levels():
+    (expected, *at_end), (found, *early) = [second_levels(overlap) for overlap in (False, True)]
+    assert (found - expected).norm() < 1e-6 * expected.norm()
+    return at_end, early
+
+
+def test_b16_shards_are_summed_over_instances_during_backward_whenever_a_rank_comes_to_it():
+    per_rank = run_on_ranks(compare_second_levels, 4)
+    # Without overlap one bucket of each kind; with it one a parameter, two of them experts', and all once more, late.
+    assert all(at_end == [0, 2] for at_end, _ in per_rank)
+    assert [early for _, early in per_rank] == [[4, 12], *[[ANY, 12]] * 3]
 
 
 def test_groups_of_another_number_of_instances_are_refused():

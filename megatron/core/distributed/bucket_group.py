@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
+from megatron.core.device import Arrival, Writers, keep_for_current_stream
 from megatron.core.distributed.bucket_observer import Traffic
 from megatron.core.distributed.collectives import Handle, gather_shards_, reduce_bucket_
 from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket
@@ -58,6 +59,8 @@ class _ParamAndGradBucketGroup:
         self._bucket_of = {entry.param: bucket for bucket in self.buckets for entry in bucket.entries}
         self._index_of = {entry.param: index for index, entry in enumerate(self.entries)}
         self.readiness = Readiness(len(self.entries))
+        device = self.buckets[0].param_data.device
+        self._writers, self.arrival = Writers(device), Arrival(device)
         # Gradients that came when their bucket was on its way, in the order they came.
         self._late: list[tuple[Entry, torch.Tensor]] = []
         self._late_sums: list[torch.Tensor] = []
@@ -71,6 +74,7 @@ class _ParamAndGradBucketGroup:
         """Moves the gradient that autograd left in `param.grad` to its place, or aside if that is being reduced."""
         buffer = self._bucket_of[param].buffer
         if self.grad_state is GradState.COLLECTING:
+            self._writers.note()
             buffer.take(param)
             return
         entry = buffer.entry_of[param]
@@ -91,6 +95,7 @@ class _ParamAndGradBucketGroup:
         if self.grad_state is not GradState.COLLECTING:
             name = self._bucket_of[param].buffer.entry_of[param].name
             raise RuntimeError(f"register_grad_ready: the gradient of {name} was added while that was being reduced")
+        self._writers.note()
         self._bucket_of[param].buffer.note_added(param)
 
     def register_grad_ready(self, param: nn.Parameter) -> bool:
@@ -104,6 +109,7 @@ class _ParamAndGradBucketGroup:
     @record_function("_ParamAndGradBucketGroup.start_grad_sync")
     def start_grad_sync(self) -> None:
         """Starts to reduce the gradients. Collective."""
+        self._writers.join()
         for bucket in self.buckets:
             bucket.buffer.complete(bucket.entries)
             if self._checks is not None:
@@ -113,6 +119,8 @@ class _ParamAndGradBucketGroup:
 
     def start_second_round(self) -> None:
         """Starts to reduce what came too late on any rank; on all ranks. Collective."""
+        for _, grad in self._late:
+            keep_for_current_stream(grad)
         if self._can_repeat:
             self._discard()
             # One by one, as they would have been added had nothing been on its way: the sum has the same bits.
@@ -133,7 +141,16 @@ class _ParamAndGradBucketGroup:
 
     def advance(self) -> None:
         """Starts what follows the first messages, so that several groups' may be under way together. Collective."""
-        for handle in [*self._reductions, *self._late_reductions]:
+        for handle in self._reductions:
+            handle.advance()
+
+    def advance_early(self) -> bool:
+        """Starts what may follow before the end, without blocking the host; whether all of it is under way."""
+        return all(handle.advance_early() for handle in self._reductions)
+
+    def advance_second_round(self) -> None:
+        """As `advance`, of the second round; after all groups' `advance`, which others may have started long ago."""
+        for handle in self._late_reductions:
             handle.advance()
 
     @record_function("_ParamAndGradBucketGroup.finish_grad_sync")
@@ -183,6 +200,7 @@ class _ParamAndGradBucketGroup:
         for handle in self._gathers:
             handle.wait()
         self._gathers.clear()
+        self.arrival.note()
         self.param_state = ParamState.CURRENT
 
     def works(self, traffic: Traffic) -> list[dist.Work]:

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.device import SideStream, default_device
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import (
@@ -63,11 +64,14 @@ def build_buffers(
         if param.requires_grad:
             kind = buffer_kind(param, grad_reduce_in_fp32=ddp_config.grad_reduce_in_fp32, experts_apart=apart)
             by_kind.setdefault(kind, []).append((name, param))
+    several = ddp_config.num_distributed_optimizer_instances > 1
+    device = next((param.device for param in module.parameters()), default_device())
+    side = SideStream(device) if several and ddp_config.overlap_grad_reduce else None
     buffers = []
     for kind, named_params in by_kind.items():
         replicas = groups.expt_dp if kind.is_expert else groups.dp_cp
         group = replicas
-        if ddp_config.num_distributed_optimizer_instances > 1:
+        if several:
             group = groups.intra_expt_dp if kind.is_expert else groups.intra_dp_cp
         settings = BufferSettings(
             group=group,
@@ -86,6 +90,7 @@ def build_buffers(
                 average=ddp_config.average_in_collective,
                 fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
                 instances_group=groups.inter_dist_opt if group is not replicas else None,
+                side=side,
             ),
             high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
             fp32_patterns=tuple(ddp_config.param_name_patterns_for_fp32_local_accumulation),

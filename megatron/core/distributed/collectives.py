@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.core.device import SideStream
 from megatron.core.distributed.layout import round_up
 from megatron.core.group_collectives import all_gather_single, reduce_scatter_single
 from megatron.core.process_groups_config import group_rank, group_size
@@ -39,6 +40,17 @@ class Handle(Protocol):
         """Returns when the tensor holds the result; on a GPU the current stream waits, not the host."""
         ...
 
+    def advance_early(self) -> bool:
+        """`advance`, where it need not wait for `wait` and would not block the host; whether it is not needed any more.
+
+        Ranks may differ in when they call it, but not in the order of handles.
+        """
+        ...
+
+    def is_sent(self) -> bool:
+        """Whether `wait` would not block the host; asks a GPU."""
+        ...
+
     def works(self) -> list[dist.Work]:
         """The messages launched so far that may still be under way, for who wants to know when they end."""
         ...
@@ -56,13 +68,15 @@ class ReductionPolicy:
 
     deterministic: see [Note: rank order]. average: the mean instead of the sum. fp32_accumulation: 16-bit tensors are
     sent as they are and added in fp32, which wider tensors are anyway. instances_group: the ranks that hold the same
-    shard of other optimizer instances; they add up their shards once each instance has its own.
+    shard of other optimizer instances; they add up their shards once each instance has its own. side: where a GPU's
+    second level waits for the first; without it, for both levels to be under way, someone must come back to it.
     """
 
     deterministic: bool = False
     average: bool = False
     fp32_accumulation: bool = False
     instances_group: dist.ProcessGroup | None = None
+    side: SideStream | None = None
 
     @property
     def can_repeat(self) -> bool:
@@ -82,7 +96,18 @@ def reduce_bucket_(
     if group_size(policy.instances_group) == 1:
         return first
     part = shard_of(flat, group) if sharded else flat
-    return _Chain(first, lambda: _reduce(part, policy.instances_group, sharded=False, policy=policy))
+
+    def across_instances() -> Handle:
+        return _reduce(part, policy.instances_group, sharded=False, policy=policy)
+
+    # What can be repeated must stay whole until someone waits.
+    if policy.can_repeat or policy.side is None:
+        return _Chain(first, across_instances)
+    chain = _Following(first, across_instances)
+    with policy.side.current() as is_beside:
+        if is_beside:
+            chain.advance()
+    return chain
 
 
 def gather_shards_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> Handle:
@@ -120,8 +145,8 @@ def _reduce(flat: torch.Tensor, group: dist.ProcessGroup | None, *, sharded: boo
             return _ordered_of_any_size(flat, group, policy=policy)
         scatter = _OrderedReduceScatter(flat, group, average=policy.average)
         return scatter if sharded else _Chain(scatter, lambda: gather_shards_(flat, group))
-    # Only NCCL takes the mean while it sums; on the CPU a pass over the result does.
-    op = dist.ReduceOp.AVG if policy.average and flat.is_cuda else dist.ReduceOp.SUM
+    # Only NCCL takes the mean while it sums; elsewhere a pass over the result does.
+    op = dist.ReduceOp.AVG if policy.average and _is_over_nccl(flat, group) else dist.ReduceOp.SUM
     if sharded:
         return _Launched(reduce_scatter_single(shard_of(flat, group), flat, op=op, group=group, async_op=True))
     work = dist.all_reduce(flat, op=op, group=group, async_op=True)
@@ -133,6 +158,10 @@ def _reduce(flat: torch.Tensor, group: dist.ProcessGroup | None, *, sharded: boo
         return _Done()
 
     return _Chain(_Launched(work), divide)
+
+
+def _is_over_nccl(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return flat.is_cuda and "cuda:nccl" in dist.get_backend_config(group)
 
 
 def _ordered_of_any_size(flat: torch.Tensor, group: dist.ProcessGroup, *, policy: ReductionPolicy) -> Handle:
@@ -147,14 +176,24 @@ def _ordered_of_any_size(flat: torch.Tensor, group: dist.ProcessGroup, *, policy
     return _Chain(_reduce(padded, group, sharded=False, policy=policy), copy_back)
 
 
-class _Done:
-    """Nothing was sent, or nothing is left to do."""
+class _Handle:
+    """What most have in common: nothing follows their messages."""
 
     def advance(self) -> None:
         pass
 
+    def advance_early(self) -> bool:
+        return True
+
+
+class _Done(_Handle):
+    """Nothing was sent, or nothing is left to do."""
+
     def wait(self) -> None:
         pass
+
+    def is_sent(self) -> bool:
+        return True
 
     def works(self) -> list[dist.Work]:
         return []
@@ -163,17 +202,17 @@ class _Done:
         pass
 
 
-class _Launched:
+class _Launched(_Handle):
     """One message of the back end."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
 
-    def advance(self) -> None:
-        pass
-
     def wait(self) -> None:
         self._work.wait()
+
+    def is_sent(self) -> bool:
+        return self._work.is_completed()
 
     def works(self) -> list[dist.Work]:
         return [self._work]
@@ -182,7 +221,7 @@ class _Launched:
         raise AssertionError("a collective that writes while it runs cannot be discarded: see can_repeat")
 
 
-class _Chain:
+class _Chain(_Handle):
     """A collective after another, or a pass over its result."""
 
     def __init__(self, first: Handle, then: Callable[[], Handle]) -> None:
@@ -199,12 +238,24 @@ class _Chain:
         assert self._second is not None
         self._second.wait()
 
+    def is_sent(self) -> bool:
+        return self._second is not None and self._second.is_sent()
+
     def works(self) -> list[dist.Work]:
         return self._first.works() if self._second is None else self._second.works()
 
     def discard(self) -> None:
         assert self._second is None, "discard is instead of advance and wait"
         self._first.discard()
+
+
+class _Following(_Chain):
+    """A collective that starts as soon as the one before it has ended."""
+
+    def advance_early(self) -> bool:
+        if self._second is None and self._first.is_sent():
+            self.advance()
+        return self._second is not None
 
 
 @dataclass(frozen=True)
@@ -217,7 +268,7 @@ class _Slice:
     received: torch.Tensor
 
 
-class _OrderedReduceScatter:
+class _OrderedReduceScatter(_Handle):
     """Sums in rank order, each rank its own shard of `flat`; see [Note: rank order].
 
     Sent in slices, so that the memory for what is received is bounded: two are under way from the start, the others
@@ -233,8 +284,10 @@ class _OrderedReduceScatter:
         for _ in range(_IN_FLIGHT):
             self._send()
 
-    def advance(self) -> None:
-        pass
+    def is_sent(self) -> bool:
+        # What is left would come between launches of ranks that are not that far.
+        is_all = self._sent == self._rows.shape[1]
+        return is_all and all(piece.work.is_completed() for piece in self._under_way)
 
     def wait(self) -> None:
         shard = self._rows[group_rank(self._group)]

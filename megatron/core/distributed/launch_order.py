@@ -8,6 +8,7 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +20,6 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.agreement import RemoteRankError
-from megatron.core.device import default_device
 from megatron.core.distributed.bucket_group import GradState, ParamState, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
 from megatron.core.distributed.ddp_debug import DdpDebug
@@ -29,6 +29,7 @@ from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.replica_checks import raise_non_finite
 from megatron.core.distributed.stage_groups import groups_of_stage
+from megatron.core.group_collectives import message_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,9 @@ class LaunchOrder:
     """The collectives of all chunks of a stage; see [Note: launch order].
 
     stage_group: ranks whose collectives are to be in one order: all that share a dense or an expert group with each
-    other; None is this rank alone. pp_group: those that must stop together. overlap_grad_reduce: reduce during
-    backward; else at the end.
+    other; None is this rank alone. pp_group: those that must stop together. stage_host, pp_host: the same ranks, where
+    these can send from the host; without them, each step reads a GPU. overlap_grad_reduce: reduce during backward; else
+    at the end.
     """
 
     def __init__(
@@ -84,10 +86,14 @@ class LaunchOrder:
         stage_group: dist.ProcessGroup | None = None,
         *,
         pp_group: dist.ProcessGroup | None = None,
+        stage_host: dist.ProcessGroup | None = None,
+        pp_host: dist.ProcessGroup | None = None,
         overlap_grad_reduce: bool = False,
         ledger: Ledger | None = None,
     ) -> None:
         self.stage_group, self._pp_group = stage_group, pp_group
+        self._stage_messages, self._pp_messages = stage_host or stage_group, pp_host or pp_group
+        self._message_device = message_device([self._stage_messages, self._pp_messages])
         self.ledger = ledger or Ledger(stage_group)
         self.observers = Observers()
         self._overlap = overlap_grad_reduce
@@ -97,6 +103,8 @@ class LaunchOrder:
         self._by_number: dict[int, _ParamAndGradBucketGroup] = {}
         self._chunks: list[ChunkSync] = []
         self._phase = Phase.COLLECTING
+        # Groups of which more may be started before the end.
+        self._launched: deque[_ParamAndGradBucketGroup] = deque()
         self._warned: set[str] = set()
 
     @classmethod
@@ -106,6 +114,8 @@ class LaunchOrder:
         order = cls(
             stage_group,
             pp_group=groups.pp,
+            stage_host=groups.tp_dp_cp_host,
+            pp_host=groups.pp_host,
             overlap_grad_reduce=config.overlap_grad_reduce,
             ledger=Ledger(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if config.ddp_debug else None),
         )
@@ -174,6 +184,7 @@ class LaunchOrder:
         self._sequence.came(group.number)
         if group.register_grad_ready(param) and group.grad_state is GradState.COLLECTING:
             self._launch(self._sequence.ready(group.number))
+        self._advance_early()
 
     def start_grad_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Launches these groups and all before them, with whatever gradients they have."""
@@ -256,6 +267,7 @@ class LaunchOrder:
     def need(self, group: _ParamAndGradBucketGroup, *, prefetch: bool) -> None:
         """Waits until a group's parameters may be read; prefetch: launches the gather of the next group as well."""
         if group.param_state is ParamState.CURRENT:
+            group.arrival.wait()
             return
         self._launch_gathers(up_to=group)
         if prefetch:
@@ -301,6 +313,7 @@ class LaunchOrder:
     def _start(self) -> None:
         self._phase = Phase.COLLECTING
         self._sequence.start()
+        self._launched.clear()
         for group in self._groups:
             group.reset()
         for chunk in self._chunks:
@@ -323,6 +336,12 @@ class LaunchOrder:
         for group in (self._by_number[number] for number in numbers if number in self._by_number):
             with self.observers.launching(Traffic.REDUCE, group):
                 group.start_grad_sync()
+            self._launched.append(group)
+
+    def _advance_early(self) -> None:
+        # In the order of the launches on every rank, so that what follows pairs up though ranks differ in when.
+        while self._launched and self._launched[0].advance_early():
+            self._launched.popleft()
 
     def _launch_rest(self) -> None:
         self._launch_gathers()
@@ -343,6 +362,10 @@ class LaunchOrder:
         for group in in_order:
             with self.observers.waiting(traffic[group.number], group):
                 group.advance()
+        # After all first rounds, of which some ranks have advanced some early.
+        for group in (group for group in in_order if late[group.number]):
+            with self.observers.waiting(Traffic.LATE, group):
+                group.advance_second_round()
         for group in in_order:
             with self.observers.waiting(traffic[group.number], group):
                 group.finish_grad_sync()
@@ -361,26 +384,26 @@ class LaunchOrder:
             group.readiness.learn()
         if not is_reordered:
             return
-        order = torch.tensor(seen, device=self._message_device())
+        order = torch.tensor(seen, device=self._message_device)
         if group_size(self.stage_group) > 1:
-            dist.broadcast(order, group=self.stage_group, group_src=0)
+            dist.broadcast(order, group=self._stage_messages, group_src=0)
         self._adopt_sync(order)
 
     def _adopt_sync(self, order: torch.Tensor) -> None:
-        # NOTE: reads the device, in the few steps that change the order.
+        # NOTE: reads what was sent, in the few steps that change the order.
         self._sequence.adopt(order.tolist())
 
     def _agree_sync(self, local: _Verdict) -> _Verdict:
         """What holds on any rank of the stage; that a gradient is not finite, on any stage that checks. Collective."""
         flags = [local.is_aborted, local.is_non_finite, local.is_reordered, *local.late]
-        numbers = torch.tensor([*self.ledger.agreement(), *flags], dtype=torch.int64, device=self._message_device())
+        numbers = torch.tensor([*self.ledger.agreement(), *flags], dtype=torch.int64, device=self._message_device)
         if group_size(self.stage_group) > 1:
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.stage_group)
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._stage_messages)
         if group_size(self._pp_group) > 1 and any(chunk.checks for chunk in self._chunks):
             # The other stages have nothing else that tells them, and would wait for this one.
             is_non_finite = numbers[3:4]  # a view
-            dist.all_reduce(is_non_finite, op=dist.ReduceOp.MAX, group=self._pp_group)
-        # NOTE: reads the device, once a step.
+            dist.all_reduce(is_non_finite, op=dist.ReduceOp.MAX, group=self._pp_messages)
+        # NOTE: reads the device once a step, where messages cannot be sent from the host.
         highest, negated_lowest, aborted, non_finite, reordered, *late = numbers.tolist()
         self.ledger.check_agreed([highest, negated_lowest])
         return _Verdict(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
@@ -416,7 +439,3 @@ class LaunchOrder:
         for group in self._in_order():
             group.abandon()
         self._phase = Phase.ABORTED
-
-    def _message_device(self) -> torch.device:
-        on_gpu = self.stage_group is not None and dist.get_backend(self.stage_group) == "nccl"
-        return default_device() if on_gpu else torch.device("cpu")
