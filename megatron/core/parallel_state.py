@@ -105,12 +105,7 @@ def initialize_model_parallel(
     groups = {name: maker.own_group(dense.rank_table(axes), name) for name, axes in _DENSE_GROUPS.items()}
     groups |= {name: maker.own_group(expert.rank_table(axes), name) for name, axes in _EXPERT_GROUPS.items()}
     groups |= {name: maker.own_group(table, name) for name, table in instances.items()}
-    if "cpu" in backends:
-        # The same groups again, where this rank's device is the CPU.
-        host_maker = maker.for_backend(backends["cpu"])
-        groups |= {
-            f"{name}_host": host_maker.own_group(dense.rank_table(_DENSE_GROUPS[name]), name) for name in _HOST_GROUPS
-        }
+    groups |= _host_groups(dense, maker, backend=backends.get("cpu"))
     groups["embd"] = maker.own_group(_first_and_last(dense.rank_table("pp")), "embd")
     _REGISTRY.groups = ProcessGroupCollection(**groups)
     _REGISTRY.meshes = {
@@ -150,6 +145,14 @@ def _check_rest(rest: dict[str, Any]) -> None:
 def _first_and_last(pipelines: Tensor) -> Tensor:
     """pipelines: [pipelines, stages]. Returns [pipelines, 1 or 2]: the stages that hold embedding weights."""
     return pipelines if pipelines.shape[1] <= 2 else pipelines[:, [0, -1]]
+
+
+def _host_groups(dense: RankGenerator, maker: "_GroupMaker", *, backend: str | None) -> dict[str, ProcessGroup | None]:
+    """Those of the library that serves the host, which are the same ones where the ranks' device is the CPU."""
+    if backend is None:
+        return {}
+    on_host = maker.for_backend(backend)
+    return {f"{name}_host": on_host.own_group(dense.rank_table(_DENSE_GROUPS[name]), name) for name in _HOST_GROUPS}
 
 
 class _GroupMaker:
