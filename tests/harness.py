@@ -1,4 +1,4 @@
-"""Runs a function on N ranks, each a process forked from one warm server that has torch imported already.
+"""Runs a function on N ranks, each a process forked from one warm server that has imported what is slow to.
 
 Every job gets fresh processes: no state, seed or group is left over from an earlier test. No pytest code here.
 """
@@ -33,10 +33,12 @@ import torch.distributed as dist
 from megatron.core.agreement import RemoteRankError
 
 SEED = 1234
+ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 10.0  # for the other ranks to end by themselves after the first failure
 # What rank functions import and is slow to; none of it starts a thread or touches a GPU, which no fork would survive.
 PRELOAD = ["numpy", "pytest", "rich.progress", "tokenizers", "yaml"]
 PRELOAD += ["torch._dynamo", "torch.distributed.checkpoint", "torch.testing", "torch.utils.tensorboard"]
+PRELOAD += ["pretrain_gpt", "tests.warm_server"]
 
 
 @dataclass
@@ -145,7 +147,9 @@ def _warm_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     # torch asks NVML, not CUDA, whether there is a GPU: a process that has called CUDA must not fork.
-    with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+    # The server gets no sys.path of ours, and passes over what it cannot import.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1", PYTHONPATH=path):
         forkserver.ensure_running()
     return context
 

@@ -1,0 +1,10 @@
+"""What the server that ranks are forked from does when it imports this, last of all. No test here."""
+
+import gc
+
+from megatron.training.command_line.registry import flag_table
+
+flag_table()  # cached: each training program needs it
+gc.collect()
+# A collection in a rank would otherwise touch, and so copy, every page that the rank shares with the server.
+gc.freeze()
