@@ -7,9 +7,13 @@ SOURCES := $(wildcard megatron tools benchmarks pretrain_gpt.py)
 DATA ?=
 MINUTES ?=
 BASE ?=
+# The tests in these folders start ranks; the others need one core, and print what they print when they end.
+OF_RANKS := tests/distributed tests/functional_tests
+TWO_AT_ONCE := --no-print-directory --jobs=2 --keep-going test-ranks test-others
+SELECTED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train test test-fast check structure soak same-losses clean
+.PHONY: help env lock train test test-fast test-ranks test-others check structure soak same-losses clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,10 +38,17 @@ train: env  ## pretrain a small mixture-of-experts GPT on real text (DATA=file.t
 	$(IN_VENV) tools/quickstart.py $(if $(DATA),--data "$(DATA)") $(if $(MINUTES),--minutes $(MINUTES))
 
 test: env  ## run every test
-	$(IN_VENV) -m pytest tests
+	@$(MAKE) $(TWO_AT_ONCE)
 
 test-fast: env  ## run the tests that are not slow
-	$(IN_VENV) -m pytest tests -m "not slow"
+	@$(MAKE) $(TWO_AT_ONCE) SELECTED='-m "not slow"'
+
+test-ranks:
+	$(IN_VENV) -m pytest $(OF_RANKS) $(SELECTED)
+
+test-others:
+	output=$$(mktemp); $(IN_VENV) -m pytest tests $(OF_RANKS:%=--ignore=%) $(SELECTED) > $$output 2>&1; status=$$?; \
+		cat $$output; rm $$output; exit $$status
 
 check: env  ## format, lint, types and structure, without changing anything
 	$(IN_VENV) -m ruff format --check .
@@ -49,7 +60,7 @@ structure:  ## print every place that breaks a limit of the house style (seconds
 	@$(IN_VENV) -m tests.structure
 
 soak: env  ## run every test with its long counts
-	SOAK=1 $(IN_VENV) -m pytest tests
+	@SOAK=1 $(MAKE) $(TWO_AT_ONCE)
 
 same-losses: env  ## train small runs with BASE=commit and with these files: every logged number must be the same
 	@test -n "$(BASE)" || { echo 'Which commit to compare with: make same-losses BASE=main'; exit 1; }
