@@ -10,7 +10,7 @@ that the all-reduce has the bits of the reduce-scatter.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,7 +114,13 @@ def gather_shards_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> Handl
     """Starts to fill `flat`, [N], any dtype, contiguous, in place: its r-th of equal parts comes from rank r."""
     if group_size(group) == 1:
         return _Done()
-    return _Launched(all_gather_single(flat, shard_of(flat, group), group=group, async_op=True))
+    if flat.is_cuda:
+        return _Launched(all_gather_single(flat, shard_of(flat, group), group=group, async_op=True))
+    # gloo's own all-gather goes through a copy of the whole: 5 times the CPU time, and the memory of `flat` once more.
+    shards = flat.view(group_size(group), -1)
+    return _Launched(
+        *[dist.broadcast(shard, group=group, group_src=rank, async_op=True) for rank, shard in enumerate(shards)]
+    )
 
 
 def shard_of(flat: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -203,19 +209,20 @@ class _Done(_Handle):
 
 
 class _Launched(_Handle):
-    """One message of the back end."""
+    """Messages of the back end."""
 
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
+    def __init__(self, *works: dist.Work) -> None:
+        self._works = works
 
     def wait(self) -> None:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
 
     def is_sent(self) -> bool:
-        return self._work.is_completed()
+        return all(work.is_completed() for work in self._works)
 
     def works(self) -> list[dist.Work]:
-        return [self._work]
+        return list(self._works)
 
     def discard(self) -> None:
         raise AssertionError("a collective that writes while it runs cannot be discarded: see can_repeat")
@@ -260,12 +267,15 @@ class _Following(_Chain):
 
 @dataclass(frozen=True)
 class _Slice:
-    """One all-to-all; columns: those of the tensor seen as one row a rank. sent, received: [ranks, columns]."""
+    """What the ranks hold of some columns of this rank's shard; columns: of the tensor seen as one row a rank.
+
+    by_rank: [columns] each; this rank's own is its shard itself. kept: what is being sent.
+    """
 
     columns: slice
-    work: dist.Work
-    sent: torch.Tensor  # must not be freed before the end
-    received: torch.Tensor
+    works: list[dist.Work]
+    by_rank: list[torch.Tensor]
+    kept: torch.Tensor | None = None
 
 
 class _OrderedReduceScatter(_Handle):
@@ -287,43 +297,70 @@ class _OrderedReduceScatter(_Handle):
     def is_sent(self) -> bool:
         # What is left would come between launches of ranks that are not that far.
         is_all = self._sent == self._rows.shape[1]
-        return is_all and all(piece.work.is_completed() for piece in self._under_way)
+        return is_all and all(work.is_completed() for work in self.works())
 
     def wait(self) -> None:
         shard = self._rows[group_rank(self._group)]
         while self._under_way:
             piece = self._under_way.popleft()
-            piece.work.wait()
-            total = _sum_in_order(piece.received)
-            # Before the copy, which may round to 16 bits.
-            shard[piece.columns] = total.div_(self._rows.shape[0]) if self._average else total
+            for work in piece.works:
+                work.wait()
+            _sum_in_order(piece.by_rank, into=shard[piece.columns], divisor=len(self._rows) if self._average else 1)
             self._send()
 
     def works(self) -> list[dist.Work]:
-        return [piece.work for piece in self._under_way]
+        return [work for piece in self._under_way for work in piece.works]
 
     def discard(self) -> None:
         # What was not sent yet stays so, on all ranks.
         while self._under_way:
-            self._under_way.popleft().work.wait()
+            for work in self._under_way.popleft().works:
+                work.wait()
 
     def _send(self) -> None:
         start, end = self._sent, min(self._sent + self._width, self._rows.shape[1])
-        if start == end:
-            return
-        self._sent = end
-        columns = slice(start, end)
-        # A copy, unless all columns go at once.
-        sent = self._rows[:, columns].contiguous()
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group, async_op=True)
-        self._under_way.append(_Slice(columns, work, sent, received))
+        if start < end:
+            self._sent = end
+            exchange = _exchange_at_once if self._rows.is_cuda else _exchange_pairwise
+            self._under_way.append(exchange(self._rows, slice(start, end), group=self._group))
 
 
-def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of rows [ranks, N] in fp32, or in their dtype if wider: [N]. Overwrites the first."""
+def _exchange_at_once(rows: torch.Tensor, columns: slice, *, group: dist.ProcessGroup) -> _Slice:
+    """Starts to send each rank its row's columns, in one message."""
+    # A copy, unless all columns go at once.
+    sent = rows[:, columns].contiguous()
+    received = torch.empty_like(sent)
+    work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
+    return _Slice(columns, [work], list(received), kept=sent)
+
+
+def _exchange_pairwise(rows: torch.Tensor, columns: slice, *, group: dist.ProcessGroup) -> _Slice:
+    """As _exchange_at_once, straight from `rows`: for gloo, which would copy what a rank sends to itself."""
+    ranks, own = group_size(group), group_rank(group)
+    parts = [row[columns] for row in rows]
+    works, by_rank = [], list(parts)
+    for distance in range(1, ranks):
+        target, source = (own + distance) % ranks, (own - distance) % ranks
+        by_rank[source] = torch.empty_like(parts[own])
+        from_ranks, to_ranks = (
+            [len(parts[own]) * (rank == peer) for rank in range(ranks)] for peer in (source, target)
+        )
+        works.append(
+            dist.all_to_all_single(by_rank[source], parts[target], from_ranks, to_ranks, group=group, async_op=True)
+        )
+    return _Slice(columns, works, by_rank)
+
+
+def _sum_in_order(terms: Sequence[torch.Tensor], *, into: torch.Tensor, divisor: int) -> None:
+    """Sum of the terms, [N] each, in fp32, or in their dtype if wider, divided and then rounded; may overwrite them."""
     # One addition at a time: a reduction kernel over rows may pair them as it likes.
-    total = rows[0].float() if rows.dtype.itemsize == 2 else rows[0]
-    for row in rows[1:]:
-        total.add_(row)
-    return total
+    first, *middle, last = terms
+    total = first.float() if first.dtype.itemsize == 2 else first
+    for term in middle:
+        total.add_(term)
+    # Straight to its place, unless it has yet to be rounded.
+    total = torch.add(total, last, out=into if total.dtype == into.dtype else total)
+    if divisor > 1:
+        total.div_(divisor)
+    if total is not into:
+        into.copy_(total)
