@@ -6,7 +6,7 @@ Meters run on every rank after each step and may be collective; printing and wri
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Protocol
 
 import torch
@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import device_name, memory_bytes, peak_bf16_tflops
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
 from megatron.core.timers import Timers, format_times
 from megatron.training.callbacks import RankTimes, StepReport
 from megatron.training.flops import num_floating_point_operations
@@ -62,7 +64,9 @@ def build_meters(
     device: torch.device,
 ) -> list[Meter]:
     """The meters that the flags ask for; memory is always measured, at log lines."""
-    meters: list[Meter] = [MemoryMeter(device, logging.log_interval)]
+    chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    state = None if optimizer is None else state_bytes_of(chunks, optimizer.config)
+    meters: list[Meter] = [MemoryMeter(device, logging.log_interval, state=state)]
     if logging.log_throughput:
         meters.append(ThroughputMeter(args, device_name(device), world_size=dist.get_world_size()))
     if logging.log_params_norm and optimizer is not None:
@@ -102,11 +106,15 @@ class ParamsNormMeter:
 
 
 class MemoryMeter:
-    """Bytes by kind on this rank at each log line, and a line for the console below the first."""
+    """Bytes by kind on this rank at each log line, and lines for the console below the first.
 
-    def __init__(self, device: torch.device, interval: int) -> None:
+    state: what is planned for training; None where nothing is trained.
+    """
+
+    def __init__(self, device: torch.device, interval: int, *, state: StateBytes | None = None) -> None:
         self._device = device
         self._interval = interval
+        self._state = state
         self._told = False
 
     def measure(self, report: StepReport) -> StepReport:
@@ -115,7 +123,10 @@ class MemoryMeter:
             return report
         memory = memory_bytes(self._device)
         # A notice of every line would say the same again: memory settles in the first steps.
-        notes = () if self._told else (memory_line(memory, report.iteration, on_gpu=self._device.type == "cuda"),)
+        notes: tuple[str, ...] = ()
+        if not self._told:
+            notes = (memory_line(memory, report.iteration, on_gpu=self._device.type == "cuda"),)
+            notes += () if self._state is None else (state_line(self._state),)
         self._told = True
         return replace(report, memory=memory, notes=(*report.notes, *notes))
 
@@ -125,6 +136,12 @@ def memory_line(memory: dict[str, int], iteration: int, *, on_gpu: bool) -> str:
     kinds = [kind for kind in memory if kind.endswith("rss") != on_gpu]
     figures = [f" {_MEMORY_WORDS[kind]}: {memory[kind] / 2**20:.1f}" for kind in kinds]
     return " |".join([f"[Rank 0] (after {iteration} iterations) memory (MB)", *figures])
+
+
+def state_line(state: StateBytes) -> str:
+    """The line under that: what of it stays from step to step, as planned."""
+    figures = [f" {name}: {value / 2**20:.1f}" for name, value in asdict(state).items()]
+    return " |".join(["[Rank 0] kept from step to step (MB)", *figures, f" sum: {state.total / 2**20:.1f}"])
 
 
 class TimerMeter:

@@ -1,0 +1,95 @@
+"""Bytes that a rank holds from step to step, as a formula over sizes and settings; it looks at no tensor's memory.
+
+Activations, and what collectives hold while they run, are not in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import ParamGrouping
+from megatron.core.optimizer.precision_config import DTYPES
+from megatron.core.optimizer.stored_floats import BLOCK
+from megatron.core.process_groups_config import group_size
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Of the parameters that are trained, on one rank. Padding, below 64 elements a parameter, is not counted."""
+
+    parameters: float = 0
+    gradients: float = 0
+    masters: float = 0
+    moments: float = 0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(astuple(self))
+
+    def __add__(self, other: "StateBytes") -> "StateBytes":
+        return StateBytes(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+
+def state_bytes(
+    num_params: int,
+    config: OptimizerConfig,
+    *,
+    params_dtype: torch.dtype,
+    grads_dtype: torch.dtype,
+    num_shards: int = 1,
+    num_matrix_params: int = 0,
+) -> StateBytes:
+    """Of `num_params` parameters on a rank, all of one dtype.
+
+    num_shards: the ranks that share the optimizer's state (use_distributed_optimizer); 1 where each has all of it.
+    num_matrix_params: how many of them Muon steps, which keeps one moment.
+    """
+    # What the update computes in.
+    wide = torch.promote_types(params_dtype, torch.float32).itemsize
+    if config.optimizer == "sgd":
+        moments: float = num_params * wide * (config.sgd_momentum > 0)
+    else:
+        of_adam = sum(_stored_bytes(DTYPES[name], wide) for name in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
+        moments = (num_params - num_matrix_params) * of_adam + num_matrix_params * wide
+    return StateBytes(
+        parameters=num_params * params_dtype.itemsize,
+        gradients=num_params * grads_dtype.itemsize,
+        masters=num_params * _master_bytes(params_dtype, config) / num_shards,
+        moments=moments / num_shards,
+    )
+
+
+def state_bytes_of(model_chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> StateBytes:
+    """As state_bytes, of all that the wrapped chunks of this rank train."""
+    grouping = ParamGrouping(config, None)
+    total = StateBytes()
+    for buffer in (buffer for chunk in model_chunks for buffer in chunk.all_buffers):
+        matrices = [
+            entry.param.numel() for entry in buffer.entries if grouping.key_of(entry.name, entry.param).is_matrix
+        ]
+        total += state_bytes(
+            sum(entry.param.numel() for entry in buffer.entries),
+            config,
+            params_dtype=buffer.param_data.dtype,
+            grads_dtype=buffer.grad_data.dtype,
+            num_shards=group_size(buffer.data_parallel_group) if buffer.is_sharded else 1,
+            num_matrix_params=sum(matrices),
+        )
+    return total
+
+
+def _stored_bytes(dtype: torch.dtype, wide: int) -> float:
+    # fp16 has a scale, one byte, for each block.
+    return {torch.float32: wide, torch.bfloat16: 2, torch.float16: 2 + 1 / BLOCK}[dtype]
+
+
+def _master_bytes(params_dtype: torch.dtype, config: OptimizerConfig) -> float:
+    if params_dtype.itemsize >= 4:
+        return 0
+    if config.keeps_remainders and params_dtype == torch.bfloat16:
+        return 2
+    return _stored_bytes(DTYPES[config.main_params_dtype], 4)
