@@ -25,17 +25,20 @@ from megatron.core.device import peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# A step of one rank; it may return one figure of its own, between 0 and 1.
+Step = Callable[[], float | None]
 # What builds the model on one rank, and returns its step.
-Build = Callable[[], Callable[[], None]]
+Build = Callable[[], Step]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Means over one round's steps, in seconds; peak_bytes since the process started."""
+    """Means over one round's steps, in seconds; peak_bytes since the process started; the median of steps' figures."""
 
     cpu_seconds: float
     wall_seconds: float
     peak_bytes: int
+    figure: float | None = None
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Side:
     processes: list[Any]
 
     def measure(self, steps: int) -> Measurement:
-        """Runs `steps` on all ranks: CPU seconds summed over ranks, wall time and memory of the worst rank."""
+        """Runs `steps` on all ranks: CPU seconds summed over ranks; wall time, memory and figure of the worst rank."""
         for connection in self.connections:
             connection.send(steps)
         ranks: list[Measurement] = [connection.recv() for connection in self.connections]
@@ -55,6 +58,7 @@ class Side:
             cpu_seconds=sum(rank.cpu_seconds for rank in ranks),
             wall_seconds=max(rank.wall_seconds for rank in ranks),
             peak_bytes=max(rank.peak_bytes for rank in ranks),
+            figure=min((rank.figure for rank in ranks if rank.figure is not None), default=None),
         )
 
     def stop(self) -> None:
@@ -141,13 +145,13 @@ def serve(build: Build, connection: Connection, *, rank: int, ranks: int, port: 
     step = build()
     while steps := connection.recv():
         cpu, wall = time.process_time(), time.perf_counter()
-        for _ in range(steps):
-            step()
+        figures = [figure for _ in range(steps) if (figure := step()) is not None]
         connection.send(
             Measurement(
                 cpu_seconds=(time.process_time() - cpu) / steps,
                 wall_seconds=(time.perf_counter() - wall) / steps,
                 peak_bytes=peak_memory_bytes(torch.device("cpu")) - baseline,
+                figure=statistics.median(figures) if figures else None,
             )
         )
     dist.destroy_process_group()

@@ -26,6 +26,7 @@ from benchmarks.plain_model import PlainConfig, PlainModel  # noqa: E402
 from benchmarks.sides import print_table, run_rounds, start_side, write_record  # noqa: E402
 from megatron.core.device import keep_cpu_heap  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
+from megatron.training.run import TrainingRun  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
 from megatron.training.training import train_step  # noqa: E402
 
@@ -101,11 +102,17 @@ def build_plain_with_kept_heap() -> Callable[[], None]:
     return build_plain()
 
 
-def build_ours(*flags: str) -> Callable[[], None]:
-    """The whole of a training step as pretrain_gpt.py runs it, data and statistics included; flags: beside FLAGS."""
+def build_run(*flags: str) -> TrainingRun:
+    """What pretrain_gpt.py trains with; flags: beside FLAGS."""
     args = initialize_megatron(argv=[*FLAGS.split(), *flags])
     run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
+    return run
+
+
+def build_ours(*flags: str) -> Callable[[], None]:
+    """The whole of a training step as pretrain_gpt.py runs it, data and statistics included; flags: beside FLAGS."""
+    run = build_run(*flags)
 
     def step() -> None:
         train_step(run)
