@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, LaunchOrder
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, build_launch_order
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.utils import get_model_config
 from megatron.training.arguments import config_from_args
@@ -23,7 +23,7 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
         # An overflow under fp16 is the loss scaler's business.
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not args.fp16,
     )
-    order = LaunchOrder.of(get_process_groups(), ddp_config)
+    order = build_launch_order(get_process_groups(), ddp_config)
     return [
         DistributedDataParallel(
             get_model_config(part),

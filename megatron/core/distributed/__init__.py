@@ -1,5 +1,6 @@
 """Data parallelism over any module; re-exports only."""
 
+from megatron.core.distributed.buffer_setup import build_launch_order
 from megatron.core.distributed.ddp_debug import DdpDebugError
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -15,6 +16,7 @@ __all__ = [
     "DistributedDataParallelConfig",
     "LaunchOrder",
     "NonFiniteGradientError",
+    "build_launch_order",
     "check_weights_agree",
     "finalize_model_grads",
 ]

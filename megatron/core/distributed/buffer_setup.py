@@ -1,10 +1,11 @@
-"""From a module, its settings and its groups to flat buffers: which parameters share one, how it is cut and scaled."""
+"""From a module, its settings and its groups to flat buffers, how they are cut and scaled, and to a launch order."""
 
 import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import SideStream, default_device
 from megatron.core.distributed.collectives import ReductionPolicy
+from megatron.core.distributed.ddp_debug import DdpDebug
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import (
     BufferKind,
@@ -12,10 +13,15 @@ from megatron.core.distributed.flat_buffer import (
     _ParamAndGradBuffer,
     buffer_kind,
 )
+from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.layout import resolve_bucket_size
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
+
+# Longer than any pause between two launches of a healthy run.
+_DEBUG_TIMEOUT_S = 600.0
 
 
 def check_settings(
@@ -97,6 +103,22 @@ def build_buffers(
         )
         buffers.append(_ParamAndGradBuffer(kind, named_params, settings=settings))
     return buffers
+
+
+def build_launch_order(groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig) -> LaunchOrder:
+    """That of all chunks of a stage with these groups; while debugging with who looks on. Collective."""
+    stage_group = groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
+    order = LaunchOrder(
+        stage_group,
+        pp_group=groups.pp,
+        stage_host=groups.tp_dp_cp_host,
+        pp_host=groups.pp_host,
+        overlap_grad_reduce=ddp_config.overlap_grad_reduce,
+        ledger=Ledger(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if ddp_config.ddp_debug else None),
+    )
+    if ddp_config.ddp_debug:
+        order.observe(DdpDebug(order.ledger.stop))
+    return order
 
 
 def _scale(

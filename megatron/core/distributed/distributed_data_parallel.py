@@ -14,7 +14,7 @@ from torch import nn
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
-from megatron.core.distributed.buffer_setup import build_buffers, check_settings
+from megatron.core.distributed.buffer_setup import build_buffers, build_launch_order, check_settings
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer, partition_buckets
 from megatron.core.distributed.grad_checks import GradChecks
@@ -59,7 +59,7 @@ class DistributedDataParallel(ModelWrapper):
         # Before layouts are compared: whether it trains comes from the stage that owns it.
         follow_owner(module, self.pg_collection.embd)
         check_settings(module, self.pg_collection, config=config, ddp_config=ddp_config)
-        self.launch_order = launch_order or LaunchOrder.of(self.pg_collection, ddp_config)
+        self.launch_order = launch_order or build_launch_order(self.pg_collection, ddp_config)
         check_layouts_agree(module, self.pg_collection, settings=ddp_config, stage_group=self.launch_order.stage_group)
         built = build_buffers(
             module,

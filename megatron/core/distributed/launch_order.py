@@ -12,31 +12,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.bucket_group import GradState, ParamState, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
-from megatron.core.distributed.ddp_debug import DdpDebug
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.replica_checks import raise_non_finite
 from megatron.core.distributed.stage_groups import groups_of_stage
-from megatron.core.group_collectives import message_device
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.distributed.step_agreement import StepAgreement, Verdict
+from megatron.core.process_groups_config import group_rank
 
 logger = logging.getLogger(__name__)
 
 _RESET = "reset_iteration() was called after an error"
-# Longer than any pause between two launches of a healthy run.
-_DEBUG_TIMEOUT_S = 600.0
 
 
 class Phase(Enum):
@@ -62,16 +55,6 @@ class ChunkSync:
     checks: GradChecks | None = None
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What all ranks of the stage know at the end of an iteration; late: of each group, by its number."""
-
-    is_aborted: bool
-    is_non_finite: bool
-    is_reordered: bool
-    late: list[bool]
-
-
 class LaunchOrder:
     """The collectives of all chunks of a stage; see [Note: launch order].
 
@@ -92,9 +75,10 @@ class LaunchOrder:
         ledger: Ledger | None = None,
     ) -> None:
         self.stage_group, self._pp_group = stage_group, pp_group
-        self._stage_messages, self._pp_messages = stage_host or stage_group, pp_host or pp_group
-        self._message_device = message_device([self._stage_messages, self._pp_messages])
         self.ledger = ledger or Ledger(stage_group)
+        self._agreement = StepAgreement(
+            stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, ledger=self.ledger
+        )
         self.observers = Observers()
         self._overlap = overlap_grad_reduce
         self._sequence = LaunchSequence()
@@ -106,22 +90,6 @@ class LaunchOrder:
         # Groups of which more may be started before the end.
         self._launched: deque[_ParamAndGradBucketGroup] = deque()
         self._warned: set[str] = set()
-
-    @classmethod
-    def of(cls, groups: ProcessGroupCollection, config: DistributedDataParallelConfig) -> "LaunchOrder":
-        """That of a stage with these groups."""
-        stage_group = groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
-        order = cls(
-            stage_group,
-            pp_group=groups.pp,
-            stage_host=groups.tp_dp_cp_host,
-            pp_host=groups.pp_host,
-            overlap_grad_reduce=config.overlap_grad_reduce,
-            ledger=Ledger(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if config.ddp_debug else None),
-        )
-        if config.ddp_debug:
-            order.observe(DdpDebug(order.ledger.stop))
-        return order
 
     def attach(self, chunk: ChunkSync) -> None:
         """Puts a chunk's groups, in about the order of their gradients, before those of earlier chunks. Collective."""
@@ -207,7 +175,7 @@ class LaunchOrder:
         non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
         seen = self._sequence.seen({group.number for group in self._groups if not group.readiness.is_complete})
         decides = self._overlap and group_rank(self.stage_group) == 0
-        local = _Verdict(
+        local = Verdict(
             is_aborted=problem is not None,
             is_non_finite=bool(non_finite),
             is_reordered=decides and self._sequence.wants(seen),
@@ -216,7 +184,8 @@ class LaunchOrder:
         with self.observers.agreeing():
             verdict = self._agree_sync(local)
         if verdict.is_aborted:
-            self._abort(problem)
+            self._abandon()
+            self._agreement.raise_broken_off(problem)
         if verdict.is_non_finite:
             self._abandon()
             raise_non_finite(non_finite, [self.stage_group, self._pp_group])
@@ -382,58 +351,19 @@ class LaunchOrder:
         self._sequence.learn(seen)
         for group in self._groups:
             group.readiness.learn()
-        if not is_reordered:
-            return
-        order = torch.tensor(seen, device=self._message_device)
-        if group_size(self.stage_group) > 1:
-            dist.broadcast(order, group=self._stage_messages, group_src=0)
-        self._adopt_sync(order)
+        if is_reordered:
+            self._sequence.adopt(self._agreement.first_ranks_order_sync(seen))
 
-    def _adopt_sync(self, order: torch.Tensor) -> None:
-        # NOTE: reads what was sent, in the few steps that change the order.
-        self._sequence.adopt(order.tolist())
-
-    def _agree_sync(self, local: _Verdict) -> _Verdict:
-        """What holds on any rank of the stage; that a gradient is not finite, on any stage that checks. Collective."""
-        flags = [local.is_aborted, local.is_non_finite, local.is_reordered, *local.late]
-        numbers = torch.tensor([*self.ledger.agreement(), *flags], dtype=torch.int64, device=self._message_device)
-        if group_size(self.stage_group) > 1:
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._stage_messages)
-        if group_size(self._pp_group) > 1 and any(chunk.checks for chunk in self._chunks):
-            # The other stages have nothing else that tells them, and would wait for this one.
-            is_non_finite = numbers[3:4]  # a view
-            dist.all_reduce(is_non_finite, op=dist.ReduceOp.MAX, group=self._pp_messages)
-        # NOTE: reads the device once a step, where messages cannot be sent from the host.
-        highest, negated_lowest, aborted, non_finite, reordered, *late = numbers.tolist()
-        self.ledger.check_agreed([highest, negated_lowest])
-        return _Verdict(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
+    def _agree_sync(self, local: Verdict) -> Verdict:
+        return self._agreement.agree_sync(local, of_all_stages=any(chunk.checks for chunk in self._chunks))
 
     def _break_off(self, reason: str) -> None:
         """Ends an iteration for all ranks."""
         self._launch_rest()
-        self._agree_sync(
-            _Verdict(is_aborted=True, is_non_finite=False, is_reordered=False, late=[False] * len(self._sequence.order))
-        )
-        self._exchange(reason)
+        late = [False] * len(self._sequence.order)
+        self._agree_sync(Verdict(is_aborted=True, is_non_finite=False, is_reordered=False, late=late))
         self._abandon()
-
-    def _abort(self, problem: str | None) -> None:
-        """Ends an iteration that this rank, or another, has broken off."""
-        reasons = self._exchange(problem)
-        self._abandon()
-        if problem is not None:
-            raise ValueError(problem)
-        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-        raise RemoteRankError(
-            f"rank {rank} of the stage broke the iteration off: {reason}. Its gradients are dropped on all ranks: "
-            "call reset_iteration() and go on"
-        )
-
-    def _exchange(self, reason: str | None) -> list[Any]:
-        reasons: list[Any] = [reason] * group_size(self.stage_group)
-        if group_size(self.stage_group) > 1:
-            dist.all_gather_object(reasons, reason, group=self.stage_group)
-        return reasons
+        self._agreement.tell_reason(reason)
 
     def _abandon(self) -> None:
         for group in self._in_order():
