@@ -16,6 +16,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     buffer_setup,
 )
+from megatron.core.distributed.bucket_group import ParamState
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer as Buffer
 from megatron.core.distributed.launch_order import LaunchOrder
@@ -70,7 +71,7 @@ def leave_a_gather_of_a_skipped_module(run):
         self._launch_gathers()
         self._launch(self._sequence.rest())
         for group in self._groups:
-            group.is_gathering = False
+            group.param_state = ParamState.CURRENT
 
     with patch.object(LaunchOrder, "_launch_rest", launch_rest):
         step(run, [0, 1, 3, 4])

@@ -30,11 +30,16 @@ class GradState(Enum):
 
 
 class ParamState(Enum):
-    """Whether a rank's copy of the parameters is what their owners hold."""
+    """Whether a rank's copy of the parameters is what their owners hold.
+
+    ARRIVED: it is, but other ranks may still wait for theirs; CURRENT: it is on all ranks. A group leaves CURRENT, and
+    comes back to it, at the same place of the program on all ranks; in between each is at its own state.
+    """
 
     CURRENT = "current"
     STALE = "stale"
     IN_FLIGHT = "in flight"
+    ARRIVED = "arrived"
 
 
 class _ParamAndGradBucketGroup:
@@ -53,8 +58,8 @@ class _ParamAndGradBucketGroup:
         self.ledger: Ledger | None = None
         self.is_last_microbatch = True
         self.grad_state, self.param_state = GradState.COLLECTING, ParamState.CURRENT
-        # is_late: this iteration. is_gathering: since the parameters went stale, until all ranks have them.
-        self.is_late = self.is_gathering = False
+        # Whether a gradient of this iteration came when its bucket was on its way.
+        self.is_late = False
         self._checks = checks
         self._bucket_of = {entry.param: bucket for bucket in self.buckets for entry in bucket.entries}
         self._index_of = {entry.param: index for index, entry in enumerate(self.entries)}
@@ -185,6 +190,7 @@ class _ParamAndGradBucketGroup:
 
     # Parameters.
 
+    @record_function("_ParamAndGradBucketGroup.start_param_sync")
     def start_param_sync(self) -> None:
         """Starts to gather the parameters from the ranks that own their shards. Collective."""
         for bucket in self.buckets:
@@ -201,7 +207,7 @@ class _ParamAndGradBucketGroup:
             handle.wait()
         self._gathers.clear()
         self.arrival.note()
-        self.param_state = ParamState.CURRENT
+        self.param_state = ParamState.ARRIVED
 
     def works(self, traffic: Traffic) -> list[dist.Work]:
         """The messages under way, for observers."""

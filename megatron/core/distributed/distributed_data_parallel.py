@@ -18,7 +18,7 @@ from megatron.core.distributed.buffer_setup import build_buffers, build_launch_o
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer, partition_buckets
 from megatron.core.distributed.grad_checks import GradChecks
-from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder
+from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder, all_current
 from megatron.core.distributed.replica_checks import check_layouts_agree
 from megatron.core.distributed.tied_weights import follow_owner
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -183,7 +183,7 @@ class DistributedDataParallel(ModelWrapper):
 
     def start_stale_param_sync(self, *unused: Any) -> None:
         """Starts the gathers that are due, if there are any, without waiting: a schedule's param_sync_func."""
-        if any(group.is_gathering for group in self._groups):
+        if not all_current(self._groups):
             self.launch_order.start_param_sync(self._groups)
 
     def wait_params(self, params: Iterable[nn.Parameter]) -> None:

@@ -9,7 +9,7 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -210,17 +210,17 @@ class LaunchOrder:
 
     def mark_stale(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Says that owners have updated their shards: the others gather before they read. Same on all ranks."""
-        if any(group.is_gathering for group in groups):
+        if not all_current(groups):
             self.finish_param_sync(groups)
         for group in groups:
             if group.is_sharded:
-                group.param_state, group.is_gathering = ParamState.STALE, True
+                group.param_state = ParamState.STALE
                 for observer in self.observers:
                     observer.gather_due(group)
 
     def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup], *, again: bool = False) -> None:
         """Launches the gathers of stale parameters; if all groups are current, or `again`, of all. Collective."""
-        if again or not any(group.is_gathering for group in groups):
+        if again or all_current(groups):
             self.mark_stale(groups)
         for group in self.gather_order:
             if group in groups:
@@ -231,11 +231,11 @@ class LaunchOrder:
         for group in self.gather_order:
             if group in groups:
                 self.need(group, prefetch=False)
-                group.is_gathering = False
+                group.param_state = ParamState.CURRENT
 
     def need(self, group: _ParamAndGradBucketGroup, *, prefetch: bool) -> None:
         """Waits until a group's parameters may be read; prefetch: launches the gather of the next group as well."""
-        if group.param_state is ParamState.CURRENT:
+        if group.param_state in (ParamState.CURRENT, ParamState.ARRIVED):
             group.arrival.wait()
             return
         self._launch_gathers(up_to=group)
@@ -319,7 +319,7 @@ class LaunchOrder:
             if group.param_state is ParamState.IN_FLIGHT:
                 # Of modules that forward skipped: the optimizer is about to write where it arrives.
                 self._wait_for_gather(group)
-            group.is_gathering = False
+            group.param_state = ParamState.CURRENT
 
     def _wait_for_reductions(self, late: list[bool]) -> None:
         in_order = self._in_order()
@@ -369,3 +369,8 @@ class LaunchOrder:
         for group in self._in_order():
             group.abandon()
         self._phase = Phase.ABORTED
+
+
+def all_current(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
+    """Whether all ranks have the parameters of all these groups; the same on all ranks."""
+    return all(group.param_state is ParamState.CURRENT for group in groups)
