@@ -126,7 +126,7 @@ class _ParamAndGradBucketGroup:
         """Starts to reduce what came too late on any rank; on all ranks. Collective."""
         for _, grad in self._late:
             keep_for_current_stream(grad)
-        if self._can_repeat:
+        if self.can_repeat:
             self._discard()
             # One by one, as they would have been added had nothing been on its way: the sum has the same bits.
             for entry, grad in self._late:
@@ -172,7 +172,7 @@ class _ParamAndGradBucketGroup:
 
     def abandon(self) -> None:
         """Ends reductions whose sums nobody wants. Collective."""
-        if self._can_repeat:
+        if self.can_repeat:
             self._discard()
         else:
             self.advance()
@@ -224,7 +224,8 @@ class _ParamAndGradBucketGroup:
         return self.buckets[0].buffer.is_sharded
 
     @property
-    def _can_repeat(self) -> bool:
+    def can_repeat(self) -> bool:
+        """See ObservedGroup."""
         return self.buckets[0].buffer.settings.policy.can_repeat
 
     def _reduce(self, bucket: _ParamAndGradBucket, flat: torch.Tensor) -> Handle:

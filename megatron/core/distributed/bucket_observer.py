@@ -33,6 +33,11 @@ class ObservedGroup(Protocol):
     buckets: list[_ParamAndGradBucket]
     entries: list[Entry]
 
+    @property
+    def can_repeat(self) -> bool:
+        """Whether gradients under reduction stay as they were sent until someone waits for the sums."""
+        ...
+
     def works(self, traffic: Traffic) -> list[dist.Work]:
         """The messages under way."""
         ...

@@ -90,7 +90,7 @@ class DdpDebug:
         """See BucketObserver."""
         if traffic is Traffic.GATHER:
             self._under_way.add(group.name)
-        elif _can_repeat(group):
+        elif group.can_repeat:
             self._sent_grads[group.name] = [_checksum_sync(entry.wire) for entry in group.entries]
 
     def before_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
@@ -178,10 +178,6 @@ class DdpDebug:
     def _stop(self, message: str) -> NoReturn:
         self._tell_others(message)
         raise DdpDebugError(message)
-
-
-def _can_repeat(group: ObservedGroup) -> bool:
-    return group.buckets[0].buffer.settings.policy.can_repeat
 
 
 def _is_at(view: torch.Tensor, place: torch.Tensor) -> bool:

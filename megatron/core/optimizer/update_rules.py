@@ -78,13 +78,13 @@ class FusedRule:
     def update(self, divisor: float, runs: Set[ParamRun]) -> None:
         """See UpdateRule."""
         for group, every in zip(self.optimizer.param_groups, self._members):
-            members = [run for run in every if run in runs]
-            whole = [operands for run in members if (operands := self._whole(run)) is not None]
+            operands = {run: self._whole(run) for run in every if run in runs}
+            whole = [one for one in operands.values() if one is not None]
             if whole:
                 # Rates are plain numbers in the group, read at this moment.
                 self._kernel(whole, group, grad_scale=_grad_scale(divisor, whole[0]))
-            for run in members:
-                if self._whole(run) is None:
+            for run, one in operands.items():
+                if one is None:
                     self._update_pieces(run, group, divisor=divisor)
 
     def _whole(self, run: ParamRun) -> "_Operands | None":
