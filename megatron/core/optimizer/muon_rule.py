@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.optimizer.matrix_plan import MatrixUnit, batches_of, owners_of, ranges_of, units_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
-from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, RunParam
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam, RunParam
 from megatron.core.optimizer.shard_map import range_views
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from megatron.core.process_groups_config import group_rank, group_size
@@ -87,25 +87,27 @@ class MuonRule:
         self.runs = list(runs)
         self._config = config
         self._momenta = {run: torch.zeros_like(run.stepped) for run in runs}
-        self._batches: list[_Batch] = []
-        groups: dict[tuple[GroupKey, tuple[int, int]], dict[str, Any]] = {}
+        placed = [entry for buffer in buffers for entry in buffer.entries if keys[entry.param].is_matrix]
+        windows = {entry: matrices.get(entry.name, [_whole(entry.param)]) for entry in placed}
+        self._batches = [batch for buffer in buffers for batch in _plan(buffer, windows, runs=self.runs)]
+        # By parameter name and matrix.
         self._group_of: dict[tuple[str, MatrixWindow], dict[str, Any]] = {}
-        for buffer in buffers:
-            placed = [entry for entry in buffer.entries if keys[entry.param].is_matrix]
-            windows = {entry.name: matrices.get(entry.name, [_whole(entry.param)]) for entry in placed}
-            for entry in placed:
-                for window in windows[entry.name]:
-                    # On all ranks, whatever they own: a schedule goes through the groups.
-                    group = {**_values(keys[entry.param], window, config=config), "params": []}
-                    group = groups.setdefault((keys[entry.param], window.matrix_shape), group)
-                    self._group_of[entry.name, window] = group
-            units = [unit for e in placed for unit in units_of(e.name, windows[e.name], place=e.span.start)]
-            self._batches += _plan(buffer, sorted(units, key=lambda unit: unit.place), runs=self.runs)
+        self.optimizer = torch.optim.Optimizer(self._torch_groups(windows, keys), {"lr": config.lr})
+
+    def _torch_groups(
+        self, windows: Mapping[PlacedParam, list[MatrixWindow]], keys: Mapping[nn.Parameter, GroupKey]
+    ) -> list[dict[str, Any]]:
+        """One for the matrices of a shape and key, on all ranks, whatever they own: a schedule goes through them."""
+        groups: dict[tuple[GroupKey, tuple[int, int]], dict[str, Any]] = {}
+        for entry, window in ((entry, window) for entry, of_entry in windows.items() for window in of_entry):
+            key = keys[entry.param]
+            group = {**_values(key, window, config=self._config), "params": []}
+            self._group_of[entry.name, window] = groups.setdefault((key, window.matrix_shape), group)
         for part in (part for batch in self._batches for part in batch.parts):
             for window in part.unit.windows:
                 self._group_of[part.unit.name, window]["params"] += _views(part, window, flat=part.of(part.run.stepped))
         # torch takes over these very dictionaries, and refuses to have none.
-        self.optimizer = torch.optim.Optimizer(list(groups.values()) or [{"params": []}], {"lr": config.lr})
+        return list(groups.values()) or [{"params": []}]
 
     @torch.no_grad()
     def update(self, divisor: float, runs: Set[ParamRun]) -> None:
@@ -181,8 +183,12 @@ def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
     return wide.T if rows > columns else wide
 
 
-def _plan(buffer: FlatBuffer, units: Sequence[MatrixUnit], *, runs: Sequence[ParamRun]) -> Iterator[_Batch]:
-    """What this rank sends and receives for the units of a buffer."""
+def _plan(
+    buffer: FlatBuffer, windows: Mapping[PlacedParam, list[MatrixWindow]], *, runs: Sequence[ParamRun]
+) -> Iterator[_Batch]:
+    """What this rank sends and receives for the matrices of a buffer."""
+    of_entries = (units_of(e.name, windows.get(e, []), place=e.span.start) for e in buffer.entries)
+    units = sorted((unit for of_entry in of_entries for unit in of_entry), key=lambda unit: unit.place)
     group = buffer.data_parallel_group if buffer.is_sharded else None
     ranks, own_rank = group_size(group), group_rank(group)
     members = [(run, member) for run in runs if run.buffer is buffer for member in run.params]
