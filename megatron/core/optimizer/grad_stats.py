@@ -20,27 +20,27 @@ from megatron.core.tensor_parallel.param_attributes import param_facts
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """A range of a run's flat tensors that this rank counts; is_apart: over the ranks of expert layers."""
+    """A range of a run's flat tensors that this rank counts; with_experts: over the ranks of expert layers."""
 
     run: ParamRun
     start: int
     end: int
-    is_apart: bool
+    with_experts: bool
 
     def of_grad(self) -> tuple[Tensor, bool]:
-        """The range of the gradient, [n], any dtype, a view; and is_apart."""
-        return self.run.grad[self.start : self.end], self.is_apart
+        """The range of the gradient, [n], any dtype, a view; and with_experts."""
+        return self.run.grad[self.start : self.end], self.with_experts
 
     def of_main(self) -> tuple[Tensor, bool]:
-        """What has the norm of the range of the masters: [n], fp32 or fp64, perhaps norms of pieces; and is_apart."""
+        """What has the norm of a range of the masters: [n], fp32 or fp64, perhaps of pieces; and with_experts."""
         main = self.run.main
         if isinstance(main, Plain) and main.tensor.device == self.run.model.device:
-            return main.read(self.start, self.end), self.is_apart
+            return main.read(self.start, self.end), self.with_experts
         norms = [
             torch.linalg.vector_norm(v, dtype=torch.float64) for _, v in pieces(main, start=self.start, end=self.end)
         ]
         # A few numbers of what may be in the host's memory.
-        return torch.stack(norms).to(self.run.model.device), self.is_apart
+        return torch.stack(norms).to(self.run.model.device), self.with_experts
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,18 @@ class OwnedElements:
         """The flat ranges of runs that this rank counts, neighbours joined."""
         parts = []
         for run in runs:
-            kinds = groupby(run.params, key=lambda member: (self.owns(member.param), self._is_apart(member.param)))
-            for (owned, apart), members in kinds:
+            kinds = groupby(run.params, key=lambda member: (self.owns(member.param), self._with_experts(member.param)))
+            for (owned, with_experts), members in kinds:
                 spans = [member.span for member in members]
                 if owned:
                     # With the padding behind each, which is zero: one range for a run that is owned as a whole.
-                    parts.append(OwnedPart(run, spans[0].start, spans[-1].padded_end, apart))
+                    parts.append(OwnedPart(run, spans[0].start, spans[-1].padded_end, with_experts))
         return parts
 
     def norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype, norm_type: float = 2) -> float:
         """Norm over all ranks, rounded to fp32. Collective.
 
-        owned: tensors that this rank counts, any shapes, contiguous, floating point; and whether each is `apart`.
+        owned: tensors that this rank counts, any shapes, contiguous, floating point; and with_experts of each.
         """
         dense, experts = self._by_group(owned)
         total = total_norm(dense, norm_type, groups=self._dense_groups, accumulate_in=accumulate_in)
@@ -109,7 +109,7 @@ class OwnedElements:
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
         """2-norm of parameters, any shapes and dtypes, over all ranks, summed in fp64. Collective."""
-        owned = ((param.detach(), self._is_apart(param)) for param in params if self.owns(param))
+        owned = ((param.detach(), self._with_experts(param)) for param in params if self.owns(param))
         return self.norm(owned, accumulate_in=torch.float64)
 
     def count_zeros(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> float:
@@ -117,14 +117,15 @@ class OwnedElements:
         floating dtype.
         """
         owned = ((param, parts) for param, parts in grads if self.owns(param))
-        dense, experts = self._by_group((part, self._is_apart(param)) for param, parts in owned for part in parts)
+        dense, experts = self._by_group((part, self._with_experts(param)) for param, parts in owned for part in parts)
         total = count_zeros(dense, self._dense_groups)
         return total if self._one_group else total + count_zeros(experts, self._expert_groups)
 
-    def _is_apart(self, param: Tensor) -> bool:
+    def _with_experts(self, param: Tensor) -> bool:
         return not self._one_group and param_facts(param).is_expert
 
     def _by_group(self, owned: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[Tensor]]:
         pairs = list(owned)
-        dense, experts = [t for t, apart in pairs if not apart], [t for t, apart in pairs if apart]
+        dense = [tensor for tensor, with_experts in pairs if not with_experts]
+        experts = [tensor for tensor, with_experts in pairs if with_experts]
         return dense or [self._nothing], experts or [self._nothing]
