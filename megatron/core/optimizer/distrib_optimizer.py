@@ -3,17 +3,20 @@
 How buckets are cut and what is launched when is megatron.core.distributed's; what a step is, optimizer.py's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.param_runs import ParamRun
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
+from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class DistributedOptimizer(MegatronOptimizer):
@@ -29,16 +32,37 @@ class DistributedOptimizer(MegatronOptimizer):
     skip a step together. Checkpoints hold boxes of whole tensors: any number of ranks loads what any number saved.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        rules: Sequence[UpdateRule],
+        config: OptimizerConfig,
+        *,
+        runs: Sequence[ParamRun],
+        model_chunks: Sequence[DistributedDataParallel],
+        grad_scaler: GradScaler | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        device: torch.device | None = None,
+        logical_pieces: dict[str, list[LogicalPiece]] | None = None,
+    ) -> None:
+        super().__init__(
+            rules,
+            config,
+            runs=runs,
+            model_chunks=model_chunks,
+            grad_scaler=grad_scaler,
+            pg_collection=pg_collection,
+            device=device,
+            logical_pieces=logical_pieces,
+        )
+        self._sharded_chunks = list(model_chunks)
         # Chunks of a stage share one, in which their gathers have one order.
-        self._orders = list(dict.fromkeys(chunk.launch_order for chunk in self._model_chunks))
-        overlap = self._model_chunks[0].ddp_config
+        self._orders = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
+        overlap = model_chunks[0].ddp_config
         self._gathers_in_step = overlap.overlap_param_gather_with_optimizer_step
         self._gathers_after_step = not overlap.overlap_param_gather
-        self._runs_in: dict[tuple[int, int], list[ParamRun]] = {}
-        for run in self._runs:
-            self._runs_in.setdefault((id(run.buffer), run.bucket), []).append(run)
+        self._runs_in: dict[tuple[FlatBuffer, int], list[ParamRun]] = {}
+        for run in runs:
+            self._runs_in.setdefault((run.buffer, run.bucket), []).append(run)
 
     @contextmanager
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
@@ -46,22 +70,22 @@ class DistributedOptimizer(MegatronOptimizer):
         with super().loading(model_pieces) as tensors:
             yield tensors
         # Not by what this rank owns, which may be nothing.
-        dtypes = [buffer.param_data.dtype for chunk in self._model_chunks for buffer in chunk.all_buffers]
+        dtypes = [buffer.param_data.dtype for chunk in self._sharded_chunks for buffer in chunk.all_buffers]
         if self.config.keeps_remainders and torch.bfloat16 in dtypes:
             # Loading remainders rounds the parameters anew, of this shard alone.
-            for chunk in self._model_chunks:
+            for chunk in self._sharded_chunks:
                 chunk.start_param_sync(force_sync=True, force_dispatch=True)
 
     def _update(self, divisor: float) -> None:
         # First of all: a gather that is still under way would write over what is updated.
-        for chunk in self._model_chunks:
+        for chunk in self._sharded_chunks:
             chunk.mark_params_stale()
         if self._gathers_in_step:
             self._update_and_gather_buckets(divisor)
             return
         super()._update(divisor)
         if self._gathers_after_step:
-            for chunk in self._model_chunks:
+            for chunk in self._sharded_chunks:
                 chunk.start_param_sync()
 
     def _update_and_gather_buckets(self, divisor: float) -> None:
@@ -70,8 +94,8 @@ class DistributedOptimizer(MegatronOptimizer):
         rest = [rule for rule in self._rules if not rule.is_collective]
         for order in self._orders:
             for group in order.gather_order:
-                keys = [(id(bucket.buffer), bucket.layout.index) for bucket in group.buckets]
-                runs = frozenset(run for key in keys for run in self._runs_in.get(key, []))
+                places = [(bucket.buffer, bucket.layout.index) for bucket in group.buckets]
+                runs = frozenset(run for place in places for run in self._runs_in.get(place, []))
                 self._update_runs(divisor, runs, rules=rest)
                 order.start_param_sync([group])
 

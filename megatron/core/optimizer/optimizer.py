@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,16 +16,23 @@ from torch.profiler import record_function
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.grad_stats import OwnedElements, ShardGroups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_runs import ParamRun, RunParam
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, RunParam
 from megatron.core.optimizer.shard_map import range_tensors, range_views
 from megatron.core.optimizer.stored_floats import StoredFloats
 from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+class SteppedChunk(Protocol):
+    """What a step needs of a model chunk that is wrapped for data parallelism."""
+
+    @property
+    def all_buffers(self) -> Sequence[FlatBuffer]: ...
+    def zero_grad_buffer(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class MegatronOptimizer:
         config: OptimizerConfig,
         *,
         runs: Sequence[ParamRun],
-        model_chunks: Sequence[DistributedDataParallel],
+        model_chunks: Sequence[SteppedChunk],
         grad_scaler: GradScaler | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         device: torch.device | None = None,
