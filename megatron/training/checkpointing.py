@@ -6,7 +6,7 @@ Tensors get to disk through core/dist_checkpointing; folders are checkpoint_fold
 import argparse
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import (
     sharded_tensors,
 )
 from megatron.core.group_collectives import gather_objects, union_over_model
+from megatron.core.optimizer.state_keys import fresh_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint_args import args_to_json, check_same_model, check_same_optimizer
@@ -51,8 +52,6 @@ __all__ = [
     "refuse_checkpoints_of_another_run",
     "save_checkpoint",
 ]
-
-_MASTERS = "optimizer.fp32_param."
 
 
 class CheckpointedOptimizer(Protocol):
@@ -127,13 +126,13 @@ def save_checkpoint(
     if config.save is None:
         raise ValueError("a checkpoint needs --save: give the folder for the checkpoints")
     parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
-    common = {"iteration": iteration, "train_state": train_state.state_dict(), "args": args_to_json(args)}
-    state = _content(parts, config, common=common)
+    tensors, values = _content(parts, config)
+    common = {"iteration": iteration, "train_state": train_state.state_dict(), "args": args_to_json(args), **values}
     folder = iteration_folder(config.save, iteration)
     with all_ranks_agree():
         if _rank() == 0:
             clean_save_folder(config.save)
-    dist_checkpointing.save(state, folder, common=common)
+    dist_checkpointing.save(tensors, folder, common=common)
     # Only now: a tracker must never name what is not complete.
     with all_ranks_agree():
         if _rank() == 0:
@@ -189,52 +188,38 @@ class _Taken:
     rng: bool
 
 
-def _content(parts: _Parts, config: CheckpointConfig, *, common: dict[str, Any]) -> list[ShardedTensor]:
-    """All tensors of the checkpoint; adds the JSON state of the same objects to `common`."""
-    state = parts.weights()
+def _content(parts: _Parts, config: CheckpointConfig) -> tuple[list[ShardedTensor], dict[str, Any]]:
+    """All tensors of the checkpoint, and the JSON state of the same objects."""
+    tensors, frozen = parts.weights(), parts.frozen_keys()
     with_optimizer = parts.optimizer is not None and not config.no_save_optim
     # What is left out is written down, so that a load can say which flag it needs instead of naming tensors.
-    common["contents"] = {"optimizer": with_optimizer, "rng": not config.no_save_rng}
-    frozen = parts.frozen_keys()
+    values: dict[str, Any] = {"contents": {"optimizer": with_optimizer, "rng": not config.no_save_rng}}
     if parts.optimizer is not None and with_optimizer:
-        stepped = parts.optimizer.sharded_state(parts.pieces())
-        if frozen:
-            own = {(tensor.key, tensor.data.dtype) for tensor in stepped}
-            # Of every expert's shards, wherever they are.
-            kinds = union_over_model(set().union(*gather_objects(own, parts.groups.expt_dp)), parts.groups)
-            stepped += _fresh_state(parts.frozen(), kinds)
-            frozen -= {_parameter_key(key) for key, _ in kinds}
-        state += stepped
-        common["optimizer"] = parts.optimizer.state_dict()
-        common["scheduler"] = None if parts.scheduler is None else parts.scheduler.state_dict()
-    common["frozen"] = sorted(frozen)
+        stepped, with_state = _optimizer_tensors(parts, parts.optimizer, has_frozen=bool(frozen))
+        tensors += stepped
+        frozen -= with_state
+        values["optimizer"] = parts.optimizer.state_dict()
+        values["scheduler"] = None if parts.scheduler is None else parts.scheduler.state_dict()
     if not config.no_save_rng:
-        state += rng_sharded_state(parts.groups)
-    return state
+        tensors += rng_sharded_state(parts.groups)
+    return tensors, {**values, "frozen": sorted(frozen)}
 
 
-def _fresh_state(frozen: Sequence[ShardedTensor], kinds: set[tuple[str, torch.dtype]]) -> list[ShardedTensor]:
-    """Optimizer state, as of a start, of those parameters that share a stored tensor with trained ones.
+def _optimizer_tensors(
+    parts: _Parts, optimizer: CheckpointedOptimizer, *, has_frozen: bool
+) -> tuple[list[ShardedTensor], set[str]]:
+    """The optimizer's state, and the keys of the parameters that have some. Collective where has_frozen.
 
-    Experts do: of a tensor for all of them, which is stored whole, some may be frozen. kinds: what state there is.
+    With fresh state of frozen parameters that share a stored tensor with trained ones, as experts do: of a tensor for
+    all of them, which is stored whole, some may be frozen.
     """
-    by_parameter: dict[str, list[tuple[str, torch.dtype]]] = {}
-    for key, dtype in sorted(kinds, key=str):
-        by_parameter.setdefault(_parameter_key(key), []).append((key, dtype))
-    return [
-        replace(
-            weight,
-            key=key,
-            data=weight.data.to(dtype) if key.startswith(_MASTERS) else torch.zeros_like(weight.data, dtype=dtype),
-        )
-        for weight in frozen
-        for key, dtype in by_parameter.get(weight.key, [])
-    ]
-
-
-def _parameter_key(key: str) -> str:
-    # Of "optimizer.<state>.<key of the piece>".
-    return key.split(".", 2)[2]
+    tensors = optimizer.sharded_state(parts.pieces())
+    if not has_frozen:
+        return tensors, set()
+    own = {(tensor.key, tensor.data.dtype) for tensor in tensors}
+    # Of every expert's shards, wherever they are.
+    of_all = union_over_model(set().union(*gather_objects(own, parts.groups.expt_dp)), parts.groups)
+    return tensors + fresh_state(parts.frozen(), of_all), {parameter_key(key) for key, _ in of_all}
 
 
 def _find(config: CheckpointConfig) -> FoundCheckpoint | None:
@@ -313,7 +298,7 @@ def _load_with_optimizer(
     if union_over_model(frozen & parts.trained_keys(), parts.groups):
         print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
     with parts.optimizer.loading(parts.pieces()) as state:
-        known = [tensor for tensor in state if _parameter_key(tensor.key) not in frozen]
+        known = [tensor for tensor in state if parameter_key(tensor.key) not in frozen]
         dist_checkpointing.load([*wanted, *known], found.path)
 
 

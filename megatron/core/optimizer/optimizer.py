@@ -22,6 +22,7 @@ from megatron.core.optimizer.grad_stats import OwnedElements, ShardGroups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, RunParam
 from megatron.core.optimizer.shard_map import range_tensors, range_views
+from megatron.core.optimizer.state_keys import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
 from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -39,7 +40,7 @@ class SteppedChunk(Protocol):
 class _FlatState:
     """One of the things that are kept of a run."""
 
-    name: str
+    kind: str
     stored: StoredFloats
     run: ParamRun
 
@@ -52,7 +53,7 @@ class _FlatState:
             tensor
             for member in self.run.params
             for tensor in range_tensors(
-                model_pieces[member.name], member.view_of(flat), start=member.start, prefix=f"optimizer.{self.name}."
+                model_pieces[member.name], member.view_of(flat), start=member.start, prefix=state_prefix(self.kind)
             )
         ]
 
@@ -199,8 +200,8 @@ class MegatronOptimizer:
         by_run = {run: rule.flat_state(run) for rule in self._rules for run in rule.runs}
         for run in self._runs:
             # Without a master, the model's own weights in the checkpoint are what was stepped.
-            masters = {"fp32_param": run.main} if run.has_master else {}
-            states += [_FlatState(name, stored, run) for name, stored in {**by_run[run], **masters}.items()]
+            masters = {MASTERS: run.main} if run.has_master else {}
+            states += [_FlatState(kind, stored, run) for kind, stored in {**by_run[run], **masters}.items()]
         return states
 
     def state_dict(self) -> dict[str, Any]:
