@@ -15,7 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
-from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator, instance_tables, rank_grids
+from megatron.core.rank_generator import (
+    DEFAULT_ORDER,
+    RankGenerator,
+    check_optional_size,
+    check_virtual_size,
+    instance_tables,
+    rank_grids,
+)
 
 __all__ = ["RankGenerator"]
 
@@ -73,17 +80,8 @@ def initialize_model_parallel(
     _check_rest(rest)
     if _REGISTRY.groups is not None:
         raise RuntimeError("model parallel groups exist already: call destroy_model_parallel() first")
-    for name, size in (
-        ("virtual_pipeline_model_parallel_size", virtual_pipeline_model_parallel_size),
-        ("expert_tensor_parallel_size", expert_tensor_parallel_size),
-    ):
-        if size is not None and size < 1:
-            raise ValueError(f"{name} is {size}: must be at least 1, or None")
-    if pipeline_model_parallel_size == 1 and (virtual_pipeline_model_parallel_size or 1) > 1:
-        raise ValueError(
-            f"virtual_pipeline_model_parallel_size is {virtual_pipeline_model_parallel_size}: "
-            f"needs pipeline_model_parallel_size ({pipeline_model_parallel_size}) of at least 2"
-        )
+    check_optional_size("expert_tensor_parallel_size", expert_tensor_parallel_size)
+    check_virtual_size(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
     dense, expert = rank_grids(
         dist.get_world_size(),
         {

@@ -56,6 +56,22 @@ class RankGenerator:
         return ranks
 
 
+def check_optional_size(name: str, size: int | None) -> None:
+    """Raises ValueError for a size below 1; name: of the argument."""
+    if size is not None and size < 1:
+        raise ValueError(f"{name} is {size}: must be at least 1, or None")
+
+
+def check_virtual_size(virtual_size: int | None, pipeline_size: int) -> None:
+    """Raises ValueError for virtual stages that cannot be; None is no virtual stages."""
+    check_optional_size("virtual_pipeline_model_parallel_size", virtual_size)
+    if pipeline_size == 1 and (virtual_size or 1) > 1:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size is {virtual_size}: "
+            f"needs pipeline_model_parallel_size ({pipeline_size}) of at least 2"
+        )
+
+
 def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[RankGenerator, RankGenerator]:
     """The grid of the dense and that of the expert layers over the same ranks; sizes: by argument name, all five.
 
