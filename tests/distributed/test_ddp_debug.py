@@ -66,6 +66,11 @@ def read_a_weight_outside_its_module(run):
         step(run, EVERY)
 
 
+def read_a_weight_after_the_step(run):
+    nn.functional.linear(torch.ones(1, WIDTH), run.model.layers["2"].weight)
+    step(run, EVERY)
+
+
 def leave_a_gather_of_a_skipped_module(run):
     def launch_rest(self):
         self._launch_gathers()
@@ -147,8 +152,10 @@ def replace_the_data_of_a_parameter(run):
 ON_PARAMETERS = {
     wait_for_no_gather: r"aten.* takes .*layers\.0\.weight.* before the gather",  # B1
     read_a_weight_outside_its_module: r"aten.* takes layers\.2\.weight before the gather",  # B2
-    leave_a_gather_of_a_skipped_module: r"layers\.2\.\w+ were updated while their gather was under way",  # B2
-    swap_weights_before_the_gather: r"parameter layers\.1\.weight was written before its gather",  # B3
+    read_a_weight_after_the_step: r"aten.* takes layers\.2\.weight before the gather.*wait_params",  # B2
+    # B2: seen when other ranks' elements are written, or else when this rank's own are marked.
+    leave_a_gather_of_a_skipped_module: r"layers\.2\.\w+ (were updated while|before the) .*gather",
+    swap_weights_before_the_gather: r"aten\.copy_.* takes layers\.1\.weight before the gather",  # B3
     evaluate_without_a_gather: r"aten.* takes .*layers\.0\.weight.* before the gather",  # B10
 }
 ON_GRADIENTS = {

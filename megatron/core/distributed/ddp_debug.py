@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.bucket_observer import ObservedGroup, Traffic
+from megatron.core.distributed.collectives import shard_of
 from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket
 from megatron.core.distributed.shard_coverage import check_coverage
 from megatron.core.distributed.stale_reads import StaleReads
@@ -134,7 +135,8 @@ class DdpDebug:
         self._check_views(group)
         for bucket in group.buckets:
             _poison(bucket.param_data, bucket)
-        self._reads.forbid(group.entries)
+            own = shard_of(bucket.param_data, bucket.buffer.data_parallel_group)
+            self._reads.forbid(bucket.entries, own=own)
 
     # Inside.
 
