@@ -260,8 +260,10 @@ def change_parameters(rank, change):
                 layers["2"].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
             elif change == "removed":
                 del layers["2"]
-            else:
+            elif change == "frozen":
                 layers["2"].weight.requires_grad_(False)
+            else:
+                layers["2"].weight.data = layers["2"].weight.detach().clone()
         try:
             run.step([[0, 1, *([2] if change != "removed" else []), 3]], rank, step)
         except (ValueError, RemoteRankError) as error:
@@ -269,36 +271,62 @@ def change_parameters(rank, change):
     return None
 
 
+CHANGES = ("added", "replaced", "removed", "frozen", "moved, converted or given other data")
+
+
 def changes():
-    return [change_parameters(dist.get_rank(), change) for change in ("added", "replaced", "removed", "frozen")]
+    return [change_parameters(dist.get_rank(), change) for change in CHANGES]
 
 
 def test_b24_b33_parameters_that_change_after_wrapping_are_named_on_all_ranks():
     others, changed, _ = run_on_ranks(changes, 3)
-    for change, (kind, text), (remote, told) in zip(("added", "replaced", "removed", "frozen"), changed, others):
+    for change, (kind, text), (remote, told) in zip(CHANGES, changed, others, strict=True):
         assert kind == "ValueError" and remote == "RemoteRankError" and text in told
         assert re.search(rf"parameter layers\.2\.(extra|weight) was {change} after the module was wrapped", text)
 
 
-def different_layouts():
+# What is other on rank 2, and how the error that every rank raises begins.
+DIFFERENCES = {
+    "shape": r"parameter 1.weight is \[5, 3\] torch.float32, requires grad on ranks 0, 1 and \[4, 3\] torch",
+    "name": "parameter 1.extra is no such parameter on ranks 0, 1 and .* on rank 2",
+    "frozen": "parameter 0.bias is .*, requires grad on ranks 0, 1 and .*, needs no grad on rank 2",
+    "allreduce": "parameter 0.bias is .* on ranks 0, 1 and .*, requires grad, marked allreduce=False on rank 2",
+    "shared_embedding": "parameter 0.bias is .* on ranks 0, 1 and .*, requires grad, marked shared_embedding on rank 2",
+    "ddp_debug": "DistributedDataParallelConfig.ddp_debug is False on ranks 0, 1 and True on rank 2: must be the same",
+    "deterministic_mode": "ModelParallelConfig.deterministic_mode is False on ranks 0, 1 and True on rank 2",
+    "calculate_per_token_loss": "ModelParallelConfig.calculate_per_token_loss is False on ranks 0, 1 and True",
+    "disable_bucketing": "disable_bucketing is False on ranks 0, 1 and True on rank 2",
+}
+
+
+def wrap_other(difference):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4 if difference == "shape" else 5))
+    if difference == "name":
+        model[1].extra = nn.Parameter(torch.ones(1))
+    model[0].bias.requires_grad_(difference != "frozen")
+    if difference in ("allreduce", "shared_embedding"):
+        vars(model[0].bias)[difference] = difference != "allreduce"
+    flags = ("deterministic_mode", "calculate_per_token_loss")
+    config = ModelParallelConfig(**{name: name == difference for name in flags})
+    settings = DistributedDataParallelConfig(**BOTH, bucket_size=1, ddp_debug=difference == "ddp_debug")
+    return DistributedDataParallel(config, settings, model, difference == "disable_bucketing")
+
+
+def refused_wraps():
     told = []
-    for change in ("shape", "frozen", "settings"):
-        other = dist.get_rank() == 2
-        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4 if other and change == "shape" else 5))
-        model[0].bias.requires_grad_(not (other and change == "frozen"))
-        size = 7 if other and change == "settings" else 9
-        try:
-            DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(bucket_size=size), model)
-        except ValueError as error:
-            told.append(str(error))
+    for difference in DIFFERENCES:
+        with pytest.raises(ValueError) as caught:
+            wrap_other(difference if dist.get_rank() == 2 else None)
+        told.append(str(caught.value))
+    wrap_other(None)
     return told
 
 
-def test_replicas_that_differ_are_refused_when_wrapped():
-    for shape, frozen, settings in run_on_ranks(different_layouts, 3):
-        assert "rank 0 has 1.weight [5, 3] torch.float32, requires grad where rank 2 has 1.weight [4, 3]" in shape
-        assert "0.bias [3] torch.float32, requires grad where rank 2 has 0.bias [3] torch.float32, needs no" in frozen
-        assert "bucket_size=9" in settings and "bucket_size=7" in settings
+def test_replicas_that_differ_are_refused_by_the_same_error_on_all_ranks():
+    first, *others = run_on_ranks(refused_wraps, 3)
+    assert others == [first, first]
+    for text, expected in zip(first, DIFFERENCES.values(), strict=True):
+        assert re.match(expected, text), text
 
 
 def nan_on_one_rank(settings):

@@ -165,10 +165,15 @@ class _ParamAndGradBucketGroup:
             handle.wait()
         for bucket, late in zip(self.buckets, self._late_sums):
             bucket.grad_data.add_(late)
-        for entry in self.entries:
-            entry.take_wire()
         self._drop_handles()
         self.grad_state = GradState.REDUCED
+        self.take_sums()
+
+    def take_sums(self) -> None:
+        """Makes every main_grad what was reduced, if it was."""
+        if self.grad_state is GradState.REDUCED:
+            for entry in self.entries:
+                entry.take_wire()
 
     def abandon(self) -> None:
         """Ends reductions whose sums nobody wants. Collective."""

@@ -16,6 +16,7 @@ from megatron.core.distributed.flat_buffer import (
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.layout import resolve_bucket_size
 from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
@@ -50,6 +51,10 @@ def check_settings(
         raise ValueError(
             "pg_collection.expt_dp is None: the module has expert parameters, so give the ranks that share them"
         )
+    tied = next((name for name, param in module.named_parameters() if param_facts(param).shared_embedding), None)
+    # Else one end would train, or wait for a gradient that never comes.
+    if tied is not None and groups.embd is None:
+        raise ValueError(f"pg_collection.embd is None: another stage has {tied} too, so give the ranks that share it")
 
 
 def build_buffers(
@@ -107,7 +112,7 @@ def build_buffers(
 
 def build_launch_order(groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig) -> LaunchOrder:
     """That of all chunks of a stage with these groups; while debugging with who looks on. Collective."""
-    stage_group = groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
+    stage_group = stage_group_of(groups)
     order = LaunchOrder(
         stage_group,
         pp_group=groups.pp,

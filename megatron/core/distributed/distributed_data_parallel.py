@@ -5,6 +5,7 @@ How buffers are laid out, and what is launched when, is in layout.py and launch_
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,15 @@ from torch import nn
 
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
+from megatron.core.distributed.bucket_group import GradState, _ParamAndGradBucketGroup
 from megatron.core.distributed.buffer_setup import build_buffers, build_launch_order, check_settings
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer, partition_buckets
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder, all_current
-from megatron.core.distributed.replica_checks import check_layouts_agree
+from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.distributed.tied_weights import follow_owner
+from megatron.core.distributed.wrap_agreement import check_wraps_agree
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
@@ -56,11 +58,17 @@ class DistributedDataParallel(ModelWrapper):
         super().__init__(module)
         self.config, self.ddp_config = config, ddp_config
         self.pg_collection = pg_collection or _existing_groups()
-        # Before layouts are compared: whether it trains comes from the stage that owns it.
+        check_wraps_agree(
+            module,
+            self.pg_collection,
+            settings=_settings_of_all_ranks(
+                config, ddp_config, disable_bucketing=disable_bucketing, launch_order=launch_order
+            ),
+            stage_group=launch_order.stage_group if launch_order else stage_group_of(self.pg_collection),
+            check_alone=partial(check_settings, module, self.pg_collection, config=config, ddp_config=ddp_config),
+        )
         follow_owner(module, self.pg_collection.embd)
-        check_settings(module, self.pg_collection, config=config, ddp_config=ddp_config)
         self.launch_order = launch_order or build_launch_order(self.pg_collection, ddp_config)
-        check_layouts_agree(module, self.pg_collection, settings=ddp_config, stage_group=self.launch_order.stage_group)
         built = build_buffers(
             module,
             self.pg_collection,
@@ -81,6 +89,7 @@ class DistributedDataParallel(ModelWrapper):
         self._groups = [*self.bucket_groups, *self.expert_parallel_bucket_groups]
         self.param_to_bucket_group = {entry.param: group for group in self._groups for entry in group.entries}
         self._params_at_start = dict(module.named_parameters())
+        self._addresses = {param: param.data_ptr() for param in self.param_to_bucket_group}
         self.launch_order.attach(
             ChunkSync(self._in_order_of_backward(), module, self._find_problem, self._zero_grads, self._checks)
         )
@@ -139,9 +148,21 @@ class DistributedDataParallel(ModelWrapper):
         self.launch_order.finish()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype."""
+        """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype.
+
+        Raises RuntimeError while gradients are on their way: before finish_grad_sync those of some ranks might count
+        twice.
+        """
+        moving = next((group for group in self._groups if group.grad_state is GradState.IN_FLIGHT), None)
+        if moving is not None:
+            raise RuntimeError(
+                f"scale_gradients while gradients of {moving.entries[0].name} are being reduced: call it before the "
+                "last microbatch or after finish_grad_sync"
+            )
         for buffer in self.all_buffers:
             buffer.scale_grads(scaling_factor)
+        for group in self._groups:
+            group.take_sums()
 
     def reset_iteration(self) -> None:
         """Makes the next step one that never saw this one's error; for all chunks with the same launch order.
@@ -285,7 +306,14 @@ class DistributedDataParallel(ModelWrapper):
         if len(now) < len(self._params_at_start):
             return _changed(next(name for name in self._params_at_start if name not in now), "removed")
         lost = next((n for n, p in self._params_at_start.items() if p in wrapped and now.get(n) is not p), None)
-        return None if lost is None else _changed(lost, "replaced")
+        return self._find_moved(now) if lost is None else _changed(lost, "replaced")
+
+    def _find_moved(self, params: dict[str, nn.Parameter]) -> str | None:
+        # No longer a view: forward would read what nobody updates.
+        for name, param in params.items():
+            if param.data_ptr() != self._addresses.get(param, param.data_ptr()):
+                return _changed(name, "moved, converted or given other data")
+        return None
 
 
 def _changed(name: str, what: str) -> str:
@@ -293,6 +321,23 @@ def _changed(name: str, what: str) -> str:
         f"parameter {canonical_name(name)} was {what} after the module was wrapped in DistributedDataParallel: "
         "wrap the module, and build its optimizer, after such changes"
     )
+
+
+def _settings_of_all_ranks(
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+    *,
+    disable_bucketing: bool,
+    launch_order: LaunchOrder | None,
+) -> dict[str, object]:
+    """What buffers, scales and collectives come from, besides the parameters; by name."""
+    of_config = ("calculate_per_token_loss", "deterministic_mode")
+    return {
+        **{f"DistributedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
+        **{f"ModelParallelConfig.{name}": vars(config)[name] for name in of_config},
+        "disable_bucketing": bool(disable_bucketing),
+        "number of the chunk in launch_order": launch_order.num_chunks if launch_order else 0,
+    }
 
 
 def _existing_groups() -> ProcessGroupCollection:

@@ -202,7 +202,8 @@ class _ParamAndGradBuffer:
         """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
         self.grad_data.mul_(factor)
         for entry in self.entries:
-            entry.take_wire()
+            if entry.wire is not entry.main_grad:
+                entry.main_grad.mul_(factor)
 
     def named_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's name and main_grad."""

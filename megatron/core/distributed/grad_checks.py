@@ -33,10 +33,17 @@ class GradChecks:
         return cls(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads)
 
     def measure(self, named_grads: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Notes one number of each gradient: any shapes, floating point, on one device."""
-        if named_grads:
-            names = [name for name, _ in named_grads]
-            self._measured.append((names, torch.stack([self._number_of(grad) for _, grad in named_grads]).double()))
+        """Notes a number or two of each gradient: any shapes, floating point, on one device."""
+        # An empty one has no largest element.
+        named_grads = [(name, grad) for name, grad in named_grads if grad.numel()]
+        if not named_grads:
+            return
+        # Extremes, NaN if an element is, and not sums: those of finite elements overflow.
+        lows, highs = zip(*(torch.aminmax(grad) for _, grad in named_grads))
+        numbers = [torch.maximum(-torch.stack(lows), torch.stack(highs))]
+        if self._large:
+            numbers.append(torch.stack([torch.linalg.vector_norm(grad, dtype=_wide(grad)) for _, grad in named_grads]))
+        self._measured.append(([name for name, _ in named_grads], torch.stack([n.double() for n in numbers])))
 
     def forget(self) -> None:
         """Drops what was measured."""
@@ -47,22 +54,15 @@ class GradChecks:
         if not self._measured:
             return []
         # NOTE: reads the device, once a step.
-        numbers = torch.cat([numbers for _, numbers in self._measured]).tolist()
+        largest_elements, *norms = torch.cat([numbers for _, numbers in self._measured], dim=1).tolist()
         names = [name for names, _ in self._measured for name in names]
         self._measured.clear()
-        bad = [name for name, number in zip(names, numbers) if not abs(number) < float("inf")]
-        if self._large and not bad:
-            for name, norm in zip(names, numbers):
+        bad = [name for name, element in zip(names, largest_elements) if not element < float("inf")]
+        if norms and not bad:
+            for name, norm in zip(names, norms[0]):
                 self._compare(name, norm)
         # Late gradients are measured apart.
         return list(dict.fromkeys(bad)) if self._nan else []
-
-    def _number_of(self, grad: torch.Tensor) -> torch.Tensor:
-        # A sum is finite only if all its terms are, and costs half of isfinite; not in fp16, which has no room for it.
-        wide = torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
-        if self._large:
-            return torch.linalg.vector_norm(grad, dtype=wide)
-        return grad.sum(dtype=wide)
 
     def _compare(self, name: str, norm: float) -> None:
         largest, steps = self._largest.get(name, (0.0, 0))
@@ -71,3 +71,8 @@ class GradChecks:
                 "gradient norm of %s is %.3g: more than ten times the largest so far, %.3g", name, norm, largest
             )
         self._largest[name] = (max(largest, norm), steps + 1)
+
+
+def _wide(grad: torch.Tensor) -> torch.dtype:
+    # fp16 has no room for a sum of squares.
+    return torch.float32 if grad.dtype.itemsize < 4 else grad.dtype

@@ -1,11 +1,10 @@
-"""Checks that compare data-parallel replicas: the same parameters, with equal weights, at the start.
+"""Checks that compare data-parallel replicas: equal weights at the start, finite gradients.
 
 Repairs nothing; every rank raises the same error. A group of None is this rank alone.
 """
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from torch import nn
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.group_collectives import gather_objects
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 
 _NAMES_SHOWN = 3
@@ -57,48 +55,6 @@ def _first_difference(fingerprints: dict[str, tuple[int, bool]], group: dist.Pro
     return (
         f"parameter {name} differs between data-parallel rank 0 and ranks {ranks}: "
         "all replicas must start from the same seed or checkpoint and train the same parameters"
-    )
-
-
-def check_layouts_agree(
-    module: nn.Module, groups: ProcessGroupCollection, *, settings: Any, stage_group: dist.ProcessGroup | None
-) -> None:
-    """Raises ValueError unless replicas have the same parameters and settings; ranks of `stage_group` without a
-    difference raise RemoteRankError. Collective. settings: how buffers are made of the parameters.
-    """
-    dense, experts = {"": repr(settings)}, {"": repr(settings)}
-    for name, param in module.named_parameters():
-        described = (
-            f"{name} {list(param.shape)} {param.dtype}, {'requires' if param.requires_grad else 'needs no'} grad"
-        )
-        (experts if param_facts(param).is_expert else dense)[name] = described
-    differences = [_layout_difference(list(dense.values()), groups.dp_cp)]
-    differences.append(_layout_difference(list(experts.values()), groups.expt_dp))
-    if group_size(stage_group) == 1:
-        return
-    with all_ranks_agree(stage_group):
-        for difference in differences:
-            if difference is not None:
-                raise ValueError(difference)
-
-
-def _layout_difference(lines: list[str], group: dist.ProcessGroup | None) -> str | None:
-    digests = gather_objects(zlib.crc32("\n".join(lines).encode()), group)
-    if len(set(digests)) == 1:
-        return None
-    per_rank = gather_objects(lines, group)
-    position, rank = next(
-        (position, rank)
-        for position in range(max(map(len, per_rank)))
-        for rank, other in enumerate(per_rank)
-        if other[position : position + 1] != per_rank[0][position : position + 1]
-    )
-    first, other = (
-        ["no further parameter", *lines[position : position + 1]][-1] for lines in (per_rank[0], per_rank[rank])
-    )
-    return (
-        f"data-parallel rank 0 has {first} where rank {rank} has {other}: all replicas must wrap the same parameters "
-        "in the same order, with the same settings"
     )
 
 

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.group_collectives import gather_objects
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class StageGroups:
 
     names: list[str]
     everywhere: frozenset[str]
+
+
+def stage_group_of(groups: ProcessGroupCollection) -> ProcessGroup | None:
+    """The ranks whose collectives are to be in one order; None is this rank alone."""
+    return groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
 
 
 def groups_of_stage(groups: Sequence[_ParamAndGradBucketGroup], stage_group: ProcessGroup | None) -> StageGroups:

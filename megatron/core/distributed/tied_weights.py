@@ -21,11 +21,6 @@ def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     for name, param in module.named_parameters():
         if not param_facts(param).shared_embedding:
             continue
-        # Else one end would train, or wait for a gradient that never comes.
-        if group is None:
-            raise ValueError(
-                f"pg_collection.embd is None: another stage has {name} too, so give the ranks that share it"
-            )
         if group_size(group) == 1:
             continue
         owner, copy = gather_objects((param.requires_grad, tuple(param.shape), param.dtype), group)

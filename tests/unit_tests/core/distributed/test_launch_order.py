@@ -1,12 +1,18 @@
 """One rank's DistributedDataParallel: what is launched when, and what misuse is told."""
 
 import logging
+import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    NonFiniteGradientError,
+)
 from megatron.core.distributed.event_log import EventLog, launched_before_next_was_ready
 from megatron.core.model_parallel_config import ModelParallelConfig
 
@@ -131,3 +137,34 @@ def test_large_gradients_are_named(caplog):
         (ddp(torch.ones(1, 2)).sum() * scale).backward()
         ddp.finish_grad_sync()
     assert [record.getMessage().split()[3] for record in caplog.records] == ["bias", "weight"]
+
+
+@pytest.mark.parametrize("checks", [{"check_for_nan_in_grad": True}, {"check_for_large_grads": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finite_gradients_whose_sum_overflows_are_fine_and_others_are_not(dtype, checks):
+    ddp = wrapped(nn.Linear(4, 4, dtype=dtype), **checks)
+    largest = torch.finfo(dtype).max
+    for bad in (largest, -largest, float("nan"), float("inf"), -float("inf")):
+        ddp.zero_grad_buffer()
+        ddp.module.weight.main_grad.fill_(largest)[1, 2] = bad
+        is_found = "check_for_nan_in_grad" in checks and not math.isfinite(bad)
+        with pytest.raises(NonFiniteGradientError, match=": weight") if is_found else nullcontext():
+            ddp.finish_grad_sync()
+
+
+@pytest.mark.parametrize("patterns", [[], ["all"]])
+def test_gradients_are_scaled_before_and_after_the_end_but_not_while_they_are_on_their_way(patterns):
+    names = {"param_name_patterns_for_fp32_local_accumulation": patterns}
+    ddp = wrapped(nn.Linear(2, 2, dtype=torch.bfloat16), **names)
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    ddp.zero_grad_buffer()
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    ddp.scale_gradients(0.25)
+    ddp(x).sum().backward()
+    ddp.start_grad_sync()
+    with pytest.raises(RuntimeError, match="scale_gradients while gradients of bias are being reduced"):
+        ddp.scale_gradients(3.0)
+    ddp.finish_grad_sync()
+    ddp.scale_gradients(2.0)
+    assert all(bool((grad == 2.5).all()) for _, grad in ddp.named_main_grads())
