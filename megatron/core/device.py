@@ -256,6 +256,11 @@ class CopyStream:
         event.record(self._stream)
         return event
 
+    def host_waits_for(self, copied: "torch.cuda.Event | None") -> None:
+        """Returns once that copy has ended: what it wrote may be read by the host, and what it read be written."""
+        if copied is not None:
+            copied.synchronize()
+
     def main_waits_for(self, copied: "torch.cuda.Event | None") -> None:
         """Work launched from now on starts after that copy; the host does not wait."""
         if copied is not None:

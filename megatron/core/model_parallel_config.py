@@ -47,6 +47,12 @@ class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
     cross_entropy_loss_fusion: bool = config_field(
         False, help="One pass from logits to losses, which is how losses are computed here with or without it."
     )
+    gradient_accumulation_fusion: bool = config_field(
+        True,
+        flags=("--no-gradient-accumulation-fusion",),
+        help="Add the weight gradients of linear layers, experts and word embeddings where they add up, as they are "
+        "computed; not with --deterministic-mode.",
+    )
     calculate_per_token_loss: bool = config_field(
         False,
         help="Weigh all tokens of a global batch alike, not its micro-batches, which may have unequal numbers of them.",

@@ -19,7 +19,10 @@ from megatron.core.distributed import (
     NonFiniteGradientError,
 )
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import ALONE
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from tests.harness import run_on_ranks
+from tests.unit_tests.core.models.small_models import small_config
 
 WIDTH, LAYERS, STEPS = 5, 5, 14
 
@@ -27,10 +30,10 @@ WIDTH, LAYERS, STEPS = 5, 5, 14
 class Layers(nn.Module):
     """Layers of which a forward uses those of its plan, in the plan's order; -i is layer i under full recompute."""
 
-    def __init__(self, order):
+    def __init__(self, order, linear=nn.Linear):
         super().__init__()
         torch.manual_seed(0)
-        made = {str(i): nn.Linear(WIDTH, WIDTH) for i in range(LAYERS)}
+        made = {str(i): linear(WIDTH, WIDTH) for i in range(LAYERS)}
         self.layers = nn.ModuleDict({str(i): made[str(i)] for i in order})
         self.layers["4"].weight = self.layers["3"].weight
 
@@ -39,6 +42,17 @@ class Layers(nn.Module):
             layer = self.layers[str(abs(i))]
             x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if i < 0 else layer(x))
         return x
+
+
+class Column(ColumnParallelLinear):
+    """A layer whose weight's gradient is added where it adds up."""
+
+    def __init__(self, inputs, outputs):
+        config = small_config()
+        super().__init__(inputs, outputs, config=config, init_method=config.init_method, tp_group=ALONE)
+
+    def forward(self, x):
+        return super().forward(x)[0]
 
 
 def every_layer(rng, step, rank):
@@ -76,9 +90,9 @@ def changing_microbatches(rng, step, rank):
 class Run:
     """Training by plain gradient descent; sharded: each rank updates its shards and spoils the rest."""
 
-    def __init__(self, order, *, deterministic=True, **settings):
-        config = ModelParallelConfig(deterministic_mode=deterministic)
-        self.model = Layers(order)
+    def __init__(self, order, *, deterministic=True, linear=nn.Linear, fuses=True, **settings):
+        config = ModelParallelConfig(deterministic_mode=deterministic, gradient_accumulation_fusion=fuses)
+        self.model = Layers(order, linear)
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(**settings), self.model)
         self.sharded = self.ddp.ddp_config.use_distributed_optimizer
         self.launched = []
@@ -124,12 +138,12 @@ class Run:
         return [bucket for op, bucket in self.launched if op != "all-gather"]
 
 
-def compare(case, orders, settings, deterministic=True):
-    """Each setting against no overlap, step by step. Returns how many launches of each came before the end."""
+def compare(case, orders, settings, deterministic=True, linear=nn.Linear):
+    """Each setting against no overlap and fusion, step by step; how many launches of each came before the end."""
     rank, rng = dist.get_rank(), random.Random(0)
-    plain = Run(sorted(orders[0]), deterministic=deterministic)
+    plain = Run(sorted(orders[0]), deterministic=deterministic, linear=linear, fuses=False)
     runs = [
-        Run(order, deterministic=deterministic, **{"bucket_size": 1, **chosen})
+        Run(order, deterministic=deterministic, linear=linear, **{"bucket_size": 1, **chosen})
         for order in orders
         for chosen in settings
     ]
@@ -186,8 +200,11 @@ def test_overlap_changes_no_bit(case):
             assert all(early)
 
 
-def test_late_gradients_are_added_where_sums_cannot_be_repeated():
-    assert run_on_ranks(compare, 3, late_on_one_rank, [list(range(LAYERS))], [GRAD, BOTH], False)
+@pytest.mark.parametrize("linear", [nn.Linear, Column])
+def test_late_gradients_are_added_where_sums_cannot_be_repeated(linear):
+    settings = [GRAD, BOTH, {**BOTH, "ddp_debug": True}]
+    for early in run_on_ranks(compare, 3, late_on_one_rank, [list(range(LAYERS))], settings, False, linear):
+        assert all(early)
 
 
 class InjectedError(Exception):

@@ -19,6 +19,7 @@ from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_sequence import Readiness
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
+from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 
 class GradState(Enum):
@@ -75,6 +76,15 @@ class _ParamAndGradBucketGroup:
 
     # Gradients.
 
+    def add(self, param: nn.Parameter, new: WeightGrad) -> None:
+        """Lets a gradient be added where it is computed; aside if its place is being reduced."""
+        buffer = self._bucket_of[param].buffer
+        if self.grad_state is GradState.COLLECTING:
+            self._writers.note()
+            buffer.add(param, new)
+        else:
+            self._put_aside(buffer.entry_of[param], new.compute())
+
     def take(self, param: nn.Parameter) -> None:
         """Moves the gradient that autograd left in `param.grad` to its place, or aside if that is being reduced."""
         buffer = self._bucket_of[param].buffer
@@ -89,11 +99,8 @@ class _ParamAndGradBucketGroup:
                 "the last in no_sync, or leave out overlap_grad_reduce"
             )
         grad, param.grad = param.grad, None
-        self.is_late = True
         if grad is not None:
-            self._late.append((entry, grad))
-            if self._checks is not None:
-                self._checks.measure([(entry.name, grad)])
+            self._put_aside(entry, grad)
 
     def note_added(self, param: nn.Parameter) -> None:
         """Says that someone added a gradient to main_grad, without the scale."""
@@ -241,6 +248,12 @@ class _ParamAndGradBucketGroup:
         return reduce_bucket_(
             flat, buffer.data_parallel_group, sharded=buffer.is_sharded, policy=buffer.settings.policy
         )
+
+    def _put_aside(self, entry: Entry, grad: torch.Tensor) -> None:
+        self.is_late = True
+        self._late.append((entry, grad))
+        if self._checks is not None:
+            self._checks.measure([(entry.name, grad)])
 
     def _discard(self) -> None:
         for handle in self._reductions:

@@ -26,7 +26,8 @@ from megatron.core.distributed.wrap_agreement import check_wraps_agree
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.tensor_parallel.param_attributes import gradient_of, param_facts
+from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 from megatron.core.utils import ModelWrapper
 
 
@@ -39,10 +40,11 @@ class DistributedDataParallel(ModelWrapper):
     `param.grad` is None. A parameter that backward did not reach, on some ranks or all, counts as zeros there.
     After an error in a step that is caught: `reset_iteration`. The module's own buffers stay each rank's.
 
-    config: calculate_per_token_loss and deterministic_mode count here. disable_bucketing: one bucket for all.
-    pg_collection: None for parallel_state's groups, or else all ranks there are. launch_order: that of the other chunks
-    of this pipeline stage. Wrapping a chunk with a tied weight waits for the other stage's (tied_weights.py), so build
-    all chunks before the first is wrapped. Collective: raises ValueError on all ranks that wrap other parameters.
+    config: calculate_per_token_loss, deterministic_mode and gradient_accumulation_fusion count here.
+    disable_bucketing: one bucket for all. pg_collection: None for parallel_state's groups, or else all ranks there are.
+    launch_order: that of the other chunks of this pipeline stage. Wrapping a chunk with a tied weight waits for the
+    other stage's (tied_weights.py), so build all chunks before the first is wrapped. Collective: raises ValueError on
+    all ranks that wrap other parameters.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class DistributedDataParallel(ModelWrapper):
         for param in self.param_to_bucket_group:
             # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
             param.register_post_accumulate_grad_hook(self._take_gradient)
+            set_grad_owner(param, self._owner_of(param))
         self._pre_hooks: list[Any] = []
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
@@ -264,6 +267,17 @@ class DistributedDataParallel(ModelWrapper):
     def _take_gradient(self, param: torch.Tensor) -> None:
         assert isinstance(param, nn.Parameter)
         self.launch_order.gradient_came(self.param_to_bucket_group[param], param)
+
+    def _owner_of(self, param: nn.Parameter) -> GradOwner | None:
+        # Added in place, gradients that come in time have other last digits than those that come late.
+        if self.config.deterministic_mode or not self.config.gradient_accumulation_fusion:
+            return None
+        main_grad = gradient_of(param)
+        assert main_grad is not None, "buffers give each of their parameters one"
+        return GradOwner(main_grad, self._add_gradient)
+
+    def _add_gradient(self, param: nn.Parameter, new: WeightGrad) -> None:
+        self.launch_order.add_gradient(self.param_to_bucket_group[param], param, new=new)
 
     def _zero_grads(self) -> None:
         for buffer in self.all_buffers:

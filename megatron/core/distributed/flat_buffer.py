@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.param_attributes import (
     param_facts,
     set_main_grad,
 )
+from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 
 class BufferType(Enum):
@@ -153,6 +154,12 @@ class _ParamAndGradBuffer:
         parts = [entry.span.intersection(owned) for owned in self.owned_spans()]
         return [self.grad_data[part.start : part.end] for part in parts if part.numel]
 
+    def add(self, param: nn.Parameter, new: WeightGrad) -> None:
+        """Lets a gradient be added to main_grad, scaled, where it is computed; `take` follows."""
+        is_zero = param not in self._filled and not added_to_main_grad(param)
+        new.add_to(self.entry_of[param].main_grad, scale=self._scale_of(param), is_zero=is_zero)
+        self._filled.add(param)
+
     def take(self, param: nn.Parameter) -> None:
         """Moves `param.grad` into main_grad, scaled, and frees autograd's own tensor.
 
@@ -228,8 +235,7 @@ class _ParamAndGradBuffer:
         return _ParamAndGradBucket(self, layout, entries, self.param_data[part], self.grad_data[part])
 
     def _move(self, entry: Entry, new: torch.Tensor) -> None:
-        grad = entry.main_grad
-        scale = 1.0 if entry.param in self._unscaled else self.settings.scale
+        grad, scale = entry.main_grad, self._scale_of(entry.param)
         if entry.param in self._filled:
             grad.add_(new, alpha=scale)
         elif new.dtype == grad.dtype:
@@ -237,6 +243,9 @@ class _ParamAndGradBuffer:
         else:
             # mul would round the product to the narrower type first.
             grad.copy_(new).mul_(scale)
+
+    def _scale_of(self, param: nn.Parameter) -> float:
+        return 1.0 if param in self._unscaled else self.settings.scale
 
     def _take_beside(self, entry: Entry) -> None:
         self._check_unscaled(entry)

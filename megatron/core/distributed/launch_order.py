@@ -9,7 +9,8 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,6 +27,7 @@ from megatron.core.distributed.replica_checks import raise_non_finite
 from megatron.core.distributed.stage_groups import groups_of_stage
 from megatron.core.distributed.step_agreement import StepAgreement, Verdict
 from megatron.core.process_groups_config import group_rank
+from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 logger = logging.getLogger(__name__)
 
@@ -135,14 +137,15 @@ class LaunchOrder:
         self._start()
 
     def gradient_came(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Takes a gradient that autograd left in `param.grad`."""
-        self._check_collecting(group, param)
-        for observer in self.observers:
-            observer.before_grad(group, param)
-        group.take(param)
-        for observer in self.observers:
-            observer.after_grad(group, param)
+        """Takes a gradient that autograd left in `param.grad`, if it left one, and counts it."""
+        with self._taking(group, param):
+            group.take(param)
         self.gradient_ready(group, param)
+
+    def add_gradient(self, group: _ParamAndGradBucketGroup, param: nn.Parameter, *, new: WeightGrad) -> None:
+        """Lets a gradient be added where it is computed; it is counted when gradient_came follows."""
+        with self._taking(group, param):
+            group.add(param, new)
 
     def gradient_ready(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Counts a gradient that is in its place, and launches what need not wait any longer."""
@@ -263,6 +266,15 @@ class LaunchOrder:
                 return
 
     # Inside.
+
+    @contextmanager
+    def _taking(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> Iterator[None]:
+        self._check_collecting(group, param)
+        for observer in self.observers:
+            observer.before_grad(group, param)
+        yield
+        for observer in self.observers:
+            observer.after_grad(group, param)
 
     def _launch_gather(self, group: _ParamAndGradBucketGroup) -> None:
         with self.observers.launching(Traffic.GATHER, group):

@@ -121,6 +121,8 @@ class MuonRule:
             self._momenta[run].lerp_(grad, 1 - self._config.muon_momentum)
         for batch in self._batches:
             self._step(batch, grads)
+        for run in self.runs:
+            run.write_model()
 
     def _step(self, batch: _Batch, grads: Mapping[ParamRun, torch.Tensor]) -> None:
         there = [[self._direction(part, grads[part.run]) for part in parts] for parts in batch.sends]

@@ -18,6 +18,10 @@ class OptimizerOffloadConfig:
     optimizer_offload_fraction: float = config_field(
         1.0, at_least=0, at_most=1, help="Part of the parameters that --optimizer-cpu-offload is for."
     )
+    overlap_cpu_optimizer_d2h_h2d: bool = config_field(
+        False,
+        help="With --optimizer-cpu-offload: gradients come and parameters go while the host updates others.",
+    )
 
     @property
     def host_fraction(self) -> float:
@@ -28,6 +32,10 @@ class OptimizerOffloadConfig:
         """optimizer: the name of the update rule. Raises ValueError for what cannot be offloaded."""
         if self.optimizer_cpu_offload and optimizer == "muon":
             raise ValueError("OptimizerConfig.optimizer_cpu_offload is set: optimizer must be adam or sgd, not muon")
+        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
+            raise ValueError(
+                "OptimizerConfig.overlap_cpu_optimizer_d2h_h2d is set: needs optimizer_cpu_offload as well"
+            )
         if self.optimizer_offload_fraction < 1 and not self.optimizer_cpu_offload:
             raise ValueError(
                 f"OptimizerConfig.optimizer_offload_fraction is {self.optimizer_offload_fraction}: "

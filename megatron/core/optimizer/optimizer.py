@@ -249,9 +249,6 @@ class MegatronOptimizer:
     def _update_runs(self, divisor: float, runs: Set[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
         for rule in rules:
             rule.update(divisor, runs)
-            for run in rule.runs:
-                if run in runs:
-                    run.write_model()
 
     def _step_counts(self) -> list[torch.Tensor]:
         # One a run of rules that count, all moved together.

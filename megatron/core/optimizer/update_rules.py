@@ -11,6 +11,7 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megatron.core.optimizer.host_copies import Chunk, HostCopies
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.param_runs import ParamRun
@@ -26,7 +27,9 @@ class UpdateRule(Protocol):
     runs: list[ParamRun]
 
     def update(self, divisor: float, runs: Set[ParamRun]) -> None:
-        """Steps those of the rule's runs that are in `runs` by their gradients / divisor; each once a step."""
+        """Steps those of the rule's runs that are in `runs` by their gradients / divisor, and writes their parameters;
+        each once a step.
+        """
         ...
 
     def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
@@ -73,19 +76,39 @@ class FusedRule:
         }
         # Beside the masters, which may be in the host's memory.
         self._steps = {run: run.main.read(0, 0).new_zeros((), dtype=torch.float32) for run in self.runs}
+        on_host = [run for run in self.runs if run.main.read(0, 0).device.type == "cpu"]
+        self._copies = HostCopies(on_host if config.overlap_cpu_optimizer_d2h_h2d else [])
 
     @torch.no_grad()
     def update(self, divisor: float, runs: Set[ParamRun]) -> None:
         """See UpdateRule."""
+        # Rates are plain numbers in the group, read at this moment.
         for group, every in zip(self.optimizer.param_groups, self._members):
-            operands = {run: self._whole(run) for run in every if run in runs}
-            whole = [one for one in operands.values() if one is not None]
-            if whole:
-                # Rates are plain numbers in the group, read at this moment.
-                self._kernel(whole, group, grad_scale=_grad_scale(divisor, whole[0]))
-            for run, one in operands.items():
-                if one is None:
-                    self._update_pieces(run, group, divisor=divisor)
+            members = [run for run in every if run in runs and run not in self._copies.runs]
+            self._update_members(members, group, divisor=divisor)
+        # Last: what is updated on a GPU runs while the host is busy.
+        self._update_overlapped([run for run in self.runs if run in runs and run in self._copies.runs], divisor)
+
+    def _update_members(self, members: Sequence[ParamRun], group: dict[str, Any], *, divisor: float) -> None:
+        operands = {run: self._whole(run) for run in members}
+        whole = [one for one in operands.values() if one is not None]
+        if whole:
+            self._kernel(whole, group, grad_scale=_grad_scale(divisor, whole[0]))
+        for run, one in operands.items():
+            if one is None:
+                step = piece_elements(run.main)
+                for start in range(0, run.main.numel, step):
+                    chunk = Chunk(run, start, min(start + step, run.main.numel))
+                    self._update_chunk(chunk, run.grad[chunk.start : chunk.end], group=group, divisor=divisor)
+                self._steps[run].add_(1)
+            run.write_model()
+
+    def _update_overlapped(self, runs: Sequence[ParamRun], divisor: float) -> None:
+        group_of = {run: group for group, every in zip(self.optimizer.param_groups, self._members) for run in every}
+        for chunk, grad in self._copies.chunks(runs):
+            self._update_chunk(chunk, grad, group=group_of[chunk.run], divisor=divisor)
+        for run in runs:
+            self._steps[run].add_(1)
 
     def _whole(self, run: ParamRun) -> "_Operands | None":
         """All of a run as the kernel takes it, if it is kept so."""
@@ -96,20 +119,16 @@ class FusedRule:
         is_beside = (run.grad.dtype, run.grad.device) == (main.dtype, main.device)
         return _Operands(main, run.grad, moments, self._steps[run]) if is_beside else None
 
-    def _update_pieces(self, run: ParamRun, group: dict[str, Any], *, divisor: float) -> None:
-        states = self._states[run]
-        step = piece_elements(run.main)
-        for start in range(0, run.main.numel, step):
-            end = min(start + step, run.main.numel)
-            main = run.main.read(start, end)
-            moments = {name: stored.read(start, end) for name, stored in states.items()}
-            # The kernel counts: every piece is at the same step.
-            piece = _Operands(main, run.grad[start:end].to(main), moments, self._steps[run].clone())
-            self._kernel([piece], group, grad_scale=_grad_scale(divisor, piece))
-            run.main.write(start, main)
-            for name, stored in states.items():
-                stored.write(start, moments[name])
-        self._steps[run].add_(1)
+    def _update_chunk(self, chunk: Chunk, grad: torch.Tensor, *, group: dict[str, Any], divisor: float) -> None:
+        run, states = chunk.run, self._states[chunk.run]
+        main = run.main.read(chunk.start, chunk.end)
+        moments = {name: stored.read(chunk.start, chunk.end) for name, stored in states.items()}
+        # The kernel counts: every piece is at the same step.
+        piece = _Operands(main, grad.to(main), moments, self._steps[run].clone())
+        self._kernel([piece], group, grad_scale=_grad_scale(divisor, piece))
+        run.main.write(chunk.start, main)
+        for name, stored in states.items():
+            stored.write(chunk.start, moments[name])
 
     def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
         """See UpdateRule."""

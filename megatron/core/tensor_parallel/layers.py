@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.device import default_device
@@ -30,6 +29,7 @@ from megatron.core.tensor_parallel.param_attributes import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.weight_grads import look_up
 from megatron.core.utils import divide
 
 __all__ = [
@@ -115,7 +115,7 @@ class ColumnParallelLinear(nn.Module):
             input_,
             weight,
             None if self.skip_bias_add else self.bias,
-            False,
+            True,
             self.sums_input_grad,
             self.sequence_parallel,
             tp_group=self.tp_group,
@@ -188,10 +188,15 @@ class RowParallelLinear(nn.Module):
         bias = None if self.skip_bias_add else self.bias
         skipped = self.bias if self.skip_bias_add else None
         if not self.sums_here:
-            return F.linear(input_, self.weight, bias), skipped
-        output = self.reduce(F.linear(input_, self.weight), self.tp_group)
+            return self._multiply(input_, bias), skipped
+        output = self.reduce(self._multiply(input_, None), self.tp_group)
         # After the sum: once, not once a rank.
         return output if bias is None else output + bias, skipped
+
+    def _multiply(self, input_: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_with_grad_accumulation_and_async_allreduce(
+            input_, self.weight, bias, True, False, False, tp_group=self.tp_group
+        )
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -250,7 +255,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def _look_up(self, local: Tensor, input_: Tensor) -> Tensor:
         try:
-            return F.embedding(local, self.weight)
+            return look_up(local, self.weight)
         except IndexError as error:
             raise ValueError(
                 f"ids from {input_.amin():d} to {input_.amax():d}: must be from 0 to num_embeddings - 1 "

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.group_collectives import Pending, all_gather_rows, all_reduce_sum, reduce_scatter_rows
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_size
+from megatron.core.tensor_parallel.weight_grads import LinearGrad, hand_over, has_grad_owner
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -29,17 +30,38 @@ def linear_with_grad_accumulation_and_async_allreduce(
     float dtype. Returns [*, O], or [S, *, O]. allreduce_dgrad: sum the input's gradient; sequence_parallel sums it
     anyway and leaves each rank its part. Backward gathers the sequence once more instead of keeping it.
     tp_group: None is parallel_state's, see group_or_existing.
-    Raises ValueError for gradient_accumulation_fusion: gradients are added up by the data-parallel wrapper.
+    gradient_accumulation_fusion: a weight's owner, if it has one, adds up its gradients itself (weight_grads.py).
     """
-    if gradient_accumulation_fusion:
-        raise ValueError(
-            "gradient_accumulation_fusion is True: gradients are accumulated by the wrapper, must be False"
-        )
     tp_group = group_or_existing(tp_group)
-    if group_size(tp_group) == 1 or not (allreduce_dgrad or sequence_parallel):
-        return F.linear(input, weight, bias)
-    output: Tensor = _Linear.apply(input, weight, bias, sequence_parallel, tp_group)
+    fuses = gradient_accumulation_fusion and has_grad_owner(weight)
+    output: Tensor
+    if group_size(tp_group) > 1 and (allreduce_dgrad or sequence_parallel):
+        output = _Linear.apply(input, weight, bias, fuses, sequence_parallel, tp_group)
+    elif fuses:
+        output = _OwnLinear.apply(input, weight, bias)
+    else:
+        output = F.linear(input, weight, bias)
     return output
+
+
+class _OwnLinear(torch.autograd.Function):
+    """That of one rank, whose weight has an owner. Can be differentiated twice, as F.linear can."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad.matmul(weight) if needs_x else None
+        product = LinearGrad(rows, x.reshape(-1, x.shape[-1]))
+        grad_weight = hand_over(ctx.weight, product, node=ctx.next_functions[1][0])
+        return grad_x, grad_weight, rows.sum(dim=0) if needs_bias else None
 
 
 class _Linear(torch.autograd.Function):
@@ -47,17 +69,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, group: ProcessGroup | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fuses: bool, gathers: bool, group: ProcessGroup | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gathers, ctx.group = gathers, group
+        # The weight itself: what was saved may come back as another tensor.
+        ctx.owned = weight if fuses else None
         return F.linear(_whole(x, ctx).wait(), weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         # Started first: the ranks send while this one multiplies.
         whole = _whole(x, ctx) if needs_weight else Pending(x, None)
         grad_x = grad_weight = grad_bias = None
@@ -66,10 +90,12 @@ class _Linear(torch.autograd.Function):
             grad_x = reduce(grad.matmul(weight), ctx.group)
         rows = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
-            grad_weight = rows.t().matmul(whole.wait().reshape(-1, x.shape[-1]))
+            product = LinearGrad(rows, whole.wait().reshape(-1, x.shape[-1]))
+            own = ctx.owned
+            grad_weight = product.compute() if own is None else hand_over(own, product, node=ctx.next_functions[1][0])
         if needs_bias:
             grad_bias = rows.sum(dim=0)
-        return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, None, None
+        return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, None, None, None
 
 
 def _whole(x: Tensor, ctx: Any) -> Pending:

@@ -83,14 +83,11 @@ class GroupedMLP(MegatronModule):
         """permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
         permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype, rows weighted, and no bias.
         """
-        hidden = self.config.hidden_size
         offsets = row_offsets(tokens_per_expert)
-        fc1 = self.weight1.view(self.num_local_experts, hidden, self.fc1_width)
-        fc2 = self.weight2.view(self.num_local_experts, self.ffn_hidden_size, hidden)
         # [R, H] -> [R, 2F] -> [R, F] -> [R, H]; the weight is applied where rows are narrowest to keep.
-        gate_up = self.parts.expert_fc1(grouped_gemm, permuted_local_hidden_states, fc1, offsets=offsets)
+        gate_up = self.parts.expert_fc1(grouped_gemm, permuted_local_hidden_states, self.weight1, offsets=offsets)
         act, release = self.parts.moe_act(self._weighted_activation, gate_up, permuted_probs.unsqueeze(-1))
-        output = grouped_gemm(act, fc2, offsets=offsets)
+        output = grouped_gemm(act, self.weight2, offsets=offsets)
         release(output)
         return output, None
 

@@ -1,8 +1,16 @@
-"""One matrix product per expert over rows sorted by expert; which experts and why is experts.py's matter."""
+"""One matrix product per expert over rows sorted by expert; which experts and why is experts.py's matter.
+
+Shapes: R rows, e experts, I and O widths of the rows and of what comes out.
+"""
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.core.tensor_parallel.weight_grads import hand_over, has_grad_owner
 
 
 def row_offsets(tokens_per_expert: Tensor) -> Tensor:
@@ -10,23 +18,84 @@ def row_offsets(tokens_per_expert: Tensor) -> Tensor:
     return tokens_per_expert.cumsum(0, dtype=torch.int32)
 
 
-def grouped_gemm(rows: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
-    """rows of expert i times weights[i].
+def grouped_gemm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
+    """rows of expert i times its matrix.
 
-    rows: [R, I], sorted by expert; weights: [e, I, O], same float dtype; offsets: [e], int32, on the device: the end
-    of each expert's rows. Returns [R, O], same dtype. No host read, except for fp64.
+    rows: [R, I], sorted by expert; weight: any shape whose memory is that of [e, I, O], same float dtype; offsets: [e],
+    int32, on the device: the end of each expert's rows. Returns [R, O], same dtype. No host read on a GPU, except for
+    fp64.
     """
+    if rows.device.type == "cpu" and has_grad_owner(weight):
+        output: Tensor = _GroupedGemm.apply(rows, weight, offsets)
+        return output
+    return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets)
+
+
+class _GroupedGemm(torch.autograd.Function):
+    """For weights with an owner. Can be differentiated twice, as what it is made of."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        ctx.weight = weight
+        return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, offsets = ctx.saved_tensors
+        grad_rows = None
+        if ctx.needs_input_grad[0]:
+            matrices = _matrices(weight, rows, offsets=offsets)
+            grad_rows = _multiply(grad, matrices.transpose(1, 2), offsets=offsets)
+        product = _ExpertGrads(rows, grad, offsets, weight.shape)
+        return grad_rows, hand_over(ctx.weight, product, node=ctx.next_functions[1][0]), None
+
+
+@dataclass(frozen=True)
+class _ExpertGrads:
+    """See WeightGrad: rows [R, I] and the gradient of what came out [R, O]; shape: the weight's. On the CPU."""
+
+    rows: Tensor
+    grad: Tensor
+    offsets: Tensor
+    shape: torch.Size
+
+    def compute(self) -> Tensor:
+        if self.rows.shape[0] == 0:
+            return self.rows.new_zeros(self.shape)
+        if self.rows.dtype == torch.float64:
+            return torch.stack([rows.t() @ grad for rows, grad in self._pairs_sync()]).view(self.shape)
+        return F.grouped_mm(self.rows.t(), self.grad, offs=self.offsets).view(self.shape)
+
+    def fits(self, out: Tensor) -> bool:
+        return out.dtype == self.rows.dtype
+
+    def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
+        beta = 0 if is_zero else 1
+        for matrix, (rows, grad) in zip(_matrices(out, self.rows, offsets=self.offsets), self._pairs_sync()):
+            if rows.shape[0] > 0:
+                torch.addmm(matrix, rows.t(), grad, beta=beta, alpha=scale, out=matrix)
+
+    def _pairs_sync(self) -> list[tuple[Tensor, Tensor]]:
+        """Each expert's rows and gradients. NOTE: reads the offsets on the host."""
+        return list(zip(_split_sync(self.rows, self.offsets), _split_sync(self.grad, self.offsets)))
+
+
+def _matrices(weight: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
+    return weight.view(offsets.shape[0], rows.shape[1], -1)
+
+
+def _multiply(rows: Tensor, matrices: Tensor, *, offsets: Tensor) -> Tensor:
     if rows.shape[0] == 0:
         # No expert of this rank has a row: zero gradients for all, which torch's product fails to give (2.13).
-        return rows @ weights[0]
+        return rows @ matrices[0]
     if rows.dtype == torch.float64:
         # torch's grouped product has no fp64 (2.13); fp64 serves as a reference only.
-        return _gemm_per_expert_sync(rows, weights, offsets=offsets)
-    return F.grouped_mm(rows, weights, offs=offsets)
+        return torch.cat([part @ matrix for part, matrix in zip(_split_sync(rows, offsets), matrices)])
+    return F.grouped_mm(rows, matrices, offs=offsets)
 
 
-def _gemm_per_expert_sync(rows: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
-    """grouped_gemm as a loop. NOTE: reads the offsets on the host."""
+def _split_sync(rows: Tensor, offsets: Tensor) -> list[Tensor]:
+    """Each expert's rows. NOTE: reads the offsets on the host."""
     ends = offsets.tolist()
-    pieces = [rows[start:end] @ weights[i] for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
-    return torch.cat(pieces)
+    return [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]

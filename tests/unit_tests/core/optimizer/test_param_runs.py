@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings, _ParamAndGradBuffer
 from megatron.core.distributed.layout import Span
-from megatron.core.optimizer import OptimizerConfig, param_runs
+from megatron.core.optimizer import OptimizerConfig, host_copies, param_runs
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.param_runs import ParamRun, build_runs
 from megatron.core.optimizer.stored_floats import Plain
@@ -82,13 +82,20 @@ def test_a_step_of_all_shards_is_a_step_of_the_whole_bit_for_bit(dtype: torch.dt
         assert_same_parameters(model, whole)
 
 
-def test_what_is_stepped_in_other_memory_comes_back_to_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_stepped_in_other_memory_comes_back(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy beside the parameters stands for one in the host's memory beside a GPU."""
+    monkeypatch.setattr(host_copies, "CHUNK", GRID)
     monkeypatch.setattr(param_runs, "host_masters", lambda model: Plain(model.float().clone()))
     for dtype in (torch.float32, torch.bfloat16):
         whole, model = tiny_model(dtype), tiny_model(dtype)
         _step(Shard(whole), OptimizerConfig(lr=0.1))
-        config = OptimizerConfig(lr=0.1, optimizer_cpu_offload=True, optimizer_offload_fraction=0.6)
+        config = OptimizerConfig(
+            lr=0.1,
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=0.6,
+            overlap_cpu_optimizer_d2h_h2d=overlap,
+        )
         runs = _step(buffer := Shard(model), config)
         assert_same_parameters(model, whole)
         assert {run.is_copy for run in runs} == ({True, False} if dtype == torch.float32 else {True})
@@ -104,8 +111,8 @@ def test_what_is_stepped_in_other_memory_comes_back_to_the_parameters(monkeypatc
 def _step(buffer: Shard, config: OptimizerConfig) -> list[ParamRun]:
     runs = buffer.runs(config)
     rule = FusedRule(config, runs, groups=list(dict.fromkeys(run.group for run in runs)))
+    grads = buffer.grad_data.clone()
     for _ in range(3):
+        buffer.grad_data.copy_(grads)  # which an update may have changed
         rule.update(1.7, set(runs))
-    for run in runs:
-        run.write_model()
     return runs

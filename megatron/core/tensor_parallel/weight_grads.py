@@ -1,0 +1,155 @@
+"""Gradients of weights that are added where they add up, instead of being made, handed on and added.
+
+Who adds them up, and where, is not known here; layers give what they have to `hand_over`.
+
+[Note: gradient accumulation fusion] A wrapper that keeps gradients in memory of its own makes itself their owner. A
+layer's backward then gives the owner a WeightGrad, the factors of a product that is still to be computed, and autograd
+nothing: no tensor of the weight's size is allocated, written and read again. Autograd's hook of the weight runs all the
+same, once every use of it in this backward is done, with whatever gradient its other uses left.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightGrad(Protocol):
+    """The gradient of one use of a weight, not computed yet."""
+
+    def compute(self) -> Tensor:
+        """The gradient: [*weight shape], the weight's dtype."""
+        ...
+
+    def fits(self, out: Tensor) -> bool:
+        """Whether add_to can add to such a tensor: [*weight shape], any float dtype."""
+        ...
+
+    def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
+        """Adds scale times the gradient to `out`, [*weight shape], any float dtype that fits; is_zero: it holds zeros,
+        and may be overwritten.
+        """
+        ...
+
+
+class GradOwner:
+    """Adds up the gradients of one weight.
+
+    main_grad: where, [*weight shape]. take: is given the weight and each gradient, which it takes at once.
+    """
+
+    def __init__(self, main_grad: Tensor, take: Callable[[nn.Parameter, WeightGrad], None]) -> None:
+        self.main_grad, self.take = main_grad, take
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A weight that was stored belongs to nobody: neither wrapper nor process groups come along.
+        return type(None), ()
+
+
+def set_grad_owner(param: nn.Parameter, owner: GradOwner | None) -> None:
+    """Says who adds up the gradients of a parameter, any shape and dtype; None: autograd alone."""
+    vars(param).update(grad_owner=owner)
+
+
+def has_grad_owner(weight: Tensor) -> bool:
+    """Whether someone may want what `hand_over` takes of this use of a weight, any shape and dtype."""
+    return torch.is_grad_enabled() and weight.requires_grad and _owner_of(weight) is not None
+
+
+def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
+    """Inside a backward: gives the gradient to the weight's owner and returns None, or computes it for autograd.
+
+    weight: the leaf itself, any shape and dtype. node: where autograd would add its gradient up. Returns the gradient
+    where nobody owns it, where it does not fit, and where someone asked autograd for it or looks at it on its way.
+    """
+    owner = _owner_of(weight)
+    if (
+        owner is None
+        or torch.is_grad_enabled()  # of this gradient another will be taken
+        or weight._backward_hooks
+        or not grad.fits(owner.main_grad)
+        or not _adds_up(node)
+    ):
+        return grad.compute()
+    assert isinstance(weight, nn.Parameter)
+    owner.take(weight, grad)
+    return None
+
+
+@dataclass(frozen=True)
+class LinearGrad:
+    """That of y = x W^T: rows, y's gradient [N, O], and x [N, I], one dtype; W is [O, I]."""
+
+    rows: Tensor
+    x: Tensor
+
+    def compute(self) -> Tensor:
+        """See WeightGrad: [O, I], the dtype of both."""
+        return self.rows.t().matmul(self.x)
+
+    def fits(self, out: Tensor) -> bool:
+        """See WeightGrad: [O, I], the dtype of both."""
+        return out.dtype == self.x.dtype
+
+    def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
+        """See WeightGrad: [O, I], the dtype of both."""
+        # Not as beta=1 in any case: what is there would be read, and bits change where it is added first.
+        torch.addmm(out, self.rows.t(), self.x, beta=0 if is_zero else 1, alpha=scale, out=out)
+
+
+def look_up(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a table: ids [*], int64; weight [V, H], any float dtype -> [*, H], same dtype."""
+    if weight.device.type == "cpu" and has_grad_owner(weight):
+        rows: Tensor = _LookUp.apply(ids, weight)
+        return rows
+    return nn.functional.embedding(ids, weight)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        (ids,) = ctx.saved_tensors
+        return None, hand_over(ctx.weight, _LookUpGrad(grad, ids, ctx.weight.shape[0]), node=ctx.next_functions[1][0])
+
+
+@dataclass(frozen=True)
+class _LookUpGrad:
+    """That of a table [V, H], of which rows `ids`, [*], were read: grad [*, H]."""
+
+    grad: Tensor
+    ids: Tensor
+    num_rows: int
+
+    def compute(self) -> Tensor:
+        return torch.ops.aten.embedding_dense_backward(self.grad, self.ids, self.num_rows, -1, False)
+
+    def fits(self, out: Tensor) -> bool:
+        # Token by token: narrow types would round each time.
+        return out.dtype.itemsize >= 4
+
+    def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
+        rows = self.grad.reshape(-1, out.shape[1]).to(out.dtype)
+        out.index_add_(0, self.ids.reshape(-1), rows, alpha=scale)
+
+
+def _owner_of(weight: Tensor) -> GradOwner | None:
+    owner: GradOwner | None = vars(weight).get("grad_owner")
+    return owner
+
+
+def _adds_up(node: Any) -> bool:
+    """Whether this backward adds to `.grad` of the leaf with that node: torch.autograd.grad, and backward with other
+    inputs, do not.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch's answer for a leaf whose gradient torch.autograd.grad returns
+        return False
