@@ -58,7 +58,7 @@ def get_megatron_optimizer(
     chunks = [_wrapped(chunk) for chunk in model_chunks]
     buffers = [buffer for chunk in chunks for buffer in chunk.all_buffers]
     _check_settings(config, groups, buffers=buffers)
-    is_sharded = check_same_sharding(chunks)
+    is_sharded = check_same_sharding(chunks, wanted=config.use_distributed_optimizer)
     grouping = ParamGrouping(config, config_overrides)
     keys = agree_on_groups([entry for buffer in buffers for entry in buffer.entries], grouping, groups=groups)
     runs = build_runs(buffers, keys, main_of=_masters(config), host_fraction=config.host_fraction)

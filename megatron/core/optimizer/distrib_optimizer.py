@@ -100,11 +100,16 @@ class DistributedOptimizer(MegatronOptimizer):
                 order.start_param_sync([group])
 
 
-def check_same_sharding(chunks: list[DistributedDataParallel]) -> bool:
-    """Whether the chunks are sharded; raises ValueError unless all are, or none."""
+def check_same_sharding(chunks: list[DistributedDataParallel], *, wanted: bool | None) -> bool:
+    """Whether the chunks are sharded; raises ValueError unless all are, or none, and as `wanted` if that is given."""
     sharded = [chunk.ddp_config.use_distributed_optimizer for chunk in chunks]
     if len(set(sharded)) > 1:
         raise ValueError(
             f"DistributedDataParallelConfig.use_distributed_optimizer of the chunks is {sharded}: must be the same"
+        )
+    if wanted not in (None, sharded[0]):
+        raise ValueError(
+            f"OptimizerConfig.use_distributed_optimizer is {wanted} and "
+            f"DistributedDataParallelConfig.use_distributed_optimizer is {sharded[0]}: must be the same"
         )
     return sharded[0]

@@ -61,6 +61,9 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig):
     bf16: bool = config_field(False, flags=(), help="The model's parameters are bf16: fp32 masters.")
     params_dtype: torch.dtype = config_field(torch.float32, flags=(), help="Type of the model's parameters.")
     deterministic_mode: bool = config_field(False, flags=(), help="Accumulate norms in fp64.")
+    use_distributed_optimizer: bool | None = config_field(
+        None, flags=(), help="Whether states are sharded, as DistributedDataParallelConfig says; unset: as that says."
+    )
     log_num_zeros_in_grad: bool = config_field(False, flags=(), help="Let step() count zeros in the gradient.")
     timers: Timers = field(default_factory=Timers)
 

@@ -10,6 +10,7 @@ from torch import nn
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import LogicalPiece, model_logical_pieces
 from megatron.core.optimizer import (
+    DistributedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     OptimizerConfig,
@@ -245,6 +246,7 @@ def test_precision_chooses_the_class():
         ({"fp16": True, "bf16": True}, "fp16 and bf16 are both set"),
         ({"min_loss_scale": 2.0, "initial_loss_scale": 1.0}, "min_loss_scale is 2.0"),
         ({"clip_grad": -1.0}, "clip_grad is -1.0: must be at least 0"),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, "needs optimizer_cpu_offload as well"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(settings, message):
@@ -257,3 +259,11 @@ def test_builder_asks_for_a_learning_rate_and_a_wrapper():
         get_megatron_optimizer(OptimizerConfig(), [wrap(tiny_model())])
     with pytest.raises(ValueError, match="Sequential: must be wrapped"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [tiny_model()])
+    sharded = OptimizerConfig(lr=0.1, use_distributed_optimizer=True)
+    both = r"OptimizerConfig.* is True and DistributedDataParallelConfig.use_distributed_optimizer is False"
+    with pytest.raises(ValueError, match=both):
+        get_megatron_optimizer(sharded, [wrap(tiny_model())])
+    assert isinstance(
+        get_megatron_optimizer(sharded, [wrap(tiny_model(), overlap={"use_distributed_optimizer": True})]),
+        DistributedOptimizer,
+    )
