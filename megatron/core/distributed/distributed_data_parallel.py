@@ -18,6 +18,7 @@ from megatron.core.distributed.bucket_group import GradState, _ParamAndGradBucke
 from megatron.core.distributed.buffer_setup import build_buffers, build_launch_order, check_settings
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer, partition_buckets
+from megatron.core.distributed.forward_waits import ForwardWaits
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder, all_current
 from megatron.core.distributed.stage_groups import stage_group_of
@@ -99,6 +100,7 @@ class DistributedDataParallel(ModelWrapper):
             # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
             param.register_post_accumulate_grad_hook(self._take_gradient)
             set_grad_owner(param, self._owner_of(param))
+        self._waits = ForwardWaits(module, self.param_to_bucket_group)
         self._pre_hooks: list[Any] = []
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
@@ -120,13 +122,14 @@ class DistributedDataParallel(ModelWrapper):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients that come inside belong to a microbatch before the last: they add up, and nothing is reduced."""
+        before = [group.is_last_microbatch for group in self._groups]
         for group in self._groups:
             group.is_last_microbatch = False
         try:
             yield
         finally:
-            for group in self._groups:
-                group.is_last_microbatch = True
+            for group, was_last in zip(self._groups, before):
+                group.is_last_microbatch = was_last
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
         """Says that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad` itself.
@@ -210,13 +213,15 @@ class DistributedDataParallel(ModelWrapper):
         if not all_current(self._groups):
             self.launch_order.start_param_sync(self._groups)
 
-    def wait_params(self, params: Iterable[nn.Parameter]) -> None:
+    def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter]) -> None:
         """Waits until these may be read, any shapes and dtypes: for code that reads parameters outside their module."""
+        # A tensor would be iterated by its rows, none of which is a parameter.
+        params = [params] if isinstance(params, nn.Parameter) else params
         for group in dict.fromkeys(self.param_to_bucket_group[p] for p in params if p in self.param_to_bucket_group):
             self.launch_order.need(group, prefetch=False)
 
     def enable_forward_pre_hook(self) -> None:
-        """Lets every module wait for its own parameters before its forward, and start the next ones' gather.
+        """Lets modules wait for their parameters before forward, see [Note: forward waits], and start the next gather.
 
         The module's state_dict and load_state_dict wait too, and so are collective while a gather is due.
         """
@@ -227,11 +232,12 @@ class DistributedDataParallel(ModelWrapper):
             or (self.ddp_config.align_param_gather and group_size(self.pg_collection.pp) > 1)
         )
         for module in self.module.modules():
-            own = [self.param_to_bucket_group[p] for p in module.parameters(recurse=False) if p.requires_grad]
-            if own:
-                hook = self._pre_hook(list(dict.fromkeys(own)), prefetch=prefetch)
+            if self._waits.below(module):
+                hook = self._pre_hook(partial(self._waits.before, module), prefetch=prefetch)
                 self._pre_hooks.append(module.register_forward_pre_hook(hook))
+            if self._waits.own(module):
                 # Weights are read and written by their names as well, and what was loaded must not be gathered over.
+                hook = self._pre_hook(partial(self._waits.own, module), prefetch=prefetch)
                 self._pre_hooks.append(module.register_state_dict_pre_hook(hook))
                 self._pre_hooks.append(module.register_load_state_dict_pre_hook(hook))
 
@@ -247,6 +253,8 @@ class DistributedDataParallel(ModelWrapper):
 
     def broadcast_params(self) -> None:
         """Gives every rank the parameters of the first that holds the same ones. Collective."""
+        # The first rank holds the new values of its own shards alone until then.
+        self.launch_order.finish_param_sync(self._groups)
         flats = {buffer: buffer.param_data for buffer in self.all_buffers}
         for buffer, flat in flats.items():
             _broadcast(flat, self._group_of_replicas(is_expert=buffer.is_expert))
@@ -283,12 +291,15 @@ class DistributedDataParallel(ModelWrapper):
         for buffer in self.all_buffers:
             buffer.zero_grads()
 
-    def _pre_hook(self, groups: Sequence[_ParamAndGradBucketGroup], *, prefetch: bool) -> Callable[..., None]:
-        def wait_for_own_params(*unused: Any) -> None:
-            for group in groups:
+    def _pre_hook(
+        self, groups: Callable[[], Sequence[_ParamAndGradBucketGroup]], *, prefetch: bool
+    ) -> Callable[..., None]:
+        # No bound method, with which a copy of the module would copy this wrapper.
+        def wait_for_params(*unused: Any) -> None:
+            for group in groups():
                 self.launch_order.need(group, prefetch=prefetch)
 
-        return wait_for_own_params
+        return wait_for_params
 
     def _build_groups(
         self, kind: str, buffers: list[_ParamAndGradBuffer], *, force_single: bool

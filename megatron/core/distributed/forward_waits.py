@@ -1,0 +1,59 @@
+"""ForwardWaits: which bucket groups a module's forward must wait for, so that no stale parameter is read in it.
+
+It launches nothing and waits for nothing; the wrapper's forward hooks do.
+
+[Note: forward waits] A module is expected to read its own parameters when it is called. That misses those of modules
+that are never called: lists of parameters, and modules whose parent reads their weights (out_proj of
+nn.MultiheadAttention). So a module's first call waits for everything below it, which shows what it calls; from then on
+it waits for its own parameters, and for those of modules below that nobody has called. What is called may differ
+between training and evaluation, with gradients and without: each is learnt by itself.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
+
+
+class ForwardWaits:
+    """The waits of all modules below `root`; group_of: of each parameter that is gathered."""
+
+    def __init__(self, root: nn.Module, group_of: Mapping[nn.Parameter, _ParamAndGradBucketGroup]) -> None:
+        self._root, self._group_of = root, group_of
+        # By module, whether the root is in training, and whether autograd is on.
+        self._called: set[tuple[nn.Module, bool, bool]] = set()
+        self._known: dict[tuple[nn.Module, bool, bool], Sequence[_ParamAndGradBucketGroup]] = {}
+
+    def before(self, module: nn.Module) -> Sequence[_ParamAndGradBucketGroup]:
+        """The groups that a forward of `module` needs, which begins now."""
+        mode = self._root.training, torch.is_grad_enabled()
+        key = (module, *mode)
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        if key not in self._called:
+            self._called.add(key)
+            # What modules above it waited for in its place, it does itself.
+            self._known.clear()
+            return self.below(module)
+        groups = dict.fromkeys(group for part in self._uncalled(module, mode) for group in self.own(part))
+        self._known[key] = list(groups)
+        return self._known[key]
+
+    def own(self, module: nn.Module) -> list[_ParamAndGradBucketGroup]:
+        """The groups of the parameters that `module` itself has."""
+        held = (param for param in module.parameters(recurse=False) if param in self._group_of)
+        return list(dict.fromkeys(self._group_of[param] for param in held))
+
+    def below(self, module: nn.Module) -> list[_ParamAndGradBucketGroup]:
+        """The groups of all its parameters."""
+        return list(dict.fromkeys(group for part in module.modules() for group in self.own(part)))
+
+    def _uncalled(self, module: nn.Module, mode: tuple[bool, bool]) -> Iterator[nn.Module]:
+        """The module, and those below it to which no called one is nearer."""
+        yield module
+        for child in module.children():
+            if (child, *mode) not in self._called:
+                yield from self._uncalled(child, mode)
