@@ -1,5 +1,6 @@
 """The few helpers that Megatron users import from here by name; nothing else belongs in this file."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -7,11 +8,28 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 
 class ModelWrapper(nn.Module):
-    """Base class of modules that run another, their `module`, and are not part of the model themselves."""
+    """Base class of modules that run another, their `module`, and are not part of the model themselves.
+
+    Their state is the model's, under the model's names.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's: tensors of any shape and dtype by name; as a part of another module, with that one's names."""
+        # A module that has this one as a part loads it by the name `module`, and hands over where to write.
+        is_part = bool(args) or kwargs.get("destination") is not None
+        return super().state_dict(*args, **kwargs) if is_part else self.module.state_dict(**kwargs)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        """As `state_dict`."""
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads what the model's own state_dict gave, tensors of any shape and dtype; the rest is torch's."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
 
 
 def divide(numerator: int, denominator: int) -> int:

@@ -99,9 +99,9 @@ def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -
     for name, parameter in model.named_parameters():
         tensors += sharded_tensors(pieces[canonical_name(name)], parameter.detach(), allow_cast=allow_cast)
     # state_dict leaves out buffers that are not persistent; tied names of one parameter are in it twice.
-    seen = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    seen = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, value in model.state_dict().items():
         # Extra state that modules add to state_dict may be anything; what is no tensor is not ours to store.
-        if name not in seen and isinstance(value, torch.Tensor):
+        if canonical_name(name) not in seen and isinstance(value, torch.Tensor):
             tensors.append(ShardedTensor.whole(canonical_name(name), value, allow_cast=allow_cast))
     return tensors

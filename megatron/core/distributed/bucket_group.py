@@ -5,6 +5,7 @@ It does what it is told; launch_order.py tells it when, in the same order on eve
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,14 +44,35 @@ class ParamState(Enum):
     ARRIVED = "arrived"
 
 
+class GroupOrder(Protocol):
+    """What launches groups, each in its turn; LaunchOrder is one."""
+
+    def gradient_ready(self, group: "_ParamAndGradBucketGroup", param: nn.Parameter) -> None:
+        """Counts a gradient that is in its place, and launches what need not wait any longer."""
+        ...
+
+    def start_grad_sync(self, groups: Sequence["_ParamAndGradBucketGroup"]) -> None:
+        """Launches the reductions of these groups and of all before them."""
+        ...
+
+    def start_param_sync(self, groups: Sequence["_ParamAndGradBucketGroup"], *, again: bool = False) -> None:
+        """Launches their gathers and those before them."""
+        ...
+
+    def need(self, group: "_ParamAndGradBucketGroup", *, prefetch: bool) -> None:
+        """Waits until a group's parameters may be read; prefetch: launches the next gather as well."""
+        ...
+
+
 class _ParamAndGradBucketGroup:
     """name: the same on all ranks, for messages. checks: None to look at no gradients.
 
-    is_last_microbatch: gradients that come now complete the sums of the iteration. number: its number in the launch
-    sequence, given when it is attached to a LaunchOrder.
+    is_last_microbatch: gradients that come now complete the sums of the iteration. number, order: its place
+    among the others and what launches them, given when it is attached to a LaunchOrder.
     """
 
     number: int
+    order: GroupOrder
 
     def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str, checks: GradChecks | None) -> None:
         self.buckets, self.name = list(buckets), name
@@ -73,6 +95,27 @@ class _ParamAndGradBucketGroup:
         self._reductions: list[Handle] = []
         self._late_reductions: list[Handle] = []
         self._gathers: list[Handle] = []
+
+    # For users: each in its turn among all groups.
+
+    def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:
+        """Says that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad` itself."""
+        self.note_added(param)
+        self.order.gradient_ready(self, param)
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Starts to reduce the gradients of this group and of all before it. Collective."""
+        self.order.start_grad_sync([self])
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Starts to gather the parameters of this group and of all before it; force_sync: waits, too. Collective."""
+        self.order.start_param_sync([self])
+        if force_sync:
+            self.order.need(self, prefetch=False)
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
+        """Waits for the parameters; starts the gather that follows unless told to skip. Collective."""
+        self.order.need(self, prefetch=not skip_next_bucket_dispatch)
 
     # Gradients.
 
@@ -110,7 +153,7 @@ class _ParamAndGradBucketGroup:
         self._writers.note()
         self._bucket_of[param].buffer.note_added(param)
 
-    def register_grad_ready(self, param: nn.Parameter) -> bool:
+    def count_gradient(self, param: nn.Parameter) -> bool:
         """Counts a gradient of the last microbatch; whether it was the last one expected in this group."""
         return self.readiness.came(self._index_of[param])
 
@@ -118,8 +161,8 @@ class _ParamAndGradBucketGroup:
         """Names of the parameters without a gradient in this iteration."""
         return [name for bucket in self.buckets for name in bucket.buffer.unfilled(bucket.entries)]
 
-    @record_function("_ParamAndGradBucketGroup.start_grad_sync")
-    def start_grad_sync(self) -> None:
+    @record_function("_ParamAndGradBucketGroup.launch_reductions")
+    def launch_reductions(self) -> None:
         """Starts to reduce the gradients. Collective."""
         self._writers.join()
         for bucket in self.buckets:
@@ -165,8 +208,8 @@ class _ParamAndGradBucketGroup:
         for handle in self._late_reductions:
             handle.advance()
 
-    @record_function("_ParamAndGradBucketGroup.finish_grad_sync")
-    def finish_grad_sync(self) -> None:
+    @record_function("_ParamAndGradBucketGroup.complete_reductions")
+    def complete_reductions(self) -> None:
         """Waits until main_grad holds the sums, of sharded buffers this rank's shard of them."""
         for handle in [*self._reductions, *self._late_reductions]:
             handle.wait()
@@ -202,8 +245,8 @@ class _ParamAndGradBucketGroup:
 
     # Parameters.
 
-    @record_function("_ParamAndGradBucketGroup.start_param_sync")
-    def start_param_sync(self) -> None:
+    @record_function("_ParamAndGradBucketGroup.launch_gathers")
+    def launch_gathers(self) -> None:
         """Starts to gather the parameters from the ranks that own their shards. Collective."""
         for bucket in self.buckets:
             group = bucket.buffer.data_parallel_group
@@ -212,8 +255,8 @@ class _ParamAndGradBucketGroup:
             self._gathers.append(gather_shards_(bucket.param_data, group))
         self.param_state = ParamState.IN_FLIGHT
 
-    @record_function("_ParamAndGradBucketGroup.finish_param_sync")
-    def finish_param_sync(self) -> None:
+    @record_function("_ParamAndGradBucketGroup.complete_gathers")
+    def complete_gathers(self) -> None:
         """Waits for a gather under way."""
         for handle in self._gathers:
             handle.wait()

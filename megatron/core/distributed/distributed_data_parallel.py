@@ -101,6 +101,8 @@ class DistributedDataParallel(ModelWrapper):
             param.register_post_accumulate_grad_hook(self._take_gradient)
             set_grad_owner(param, self._owner_of(param))
         self._waits = ForwardWaits(module, self.param_to_bucket_group)
+        self.align_param_gather = ddp_config.align_param_gather
+        self.overlap_param_gather_with_optimizer_step = ddp_config.overlap_param_gather_with_optimizer_step
         self._pre_hooks: list[Any] = []
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
@@ -131,26 +133,36 @@ class DistributedDataParallel(ModelWrapper):
             for group, was_last in zip(self._groups, before):
                 group.is_last_microbatch = was_last
 
-    def register_grad_ready(self, param: nn.Parameter) -> None:
+    def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:
         """Says that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad` itself.
 
         For gradients that autograd does not produce; scaling is done here.
         """
-        group = self.param_to_bucket_group[param]
-        group.note_added(param)
-        self.launch_order.gradient_ready(group, param)
+        if param not in self.param_to_bucket_group:
+            names = (name for name, other in self.module.named_parameters() if other is param)
+            raise ValueError(
+                f"register_grad_ready was given {next(names, 'a parameter of another module')}: must be a parameter of "
+                "the wrapped module that required grad when it was wrapped"
+            )
+        self.param_to_bucket_group[param].register_grad_ready(param)
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts to reduce all gradients that this chunk has so far, and those of chunks before it. Collective."""
         self.launch_order.start_grad_sync(self._groups)
 
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduces what is left and waits for all of it; call after the last microbatch. Collective.
 
         The first of the chunks that share a launch order does it for all. Raises NonFiniteGradientError on all ranks if
         the check is on and any rank's gradient is NaN or infinite; where a rank has broken the iteration off, that
         rank's error, or RemoteRankError.
+        force_all_reduce: that every rank gets all sums, which without use_distributed_optimizer it does.
         """
+        if force_all_reduce and self.ddp_config.use_distributed_optimizer:
+            raise ValueError(
+                "finish_grad_sync: force_all_reduce is set with use_distributed_optimizer, where each rank gets the "
+                "sums of its shards alone: leave one of them out"
+            )
         self.launch_order.finish()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
@@ -225,11 +237,16 @@ class DistributedDataParallel(ModelWrapper):
 
         The module's state_dict and load_state_dict wait too, and so are collective while a gather is due.
         """
+        if not self.ddp_config.overlap_param_gather:
+            raise ValueError(
+                "enable_forward_pre_hook was called with overlap_param_gather False: set it, or leave out the call, as "
+                "the optimizer's step gathers all parameters"
+            )
         if self._pre_hooks:
             raise ValueError("enable_forward_pre_hook was called before: disable the hooks first")
         prefetch = not (
-            self.ddp_config.overlap_param_gather_with_optimizer_step
-            or (self.ddp_config.align_param_gather and group_size(self.pg_collection.pp) > 1)
+            self.overlap_param_gather_with_optimizer_step
+            or (self.align_param_gather and group_size(self.pg_collection.pp) > 1)
         )
         for module in self.module.modules():
             if self._waits.below(module):
@@ -356,7 +373,7 @@ def _settings_of_all_ranks(
     launch_order: LaunchOrder | None,
 ) -> dict[str, object]:
     """What buffers, scales and collectives come from, besides the parameters; by name."""
-    of_config = ("calculate_per_token_loss", "deterministic_mode")
+    of_config = ("calculate_per_token_loss", "deterministic_mode", "gradient_accumulation_fusion")
     return {
         **{f"DistributedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
         **{f"ModelParallelConfig.{name}": vars(config)[name] for name in of_config},

@@ -100,7 +100,7 @@ class LaunchOrder:
         of_stage, own = groups_of_stage(chunk.groups, self.stage_group), {group.name: group for group in chunk.groups}
         numbers = self._sequence.add([name in own for name in of_stage.names])
         for number, group in ((number, own[name]) for number, name in zip(numbers, of_stage.names) if name in own):
-            group.number = number
+            group.number, group.order = number, self
             self._by_number[number] = group
             if group.name in of_stage.everywhere:
                 group.ledger = self.ledger
@@ -153,7 +153,7 @@ class LaunchOrder:
         if not (self._overlap and group.is_last_microbatch):
             return
         self._sequence.came(group.number)
-        if group.register_grad_ready(param) and group.grad_state is GradState.COLLECTING:
+        if group.count_gradient(param) and group.grad_state is GradState.COLLECTING:
             self._launch(self._sequence.ready(group.number))
         self._advance_early()
 
@@ -278,11 +278,11 @@ class LaunchOrder:
 
     def _launch_gather(self, group: _ParamAndGradBucketGroup) -> None:
         with self.observers.launching(Traffic.GATHER, group):
-            group.start_param_sync()
+            group.launch_gathers()
 
     def _wait_for_gather(self, group: _ParamAndGradBucketGroup) -> None:
         with self.observers.waiting(Traffic.GATHER, group):
-            group.finish_param_sync()
+            group.complete_gathers()
 
     def _check_collecting(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         if self._phase is not Phase.COLLECTING:
@@ -316,7 +316,7 @@ class LaunchOrder:
             self._launch_gathers()
         for group in (self._by_number[number] for number in numbers if number in self._by_number):
             with self.observers.launching(Traffic.REDUCE, group):
-                group.start_grad_sync()
+                group.launch_reductions()
             self._launched.append(group)
 
     def _advance_early(self) -> None:
@@ -349,7 +349,7 @@ class LaunchOrder:
                 group.advance_second_round()
         for group in in_order:
             with self.observers.waiting(traffic[group.number], group):
-                group.finish_grad_sync()
+                group.complete_reductions()
 
     def _warn_of_unused(self) -> None:
         unused = [name for group in self._groups for name in group.unfilled() if name not in self._warned]

@@ -44,8 +44,11 @@ __all__ = [
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
-    *,
     config_overrides: ConfigOverrides | None = None,
+    *,
+    no_weight_decay_cond: None = None,
+    scale_lr_cond: None = None,
+    lr_mult: float = 1.0,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> MegatronOptimizer:
     """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
@@ -53,7 +56,11 @@ def get_megatron_optimizer(
     A DistributedOptimizer where the chunks are sharded. config_overrides: other rates and decays for some parameters;
     of several that match one the later wins; alike on all ranks. pg_collection: the groups that parameters are spread
     over, for norm and overflow; None: those of parallel_state, if there are any. Collective over them.
+    no_weight_decay_cond, scale_lr_cond, lr_mult: what older scripts give; anything but these values is refused.
     """
+    _check_older_arguments(no_weight_decay_cond, scale_lr_cond, lr_mult)
+    if not model_chunks:
+        raise ValueError("model_chunks is empty: must be the wrapped chunks of the model, at least one")
     groups = pg_collection or existing_process_groups()
     chunks = [_wrapped(chunk) for chunk in model_chunks]
     buffers = [buffer for chunk in chunks for buffer in chunk.all_buffers]
@@ -77,6 +84,15 @@ def get_megatron_optimizer(
         device=chunks[0].device,
         logical_pieces={name: held for chunk in model_chunks for name, held in model_logical_pieces(chunk).items()},
     )
+
+
+def _check_older_arguments(*given: object) -> None:
+    if given != (None, None, 1.0):
+        raise ValueError(
+            "get_megatron_optimizer: no_weight_decay_cond, scale_lr_cond and lr_mult are {}, {} and {}: give "
+            "config_overrides instead, such as {{ParamKey(predicate=...): ParamGroupOverride(wd_mult=0.0)}}, or with "
+            "lr_mult".format(*given)
+        )
 
 
 def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, buffers: Sequence[FlatBuffer]) -> None:

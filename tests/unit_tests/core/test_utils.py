@@ -45,3 +45,17 @@ def test_only_exact_quotients_are_given(denominator: int) -> None:
     assert divide(6, 2) == 3
     with pytest.raises(ValueError, match=f"6 is not divisible by {denominator}"):
         divide(6, denominator)
+
+
+def test_the_state_of_wrappers_is_the_models_also_where_they_are_part_of_another_module() -> None:
+    model = ModelWithAPartNamedModule()
+    wrapped = wrap(Float16Module(model.config, model))
+    for kept in (wrapped.state_dict(), wrapped.state_dict_for_save_checkpoint(), wrapped.module.state_dict()):
+        assert list(kept) == ["module.weight", "module.bias"]
+    assert list(wrapped.state_dict(prefix="of.")) == ["of.module.weight", "of.module.bias"]
+    weight = torch.ones(2, 2)
+    wrapped.load_state_dict({"module.weight": weight, "module.bias": weight[0]})
+    assert torch.equal(model.module.weight.float(), weight)
+    outer = nn.ModuleList([wrapped])
+    outer.load_state_dict({name: torch.zeros_like(value) for name, value in outer.state_dict().items()})
+    assert not model.module.weight.any()

@@ -41,7 +41,7 @@ def test_finetune_takes_weights_alone(tmp_path):
     saved.save(tmp_path)
     fresh, expected = SmallRun(), SmallRun().snapshot()
     assert fresh.load(tmp_path, finetune=True) == 0
-    weights = ["module." + name for name in saved.model.module.state_dict()]
+    weights = list(saved.model.state_dict())
     seed_all(1)
     SmallRun()
     for name, value in fresh.snapshot().items():
@@ -85,7 +85,7 @@ def test_parameters_may_be_frozen_and_thawed_between_runs(tmp_path, before, afte
     for name in loaded.keys() & expected.keys() - {"draws"}:
         assert torch.equal(loaded[name], expected[name]), name
     for name in loaded.keys() - expected.keys():
-        fresh = expected["module." + before[0]].float() if "fp32_param" in name else torch.zeros(())
+        fresh = expected[before[0]].float() if "fp32_param" in name else torch.zeros(())
         assert (loaded[name] == fresh).all(), name
     assert ("start with fresh optimizer state" in capsys.readouterr().out) == bool(set(before) - set(after))
 

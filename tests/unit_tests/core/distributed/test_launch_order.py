@@ -91,11 +91,13 @@ def test_a_gradient_after_the_end_and_settings_after_the_start_are_refused():
 
 def test_gradients_that_the_caller_adds_count_as_ready():
     ddp = wrapped(nn.Linear(2, 2))
-    for _ in range(2):
+    with pytest.raises(ValueError, match="was given a parameter of another module: must be a parameter of the wrapped"):
+        ddp.register_grad_ready(nn.Parameter(torch.ones(2)))
+    for whose in (lambda param: ddp, ddp.param_to_bucket_group.get):
         ddp.zero_grad_buffer()
         for param in ddp.module.parameters():
             param.main_grad.add_(3.0)
-            ddp.register_grad_ready(param)
+            whose(param).register_grad_ready(param)
         launched = [group.grad_state.value for group in ddp.bucket_groups]
         ddp.finish_grad_sync()
         assert all(float(grad.mean()) == 3.0 for _, grad in ddp.named_main_grads())
@@ -111,6 +113,9 @@ def test_b37_one_rank_alone_and_models_without_trainable_parameters(settings):
         out.backward()
         ddp.finish_grad_sync()
         ddp.mark_params_stale()
+        for group in ddp.bucket_groups:
+            group.start_param_sync(force_sync=True)
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
         ddp.start_param_sync()
         ddp.finish_param_sync()
         ddp.broadcast_params()
@@ -168,3 +173,10 @@ def test_gradients_are_scaled_before_and_after_the_end_but_not_while_they_are_on
     ddp.finish_grad_sync()
     ddp.scale_gradients(2.0)
     assert all(bool((grad == 2.5).all()) for _, grad in ddp.named_main_grads())
+
+
+def test_what_overlap_and_shards_do_not_allow_is_refused():
+    with pytest.raises(ValueError, match="enable_forward_pre_hook was called with overlap_param_gather False: set it"):
+        wrapped(nn.Linear(2, 2)).enable_forward_pre_hook()
+    with pytest.raises(ValueError, match="force_all_reduce is set with use_distributed_optimizer"):
+        wrapped(nn.Linear(2, 2), use_distributed_optimizer=True).finish_grad_sync(force_all_reduce=True)

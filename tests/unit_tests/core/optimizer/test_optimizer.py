@@ -229,7 +229,7 @@ def test_mixed_precision_steps_fp32_parameters_themselves():
 def test_parameters_moved_after_the_optimizer_was_built_are_an_error_not_a_silent_loss():
     wrapped, optimizer = wrap_and_build(tiny_model())
     wrapped.double()
-    with pytest.raises(ValueError, match="parameter 4.bias was moved"):
+    with pytest.raises(ValueError, match="parameter 0.weight was moved"):
         our_step(wrapped, optimizer, microbatches(0, dtype=torch.float64))
 
 
@@ -257,6 +257,10 @@ def test_settings_that_cannot_be_honoured_are_refused(settings, message):
 def test_builder_asks_for_a_learning_rate_and_a_wrapper():
     with pytest.raises(ValueError, match="lr is None"):
         get_megatron_optimizer(OptimizerConfig(), [wrap(tiny_model())])
+    with pytest.raises(ValueError, match="model_chunks is empty"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1), [])
+    with pytest.raises(ValueError, match="None, None and 2.0: give config_overrides instead"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1), [wrap(tiny_model())], None, lr_mult=2.0)
     with pytest.raises(ValueError, match="Sequential: must be wrapped"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [tiny_model()])
     sharded = OptimizerConfig(lr=0.1, use_distributed_optimizer=True)
