@@ -1,6 +1,7 @@
 """ZeRO-1 against plain data parallelism, bit for bit, at 3 and 4 ranks; what each rank holds, saves and loads."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def _compare_modes(every_case: bool) -> None:
         assert len({norm for _, updated, norm, *_ in expected[0] if updated}) == STEPS
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_lowers_one_scale() -> None:
+def test_b22_an_overflow_on_one_rank_skips_the_step_on_all_and_lowers_one_scale() -> None:
     run_on_ranks(_overflow_on_one_rank, 3)
 
 
@@ -125,16 +126,77 @@ def _overflow_on_one_rank() -> None:
         # One rank's inputs are beyond fp16, first of all: state is saved and loaded that never saw a step.
         factor = 1e5 if step in (0, 3) and dist.get_rank() == 1 else 1.0
         before = runs[2].optimizer.state_dict()
+        runs[2].model.disable_forward_pre_hook()
         reports = [run.step(step, factor)[1:] for run in runs]
         assert repr(reports) == repr([reports[0]] * len(runs))
         assert reports[0][0] == (step not in (0, 3))
         assert runs[2].optimizer.state_dict()["step"] == before["step"] + reports[0][0]
+        # Raises where a step, skipped or not, has brought them back.
+        runs[2].model.enable_forward_pre_hook()
     weights = [run.weights() for run in runs]
     assert all(torch.equal(w, weights[0][name]) for other in weights for name, w in other.items())
 
 
-def test_frozen_parameters_and_a_model_without_any_to_train() -> None:
+class Borrower(nn.Module):
+    """Calls a module, and later reads its weight instead."""
+
+    calls = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(self.called(x)) if self.calls else self.called(x) @ self.read.weight
+
+
+class Mixed(nn.Module):
+    """A router in fp32 between layers in bf16, and parameters without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7, dtype=torch.bfloat16), nn.Linear(7, 3, dtype=torch.bfloat16)
+        self.router, self.empty = nn.Linear(7, 3), nn.Parameter(torch.empty(2, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x.bfloat16())
+        return self.last(hidden) * self.router(hidden.float()).softmax(-1).bfloat16() + self.empty.sum()
+
+
+def test_b2_b34_weights_read_by_others_and_mixed_types_train_alike_in_every_mode() -> None:
+    run_on_ranks(_train_unusual_models, 3)
+
+
+def _train_unusual_models() -> None:
+    # Attention reads the weights of its output projection itself, and the layer in evaluation those of all inside it.
+    attends = partial(nn.TransformerEncoderLayer, 5, 1, 8, dropout=0.0, batch_first=True)
+    for make, settings in ((attends, {}), (Mixed, {"bf16": True})):
+        seen = []
+        for zero1, overlap in ((False, "none"), *((True, overlap) for overlap in OVERLAPS)):
+            torch.manual_seed(2)
+            run = Run(make(), zero1=zero1, bucket_size=1, overlap=overlap, **settings)
+            reports = []
+            for step in range(STEPS):
+                reports.append(run.step(step))
+                with torch.no_grad():
+                    reports.append(run.model.eval()(torch.ones(1, 2, 5)).sum().item())
+                run.model.train()
+            seen.append((reports, [weight.tolist() for weight in run.weights().values()]))
+            types = {(buffer.param_data.dtype, buffer.grad_data.dtype) for buffer in run.model.all_buffers}
+            assert types == {(p.dtype, torch.float32) for p in run.model.parameters()}
+        assert seen == [seen[0]] * len(seen) and len(set(map(str, seen[0][0]))) == 2 * STEPS
+    run = Run(Borrower(), zero1=True, bucket_size=1, overlap="params")
+    run.step(0)
+    run.model.module.calls = False  # type: ignore[assignment]
+    run.model.wait_params(run.model.module.read.weight)  # type: ignore[union-attr,arg-type]
+    run.step(1)
+    with pytest.raises(RuntimeError, match="read.weight has a gradient, and forward read it before the gather"):
+        run.step(2)
+
+
+def test_b24_frozen_parameters_frozen_in_mid_run_and_a_model_without_any_to_train() -> None:
     run_on_ranks(_freeze, 3)
+    run_on_ranks(_freeze_in_mid_run, 3)
 
 
 def _freeze() -> None:
@@ -157,9 +219,37 @@ def _freeze() -> None:
             assert torch.equal(weight, dict(tiny_model().named_parameters())[name]) == (name in frozen)
 
 
-@pytest.mark.parametrize("case", [(torch.float32, {}), (torch.bfloat16, PRECISE)])
-def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path, case: tuple[torch.dtype, dict]) -> None:
-    sizes = (1, 2, 3, 4)
+def _freeze_in_mid_run() -> None:
+    results = []
+    for zero1, overlap in ((False, "none"), (False, "grads"), *((True, overlap) for overlap in OVERLAPS)):
+        model, reports = tiny_model(), []
+        for frozen in ("nothing", "0.", "2."):
+            model.requires_grad_(True)
+            for name, param in model.named_parameters():
+                param.requires_grad_(not name.startswith(frozen))
+            run = Run(model, zero1=zero1, bucket_size=1, overlap=overlap)
+            with pytest.raises(ValueError, match=r"\d.weight is in another .* call that one's release\(\) before"):
+                Run(model, zero1=zero1)
+            before = run.weights()
+            reports += [run.step(step) for step in range(3)]
+            after = run.weights()
+            assert all(torch.equal(after[name], before[name]) == name.startswith(frozen) for name in after)
+            assert run.model.release() is model
+            assert model(torch.ones(1, 5)).isfinite().all() and all(p.grad is None for p in model.parameters())
+        results.append((reports, after))
+    for reports, weights in results:
+        assert reports == results[0][0]
+        assert all(torch.equal(weight, results[0][1][name]) for name, weight in weights.items())
+
+
+SAVED = [(torch.float32, {}, (2, 3)), (torch.bfloat16, PRECISE, (1, 2, 3, 4, 6))]
+
+
+@pytest.mark.parametrize("dtype, settings, sizes", SAVED)
+def test_b14_any_number_of_ranks_loads_what_any_other_saved(
+    tmp_path: Path, dtype: torch.dtype, settings: dict, sizes: tuple[int, ...]
+) -> None:
+    case = dtype, settings
     for ranks in sizes:
         run_on_ranks(_save, ranks, tmp_path / f"from{ranks}", *case)
     for ranks in sizes:

@@ -29,7 +29,7 @@ from tests.distributed.parity import (
     put_together,
     relative_errors,
 )
-from tests.distributed.tiny_runs import comparable, started_run
+from tests.distributed.tiny_runs import comparable, gather_parameters, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -49,23 +49,30 @@ FIRST_HALF = (*EMBEDDING, "decoder.layers.[01].*")
 LAST_HALF = ("decoder.layers.[23].*", "decoder.final_layernorm.*", "output_layer.*")
 EVERY_SECOND = (*EMBEDDING, "decoder.layers.[02].*")
 STEPS = 2
+SHARDED: Flags = {
+    "use-distributed-optimizer": True,
+    "overlap-grad-reduce": True,
+    "overlap-param-gather": True,
+    "ddp-bucket-size": 1001,
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A base of bases.yaml, the names that are frozen, and the layout of two ranks."""
+    """A base of bases.yaml, the names that are frozen, and the layout of two ranks; sharded: of two for each stage."""
 
     base: str
     frozen: Sequence[str]
     vpp: int = 1
     per_token: bool = False
+    sharded: bool = False
 
 
 CASES = [
     Case("dense", EMBEDDING, vpp=2),
-    Case("moe", FIRST_HALF, per_token=True),
+    Case("moe", FIRST_HALF, per_token=True, sharded=True),
     slow(Case("dense", EMBEDDING)),
-    slow(Case("llama", LAST_HALF)),
+    slow(Case("llama", LAST_HALF, sharded=True)),
     slow(Case("llama", EVERY_SECOND, vpp=2, per_token=True)),
     # One chunk of two.
     slow(Case("dense", (*EMBEDDING, "decoder.layers.0.*"), vpp=2)),
@@ -85,12 +92,13 @@ class Trained:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_frozen_parts_train_and_resume_as_in_one_process(case: Case, tmp_path: Path) -> None:
+def test_b24_frozen_parts_train_and_resume_as_in_one_process(case: Case, tmp_path: Path) -> None:
     flags: Flags = {**TRAINING, "calculate-per-token-loss": case.per_token}
     argv = command_line({**read_bases()[case.base], **flags})
     [one] = run_on_ranks(_train, 1, argv, case.frozen, str(tmp_path / "one"))
-    stages = command_line({**read_bases()[case.base], **flags, **layout(pp=2, vpp=case.vpp)})
-    ranks: list[Trained] = run_on_ranks(_train, 2, stages, case.frozen, str(tmp_path / "two"))
+    mode = SHARDED if case.sharded else {}
+    stages = command_line({**read_bases()[case.base], **flags, **layout(pp=2, vpp=case.vpp), **mode})
+    ranks: list[Trained] = run_on_ranks(_train, 4 if case.sharded else 2, stages, case.frozen, str(tmp_path / "two"))
     for rank in (one, *ranks):
         assert rank.resumed == rank.reports[STEPS:]
     for report, reference in zip(ranks[-1].reports, one.reports, strict=True):
@@ -104,7 +112,7 @@ def test_frozen_parts_train_and_resume_as_in_one_process(case: Case, tmp_path: P
         assert max(relative_errors(merged, put_together(ours)).values()) <= 1e-8
     _assert_frozen_and_trained(one, case.frozen)
     # One line, although the first rank may have none of the thawed parameters.
-    assert [rank.thawing.count("start with fresh optimizer state") for rank in ranks] == [1, 0]
+    assert [rank.thawing.count("start with fresh optimizer state") for rank in ranks] == [1, *[0] * (len(ranks) - 1)]
 
 
 def _assert_frozen_and_trained(one: Trained, frozen: Sequence[str]) -> None:
@@ -128,9 +136,11 @@ def _train(argv: Sequence[str], frozen: Sequence[str], folder: str) -> Trained:
         reports = [comparable(train_step(run)[0]) for _ in range(STEPS)]
         run.save_checkpoint()
         reports += [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        gather_parameters(run)
         state = boxes_of_state(run)
     with started_run([*argv, "--load", folder], **parts) as run:
         resumed = [comparable(train_step(run)[0]) for _ in range(STEPS)]
+        gather_parameters(run)
         resumed_state = boxes_of_state(run)
     written = io.StringIO()
     with redirect_stdout(written), started_run([*argv, "--load", folder], **{**parts, "model_provider": fp64_model}):

@@ -6,6 +6,7 @@ no clipping at all, infinite gradients or ranks that own nothing.
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -29,10 +30,14 @@ EXPERTS, ROWS, WIDTH = 4, 8, 4
 
 @dataclass
 class Whole:
-    """Gradients and weights of the whole model: three tensors a stage, and a weight that first and last stage share."""
+    """Gradients and weights of the whole model: three tensors a stage, and a weight that first and last stage share.
+
+    sharded: data-parallel ranks each step a part of them, of one parameter here that of another there.
+    """
 
     grads: list[Tensor]
     weights: list[Tensor]
+    sharded: bool
 
     def expected(self) -> tuple[float, float, float]:
         """Gradient norm, zeros and parameters' norm of one process in fp64."""
@@ -41,17 +46,17 @@ class Whole:
         return torch.linalg.vector_norm(grads).item(), zeros, torch.linalg.vector_norm(weights).item()
 
 
-def test_b18_expert_and_split_gradients_count_once_in_norm_zeros_and_parameters_norm() -> None:
+def test_b18_b37_expert_and_split_gradients_count_once_in_norm_zeros_and_parameters_norm() -> None:
     for results in run_on_ranks(_measure_layouts, 4):
-        for layout, (measured, expected) in zip(LAYOUTS, results, strict=True):
+        for layout, (measured, expected) in zip(product(LAYOUTS, (False, True)), results, strict=True):
             assert measured == pytest.approx(expected, rel=1e-6), layout
 
 
 def _measure_layouts() -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     results = []
-    for layout in LAYOUTS:
+    for layout, sharded in product(LAYOUTS, (False, True)):
         groups = _groups_of(layout)
-        whole = _whole_model(stages=layout[2])
+        whole = _whole_model(stages=layout[2], sharded=sharded)
         optimizer = _optimizer(groups, whole, clip_grad=1.0)
         before = optimizer.params_norm()
         updated, norm, zeros = optimizer.step()
@@ -77,13 +82,13 @@ def _groups_of(layout: Sizes) -> ProcessGroupCollection:
     return parallel_state.get_process_groups()
 
 
-def _whole_model(*, stages: int) -> Whole:
+def _whole_model(*, stages: int, sharded: bool) -> Whole:
     generator = torch.Generator().manual_seed(11)
     shapes = [(ROWS, 3), (5,), (EXPERTS, WIDTH)] * stages + [(ROWS, 2)]
     weights, grads = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2))
     for grad in grads:
         grad.view(-1)[::3] = 0
-    return Whole(grads, weights)
+    return Whole(grads, weights, sharded)
 
 
 def _optimizer(groups: ProcessGroupCollection, whole: Whole, *, clip_grad: float) -> MegatronOptimizer:
@@ -106,7 +111,7 @@ def _optimizer(groups: ProcessGroupCollection, whole: Whole, *, clip_grad: float
         if name == "tied":
             mark_shared(param, is_copy=stage > 0)
         model.register_parameter(name, param)
-    wrapped = wrap(model, pg_collection=groups)
+    wrapped = wrap(model, pg_collection=groups, overlap={"use_distributed_optimizer": whole.sharded})
     config = OptimizerConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, clip_grad=clip_grad, log_num_zeros_in_grad=True)
     optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)
     # The wrapper takes means over all copies of the dense layers, of which each of the experts' has a share.
@@ -126,7 +131,7 @@ def _refuses_infinite_gradients(groups: ProcessGroupCollection, whole: Whole) ->
     """One bad element, which one rank alone may have: nobody steps."""
     grads = [grad.clone() for grad in whole.grads]
     grads[2][-1, -1] = math.inf
-    bad = _optimizer(groups, Whole(grads, whole.weights), clip_grad=1.0)
+    bad = _optimizer(groups, Whole(grads, whole.weights, whole.sharded), clip_grad=1.0)
     before = bad.params_norm()
     assert bad.step()[:2] == (False, math.inf) and bad.params_norm() == before
 

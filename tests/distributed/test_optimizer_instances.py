@@ -35,7 +35,7 @@ class Sums(nn.Module):
 
 
 def train(instances, expert_size, **settings):
-    """Three steps of plain descent. Returns the parameters of the end."""
+    """Twenty steps of plain descent. Returns the parameters of the end."""
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=expert_size, num_distributed_optimizer_instances=instances
     )
@@ -47,7 +47,7 @@ def train(instances, expert_size, **settings):
     for buffer in buffers:
         check_owners(buffer, instances)
     torch.manual_seed(dist.get_rank())
-    for _ in range(3):
+    for _ in range(20):
         ddp.zero_grad_buffer()
         ddp(3.0 ** dist.get_rank()).backward()
         ddp.finish_grad_sync()

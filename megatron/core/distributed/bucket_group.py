@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from megatron.core.device import Arrival, Writers, keep_for_current_stream
 from megatron.core.distributed.bucket_observer import Traffic
 from megatron.core.distributed.collectives import Handle, gather_shards_, reduce_bucket_
-from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket
+from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket, plain_grad
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_sequence import Readiness
 from megatron.core.distributed.ledger import Ledger
@@ -134,6 +134,8 @@ class _ParamAndGradBucketGroup:
         if self.grad_state is GradState.COLLECTING:
             self._writers.note()
             buffer.take(param)
+            if self._checks is not None and self._checks.looks_at_each:
+                self._checks.measure_sum(buffer.entry_of[param].name, buffer.entry_of[param].main_grad)
             return
         entry = buffer.entry_of[param]
         if added_to_main_grad(param):
@@ -141,7 +143,7 @@ class _ParamAndGradBucketGroup:
                 f"a kernel added to main_grad of {entry.name} while that was being reduced: wrap all microbatches but "
                 "the last in no_sync, or leave out overlap_grad_reduce"
             )
-        grad, param.grad = param.grad, None
+        grad, param.grad = plain_grad(param), None
         if grad is not None:
             self._put_aside(entry, grad)
 

@@ -1,5 +1,6 @@
 """From a module, its settings and its groups to flat buffers, how they are cut and scaled, and to a launch order."""
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,7 +20,10 @@ from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.tensor_parallel.param_attributes import has_main_grad, param_facts
+
+# What optimizers step and all back ends add up.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Longer than any pause between two launches of a healthy run.
 _DEBUG_TIMEOUT_S = 600.0
@@ -33,6 +37,7 @@ def check_settings(
     ddp_config: DistributedDataParallelConfig,
 ) -> None:
     """Raises ValueError where a module cannot be wrapped with these settings and groups."""
+    _check_params(module)
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
         raise ValueError(
             "DistributedDataParallelConfig.average_in_collective and calculate_per_token_loss are both set: the sum "
@@ -55,6 +60,24 @@ def check_settings(
     # Else one end would train, or wait for a gradient that never comes.
     if tied is not None and groups.embd is None:
         raise ValueError(f"pg_collection.embd is None: another stage has {tied} too, so give the ranks that share it")
+
+
+def _check_params(module: nn.Module) -> None:
+    trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    for name, param in trained:
+        if param.dtype not in _DTYPES:
+            raise ValueError(f"parameter {name} is {param.dtype} and requires grad: must be one of {list(_DTYPES)}")
+        if param.device != trained[0][1].device:
+            raise ValueError(
+                f"parameter {name} is on {param.device} where {trained[0][0]} is on {trained[0][1].device}: all that "
+                "require grad must be on one device"
+            )
+        # Two wrappers would each reduce a part of its gradient, and the first one's buffer be nobody's parameter.
+        if has_main_grad(param):
+            raise ValueError(
+                f"parameter {name} is in another DistributedDataParallel: call that one's release() before the module "
+                "is wrapped again; two chunks cannot share a parameter"
+            )
 
 
 def build_buffers(

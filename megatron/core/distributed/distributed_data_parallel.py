@@ -27,7 +27,7 @@ from megatron.core.distributed.wrap_agreement import check_wraps_agree
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.tensor_parallel.param_attributes import gradient_of, param_facts
+from megatron.core.tensor_parallel.param_attributes import clear_main_grad, gradient_of, param_facts
 from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 from megatron.core.utils import ModelWrapper
 
@@ -96,9 +96,11 @@ class DistributedDataParallel(ModelWrapper):
         self.launch_order.attach(
             ChunkSync(self._in_order_of_backward(), module, self._find_problem, self._zero_grads, self._checks)
         )
+        # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
+        self._grad_hooks = [
+            param.register_post_accumulate_grad_hook(self._take_gradient) for param in self.param_to_bucket_group
+        ]
         for param in self.param_to_bucket_group:
-            # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
-            param.register_post_accumulate_grad_hook(self._take_gradient)
             set_grad_owner(param, self._owner_of(param))
         self._waits = ForwardWaits(module, self.param_to_bucket_group)
         self.align_param_gather = ddp_config.align_param_gather
@@ -200,6 +202,10 @@ class DistributedDataParallel(ModelWrapper):
 
     # Parameters.
 
+    def note_update(self) -> None:
+        """Says that an optimizer has updated the parameters: a rank that did not is found out when a step ends."""
+        self.launch_order.note_update()
+
     def mark_params_stale(self) -> None:
         """Says that an optimizer has updated this rank's shards: others are gathered before modules read them."""
         self.launch_order.mark_stale(self._groups)
@@ -278,6 +284,22 @@ class DistributedDataParallel(ModelWrapper):
         for param in self.module.parameters():
             if param not in self.param_to_bucket_group:
                 _broadcast(param.data, self._group_of_replicas(is_expert=param_facts(param).is_expert))
+
+    def release(self) -> nn.Module:
+        """Gives the module back, with all parameters gathered and without hooks and gradients; use it in place of this.
+
+        To freeze, unfreeze or replace parameters between two steps: then wrap it, and build the optimizer, anew.
+        Collective.
+        """
+        if self._pre_hooks:
+            self.disable_forward_pre_hook(param_sync=False)
+        self.launch_order.finish_param_sync(self._groups)
+        for handle in self._grad_hooks:
+            handle.remove()
+        for param in self.param_to_bucket_group:
+            clear_main_grad(param)
+            set_grad_owner(param, None)
+        return self.module
 
     @property
     def device(self) -> torch.device:
@@ -361,7 +383,7 @@ class DistributedDataParallel(ModelWrapper):
 def _changed(name: str, what: str) -> str:
     return (
         f"parameter {canonical_name(name)} was {what} after the module was wrapped in DistributedDataParallel: "
-        "wrap the module, and build its optimizer, after such changes"
+        "wrap the module, and build its optimizer, after such changes, between steps after release()"
     )
 
 

@@ -167,10 +167,11 @@ class _ParamAndGradBuffer:
         main_grad already, only what else there is.
         """
         entry = self.entry_of[param]
+        grad = plain_grad(param)
         if added_to_main_grad(param):
-            self._take_beside(entry)
-        elif param.grad is not None:
-            self._move(entry, param.grad)
+            self._take_beside(entry, grad)
+        elif grad is not None:
+            self._move(entry, grad)
         self._filled.add(param)
         # While it is still in the cache, for the next one to take its place.
         param.grad = None
@@ -247,10 +248,10 @@ class _ParamAndGradBuffer:
     def _scale_of(self, param: nn.Parameter) -> float:
         return 1.0 if param in self._unscaled else self.settings.scale
 
-    def _take_beside(self, entry: Entry) -> None:
+    def _take_beside(self, entry: Entry, grad: torch.Tensor | None) -> None:
         self._check_unscaled(entry)
-        if entry.param.grad is not None and has_grad_beside_main_grad(entry.param):
-            entry.main_grad.add_(entry.param.grad)
+        if grad is not None and has_grad_beside_main_grad(entry.param):
+            entry.main_grad.add_(grad)
 
     def _check_unscaled(self, entry: Entry) -> None:
         # What autograd gave has the scale in it already, and the two cannot be told apart in the sum.
@@ -260,6 +261,16 @@ class _ParamAndGradBuffer:
                 "iteration: must be of one kind"
             )
         self._unscaled.add(entry.param)
+
+
+def plain_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """What autograd left in `param.grad`, strided and without a graph: [*parameter shape], the parameter's dtype."""
+    grad = param.grad
+    if grad is None or not (grad.requires_grad or grad.is_sparse):
+        return grad
+    # Of backward(create_graph=True), which would go on through main_grad; of embeddings with sparse gradients.
+    grad = grad.detach()
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def buffer_kind(param: nn.Parameter, *, grad_reduce_in_fp32: bool, experts_apart: bool) -> BufferKind:

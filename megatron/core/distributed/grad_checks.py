@@ -17,10 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 class GradChecks:
-    """Finds gradients that are not finite (`nan`), and warns of those that are far larger than before (`large`)."""
+    """Finds gradients that are not finite (`nan`), and warns of those that are far larger than before (`large`).
 
-    def __init__(self, *, nan: bool, large: bool) -> None:
+    each: looks at the sums after every gradient that comes, to tell with which of them it began.
+    """
+
+    def __init__(self, *, nan: bool, large: bool, each: bool = False) -> None:
         self._nan, self._large = nan, large
+        self.looks_at_each = each and nan
+        # Of this iteration: after each gradient of a parameter, whether its sum is finite, [] bool.
+        self._finite_so_far: dict[str, list[torch.Tensor]] = {}
         self._measured: list[tuple[list[str], torch.Tensor]] = []
         # The largest norm of each parameter so far, and in how many steps.
         self._largest: dict[str, tuple[float, int]] = {}
@@ -30,7 +36,7 @@ class GradChecks:
         """What the settings ask for; None for nothing."""
         if not (config.check_for_nan_in_grad or config.check_for_large_grads):
             return None
-        return cls(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads)
+        return cls(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads, each=config.ddp_debug)
 
     def measure(self, named_grads: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Notes a number or two of each gradient: any shapes, floating point, on one device."""
@@ -45,9 +51,14 @@ class GradChecks:
             numbers.append(torch.stack([torch.linalg.vector_norm(grad, dtype=_wide(grad)) for _, grad in named_grads]))
         self._measured.append(([name for name, _ in named_grads], torch.stack([n.double() for n in numbers])))
 
+    def measure_sum(self, name: str, total: torch.Tensor) -> None:
+        """Notes whether the sum of a parameter's gradients is finite so far: any shape, floating point."""
+        self._finite_so_far.setdefault(name, []).append(total.isfinite().all())
+
     def forget(self) -> None:
         """Drops what was measured."""
         self._measured.clear()
+        self._finite_so_far.clear()
 
     def non_finite_sync(self) -> list[str]:
         """Names of the measured gradients that are not finite; forgets what was measured."""
@@ -62,7 +73,14 @@ class GradChecks:
             for name, norm in zip(names, norms[0]):
                 self._compare(name, norm)
         # Late gradients are measured apart.
-        return list(dict.fromkeys(bad)) if self._nan else []
+        return [self._since_when_sync(name) for name in dict.fromkeys(bad)] if self._nan else []
+
+    def _since_when_sync(self, name: str) -> str:
+        # NOTE: reads the device, when there is an error to tell.
+        so_far = [bool(finite) for finite in self._finite_so_far.get(name, [])]
+        if all(so_far):
+            return name
+        return f"{name} (since microbatch {so_far.index(False)}, of {len(so_far)} that gave it a gradient)"
 
     def _compare(self, name: str, norm: float) -> None:
         largest, steps = self._largest.get(name, (0.0, 0))

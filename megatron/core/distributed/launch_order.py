@@ -201,10 +201,14 @@ class LaunchOrder:
     def reset(self) -> None:
         """After an error in an iteration: lets the other ranks know, drops all gradients and begins anew.
 
-        Collective, except after finish_grad_sync has ended the iteration, or told of another rank's reset.
+        Collective, except after finish_grad_sync has ended the iteration, or told of another rank's reset; in any case
+        the gathers that are due are waited for.
         """
         if self._phase is Phase.COLLECTING:
             self._break_off(_RESET)
+        # Left behind where the error came between an optimizer's update and its gathers.
+        for group in self.gather_order:
+            self.need(group, prefetch=False)
         self._start()
         for chunk in self._chunks:
             chunk.zero_grads()
@@ -220,6 +224,10 @@ class LaunchOrder:
                 group.param_state = ParamState.STALE
                 for observer in self.observers:
                     observer.gather_due(group)
+
+    def note_update(self) -> None:
+        """Says that an optimizer has updated the parameters: a rank that did not is found out at the next agreement."""
+        self.ledger.note("an update of the parameters by the optimizer")
 
     def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup], *, again: bool = False) -> None:
         """Launches the gathers of stale parameters; if all groups are current, or `again`, of all. Collective."""
@@ -270,6 +278,12 @@ class LaunchOrder:
     @contextmanager
     def _taking(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> Iterator[None]:
         self._check_collecting(group, param)
+        if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
+            # Nobody waited for its gather, so forward took the values from before the optimizer's step.
+            raise RuntimeError(
+                f"parameter {_name_of(param, group)} has a gradient, and forward read it before the gather of its new "
+                "values was done: its own module must be called, or wait_params be called with it before it is read"
+            )
         for observer in self.observers:
             observer.before_grad(group, param)
         yield
@@ -286,9 +300,9 @@ class LaunchOrder:
 
     def _check_collecting(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         if self._phase is not Phase.COLLECTING:
-            name = next(entry.name for entry in group.entries if entry.param is param)
             raise RuntimeError(
-                f"the gradient of {name} came after finish_grad_sync: call zero_grad_buffer before the first backward"
+                f"the gradient of {_name_of(param, group)} came after finish_grad_sync: call zero_grad_buffer before "
+                "the first backward"
             )
 
     def _start(self) -> None:
@@ -386,3 +400,7 @@ class LaunchOrder:
 def all_current(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
     """Whether all ranks have the parameters of all these groups; the same on all ranks."""
     return all(group.param_state is ParamState.CURRENT for group in groups)
+
+
+def _name_of(param: nn.Parameter, group: _ParamAndGradBucketGroup) -> str:
+    return next(entry.name for entry in group.entries if entry.param is param)

@@ -74,11 +74,13 @@ class Ledger:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._new_entry(op, group, flat=flat, bucket=bucket)
-        # Not Python's hash of strings, which each process salts by itself.
-        self._digest = zlib.crc32(entry.hashed, self._digest)
-        self._since_agreement.append(entry)
+        self._add(entry)
         if self._channel is not None:
             self._channel.compare(entry.line, group)
+
+    def note(self, line: str) -> None:
+        """Notes something else, in words, that all ranks of the stage do at the same place among their launches."""
+        self._add(self._entries.setdefault(line, _Entry(line, line.encode())))
 
     def stop(self, reason: str) -> None:
         """Lets the other ranks raise `reason` at their next launch when debugging, instead of waiting for this one."""
@@ -103,6 +105,11 @@ class Ledger:
         assert self._group is not None
         ranks = dist.get_process_group_ranks(self._group)
         raise CollectiveMismatchError(_first_difference(dict(zip(ranks, lines))))
+
+    def _add(self, entry: _Entry) -> None:
+        # Not Python's hash of strings, which each process salts by itself.
+        self._digest = zlib.crc32(entry.hashed, self._digest)
+        self._since_agreement.append(entry)
 
     def _new_entry(self, op: str, group: dist.ProcessGroup | None, *, flat: torch.Tensor, bucket: str) -> _Entry:
         # Ranks of one stage are in different groups of a kind, so a group is known by when it was first used.

@@ -81,7 +81,8 @@ class DistributedOptimizer(MegatronOptimizer):
         for chunk in self._sharded_chunks:
             chunk.mark_params_stale()
         if self._gathers_in_step:
-            self._update_and_gather_buckets(divisor)
+            with self._updating():
+                self._update_and_gather_buckets(divisor)
             return
         super()._update(divisor)
         if self._gathers_after_step:

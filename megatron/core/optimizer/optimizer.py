@@ -34,6 +34,7 @@ class SteppedChunk(Protocol):
     @property
     def all_buffers(self) -> Sequence[FlatBuffer]: ...
     def zero_grad_buffer(self) -> None: ...
+    def note_update(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class MegatronOptimizer:
         self._owned_parts = self._owned.parts_of(self._runs)
         # Here and not read from torch's state: a rank may have nothing to train, and steps with the others.
         self._num_steps = 0
+        # From the beginning of an update to its end, and for good if an error comes between.
+        self._is_half_updated = False
         # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
 
@@ -138,8 +141,10 @@ class MegatronOptimizer:
         """Updates the parameters from reduced gradients: (whether it did, gradient norm, zeros if configured).
 
         The norm is that of the unscaled gradients before clipping. Not updated means that a gradient was not finite.
-        Collective over all ranks that hold parts of the model.
+        Collective over all ranks that hold parts of the model. An error before the update changes nothing; after one
+        inside it parameters and states are of two steps, and this raises RuntimeError until a checkpoint is loaded.
         """
+        self._check_whole()
         # Else the kernel would update memory that the model no longer reads, silently.
         for run in self._runs:
             run.check_attached()
@@ -178,8 +183,9 @@ class MegatronOptimizer:
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
         """Moments and masters as boxes to save, all as they are read, fp32; model_pieces: by parameter name.
 
-        Of this rank's shard alone. What is kept as fp32 is not copied.
+        Of this rank's shard alone. What is kept as fp32 is not copied. Raises RuntimeError where `step` would.
         """
+        self._check_whole()
         return [tensor for state in self._flat_states() for tensor in state.tensors(state.read(), model_pieces)]
 
     @contextmanager
@@ -194,6 +200,7 @@ class MegatronOptimizer:
             # What only stands elsewhere is in no checkpoint of its own.
             if run.is_copy and not run.has_master:
                 run.take_model()
+        self._is_half_updated = False
 
     def _flat_states(self) -> list[_FlatState]:
         states = []
@@ -244,7 +251,24 @@ class MegatronOptimizer:
         return [flat] if pieces is None else range_views(pieces, flat, start=member.start)
 
     def _update(self, divisor: float) -> None:
-        self._update_runs(divisor, self._every_run, rules=self._rules)
+        with self._updating():
+            self._update_runs(divisor, self._every_run, rules=self._rules)
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Around all that must be done as a whole, or not at all."""
+        self._is_half_updated = True
+        yield
+        self._is_half_updated = False
+        for chunk in self._model_chunks:
+            chunk.note_update()
+
+    def _check_whole(self) -> None:
+        if self._is_half_updated:
+            raise RuntimeError(
+                "an error broke an earlier step off in the middle of its update, so parameters and optimizer states "
+                "are no longer of one step: load a checkpoint"
+            )
 
     def _update_runs(self, divisor: float, runs: Set[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
         for rule in rules:

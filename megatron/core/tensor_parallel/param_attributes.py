@@ -75,6 +75,17 @@ def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
     vars(param).update(main_grad=grad)
 
 
+def clear_main_grad(param: nn.Parameter) -> None:
+    """Takes that back from a parameter, any shape and dtype, with what kernels wrote of it."""
+    for name in ("main_grad", "grad_added_to_main_grad"):
+        vars(param).pop(name, None)
+
+
+def has_main_grad(param: nn.Parameter) -> bool:
+    """Whether a data-parallel wrapper has taken a parameter, any shape and dtype."""
+    return "main_grad" in vars(param)
+
+
 def gradient_of(param: Tensor) -> Tensor | None:
     """A parameter's gradient, any shape and dtype: main_grad where a data-parallel wrapper gave it one, else grad."""
     main_grad: Tensor | None = vars(param).get("main_grad")

@@ -164,6 +164,19 @@ def test_a_layer_used_twice_under_recompute_gets_the_sum_of_both_uses(reentrant)
     torch.testing.assert_close(grads(buffer)["weight"], expected)
 
 
+def test_sparse_gradients_and_those_that_have_a_graph_are_taken_by_value():
+    model = nn.Embedding(4, 3, sparse=True)
+    buffer = buffer_of(model)
+    for _ in range(2):
+        model(torch.tensor([1, 2, 1])).sum().backward()
+    assert torch.equal(grads(buffer)["weight"], torch.tensor([[0.0], [4.0], [2.0], [0.0]]).expand(4, 3))
+    model = nn.Linear(3, 1)
+    buffer = buffer_of(model)
+    for _ in range(2):
+        model(torch.ones(1, 3)).square().sum().backward(create_graph=True)
+    assert grads(buffer)["weight"].any() and not grads(buffer)["weight"].requires_grad
+
+
 def test_parameters_that_backward_did_not_reach_have_zero_gradients():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     buffer = buffer_of(model)

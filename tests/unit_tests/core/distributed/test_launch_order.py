@@ -124,6 +124,22 @@ def test_b37_one_rank_alone_and_models_without_trainable_parameters(settings):
         assert [float(grad.sum()) for grad in grads.values()] == [2.0, 1.0] * bool(grads)
 
 
+@pytest.mark.parametrize(
+    "others, message",
+    [
+        (
+            lambda: nn.Linear(2, 2, dtype=torch.complex64),
+            r"1.weight is torch.complex64 and requires grad: must be one of",
+        ),
+        (lambda: nn.Linear(2, 2, device="meta"), "1.weight is on meta where 0.weight is on cpu: .* on one device"),
+        (lambda: wrapped(nn.Linear(2, 2)).module, r"1.weight is in another .* two chunks cannot share a parameter"),
+    ],
+)
+def test_parameters_that_no_buffer_can_take_are_refused_by_name(others, message):
+    with pytest.raises(ValueError, match=message):
+        wrapped(nn.Sequential(nn.Linear(2, 2), others()))
+
+
 def test_b34_each_type_has_a_buffer_of_its_own():
     model = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2), nn.Linear(2, 2).double())
     ddp = wrapped(model, grad_reduce_in_fp32=True)

@@ -1,0 +1,140 @@
+"""TRAPS B32: a step that an error broke off, anywhere and on any ranks, leaves no trace after reset_iteration.
+
+Except inside the optimizer's update: that is told, and nobody goes on with it.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.agreement import RemoteRankError
+from megatron.core.dist_checkpointing import model_logical_pieces
+from megatron.core.distributed import CollectiveMismatchError, finalize_model_grads
+from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.update_rules import FusedRule
+from tests.distributed.test_distributed_optimizer import OVERLAPS, Run
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
+
+MODES: list[dict[str, Any]] = [{"zero1": False}, {"zero1": False, "overlap": "grads"}]
+MODES += [{"zero1": True, "overlap": overlap} for overlap in OVERLAPS]
+ONE, SOME, ALL = (1,), (0, 2), (0, 1, 2, 3)
+# Where, and on which ranks; the optimizer's norm is a collective.
+BREAKS = [(where, who) for where in ("data", "forward", "weight's hook", "after backward") for who in (ONE, ALL)]
+BREAKS += [("forward", SOME), ("norm", ALL), ("gather", ONE), ("gather", ALL)]
+
+
+class InjectedError(Exception):
+    """What a user's code might raise."""
+
+
+def _raise(*unused: Any, **kwargs: Any) -> Any:
+    raise InjectedError
+
+
+def _break_here(run: Run, where: str) -> AbstractContextManager[Any]:
+    """Inside, this rank's step raises there."""
+    layer: Any = run.model.module[2]  # type: ignore[index]
+    if where == "forward":
+        return patch.object(layer, "forward", _raise)
+    if where == "norm":
+        return patch.object(MegatronOptimizer, "_grad_norm", _raise)
+    if where == "gather":
+        return patch.object(Group, "start_param_sync", _raise)
+    return nullcontext()
+
+
+def _broken_step(run: Run, where: str, step: int) -> None:
+    run.optimizer.zero_grad()
+    if where == "data":
+        _raise()
+    hook = run.model.module[2].weight.register_hook(_raise) if where == "weight's hook" else None  # type: ignore[index]
+    try:
+        run.model(microbatches(step)[0]).square().mean().backward()
+        if where == "after backward":
+            _raise()
+        finalize_model_grads([run.model])
+        run.optimizer.step()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def _survive(modes: Sequence[dict[str, Any]], instances: int) -> str:
+    """Steps that are broken off between good ones, in each mode; what this rank was told of the first break."""
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+    more: Any = {"num_distributed_optimizer_instances": instances}
+    told = []
+    for mode in modes:
+        with patch.dict(OVERLAPS, {name: {**flags, **more} for name, flags in OVERLAPS.items()}):
+            run, plain = (Run(tiny_model(), bucket_size=1, **mode) for _ in range(2))
+        for step in range(2):
+            assert repr(run.step(step)) == repr(plain.step(step))
+        # Gathers are in the update itself with the last overlap.
+        gathers = mode["zero1"] and mode["overlap"] != "step"
+        for number, (where, who) in enumerate(each for each in BREAKS if gathers or each[0] != "gather"):
+            # Without overlap gathers follow the update, which is done.
+            is_done = where == "gather" and mode["overlap"] != "params"
+            told.append(_break_off(run, where, step=number, here=dist.get_rank() in who))
+            if is_done:
+                _broken_step(plain, "nowhere", number)
+            else:
+                assert told[-1] is not None and not any(buffer.grad_data.any() for buffer in run.model.all_buffers)
+            assert repr(run.step(number)) == repr(plain.step(number)), (mode, where, who)
+        ours, theirs = run.weights(), plain.weights()
+        assert all(torch.equal(ours[name], weight) for name, weight in theirs.items()), mode
+    return str(told[0])
+
+
+def _break_off(run: Run, where: str, *, step: int, here: bool) -> str | None:
+    """A step that raises on some ranks, maybe here, and what this rank was told, if anything."""
+    try:
+        with _break_here(run, where) if here else nullcontext():
+            _broken_step(run, where if here else "nowhere", step)
+    except (InjectedError, RemoteRankError) as error:
+        run.model.reset_iteration()
+        return str(error)
+    return None
+
+
+def test_b32_a_step_broken_off_anywhere_on_any_ranks_leaves_no_trace() -> None:
+    for told in run_on_ranks(_survive, 3, MODES, 1)[::2]:
+        assert "rank 1 of the stage broke the iteration off: reset_iteration() was called after an error" in told
+
+
+@pytest.mark.slow
+def test_b32_nor_does_it_with_two_instances() -> None:
+    run_on_ranks(_survive, 4, MODES[2:], 2)
+
+
+def _break_updates() -> None:
+    for mode in MODES:
+        for who in (ALL, ONE):
+            run = Run(tiny_model(), bucket_size=1, **mode)
+            run.step(0)
+            with pytest.raises(InjectedError) if dist.get_rank() in who else nullcontext():
+                with patch.object(FusedRule, "update", _raise) if dist.get_rank() in who else nullcontext():
+                    _broken_step(run, "nowhere", 1)
+            if dist.get_rank() in who:
+                run.model.reset_iteration()
+                with pytest.raises(RuntimeError, match="in the middle of its update.*: load a checkpoint"):
+                    run.optimizer.sharded_state(model_logical_pieces(run.model))
+            expected = (
+                (RuntimeError, "in the middle of its update")
+                if who == ALL
+                else (CollectiveMismatchError, "ranks 0, 2 launch an update of the parameters by the optimizer; rank 1")
+            )
+            with pytest.raises(expected[0], match=expected[1]):
+                run.step(2)
+
+
+@pytest.mark.slow
+def test_b32_an_update_that_was_broken_off_is_told_on_all_ranks() -> None:
+    run_on_ranks(_break_updates, 3)
