@@ -101,6 +101,7 @@ def build_buffers(
     several = ddp_config.num_distributed_optimizer_instances > 1
     device = next((param.device for param in module.parameters()), default_device())
     side = SideStream(device) if several and ddp_config.overlap_grad_reduce else None
+    is_whole = single_bucket or not ddp_config.overlap_grad_reduce
     buffers = []
     for kind, named_params in by_kind.items():
         replicas = groups.expt_dp if kind.is_expert else groups.dp_cp
@@ -112,10 +113,10 @@ def build_buffers(
             bucket_size=resolve_bucket_size(
                 ddp_config.bucket_size,
                 ddp_config.num_buckets,
-                total=sum(param.numel() for _, param in named_params),
                 num_ranks=group_size(group),
-                single_bucket=single_bucket or not ddp_config.overlap_grad_reduce,
+                single_bucket=is_whole,
             ),
+            num_buckets=None if is_whole else ddp_config.num_buckets,
             is_sharded=ddp_config.use_distributed_optimizer,
             scale=_scale(replicas, groups, config=config, ddp_config=ddp_config),
             policy=ReductionPolicy(

@@ -53,6 +53,7 @@ class BufferSettings:
 
     group: ProcessGroup | None
     bucket_size: int | None
+    num_buckets: int | None = None
     is_sharded: bool = False
     scale: float = 1.0
     policy: ReductionPolicy = ReductionPolicy()
@@ -105,6 +106,7 @@ class _ParamAndGradBuffer:
             [param.numel() for _, param in named_params],
             num_shards=group_size(settings.group),
             bucket_size=settings.bucket_size,
+            num_buckets=settings.num_buckets,
             # Both ends of a pipeline have this weight: alone in its bucket, its shards are the same elements on both.
             own_bucket={i for i, (_, param) in enumerate(named_params) if param_facts(param).shared_embedding},
             high_busbw=settings.high_busbw,

@@ -105,30 +105,34 @@ def lay_out(
     num_shards: int,
     bucket_size: int | None,
     own_bucket: Collection[int] = (),
+    num_buckets: int | None = None,
     high_busbw: bool = False,
     split: bool = False,
 ) -> BufferLayout:
     """Places parameters of `sizes` elements, the last first, which is about the order of their gradients.
 
     bucket_size: elements from which on a bucket is closed; None for a single bucket. own_bucket: indices of parameters
-    that share theirs with no other. high_busbw: bucket ends on a coarser grid. split: buckets are of `bucket_size`
+    that share theirs with no other. num_buckets: so many of about equal size instead, or as near to it as one parameter
+    a bucket, and own_bucket, allow. high_busbw: bucket ends on a coarser grid. split: buckets are of `bucket_size`
     elements each, rounded up, and cut parameters where they end.
     """
-    if num_shards < 1:
-        raise ValueError(f"num_shards is {num_shards}: must be at least 1")
-    if bucket_size is not None and bucket_size < 1:
-        raise ValueError(f"bucket_size is {bucket_size}: must be at least 1, or None for a single bucket")
-    if split and own_bucket:
-        raise ValueError("own_bucket is given with split: buckets that cut parameters cannot be one parameter's")
+    _check_numbers(sizes, num_shards=num_shards, bucket_size=bucket_size, num_buckets=num_buckets)
+    _check_own_bucket(own_bucket, num_params=len(sizes))
+    if split and (own_bucket or num_buckets is not None):
+        raise ValueError(
+            "own_bucket or num_buckets is given with split: where bucket_size cuts, buckets are no parameter's"
+        )
     grain = math.lcm(ALIGNMENT * num_shards, _HIGH_BUSBW_GRAIN if high_busbw else _BUCKET_GRAIN)
     place = _Placement(list(sizes), grain)
     if split:
         return place.cut_every(bucket_size, num_shards=num_shards)
+    ends = None if num_buckets is None else _even_ends(sizes, num_buckets, own_bucket=own_bucket)
     for index in reversed(range(len(sizes))):
         if index in own_bucket:
             place.close()
         place.add(index)
-        if index in own_bucket or (bucket_size is not None and place.size >= bucket_size):
+        is_full = index in ends if ends is not None else bucket_size is not None and place.size >= bucket_size
+        if index in own_bucket or is_full:
             place.close()
     place.close()
     return BufferLayout(tuple(place.spans), tuple(place.buckets), num_shards)
@@ -175,16 +179,51 @@ class _Placement:
         return BufferLayout(tuple(self.spans), tuple(self.buckets), num_shards)
 
 
-def resolve_bucket_size(
-    bucket_size: int | None, num_buckets: int | None, *, total: int, num_ranks: int, single_bucket: bool
-) -> int | None:
-    """Elements of a bucket for lay_out, from what a user gave; None for a single bucket.
+def _check_numbers(sizes: Sequence[int], **named: int | None) -> None:
+    for name, value in {**named, **{f"sizes[{index}]": size for index, size in enumerate(sizes)}}.items():
+        least = 0 if name.startswith("sizes") else 1
+        if value is None and name != "num_shards" and least:
+            continue
+        # A bool is an int to Python; for a user it is a mistake.
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}: must be an integer")
+        if value < least:
+            raise ValueError(f"{name} is {value}: must be at least {least}")
 
-    total: elements of all parameters. num_ranks: of the data-parallel group; larger groups need larger messages.
-    single_bucket: nothing is overlapped, whatever the user gave.
+
+def _check_own_bucket(own_bucket: Collection[int], *, num_params: int) -> None:
+    for index in own_bucket:
+        if not 0 <= index < num_params:
+            raise ValueError(f"own_bucket has {index}: must be an index into the {num_params} sizes")
+
+
+def _even_ends(sizes: Sequence[int], num_buckets: int, *, own_bucket: Collection[int]) -> set[int]:
+    """The indices after which, from the last down, a bucket is closed for there to be `num_buckets`."""
+    # Of the parameters below each index: the buckets that they need at least.
+    needed = [0]
+    for index in range(len(sizes)):
+        alone = index in own_bucket or index - 1 in own_bucket or index == 0
+        needed.append(needed[-1] + alone)
+    ends: set[int] = set()
+    closed, size, rest = 0, 0, sum(sizes)
+    for index in reversed(range(len(sizes))):
+        size += sizes[index]
+        others = num_buckets - closed - 1
+        is_forced = index in own_bucket or index - 1 in own_bucket or index <= others
+        if is_forced or (size * (others + 1) >= rest and needed[index] <= others):
+            ends.add(index)
+            closed, size, rest = closed + 1, 0, rest - size
+    return ends
+
+
+def resolve_bucket_size(
+    bucket_size: int | None, num_buckets: int | None, *, num_ranks: int, single_bucket: bool
+) -> int | None:
+    """Elements of a bucket for lay_out, from what a user gave; None for a single bucket, or where their number counts.
+
+    num_ranks: of the data-parallel group; larger groups need larger messages. single_bucket: nothing is overlapped,
+    whatever the user gave.
     """
-    if single_bucket:
+    if single_bucket or num_buckets is not None:
         return None
-    if num_buckets is not None:
-        return max(1, -(-total // num_buckets))
     return bucket_size or max(_DEFAULT_BUCKET_SIZE, _DEFAULT_BUCKET_SIZE_PER_RANK * num_ranks)

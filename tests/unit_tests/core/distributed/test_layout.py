@@ -80,13 +80,35 @@ def test_fragments_of_all_buckets_are_the_parameters_in_order_and_without_a_gap(
 
 @pytest.mark.parametrize(
     ("given_size", "num_buckets", "single", "expected"),
-    [(None, None, False, 64_000_000), (5, None, False, 5), (None, 3, False, 34), (5, None, True, None)],
+    [(None, None, False, 64_000_000), (5, None, False, 5), (None, 3, False, None), (5, None, True, None)],
 )
 def test_the_bucket_size_follows_from_what_was_given(given_size, num_buckets, single, expected):
-    assert resolve_bucket_size(given_size, num_buckets, total=100, num_ranks=64, single_bucket=single) == expected
+    assert resolve_bucket_size(given_size, num_buckets, num_ranks=64, single_bucket=single) == expected
 
 
-@pytest.mark.parametrize("wrong", [{"num_shards": 0}, {"bucket_size": 0}, {"split": True, "own_bucket": {0}}])
-def test_impossible_layouts_are_refused_by_name(wrong):
-    with pytest.raises(ValueError, match=list(wrong)[-1]):
+@given(SIZES, st.integers(1, 14), st.sets(st.integers(0, 11), max_size=3))
+def test_there_are_as_many_buckets_as_asked_for_where_the_parameters_allow_it(sizes, num_buckets, own):
+    own = {index for index in own if index < len(sizes)}
+    layout = lay_out(sizes, num_shards=2, bucket_size=None, num_buckets=num_buckets, own_bucket=own)
+    # Alone are those of `own`; what lies between two of them is together at best.
+    least = sum(index in own or index - 1 in own or index == 0 for index in range(len(sizes)))
+    assert len(layout.buckets) == max(least, min(num_buckets, len(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"num_shards": 0}, ValueError),
+        ({"bucket_size": 0}, ValueError),
+        ({"bucket_size": 1.5}, TypeError),
+        ({"bucket_size": True}, TypeError),
+        ({"num_buckets": 0}, ValueError),
+        ({"own_bucket": {1}}, ValueError),
+        ({"split": True, "own_bucket": {0}}, ValueError),
+    ],
+)
+def test_impossible_layouts_are_refused_by_name(wrong, error):
+    with pytest.raises(error, match=list(wrong)[-1]):
         lay_out([3], **{"num_shards": 1, "bucket_size": None, **wrong})
+    with pytest.raises(ValueError, match=r"sizes\[1\] is -3: must be at least 0"):
+        lay_out([5, -3], num_shards=1, bucket_size=None)
