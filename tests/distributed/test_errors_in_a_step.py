@@ -47,7 +47,7 @@ def _break_here(run: Run, where: str) -> AbstractContextManager[Any]:
     if where == "norm":
         return patch.object(MegatronOptimizer, "_grad_norm", _raise)
     if where == "gather":
-        return patch.object(Group, "start_param_sync", _raise)
+        return patch.object(Group, "launch_gathers", _raise)
     return nullcontext()
 
 
