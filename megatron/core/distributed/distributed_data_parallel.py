@@ -414,3 +414,10 @@ def _existing_groups() -> ProcessGroupCollection:
 def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     if group_size(group) > 1:
         dist.broadcast(flat, group=group, group_src=0)
+
+
+def require_wrapped(chunk: nn.Module) -> DistributedDataParallel:
+    """`chunk` itself; raises ValueError if it is no DistributedDataParallel."""
+    if not isinstance(chunk, DistributedDataParallel):
+        raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in DistributedDataParallel")
+    return chunk

@@ -63,7 +63,7 @@ class EventLog:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._completion = CompletionMarks(device)
-        self._is_asked = self._is_recording = False
+        self._is_asked = False
         self._start: TimeMark | None = None
         self._last_grad: dict[str, TimeMark] = {}
         self._due: dict[str, TimeMark] = {}
@@ -142,11 +142,10 @@ class EventLog:
 
     def end_iteration(self) -> None:
         """See BucketObserver."""
-        if self._is_recording and self._start is not None:
+        if self._start is not None:
             self._finished.append((self._start, self._last_grad, self._marks))
-        self._is_recording, self._is_asked = self._is_asked, False
         self._last_grad, self._due, self._marks = {}, {}, []
-        self._start = self._now() if self._is_recording else None
+        self._start, self._is_asked = (self._now() if self._is_asked else None), False
 
     def gather_due(self, group: ObservedGroup) -> None:
         """See BucketObserver."""
@@ -154,6 +153,10 @@ class EventLog:
             self._due[group.name] = self._now()
 
     # Inside.
+
+    @property
+    def _is_recording(self) -> bool:
+        return self._start is not None
 
     def _now(self) -> TimeMark:
         return mark_time(self._device)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, require_wrapped
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
@@ -42,9 +42,10 @@ def finalize_model_grads(
     in the losses that this rank summed: the sum over ranks is divided by the tokens of all (1 if there are none).
     Stages before the last, which sum no losses, may leave it None.
     pg_collection: the groups of this rank; None: those that the chunks were wrapped with.
-    Raises what finish_grad_sync does.
+    Raises what finish_grad_sync does, and ValueError for a chunk that is not wrapped and where num_tokens does not go
+    with calculate_per_token_loss.
     """
-    chunks = [_wrapped(chunk) for chunk in model]
+    chunks = [require_wrapped(chunk) for chunk in model]
     groups = pg_collection or (chunks[0].pg_collection if chunks else existing_process_groups())
     for chunk in chunks:
         _check_num_tokens(chunk, num_tokens, pp_group=groups.pp)
@@ -63,12 +64,6 @@ def finalize_model_grads(
     # After all of them: the two stages have the tied weight in different chunks, and between them wait for others.
     for chunk in chunks:
         _reduce_shared_grads(chunk, groups.embd)
-
-
-def _wrapped(chunk: nn.Module) -> DistributedDataParallel:
-    if not isinstance(chunk, DistributedDataParallel):
-        raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in DistributedDataParallel")
-    return chunk
 
 
 def _check_num_tokens(

@@ -4,7 +4,7 @@ It launches nothing. How it is used, over one stage:
 
     ledger = Ledger(stage_group)  # debug: Ledger(stage_group, debug_timeout_s=300.0), collective
     ledger.name_bucket("chunk 0 dense 3", ["layer.weight"])  # once a bucket, for messages
-    ledger.record(op="all_reduce", group=dp_group, flat=flat, bucket="chunk 0 dense 3")  # right before each launch
+    ledger.record(op="all-reduce", group=dp_group, flat=flat, bucket="chunk 0 dense 3")  # right before each launch
     largest = [...]  # ledger.agreement(), two integers, after the step's MAX all-reduce over the stage
     ledger.check_agreed(largest)  # raises CollectiveMismatchError on all ranks of the stage or on none
 """
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import group_rank, group_size
 
 _NAMES_SHOWN = 3
@@ -100,8 +101,7 @@ class Ledger:
         self._digest = 0
         if largest[0] == -largest[1]:
             return
-        lines: list[list[str]] = [[] for _ in range(group_size(self._group))]
-        dist.all_gather_object(lines, [entry.line for entry in entries], group=self._group)
+        lines = gather_objects([entry.line for entry in entries], self._group)
         assert self._group is not None
         ranks = dist.get_process_group_ranks(self._group)
         raise CollectiveMismatchError(_first_difference(dict(zip(ranks, lines))))

@@ -61,7 +61,8 @@ def _first_difference(fingerprints: dict[str, tuple[int, bool]], group: dist.Pro
 def raise_non_finite(names: list[str], groups: Sequence[dist.ProcessGroup | None]) -> None:
     """Raises NonFiniteGradientError with what the ranks of all groups found. Collective: on all of them.
 
-    names: this rank's parameters with a gradient that is not finite. groups: each rank's tells the next one's ranks.
+    names: this rank's parameters with a gradient that is not finite. groups: asked one after the other, so that
+    what the ranks of one found reaches the ranks of the next.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = {rank: names} if names else {}

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
 from megatron.core.distributed.layout import ALIGNMENT, Span
-from megatron.core.process_groups_config import group_size
+from megatron.core.group_collectives import gather_objects
 
 
 def check_coverage(buffer: _ParamAndGradBuffer) -> None:
@@ -14,11 +12,8 @@ def check_coverage(buffer: _ParamAndGradBuffer) -> None:
 
     Collective over buffer.data_parallel_group.
     """
-    own = [(span.start, span.numel) for span in buffer.owned_spans()]
-    of_ranks = [own] * group_size(buffer.data_parallel_group)
-    if len(of_ranks) > 1:
-        dist.all_gather_object(of_ranks, own, group=buffer.data_parallel_group)
-    problem = find_problem([[Span(*one) for one in spans] for spans in of_ranks], numel=buffer.numel)
+    of_ranks = gather_objects(buffer.owned_spans(), buffer.data_parallel_group)
+    problem = find_problem(of_ranks, numel=buffer.numel)
     if problem is not None:
         element, what = problem
         names = [entry.name for entry in buffer.entries if entry.span.start <= element < entry.span.padded_end]

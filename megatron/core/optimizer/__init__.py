@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel import require_wrapped
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, check_same_sharding
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.group_agreement import agree_on_groups
@@ -62,7 +62,7 @@ def get_megatron_optimizer(
     if not model_chunks:
         raise ValueError("model_chunks is empty: must be the wrapped chunks of the model, at least one")
     groups = pg_collection or existing_process_groups()
-    chunks = [_wrapped(chunk) for chunk in model_chunks]
+    chunks = [require_wrapped(chunk) for chunk in model_chunks]
     buffers = [buffer for chunk in chunks for buffer in chunk.all_buffers]
     _check_settings(config, groups, buffers=buffers)
     is_sharded = check_same_sharding(chunks, wanted=config.use_distributed_optimizer)
@@ -133,12 +133,6 @@ def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
     if config.main_params_dtype == "fp16":
         return half_masters
     return remainder_masters if config.keeps_remainders else full_masters
-
-
-def _wrapped(chunk: nn.Module) -> DistributedDataParallel:
-    if not isinstance(chunk, DistributedDataParallel):
-        raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in DistributedDataParallel")
-    return chunk
 
 
 def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> dict[str, list[MatrixWindow]]:

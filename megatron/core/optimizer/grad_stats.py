@@ -95,16 +95,16 @@ class OwnedElements:
                     parts.append(OwnedPart(run, spans[0].start, spans[-1].padded_end, with_experts))
         return parts
 
-    def norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype, norm_type: float = 2) -> float:
-        """Norm over all ranks, rounded to fp32. Collective.
+    def norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> float:
+        """2-norm over all ranks, rounded to fp32. Collective.
 
         owned: tensors that this rank counts, any shapes, contiguous, floating point; and with_experts of each.
         """
         dense, experts = self._by_group(owned)
-        total = total_norm(dense, norm_type, groups=self._dense_groups, accumulate_in=accumulate_in)
+        total = total_norm(dense, 2, groups=self._dense_groups, accumulate_in=accumulate_in)
         if not self._one_group:
-            of_experts = total_norm(experts, norm_type, groups=self._expert_groups, accumulate_in=accumulate_in)
-            total = torch.linalg.vector_norm(torch.stack([total, of_experts]), norm_type)
+            of_experts = total_norm(experts, 2, groups=self._expert_groups, accumulate_in=accumulate_in)
+            total = torch.linalg.vector_norm(torch.stack([total, of_experts]), 2)
         return read_norm_sync(total)
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:

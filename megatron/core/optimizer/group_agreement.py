@@ -21,9 +21,9 @@ def agree_on_groups(
 ) -> dict[nn.Parameter, GroupKey]:
     """The group of each parameter of this rank. Collective over all ranks that hold parts of the model.
 
-    The copy of a tied weight has the group of its owner, whatever the overrides say of the copy's own name. Raises on
-    every rank, ValueError but where the mistake is another rank's alone: for rates that contradict each other,
-    and an override without a parameter in any part of the model.
+    The copy of a tied weight has the group of its owner, whatever the overrides say of the copy's own name. For
+    rates that contradict each other, and an override without a parameter in any part of the model, raises ValueError
+    where this rank is wrong and RemoteRankError where another one is.
     """
     with _all_parts_agree(groups):
         copies = [entry.name for entry in entries if param_facts(entry.param).shared]

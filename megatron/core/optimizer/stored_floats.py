@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 
 from megatron.core.device import host_bytes
+from megatron.core.distributed.layout import ALIGNMENT
 
-# Elements that share a scale. The grid on which ranks cut parameters, so that no cut changes a scale.
-BLOCK = 64
+# Elements that share a scale. It is the grid on which ranks cut parameters, so that no cut changes a scale.
+BLOCK = ALIGNMENT
 # The largest number of a block comes to lie at half of fp16's range, the next power of two would leave it.
 _TOP_EXPONENT = 15
 _LOWEST_EXPONENT = -100
