@@ -138,3 +138,52 @@ def _break_updates() -> None:
 @pytest.mark.slow
 def test_b32_an_update_that_was_broken_off_is_told_on_all_ranks() -> None:
     run_on_ranks(_break_updates, 3)
+
+
+def break_off(run: Run, where: str) -> str | None:
+    """A step that fails on some ranks, or on all; what this one is told."""
+    rank, told = dist.get_rank(), None
+    try:
+        run.optimizer.zero_grad()
+        if where == "one rank has no gradient" and rank == 1:
+            raise KeyError
+        run.model(microbatches(77 + rank, dtype=run.dtype)[0]).square().mean().backward()
+        if where == "one rank has no gradient":
+            raise KeyError
+        if where != "not finished":
+            run.model.finish_grad_sync()
+        if where == "all after finish" or (where == "one after finish" and rank == 1):
+            raise KeyError
+        run.optimizer.step()
+    except (KeyError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+    # Else the next step does it.
+    if where != "one rank has no gradient":
+        run.model.reset_iteration()
+    return told
+
+
+BROKEN = ("one rank has no gradient", "one after finish", "all after finish", "not finished")
+
+
+def broken_steps(kinds: list[dict[str, Any]]) -> list[list[str | None]]:
+    told = []
+    for kind in kinds:
+        run, plain = (Run(tiny_model(torch.float32), **settings) for settings in (kind, {"zero1": False}))
+        for where in BROKEN:
+            for step in range(2):
+                assert run.step(step) == plain.step(step)
+            told.append(break_off(run, where))
+        assert run.step(2) == plain.step(2)
+        assert all(torch.equal(*pair) for pair in zip(run.weights().values(), plain.weights().values()))
+    return told
+
+
+def test_b32_a_step_broken_off_around_the_optimizer_leaves_no_trace() -> None:
+    overlaps = [(False, "none"), (False, "grads"), (True, "step")]
+    kinds = [{"zero1": zero1, "overlap": overlap, "bucket_size": 1} for zero1, overlap in overlaps]
+    first, second, _ = run_on_ranks(broken_steps, 3, kinds)
+    for told in (first[:4], first[4:8], first[8:]):
+        assert "RemoteRankError: rank 1 broke the iteration off: reset_iteration() was called" in told[1]
+        assert "optimizer.step() was called before finish_grad_sync()" in told[3]
+    assert second[1] == second[2] == "KeyError: "

@@ -3,7 +3,7 @@
 How buffers are laid out, and what is launched when, is in layout.py and launch_order.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -115,12 +115,13 @@ class DistributedDataParallel(ModelWrapper):
 
     # Gradients, in the order of a step.
 
-    def zero_grad_buffer(self) -> None:
+    def zero_grad_buffer(self, *, caller: Hashable = None) -> None:
         """Makes all gradients zero and begins an iteration; call before the first microbatch.
 
-        Collective if an iteration with overlap is under way and was not finished: it is dropped on all ranks.
+        Collective, with overlap, if the same caller has begun an iteration that was not finished: it is dropped on all
+        ranks. caller: an optimizer, beside the training loop, which is None.
         """
-        self.launch_order.begin_iteration()
+        self.launch_order.begin_iteration((self, caller))
         self._zero_grads()
 
     @contextmanager
@@ -294,6 +295,7 @@ class DistributedDataParallel(ModelWrapper):
         if self._pre_hooks:
             self.disable_forward_pre_hook(param_sync=False)
         self.launch_order.finish_param_sync(self._groups)
+        self.launch_order.close()
         for handle in self._grad_hooks:
             handle.remove()
         for param in self.param_to_bucket_group:

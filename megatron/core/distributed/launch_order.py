@@ -9,7 +9,7 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
+from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.bucket_group import GradState, ParamState, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
 from megatron.core.distributed.grad_checks import GradChecks
@@ -35,11 +36,16 @@ _RESET = "reset_iteration() was called after an error"
 
 
 class Phase(Enum):
-    """Where an iteration is; it begins with zero_grad_buffer and ends with finish_grad_sync."""
+    """Where an iteration is; it begins with zero_grad_buffer and ends with finish_grad_sync.
+
+    STEPPED: all ranks know that no rank has broken it off, and update. CLOSED: the wrappers were taken off.
+    """
 
     COLLECTING = "collecting"
     FINISHED = "finished"
+    STEPPED = "stepped"
     ABORTED = "aborted"
+    CLOSED = "closed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +95,10 @@ class LaunchOrder:
         self._by_number: dict[int, _ParamAndGradBucketGroup] = {}
         self._chunks: list[ChunkSync] = []
         self._phase = Phase.COLLECTING
+        # Whether someone calls `step` after `finish`, on all ranks of the model.
+        self.has_optimizer = False
+        # Who has begun the iteration.
+        self._begun_by: set[Hashable] = set()
         # Groups of which more may be started before the end.
         self._launched: deque[_ParamAndGradBucketGroup] = deque()
         self._warned: set[str] = set()
@@ -127,14 +137,19 @@ class LaunchOrder:
 
     # Gradients.
 
-    def begin_iteration(self) -> None:
-        """Forgets what came since the last iteration ended.
+    def begin_iteration(self, caller: Hashable) -> None:
+        """Forgets what came since the last iteration ended; caller: who says so, each once an iteration.
 
-        Collective if an iteration with overlap was under way: some ranks may have reduced a part of it.
+        Collective if an iteration with overlap was under way: some ranks may have reduced a part of it, also where
+        this one has not had a gradient yet.
         """
-        if self._phase is Phase.COLLECTING and self._sequence.may_have_begun:
+        was_begun = self._overlap and caller in self._begun_by
+        if self._phase is Phase.COLLECTING and (was_begun or self._sequence.may_have_begun):
             self._break_off(_RESET)
+        begun_by = self._begun_by if self._phase is Phase.COLLECTING else set()
+        self._end_finished(is_reset=False)
         self._start()
+        self._begun_by = {*begun_by, caller}
 
     def gradient_came(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Takes a gradient that autograd left in `param.grad`, if it left one, and counts it."""
@@ -169,10 +184,9 @@ class LaunchOrder:
         Raises on all ranks: NonFiniteGradientError if a gradient is not finite and that is checked; where a rank broke
         the iteration off, that rank's error, or RemoteRankError.
         """
-        if self._phase is Phase.FINISHED:
+        if self._phase in (Phase.FINISHED, Phase.STEPPED):
             return
-        if self._phase is Phase.ABORTED:
-            raise RuntimeError("the iteration was broken off: call reset_iteration() or zero_grad_buffer() first")
+        self._check_usable()
         problem = next((found for chunk in self._chunks if (found := chunk.find_problem())), None)
         self._launch_rest()
         non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
@@ -201,17 +215,43 @@ class LaunchOrder:
     def reset(self) -> None:
         """After an error in an iteration: lets the other ranks know, drops all gradients and begins anew.
 
-        Collective, except after finish_grad_sync has ended the iteration, or told of another rank's reset; in any case
-        the gathers that are due are waited for.
+        Collective, except after the optimizer's step has begun, or finish_grad_sync told of another rank's reset. The
+        gathers that are due are waited for in any case.
         """
         if self._phase is Phase.COLLECTING:
             self._break_off(_RESET)
+        self._end_finished(is_reset=True)
         # Left behind where the error came between an optimizer's update and its gathers.
         for group in self.gather_order:
             self.need(group, prefetch=False)
         self._start()
         for chunk in self._chunks:
             chunk.zero_grads()
+
+    def step(self) -> None:
+        """Says that the optimizer is about to update; once an iteration, between `finish` and the update. Collective.
+
+        Raises RemoteRankError if another rank has called `reset` since `finish`, RuntimeError without `finish`; each
+        on all ranks that have not.
+        """
+        if self._phase is Phase.COLLECTING:
+            self._check_nothing_came()
+        elif self._phase is not Phase.STEPPED:
+            self._check_usable()
+            rank = self._end_finished(is_reset=False)
+            if rank is not None:
+                self._phase = Phase.ABORTED
+                raise RemoteRankError(
+                    f"rank {rank} broke the iteration off: {_RESET}, after finish_grad_sync. No rank has updated: call "
+                    "reset_iteration() and go on"
+                )
+
+    def close(self) -> None:
+        """Ends it, for wrappers that are taken off; on all ranks. Collective."""
+        if self._phase is Phase.COLLECTING:
+            self._break_off("release() was called")
+        self._end_finished(is_reset=False)
+        self._phase = Phase.CLOSED
 
     # Parameters.
 
@@ -305,8 +345,42 @@ class LaunchOrder:
                 "the first backward"
             )
 
+    def _check_usable(self) -> None:
+        if self._phase is Phase.CLOSED:
+            raise RuntimeError(
+                "the wrapper was taken off by release(): wrap the module, and build its optimizer, again"
+            )
+        if self._phase is Phase.ABORTED:
+            raise RuntimeError("the iteration was broken off: call reset_iteration() or zero_grad_buffer() first")
+
+    def _check_nothing_came(self) -> None:
+        """Before a step in which nobody has reduced gradients, which is right where they are made by hand."""
+        problem = "optimizer.step() was called before finish_grad_sync(), which reduces the gradients: call that first"
+        if self._overlap and self._sequence.is_armed:
+            # Ranks may have launched different parts.
+            self._break_off(problem)
+            raise RuntimeError(problem)
+        self._launch_gathers()
+        if self._agreement.highest_sync(int(any(len(group.unfilled()) < len(group.entries) for group in self._groups))):
+            raise RuntimeError(problem)
+
+    def _end_finished(self, *, is_reset: bool) -> int | None:
+        """After `finish`: the highest rank that did not come to the optimizer's step, once all ranks know. Collective.
+
+        is_reset: this one did not.
+        """
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if self._phase is not Phase.FINISHED or not self.has_optimizer:
+            return None
+        highest = self._agreement.highest_sync(rank + 1 if is_reset else 0)
+        self._phase = Phase.STEPPED
+        return highest - 1 if highest else None
+
     def _start(self) -> None:
+        if self._phase is Phase.CLOSED:
+            self._check_usable()
         self._phase = Phase.COLLECTING
+        self._begun_by = set()
         self._sequence.start()
         self._launched.clear()
         for group in self._groups:

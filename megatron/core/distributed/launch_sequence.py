@@ -79,8 +79,13 @@ class LaunchSequence:
         self._seen: list[int] | None = None
 
     @property
+    def is_armed(self) -> bool:
+        """Whether groups are launched before the end."""
+        return self._is_armed
+
+    @property
     def may_have_begun(self) -> bool:
-        """Whether some rank may have launched something of this iteration, though this one perhaps did not."""
+        """Whether some rank may have launched something of this iteration, as far as this one's gradients tell."""
         return self._cursor > 0 or (self._is_armed and self._num_came > 0)
 
     def add(self, is_present: Sequence[bool]) -> range:

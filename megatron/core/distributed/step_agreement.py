@@ -59,6 +59,15 @@ class StepAgreement:
         self._ledger.check_agreed([highest, negated_lowest])
         return Verdict(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
 
+    def highest_sync(self, number: int) -> int:
+        """The highest of all ranks of all stages. Collective."""
+        highest = torch.tensor(number, device=self._message_device)
+        for group in (self._stage_messages, self._pp_messages):
+            if group_size(group) > 1:
+                dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        # NOTE: reads the device once a step, where messages cannot be sent from the host.
+        return int(highest)
+
     def first_ranks_order_sync(self, order: list[int]) -> list[int]:
         """The order of bucket groups, by number, that the stage's first rank gives. Collective."""
         numbers = torch.tensor(order, device=self._message_device)

@@ -4,7 +4,7 @@ Which parameters lie together is param_runs.py; the update rules are torch.optim
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,12 +28,22 @@ from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
+class SteppedOrder(Protocol):
+    """What a step needs of the order in which chunks reduce gradients; see LaunchOrder."""
+
+    has_optimizer: bool
+
+    def step(self) -> None: ...
+
+
 class SteppedChunk(Protocol):
     """What a step needs of a model chunk that is wrapped for data parallelism."""
 
     @property
     def all_buffers(self) -> Sequence[FlatBuffer]: ...
-    def zero_grad_buffer(self) -> None: ...
+    @property
+    def launch_order(self) -> "SteppedOrder": ...
+    def zero_grad_buffer(self, *, caller: Hashable = None) -> None: ...
     def note_update(self) -> None: ...
 
 
@@ -91,6 +101,10 @@ class MegatronOptimizer:
         self._runs = list(runs)
         self._every_run = frozenset(runs)
         self._model_chunks = list(model_chunks)
+        # Chunks of a stage share one.
+        self._gradient_orders = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
+        for order in self._gradient_orders:
+            order.has_optimizer = True
         buffers = [buffer for chunk in model_chunks for buffer in chunk.all_buffers]
         groups, device = pg_collection or ProcessGroupCollection(), device or default_device()
         self._owned = OwnedElements(groups, ShardGroups.of(buffers), device=device)
@@ -124,7 +138,7 @@ class MegatronOptimizer:
         """Forgets all gradients; call before the first microbatch."""
         for chunk in self._model_chunks:
             # Not by `param.grad = None`: gradients stand in buffers and their memory is kept.
-            chunk.zero_grad_buffer()
+            chunk.zero_grad_buffer(caller=self)
 
     def get_loss_scale(self) -> torch.Tensor:
         """Factor of the loss: [], fp32, on the CPU."""
@@ -142,12 +156,16 @@ class MegatronOptimizer:
 
         The norm is that of the unscaled gradients before clipping. Not updated means that a gradient was not finite.
         Collective over all ranks that hold parts of the model. An error before the update changes nothing; after one
-        inside it parameters and states are of two steps, and this raises RuntimeError until a checkpoint is loaded.
+        inside it parameters and states are of two steps, and this raises RuntimeError until a checkpoint is loaded. So
+        it does without finish_grad_sync, and RemoteRankError where another rank has called reset_iteration since.
         """
         self._check_whole()
         # Else the kernel would update memory that the model no longer reads, silently.
         for run in self._runs:
             run.check_attached()
+        # Before anything of this rank changes: others may have caught an error since their gradients were reduced.
+        for order in self._gradient_orders:
+            order.step()
         # One pass for both: a norm is finite only if every gradient is.
         with self.config.timers("optimizer-clip-main-grad", log_level=1):
             scaled_norm = self._grad_norm()
