@@ -3,10 +3,11 @@
 How buffers are laid out, and what is launched when, is in layout.py and launch_order.py.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.tensor_parallel.param_attributes import clear_main_grad, gradient_of, param_facts
 from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 from megatron.core.utils import ModelWrapper
+
+logger = logging.getLogger(__name__)
 
 
 class DistributedDataParallel(ModelWrapper):
@@ -58,6 +61,7 @@ class DistributedDataParallel(ModelWrapper):
         pg_collection: ProcessGroupCollection | None = None,
         launch_order: LaunchOrder | None = None,
     ) -> None:
+        _check_types(config=config, ddp_config=ddp_config, module=module)
         super().__init__(module)
         self.config, self.ddp_config = config, ddp_config
         self.pg_collection = pg_collection or _existing_groups()
@@ -79,6 +83,7 @@ class DistributedDataParallel(ModelWrapper):
             ddp_config=ddp_config,
             single_bucket=disable_bucketing or group_rank(self.pg_collection.pp) > 0,
         )
+        _warn_of_settings(ddp_config, built, order=self.launch_order)
         # The name that users know hides nn.Module's; named_buffers gives those.
         dense = [buffer for buffer in built if not buffer.is_expert]
         self.buffers = dense  # type: ignore[assignment,method-assign]
@@ -308,6 +313,12 @@ class DistributedDataParallel(ModelWrapper):
         """Where the module's parameters are, frozen ones too: this rank takes part in sums in any case."""
         return next((param.device for param in self.module.parameters()), default_device())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a DistributedDataParallel cannot be copied, as its process groups cannot: copy its `module`, after "
+            "wait_params(module.parameters()), and wrap the copy"
+        )
+
     # Inside.
 
     def _group_of_replicas(self, *, is_expert: bool) -> dist.ProcessGroup | None:
@@ -387,6 +398,27 @@ def _changed(name: str, what: str) -> str:
         f"parameter {canonical_name(name)} was {what} after the module was wrapped in DistributedDataParallel: "
         "wrap the module, and build its optimizer, after such changes, between steps after release()"
     )
+
+
+def _check_types(*, config: object, ddp_config: object, module: object) -> None:
+    kinds = (config, ModelParallelConfig), (ddp_config, DistributedDataParallelConfig), (module, nn.Module)
+    for name, (value, kind) in zip(("config", "ddp_config", "module"), kinds):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"DistributedDataParallel: {name} is {'None' if value is None else 'a ' + type(value).__name__}: must "
+                f"be a {kind.__name__}"
+            )
+
+
+def _warn_of_settings(
+    config: DistributedDataParallelConfig, buffers: list[_ParamAndGradBuffer], *, order: LaunchOrder
+) -> None:
+    # Once, for the first chunk.
+    if order.num_chunks > 0 or group_rank(order.stage_group) > 0:
+        return
+    is_narrow = any(buffer.grad_data.dtype.itemsize < 4 for buffer in buffers)
+    for words in config.without_effect(has_16_bit_grads=is_narrow):
+        logger.warning("DistributedDataParallelConfig: %s has no effect", words)
 
 
 def _settings_of_all_ranks(

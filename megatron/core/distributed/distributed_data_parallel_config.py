@@ -126,11 +126,29 @@ class DistributedDataParallelConfig:
                 f"{self.num_distributed_optimizer_instances}"
             )
         patterns = self.param_name_patterns_for_fp32_local_accumulation
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(
+                "DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is "
+                f"{patterns!r}: must be a list of patterns of names, strings"
+            )
         if patterns and self.grad_reduce_in_fp32:
             raise ValueError(
                 "DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is "
                 f"{patterns}: grad_reduce_in_fp32 accumulates all parameters in fp32 already, leave out one of them"
             )
+
+    def without_effect(self, *, has_16_bit_grads: bool) -> list[str]:
+        """What is set and changes nothing, in words; has_16_bit_grads: whether any gradients are reduced in 16 bits."""
+        narrow = ("reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation")
+        found = {
+            "bucket_size without overlap_grad_reduce": self.bucket_size is not None and not self.overlap_grad_reduce,
+            "num_buckets without overlap_grad_reduce": self.num_buckets is not None and not self.overlap_grad_reduce,
+            "align_param_gather False without overlap_param_gather": not (
+                self.align_param_gather or self.overlap_param_gather
+            ),
+            **{f"{name} with fp32 gradients": vars(self)[name] and not has_16_bit_grads for name in narrow},
+        }
+        return [words for words, is_so in found.items() if is_so]
 
     def _needs(self, name: str, *needed: str) -> None:
         for other in needed:

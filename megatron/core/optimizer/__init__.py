@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.logical import canonical_name, model_logic
 from megatron.core.distributed.distributed_data_parallel import require_wrapped
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, check_same_sharding
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
-from megatron.core.optimizer.group_agreement import agree_on_groups
+from megatron.core.optimizer.group_agreement import agree_on_groups, check_patterns_match
 from megatron.core.optimizer.muon_rule import MuonRule
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -67,7 +67,10 @@ def get_megatron_optimizer(
     _check_settings(config, groups, buffers=buffers)
     is_sharded = check_same_sharding(chunks, wanted=config.use_distributed_optimizer)
     grouping = ParamGrouping(config, config_overrides)
-    keys = agree_on_groups([entry for buffer in buffers for entry in buffer.entries], grouping, groups=groups)
+    entries = [entry for buffer in buffers for entry in buffer.entries]
+    keys = agree_on_groups(entries, grouping, groups=groups)
+    patterns = chunks[0].ddp_config.param_name_patterns_for_fp32_local_accumulation
+    check_patterns_match(patterns, [entry.name for entry in entries], groups=groups)
     runs = build_runs(buffers, keys, main_of=_masters(config), host_fraction=config.host_fraction)
     rules: list[UpdateRule] = [_fused_rule(config, runs, keys=[*grouping.plain_keys(), *keys.values()])]
     if config.optimizer == "muon":

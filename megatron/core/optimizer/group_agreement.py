@@ -5,6 +5,7 @@ What the group is, as far as one rank can tell, is param_groups.py's answer.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
 
 from torch import nn
 
@@ -33,6 +34,23 @@ def agree_on_groups(
     keys |= _owners_keys(entries, keys, groups=groups)
     grouping.check_all_used(union_over_model(grouping.used, groups))
     return keys
+
+
+def check_patterns_match(patterns: Sequence[str], names: Sequence[str], *, groups: ProcessGroupCollection) -> None:
+    """Raises ValueError on every rank for a pattern of param_name_patterns_for_fp32_local_accumulation that matches no
+    name in any part of the model. Collective where there are patterns, the same on all ranks.
+    """
+    if not patterns:
+        return
+    used = {pattern for pattern in patterns if pattern == "all" or any(fnmatch(name, pattern) for name in names)}
+    known = union_over_model(used, groups)
+    # A misspelt name would change nothing, silently.
+    unknown = [pattern for pattern in patterns if pattern not in known]
+    if unknown:
+        raise ValueError(
+            f"DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation has {unknown[0]}: must "
+            "match the name of a parameter that requires grad"
+        )
 
 
 def _owners_keys(

@@ -1,5 +1,6 @@
 """One rank's DistributedDataParallel: what is launched when, and what misuse is told."""
 
+import copy
 import logging
 import math
 from contextlib import nullcontext
@@ -196,3 +197,29 @@ def test_what_overlap_and_shards_do_not_allow_is_refused():
         wrapped(nn.Linear(2, 2)).enable_forward_pre_hook()
     with pytest.raises(ValueError, match="force_all_reduce is set with use_distributed_optimizer"):
         wrapped(nn.Linear(2, 2), use_distributed_optimizer=True).finish_grad_sync(force_all_reduce=True)
+    with pytest.raises(TypeError, match="cannot be copied, as its process groups cannot: copy its `module`, after"):
+        copy.deepcopy(wrapped(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match="config is a DistributedDataParallelConfig: must be a ModelParallelConfig"):
+        DistributedDataParallel(DistributedDataParallelConfig(), ModelParallelConfig(), nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="module is None: must be a Module"):
+        wrapped(None)
+    with pytest.raises(ValueError, match=r"\[1\]: must be a list of patterns"):
+        wrapped(nn.Linear(2, 2), param_name_patterns_for_fp32_local_accumulation=[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"overlap_grad_reduce": False}, "bucket_size without overlap_grad_reduce"),
+        ({"align_param_gather": False}, "align_param_gather False without overlap_param_gather"),
+        (
+            {"reduce_scatter_with_fp32_accumulation": True, "use_distributed_optimizer": True},
+            "reduce_scatter_with_fp32_accumulation with fp32 gradients",
+        ),
+        ({}, None),
+    ],
+)
+def test_settings_without_effect_are_said_in_the_log(settings, words, caplog):
+    wrapped(nn.Linear(2, 2), **settings)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([] if words is None else [f"DistributedDataParallelConfig: {words} has no effect"])

@@ -9,6 +9,8 @@ from torch import nn
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import LogicalPiece, model_logical_pieces
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import (
     DistributedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -257,6 +259,10 @@ def test_settings_that_cannot_be_honoured_are_refused(settings, message):
 def test_builder_asks_for_a_learning_rate_and_a_wrapper():
     with pytest.raises(ValueError, match="lr is None"):
         get_megatron_optimizer(OptimizerConfig(), [wrap(tiny_model())])
+    of_names = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=["0.*", "nothing*"])
+    with pytest.raises(ValueError, match=r"accumulation has nothing\*: must match"):
+        ddp = DistributedDataParallel(ModelParallelConfig(), of_names, tiny_model(torch.bfloat16))
+        get_megatron_optimizer(OptimizerConfig(lr=0.1), [ddp])
     with pytest.raises(ValueError, match="model_chunks is empty"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [])
     with pytest.raises(ValueError, match="None, None and 2.0: give config_overrides instead"):
