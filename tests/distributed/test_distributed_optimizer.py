@@ -1,5 +1,6 @@
 """ZeRO-1 against plain data parallelism, bit for bit, at 3 and 4 ranks; what each rank holds, saves and loads."""
 
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.live_bytes import LiveBytes
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_logical_pieces, model_sharded_tensors
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -273,6 +275,37 @@ def _save(folder: Path, dtype: torch.dtype, settings: dict) -> None:
     dist.all_reduce(total)
     assert total == states * numel
     dist_checkpointing.save(run.tensors(), folder, common={"optimizer": run.optimizer.state_dict()})
+
+
+class PeakBytes(LiveBytes):
+    """Notes as well the most that was alive after any operation, with what Python and numpy held besides."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        results = super().__torch_dispatch__(*args, **kwargs)
+        self.peak = max(self.peak, self.total() + tracemalloc.get_traced_memory()[0])
+        return results
+
+
+def test_b14_a_rank_holds_no_full_copy_while_it_saves_and_loads(tmp_path: Path) -> None:
+    run_on_ranks(_measure_copies, 4, tmp_path / "saved")
+
+
+def _measure_copies(folder: Path) -> None:
+    wide = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(48)]).bfloat16()
+    run = Run(wide, zero1=True, bucket_size=70000, overlap="grads", **PRECISE)
+    pieces = model_logical_pieces(run.model)
+    # Moments and masters, in fp32 as they are saved, of which this rank has a quarter.
+    full = 3 * 4 * sum(param.numel() for param in wide.parameters())
+    tracemalloc.start()
+    with PeakBytes() as saving:
+        dist_checkpointing.save(run.optimizer.sharded_state(pieces), folder, common={})
+    with PeakBytes() as loading, run.optimizer.loading(pieces) as state:
+        dist_checkpointing.load(state, folder)
+    # Of Python alone too: it holds the bytes of files, of which torch knows nothing.
+    for peak in (saving.peak, loading.peak, tracemalloc.get_traced_memory()[1]):
+        assert full / 4 <= peak <= full / 2
 
 
 def _load_all(folder: Path, dtype: torch.dtype, settings: dict) -> None:
