@@ -37,13 +37,13 @@ class CNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convolutions = nn.ModuleList([nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 16), (16, 32), (32, 32))])
-        self.classify = nn.Linear(32, CLASSES)
+        self.classify = nn.Linear(32 * (PIXELS // 8) ** 2, CLASSES)
 
     def forward(self, pictures: Tensor) -> Tensor:
         """pictures: [B, 3, PIXELS, PIXELS], fp32 -> logits [B, CLASSES], fp32."""
         for convolution in self.convolutions:
             pictures = F.max_pool2d(torch.relu(convolution(pictures)), 2)
-        return self.classify(pictures.mean(dim=(2, 3)))
+        return self.classify(pictures.flatten(1))
 
 
 def random_pictures(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -86,9 +86,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(1234)
-    settings = DistributedDataParallelConfig(overlap_grad_reduce=options.overlap, bucket_size=1000)
+    settings = DistributedDataParallelConfig(
+        overlap_grad_reduce=options.overlap, bucket_size=1000 if options.overlap else None
+    )
     ddp = DistributedDataParallel(ModelParallelConfig(deterministic_mode=True), settings, CNN())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     log = EventLog(torch.device("cpu"))
     ddp.launch_order.observe(log)
     early = [0] * (len(ddp.bucket_groups) - 1)
