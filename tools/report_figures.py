@@ -127,7 +127,7 @@ FIGURES = (
     Figure(
         *("rank-times", "Speed", "Fastest and slowest process", "milliseconds per step"),
         (("rank_times/max_ms", "slowest"), ("rank_times/min_ms", "fastest")),
-        "Work without waiting for each other.",
+        "Work; waits for gradients are left out.",
     ),
     Figure(
         *("hidden-share", "Communication", "Communication hidden under backward", "% of what fits"),

@@ -179,6 +179,6 @@ def rank_times(milliseconds: Sequence[Sequence[float]]) -> RankTimes:
 def slowest_rank_line(times: RankTimes) -> str:
     """The line that names the ranks, for the console."""
     return (
-        f"work of a rank per iteration (ms), waiting left out | fastest: rank {times.min_rank}, {times.min_ms:.1f} | "
-        f"slowest: rank {times.max_rank}, {times.max_ms:.1f} |"
+        f"work of a rank per iteration (ms), waits for gradients left out | fastest: rank {times.min_rank}, "
+        f"{times.min_ms:.1f} | slowest: rank {times.max_rank}, {times.max_ms:.1f} |"
     )

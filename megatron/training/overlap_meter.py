@@ -76,9 +76,11 @@ def overlap_record(step: StepTimes) -> dict[str, Any]:
 
 def overlap_line(overlap: dict[str, Any]) -> str:
     """The line for the console."""
-    share = overlap["hidden_share"]
+    share, buckets = overlap["hidden_share"], overlap["could_be_early"] + 1
     hidden = "nothing to hide" if share is None else f"hidden under backward: {100 * share:.0f}% of what fits"
+    early = f"{overlap['launched_early']} of {overlap['could_be_early']}" if buckets > 1 else "a single one"
     return (
-        f"[Rank 0] communication | {hidden} | waited (ms) for gradients: {overlap['exposed_reduce_ms']:.1f} | "
+        f"[Rank 0] communication | {hidden} | buckets sent before the next was complete: {early} | "
+        f"waited (ms) for gradients: {overlap['exposed_reduce_ms']:.1f} | "
         f"for parameters: {overlap['exposed_gather_ms']:.1f} |"
     )

@@ -443,7 +443,7 @@ class LaunchOrder:
         unused = [name for group in self._groups for name in group.unfilled() if name not in self._warned]
         if unused:
             self._warned.update(unused)
-            logger.warning("no gradient came for %s: zeros are reduced in its place", ", ".join(unused))
+            logger.warning("no gradient came for %s: zeros are reduced in their place", ", ".join(unused))
 
     def _learn(self, seen: list[int], *, is_reordered: bool) -> None:
         if not self._overlap:
