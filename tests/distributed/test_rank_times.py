@@ -21,7 +21,7 @@ TICK = 2.0**-20  # seconds of each look at the clock: a timer that measured noth
 
 
 def _two_steps():
-    late, now, reduce = os.environ["RANK"] == "1", [0.0], dist.all_reduce
+    late, now, owed, reduce = os.environ["RANK"] == "1", [0.0], [0.0], dist.all_reduce
 
     def clock():
         now[0] += TICK
@@ -29,10 +29,12 @@ def _two_steps():
 
     def forward_step(data_iterator, model):
         now[0] += LATE_WORK if late else WORK
+        owed[0] = 0.0 if late else WAITING
         return pretrain_gpt.forward_step(data_iterator, model)
 
     def all_reduce(*args, **kwargs):
-        now[0] += 0.0 if late else WAITING
+        # The first exchange waits for the late rank; after it all are equally far.
+        now[0], owed[0] = now[0] + owed[0], 0.0
         return reduce(*args, **kwargs)
 
     with (
