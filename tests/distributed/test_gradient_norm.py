@@ -160,6 +160,7 @@ def _norm_of_copies() -> tuple[float, float | None, float]:
     config = OptimizerConfig(optimizer="sgd", lr=0.5, log_num_zeros_in_grad=True)
     optimizer = get_megatron_optimizer(config, [wrapped], pg_collection=groups)
     (model.copied.square().sum() / 2).backward()  # type: ignore[operator,union-attr]
+    wrapped.finish_grad_sync()
     before = optimizer.params_norm()
     _, norm, zeros = optimizer.step()
     return norm, zeros, before

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +151,9 @@ def test_a_run_that_is_stopped_leaves_the_old_files_and_no_process(tmp_path: Pat
     words = ["--input", str(tmp_path / "big.jsonl"), *BYTE_LEVEL, "--workers", "2", "--output-prefix", prefix[:-14]]
     command = [sys.executable, preprocess_data.__file__, *words]
     # The workers hold the other end of this pipe: it ends when they have.
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # Whoever runs tests in the background may ignore SIGINT, and processes inherit that.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     deadline = time.monotonic() + 60
     while not any(path.stat().st_size for path in tmp_path.rglob("*.partial-*")):
         assert process.poll() is None and time.monotonic() < deadline
