@@ -47,8 +47,9 @@ class DistributedDataParallel(ModelWrapper):
     config: calculate_per_token_loss, deterministic_mode and gradient_accumulation_fusion count here.
     disable_bucketing: one bucket for all. pg_collection: None for parallel_state's groups, or else all ranks there are.
     launch_order: that of the other chunks of this pipeline stage. Wrapping a chunk with a tied weight waits for the
-    other stage's (tied_weights.py), so build all chunks before the first is wrapped. Collective: raises ValueError on
-    all ranks that wrap other parameters.
+    other stage's (tied_weights.py), so build all chunks before the first is wrapped. Collective over the stage: raises
+    the same ValueError on all ranks where parameters or settings differ; where one rank alone cannot wrap, ValueError
+    there and RemoteRankError on the others.
     """
 
     def __init__(
@@ -101,12 +102,7 @@ class DistributedDataParallel(ModelWrapper):
         self.launch_order.attach(
             ChunkSync(self._in_order_of_backward(), module, self._find_problem, self._zero_grads, self._checks)
         )
-        # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
-        self._grad_hooks = [
-            param.register_post_accumulate_grad_hook(self._take_gradient) for param in self.param_to_bucket_group
-        ]
-        for param in self.param_to_bucket_group:
-            set_grad_owner(param, self._owner_of(param))
+        self._grad_hooks = self._own_gradients()
         self._waits = ForwardWaits(module, self.param_to_bucket_group)
         self.align_param_gather = ddp_config.align_param_gather
         self.overlap_param_gather_with_optimizer_step = ddp_config.overlap_param_gather_with_optimizer_step
@@ -320,6 +316,13 @@ class DistributedDataParallel(ModelWrapper):
         )
 
     # Inside.
+
+    def _own_gradients(self) -> list[Any]:
+        """From now on every gradient comes here; gives the handles of the hooks."""
+        for param in self.param_to_bucket_group:
+            set_grad_owner(param, self._owner_of(param))
+        # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
+        return [param.register_post_accumulate_grad_hook(self._take_gradient) for param in self.param_to_bucket_group]
 
     def _group_of_replicas(self, *, is_expert: bool) -> dist.ProcessGroup | None:
         return self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
