@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "grouped": {"moe_grouped_gemm": True},
     "sequential": {"moe_grouped_gemm": False},
     "biases": {"moe_grouped_gemm": False, "add_bias_linear": True},
+    "static": {"moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 8.0},
     "shared": {"moe_grouped_gemm": True, "moe_shared_expert_intermediate_size": 16},
 }
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
@@ -118,10 +119,10 @@ def test_b31_experts_and_ranks_without_tokens_work_in_every_dispatcher(layout: s
     cases = [
         (routing, {**KINDS[kind], **dispatcher, "moe_router_topk": 1 + (routing != "one_expert")})
         for routing in ("one_expert", "idle_rank", "rank_without_tokens")
-        for kind in ("grouped", "biases")
+        for kind in ("grouped", "biases", "static")
         for dispatcher in DISPATCHERS
-        # A gather needs the same number of tokens from each rank.
-        if routing != "rank_without_tokens" or dispatcher == ALLTOALL
+        # A gather, and buffers of a fixed size, need the same number of tokens from each rank.
+        if routing != "rank_without_tokens" or (dispatcher == ALLTOALL and kind != "static")
     ]
     compare(LAYOUTS[layout], cases)
 

@@ -26,6 +26,11 @@ class CapacityConfig:
     moe_pad_expert_input_to_capacity: bool = config_field(
         False, help="Pad each expert's rows to its capacity, so that shapes do not depend on the routing."
     )
+    moe_expert_rank_capacity_factor: float | None = config_field(
+        None,
+        help="Give the experts of a rank buffers of tokens x top-k x this rows, whatever the routing, so that no shape "
+        "depends on it; a step in which more rows came counts as void. Unset: as many rows as come.",
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -42,3 +47,20 @@ def validate_capacity(config: CapacityConfig) -> None:
         config.moe_expert_capacity_factor = factor = None
     if factor is None and config.moe_pad_expert_input_to_capacity:
         raise ValueError("moe_pad_expert_input_to_capacity is True: needs a moe_expert_capacity_factor above 0")
+    validate_rank_capacity(config)
+
+
+def validate_rank_capacity(config: CapacityConfig) -> None:
+    """Raises ValueError for a factor that no routing fits, and beside the other kind of capacity."""
+    factor = config.moe_expert_rank_capacity_factor
+    if factor is None:
+        return
+    if isinstance(factor, bool) or not math.isfinite(factor) or factor < 1:
+        raise ValueError(
+            f"moe_expert_rank_capacity_factor is {factor}: must be a number of at least 1, the balanced case"
+        )
+    if config.moe_expert_capacity_factor is not None:
+        raise ValueError(
+            f"moe_expert_rank_capacity_factor is {factor} and moe_expert_capacity_factor is "
+            f"{config.moe_expert_capacity_factor}: choose room for a rank, which drops nothing, or for each expert"
+        )

@@ -24,12 +24,14 @@ class DispatchedTokens(NamedTuple):
 class Dispatched(NamedTuple):
     """What the experts of a rank work on, and the way back.
 
-    tokens_per_expert: [e], int64, on the device. metadata: frozen, for combine alone.
+    tokens_per_expert: [e], int64, on the device. metadata: frozen, for combine alone. rows_missing: [1], int64, on the
+    device, of buffers of a fixed size: above 0 if they were too small, and rows were lost; None: nothing can be lost.
     """
 
     rows: DispatchedTokens
     tokens_per_expert: Tensor
     metadata: Any
+    rows_missing: Tensor | None = None
 
 
 class MoETokenDispatcher(ABC):

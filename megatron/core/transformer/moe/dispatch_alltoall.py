@@ -88,7 +88,9 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         The rows of a rank are sent as soon as it is known how many there are.
         """
         if self.num_shards > 1:
-            probs, expert_indices = self._to_every_shard(probs, expert_indices)
+            probs, expert_indices = to_every_shard(
+                probs, expert_indices, num_local_experts=self.num_local_experts, num_shards=self.num_shards
+            )
         permutation, counts = self.row_order(probs, expert_indices)
         rows, weights = permute_tokens(tokens, permutation), permute_probs(probs, permutation)
         counts = counts.view(self.num_ranks, self.num_local_experts)
@@ -124,13 +126,15 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             rows = back.wait(back.start(rows))
         return unpermute_tokens(rows, metadata.permutation)
 
-    def _to_every_shard(self, probs: Tensor, expert_indices: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, K] -> [T, K * shards]: numbers of experts in the order of the ranks, of which shards are neighbours."""
-        rank, within = expert_indices // self.num_local_experts, expert_indices % self.num_local_experts
-        shard = torch.arange(self.num_shards, device=expert_indices.device)
-        ranks = rank.unsqueeze(-1) * self.num_shards + shard  # [T, K, shards]
-        copies = ranks * self.num_local_experts + within.unsqueeze(-1)
-        return probs.unsqueeze(-1).expand_as(copies).flatten(1), copies.flatten(1)
+
+def to_every_shard(
+    probs: Tensor, expert_indices: Tensor, *, num_local_experts: int, num_shards: int
+) -> tuple[Tensor, Tensor]:
+    """[T, K] -> [T, K * shards]: numbers of experts in the order of the ranks, of which shards are neighbours."""
+    rank, within = expert_indices // num_local_experts, expert_indices % num_local_experts
+    ranks = rank.unsqueeze(-1) * num_shards + torch.arange(num_shards, device=expert_indices.device)  # [T, K, shards]
+    copies = ranks * num_local_experts + within.unsqueeze(-1)
+    return probs.unsqueeze(-1).expand_as(copies).flatten(1), copies.flatten(1)
 
 
 def _splits_sync(counts: Tensor, group: torch.distributed.ProcessGroup) -> RowSplits:

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.param_attributes import mark_expert, set_tens
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
+from megatron.core.transformer.moe.static_experts import static_activation_name, static_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from megatron.core.weight_matrices import MatrixWindow
@@ -62,6 +63,8 @@ class GroupedMLP(MegatronModule):
         self.ffn_hidden_size = divide(config.moe_ffn_hidden_size, self.shard.num_parts)
         self.fc1_width = self.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
         self.activation = build_activation(config)
+        is_static = config.moe_expert_rank_capacity_factor is not None
+        self.static_activation = static_activation_name(config) if is_static else None
         hidden = config.hidden_size
         # Megatron's shapes; the memory is that of [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
@@ -84,6 +87,17 @@ class GroupedMLP(MegatronModule):
         permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype, rows weighted, and no bias.
         """
         offsets = row_offsets(tokens_per_expert)
+        if self.static_activation is not None:
+            output = static_experts(
+                permuted_local_hidden_states,
+                permuted_probs,
+                fc1=self.weight1.view(self.num_local_experts, self.config.hidden_size, self.fc1_width),
+                fc2=self.weight2.view(self.num_local_experts, self.ffn_hidden_size, self.config.hidden_size),
+                offsets=offsets,
+                activation=self.static_activation,
+                parts=self.parts,
+            )
+            return output, None
         # [R, H] -> [R, 2F] -> [R, F] -> [R, H]; the weight is applied where rows are narrowest to keep.
         gate_up = self.parts.expert_fc1(grouped_gemm, permuted_local_hidden_states, self.weight1, offsets=offsets)
         act, release = self.parts.moe_act(self._weighted_activation, gate_up, permuted_probs.unsqueeze(-1))

@@ -83,6 +83,11 @@ def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -
         raise ValueError("moe_grouped_gemm has no biases: set add_bias_linear=False (--disable-bias-linear)")
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError("moe_shared_expert_gate is True: needs a moe_shared_expert_intermediate_size")
+    if config.moe_expert_rank_capacity_factor is not None and not config.moe_grouped_gemm:
+        raise ValueError(
+            "moe_expert_rank_capacity_factor is set but moe_grouped_gemm is not: experts that run one after the other "
+            "wait for the number of their rows, give --moe-grouped-gemm"
+        )
     validate_dispatcher(config)
     validate_moe_layer_freq(config, num_layers)
     validate_router(config, num_experts=config.num_moe_experts)

@@ -6,19 +6,28 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.device import default_device
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection, require_group_sizes
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size, require_group_sizes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.dispatch import MoETokenDispatcher, local_experts
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.dispatch_static import (
+    MoEStaticAllGatherTokenDispatcher,
+    MoEStaticAlltoAllTokenDispatcher,
+)
+from megatron.core.transformer.moe.row_budget import RowBudget
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_DISPATCHERS: dict[str, Callable[..., MoETokenDispatcher]] = {
-    "allgather": MoEAllGatherTokenDispatcher,
-    "alltoall": MoEAlltoAllTokenDispatcher,
+# By kind, and whether the experts' buffers have a fixed size.
+_DISPATCHERS: dict[tuple[str, bool], Callable[..., MoETokenDispatcher]] = {
+    ("allgather", False): MoEAllGatherTokenDispatcher,
+    ("allgather", True): MoEStaticAllGatherTokenDispatcher,
+    ("alltoall", False): MoEAlltoAllTokenDispatcher,
+    ("alltoall", True): MoEStaticAlltoAllTokenDispatcher,
 }
 
 
@@ -62,9 +71,13 @@ class MoELayer(MegatronModule):
         self.router = TopKRouter(config, groups)
         if layer_number is not None:
             self.router.set_layer_number(layer_number)
-        self.token_dispatcher: MoETokenDispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
+        is_static = config.moe_expert_rank_capacity_factor is not None
+        # With buffers of a fixed size and one rank there is nothing to send, and rows are moved once.
+        kind = "allgather" if is_static and group_size(groups.tp_ep) == 1 else config.moe_token_dispatcher_type
+        self.token_dispatcher: MoETokenDispatcher = _DISPATCHERS[kind, is_static](
             self.num_local_experts, self.local_expert_indices, config, pg_collection=groups
         )
+        self.row_budget = RowBudget(default_device())
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
         self.overlaps_shared_expert = config.moe_shared_expert_overlap
         self.shared_experts = None
@@ -83,9 +96,12 @@ class MoELayer(MegatronModule):
         begun = self.token_dispatcher.begin_dispatch(tokens, probs=probs, expert_indices=expert_indices)
         # Beside the rows that are on their way, in backward too.
         shared = self._shared_output(tokens) if self.overlaps_shared_expert else None
-        rows, tokens_per_expert, metadata = self.token_dispatcher.finish_dispatch(begun)
-        output, _ = self.experts(rows.hidden_states, tokens_per_expert, rows.probs)  # [R, H]
-        combined = self.token_dispatcher.combine(output, metadata)  # [T, H]
+        dispatched = self.token_dispatcher.finish_dispatch(begun)
+        if dispatched.rows_missing is not None:
+            self.row_budget.note(dispatched.rows_missing)
+        rows = dispatched.rows
+        output, _ = self.experts(rows.hidden_states, dispatched.tokens_per_expert, rows.probs)  # [R, H]
+        combined = self.token_dispatcher.combine(output, dispatched.metadata)  # [T, H]
         if self.shared_experts is not None:
             combined = combined + (self._shared_output(tokens) if shared is None else shared)
         return combined.view(hidden_states.shape), None

@@ -7,13 +7,12 @@ allocates nothing and reads nothing from the device, so that a CUDA graph can ho
 """
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.expert_activations import act_gradient_rows, act_rows, activation_of
+from megatron.core.transformer.moe.paged_stash.operator_library import Register, operator
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -26,23 +25,8 @@ _ACT = "Tensor gate_up, Tensor? scale, *, Tensor num_rows"
 _GEMM = "Tensor x, Tensor weight, *, Tensor offsets"
 
 
-def _operator(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers the decorated function for the CPU, and that of its name in triton_rungs.py for CUDA."""
-
-    def register(on_cpu: Callable[..., None]) -> Callable[..., None]:
-        name = f"paged_stash::{on_cpu.__name__}"
-        torch.library.define(name, f"({schema}) -> ()")
-        torch.library.impl(name, "cpu", on_cpu)
-        if HAS_TRITON:
-            torch.library.impl(name, "cuda", vars(triton_rungs)[on_cpu.__name__])
-        torch.library.register_fake(name, _fake)
-        return on_cpu
-
-    return register
-
-
-def _fake(*args: Any, **named: Any) -> None:
-    """Nothing is returned, and the memory written is the caller's."""
+def _operator(arguments: str) -> Register:
+    return operator("paged_stash", f"({arguments}) -> ()", cuda=vars(triton_rungs) if HAS_TRITON else {})
 
 
 @_operator(f"{_ACT}, Tensor needed, Tensor(a!) out, str activation")

@@ -1,4 +1,4 @@
-"""Every kernel of the package compiles for three generations of GPUs; what each takes stands at the end of the run."""
+"""Every kernel of experts compiles for three generations of GPUs; what each takes stands at the end of the run."""
 
 import ast
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.transformer.moe import paged_stash
+from megatron.core.transformer.moe import paged_stash, static_rows
 
 triton = pytest.importorskip("triton")
 ARCHITECTURES = (80, 90, 100)
@@ -22,9 +22,10 @@ BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 def kernel_files() -> Iterator[ModuleType]:
-    for module in pkgutil.iter_modules(paged_stash.__path__):
-        if module.name.startswith("triton_"):
-            yield importlib.import_module(f"{paged_stash.__name__}.{module.name}")
+    for package in (paged_stash, static_rows):
+        for module in pkgutil.iter_modules(package.__path__):
+            if module.name.startswith("triton_"):
+                yield importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 CASES = [case for module in kernel_files() if "compile_cases" in vars(module) for case in module.compile_cases()]

@@ -1,4 +1,4 @@
-"""What the tests of the paged stash share: Triton kernels that run on the CPU, beside compiled ones."""
+"""What the tests of experts share: Triton kernels that run on the CPU, beside compiled ones."""
 
 import importlib
 import sys
@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-PACKAGE = "megatron.core.transformer.moe.paged_stash"
+PACKAGE = "megatron.core.transformer.moe"
 COMPILED = pytest.StashKey[dict[str, list[str]]]()
 
 
@@ -28,10 +28,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """`interpreted("triton_kernels")`: a second copy of that module of the package, whose kernels Triton interprets.
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
+    """`interpreted("triton_kernels")`: a second copy of that module of the stash, whose kernels Triton interprets.
 
-    The modules named triton_* that it imports are copies too; neither sys.modules nor the package keeps any of them.
+    Other packages are given by name. Modules of one that are named triton_* and that it imports are copies too; neither
+    sys.modules nor the package keeps any of them.
     Triton's language is as before when the test ends; within the test its functions are the interpreter's alone.
     """
     triton = pytest.importorskip("triton")
@@ -76,13 +77,13 @@ def _let_loops_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
-def _load_copy(name: str) -> ModuleType:
-    package = importlib.import_module(PACKAGE)
-    prefix = f"{PACKAGE}.triton_"
+def _load_copy(name: str, *, of: str = "paged_stash") -> ModuleType:
+    package = importlib.import_module(f"{PACKAGE}.{of}")
+    prefix = f"{package.__name__}.triton_"
     kept = {path: module for path, module in sys.modules.items() if path.startswith(prefix)}
     _forget(package, prefix)
     try:
-        return importlib.import_module(f"{PACKAGE}.{name}")
+        return importlib.import_module(f"{package.__name__}.{name}")
     finally:
         _forget(package, prefix)
         sys.modules.update(kept)

@@ -1,0 +1,227 @@
+"""Dispatch into buffers whose size the host knows beforehand: no shape depends on the routing, nothing is read back.
+
+How many of the C rows are live stands on the device alone, as does whether C was too few. C = tokens x top-k x
+moe_expert_rank_capacity_factor, at most what all tokens could bring. Tokens are gathered, as in dispatch_allgather.py,
+or sent, as in dispatch_alltoall.py but in parts of one size, of which each pair of ranks fills what it needs.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.group_collectives import all_gather_rows
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, own_experts
+from megatron.core.transformer.moe.dispatch_alltoall import to_every_shard
+from megatron.core.transformer.moe.static_rows import (
+    StaticOrder,
+    expert_of_received_rows,
+    gather_rows,
+    order_by_expert,
+    order_by_rank,
+    sum_rows,
+)
+from megatron.core.transformer.moe.token_exchange import RowExchange, exchange_counts
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class StaticBudget:
+    """Rows of the static buffers. factor: of the balanced case; alignment: each expert's rows are a multiple of it.
+
+    num_experts: of a rank. num_ranks: of all experts; num_shards of them share each expert.
+    """
+
+    factor: float
+    topk: int
+    num_experts: int
+    num_ranks: int
+    num_shards: int
+    alignment: int
+
+    def rows_of_rank(self, num_tokens: int) -> int:
+        """C, from all ranks to one; num_tokens: T, of each rank."""
+        # Each expert's rows may end with padding.
+        most = self.num_ranks * self._most(num_tokens) + self.num_experts * (self.alignment - 1)
+        rows = min(math.ceil(num_tokens * self.topk * self.num_shards * self.factor), most)
+        return math.ceil(rows / self.alignment) * self.alignment
+
+    def rows_of_pair(self, num_tokens: int) -> int:
+        """From one rank to another; num_tokens: T, of each rank."""
+        balanced = num_tokens * self.topk * self.num_shards / self.num_ranks
+        return min(math.ceil(balanced * self.factor), self._most(num_tokens))
+
+    def _most(self, num_tokens: int) -> int:
+        """Rows that one rank's tokens can bring to another: a token comes to an expert once."""
+        return num_tokens * min(self.topk, self.num_experts)
+
+
+@dataclass(frozen=True)
+class StaticRows:
+    """Rows of a static buffer in the order of their experts or ranks, and the way back. C rows, N x K slots.
+
+    num_rows: [1], int64, on the device: the first so many are read.
+    """
+
+    order: StaticOrder
+    num_rows: Tensor
+
+    def take(self, tokens: Tensor, probs: Tensor) -> DispatchedTokens:
+        """tokens: [N, H], probs: [N, K], float -> [C, H] and [C]; rows beyond num_rows hold any bytes."""
+        order = self.order
+        rows = gather_rows(tokens, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=self.num_rows)
+        weights = gather_rows(
+            probs.reshape(-1, 1),
+            order.slot_of_row,
+            row_of_slot=order.row_of_slot.view(-1, 1),
+            num_rows=self.num_rows,
+        )
+        return DispatchedTokens(rows, weights.view(-1))
+
+    def give_back(self, rows: Tensor) -> Tensor:
+        """rows: [C, H], float -> [N, H], the sum of each token's rows."""
+        order = self.order
+        return sum_rows(rows, order.row_of_slot, source_of_row=order.token_of_row, num_rows=self.num_rows)
+
+
+class MoEStaticTokenDispatcher(MoETokenDispatcher):
+    """What the static dispatchers share: the budget, and rows by expert in the buffer of C rows."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+        row_alignment: int = 1,
+    ) -> None:
+        """row_alignment: rows of zeros fill up each expert's to a multiple of this."""
+        groups = pg_collection or existing_process_groups()
+        local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
+        assert config.moe_expert_rank_capacity_factor is not None, "the layer chooses this dispatcher by it"
+        self.group, self.experts = or_alone(groups.tp_ep), local
+        self.budget = StaticBudget(
+            factor=config.moe_expert_rank_capacity_factor,
+            topk=config.moe_router_topk,
+            num_experts=len(local),
+            num_ranks=group_size(groups.tp_ep),
+            num_shards=group_size(groups.expt_tp),
+            alignment=row_alignment,
+        )
+
+    def by_expert(self, expert_indices: Tensor, *, num_tokens: int) -> StaticRows:
+        """expert_indices: [N, K], int64, from this rank's first expert; num_tokens: T, of each rank."""
+        capacity = self.budget.rows_of_rank(num_tokens)
+        order = order_by_expert(
+            expert_indices, len(self.experts), capacity=capacity, alignment=self.budget.alignment
+        )
+        return StaticRows(order, order.rows_per_group.sum(0, keepdim=True))
+
+
+@dataclass(frozen=True)
+class StaticGathered:
+    """All ranks' tokens [N, H] and weights [N, K], and their rows in this rank's buffer."""
+
+    tokens: Tensor
+    probs: Tensor
+    rows: StaticRows
+
+
+class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
+    """Every rank gathers all tokens and keeps the rows of its experts."""
+
+    def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> StaticGathered:
+        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64."""
+        return StaticGathered(
+            gather_from_sequence_parallel_region(tokens, group=self.group),
+            gather_from_sequence_parallel_region(probs, group=self.group),
+            self.by_expert(
+                all_gather_rows(expert_indices, self.group).wait() - self.experts.start, num_tokens=len(tokens)
+            ),
+        )
+
+    def finish_dispatch(self, begun: StaticGathered) -> Dispatched:
+        """The rows of this rank's experts [C, H], rows of each expert [e], int64, on the device, and metadata."""
+        order = begun.rows.order
+        rows = begun.rows.take(begun.tokens, begun.probs)
+        return Dispatched(rows, order.rows_per_group, begun.rows, order.rows_missing)
+
+    def combine(self, rows: Tensor, metadata: StaticRows) -> Tensor:
+        """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
+        return reduce_scatter_to_sequence_parallel_region(metadata.give_back(rows), self.group)
+
+
+@dataclass(frozen=True)
+class StaticSent:
+    """Rows on their way, as many to each rank: [ranks * P, H] and their weights [ranks * P, 1].
+
+    counts: [ranks, e], int64: rows that came from each rank for each expert. sent: this rank's. num_tokens: T.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    counts: Tensor
+    exchanges: tuple[RowExchange, RowExchange]
+    sent: StaticRows
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StaticExchanged:
+    """sent: this rank's tokens by rank. received: what came, by expert."""
+
+    sent: StaticRows
+    received: StaticRows
+
+
+class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
+    """Every rank sends its rows to the ranks of their experts, in parts of one size."""
+
+    def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> StaticSent:
+        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64."""
+        budget, num_experts = self.budget, len(self.experts)
+        if budget.num_shards > 1:
+            probs, expert_indices = to_every_shard(
+                probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
+            )
+        order = order_by_rank(
+            expert_indices,
+            budget.num_ranks * num_experts,
+            num_ranks=budget.num_ranks,
+            rows_per_rank=budget.rows_of_pair(len(tokens)),
+        )
+        # What a rank has no row for travels as zeros, which nobody reads.
+        sent = StaticRows(order, order.slot_of_row.new_full((1,), len(order.slot_of_row)))
+        rows = sent.take(tokens, probs)
+        exchanges = RowExchange(self.group), RowExchange(self.group)
+        return StaticSent(
+            exchanges[0].start(rows.hidden_states),
+            exchanges[1].start(rows.probs.unsqueeze(1)),
+            exchange_counts(order.rows_per_group.view(budget.num_ranks, num_experts), self.group),
+            exchanges,
+            sent,
+            len(tokens),
+        )
+
+    def finish_dispatch(self, begun: StaticSent) -> Dispatched:
+        """The rows of this rank's experts [C, H], rows of each expert [e], int64, on the device, and metadata."""
+        tokens, probs = begun.exchanges[0].wait(begun.tokens), begun.exchanges[1].wait(begun.probs)
+        experts = expert_of_received_rows(begun.counts, rows_per_rank=len(tokens) // self.budget.num_ranks)
+        received = self.by_expert(experts, num_tokens=begun.num_tokens)
+        missing = torch.maximum(begun.sent.order.rows_missing, received.order.rows_missing)
+        metadata = StaticExchanged(begun.sent, received)
+        return Dispatched(received.take(tokens, probs), received.order.rows_per_group, metadata, missing)
+
+    def combine(self, rows: Tensor, metadata: StaticExchanged) -> Tensor:
+        """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
+        back = RowExchange(self.group)
+        return metadata.sent.give_back(back.wait(back.start(metadata.received.give_back(rows))))

@@ -1,0 +1,50 @@
+"""Grouped experts over a buffer of fixed size: products and activation stop at the live rows, which the device counts."""
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.transformer.layer_parts import LayerParts
+from megatron.core.transformer.moe.paged_stash import gated_activation, grouped_gemm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# activation_func and gated_linear_unit to what the kernels call both together.
+_ACTIVATIONS = {
+    (F.silu, True): "swiglu",
+    (F.gelu, True): "geglu",
+    (quick_gelu, True): "quick_geglu",
+    (F.silu, False): "silu",
+    (F.gelu, False): "gelu",
+    (quick_gelu, False): "quick_gelu",
+    (squared_relu, False): "squared_relu",
+}
+
+
+def static_activation_name(config: TransformerConfig) -> str:
+    """What the kernels call the configuration's activation; raises ValueError for one that they do not have."""
+    chosen = config.activation_func, config.gated_linear_unit
+    if chosen not in _ACTIVATIONS:
+        raise ValueError(
+            f"activation_func is {config.activation_func} with gated_linear_unit {config.gated_linear_unit}: with "
+            f"moe_expert_rank_capacity_factor it must be one of {', '.join(_ACTIVATIONS.values())}"
+        )
+    return _ACTIVATIONS[chosen]
+
+
+def static_experts(
+    rows: Tensor, weights: Tensor, *, fc1: Tensor, fc2: Tensor, offsets: Tensor, activation: str, parts: LayerParts
+) -> Tensor:
+    """fc2(activation(fc1(rows)) * weights) of the live rows.
+
+    rows: [C, H], weights: [C], sorted by expert; fc1: [e, H, 2F], fc2: [e, F, H], the rows' dtype; offsets: [e],
+    int32, on the device: where each expert's rows end, the last one is the number of live rows. Returns [C, H].
+    """
+    num_rows = offsets[-1:].long()
+    act_function = partial(gated_activation, num_rows=num_rows, activation=activation)
+    gate_up = parts.expert_fc1(grouped_gemm, rows, fc1, offsets=offsets)
+    act, release = parts.moe_act(act_function, gate_up, weights)
+    output = grouped_gemm(act, fc2, offsets=offsets)
+    release(output)
+    return output

@@ -1,0 +1,18 @@
+"""Rows of experts in buffers of a fixed size, of which only the device knows how many are live. Needs torch and Triton."""
+
+from megatron.core.transformer.moe.static_rows.row_movement import gather_rows, sum_rows
+from megatron.core.transformer.moe.static_rows.row_order import (
+    StaticOrder,
+    expert_of_received_rows,
+    order_by_expert,
+    order_by_rank,
+)
+
+__all__ = [
+    "StaticOrder",
+    "expert_of_received_rows",
+    "gather_rows",
+    "order_by_expert",
+    "order_by_rank",
+    "sum_rows",
+]

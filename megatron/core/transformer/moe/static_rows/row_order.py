@@ -1,0 +1,108 @@
+"""Which slot goes to which row of a buffer of fixed size: index maps alone, without a read of the device.
+
+A slot is one choice of one token: slot t * K + k. Shapes: T tokens, K choices, e experts, C rows of the buffer, of
+which the first R are live.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.permutation import count_sorted
+
+
+@dataclass(frozen=True)
+class StaticOrder:
+    """Slots in the rows of a buffer, all on one device.
+
+    slot_of_row: [C], int64, -1 for a row of padding. row_of_slot: [T, K], int64, -1 for a slot without a row.
+    rows_per_group: [G], int64: rows of each expert, or of each expert of each rank, padding among them.
+    rows_missing: [1], int64: rows that did not fit; the slots that they stand for are lost.
+    """
+
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    rows_per_group: Tensor
+    rows_missing: Tensor
+
+    @property
+    def token_of_row(self) -> Tensor:
+        """[C], int64, -1 for a row of padding."""
+        return self.slot_of_row.div(self.row_of_slot.shape[1], rounding_mode="floor")
+
+
+def order_by_expert(expert_indices: Tensor, num_experts: int, *, capacity: int, alignment: int = 1) -> StaticOrder:
+    """Rows by expert, one expert behind the other, each a multiple of `alignment` rows.
+
+    expert_indices: [T, K], int64; what is outside 0 to num_experts - 1 gets no row. capacity: C, a multiple of
+    alignment. Of equal experts the first slots come first.
+    """
+    experts, slots = _sorted_slots(expert_indices, num_experts)
+    wanted = _round_up(count_sorted(experts, num_experts), alignment)
+    ends = wanted.cumsum(0)
+    # One entry more, for slots of no expert: where the others end.
+    starts = torch.cat([ends - wanted, ends[-1:]])
+    rows = starts[experts] + _place_in_group(experts)
+    rows = rows.where((experts < num_experts) & (rows < capacity), capacity)
+    kept = ends.clamp(max=capacity).diff(prepend=ends.new_zeros(1))
+    missing = (ends[-1:] - capacity).clamp(min=0)
+    return _order(slots, rows, expert_indices, num_rows=capacity, rows_per_group=kept, rows_missing=missing)
+
+
+def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, rows_per_rank: int) -> StaticOrder:
+    """Rows by rank, rows_per_rank for each; within a rank by expert, those without a slot last.
+
+    expert_indices: [T, K], int64, from 0 to num_experts - 1, of which each rank has as many, neighbours. What is
+    outside gets no row. rows_per_group is that of each expert, [num_experts], without padding.
+    """
+    experts, slots = _sorted_slots(expert_indices, num_experts)
+    per_rank = num_experts // num_ranks
+    ranks = experts // per_rank
+    place = _place_in_group(ranks)
+    rows = (ranks * rows_per_rank + place).where((experts < num_experts) & (place < rows_per_rank), -1)
+    num_rows = num_ranks * rows_per_rank
+    wanted = count_sorted(experts, num_experts).view(num_ranks, per_rank).cumsum(1)
+    kept = wanted.clamp(max=rows_per_rank).diff(dim=1, prepend=wanted.new_zeros(num_ranks, 1))
+    missing = (wanted[:, -1] - rows_per_rank).clamp(min=0).amax(0, keepdim=True)
+    rows = rows.where(rows >= 0, num_rows)
+    return _order(slots, rows, expert_indices, num_rows=num_rows, rows_per_group=kept.view(-1), rows_missing=missing)
+
+
+def expert_of_received_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
+    """The expert of each row that came from the ranks; e for those that stand for no slot.
+
+    rows_per_group: [ranks, e], int64: what each rank sent of each expert. Returns [ranks * rows_per_rank, 1], int64.
+    """
+    num_ranks, num_experts = rows_per_group.shape
+    place = torch.arange(rows_per_rank, device=rows_per_group.device).expand(num_ranks, -1).contiguous()
+    return torch.searchsorted(rows_per_group.cumsum(1), place, right=True).view(-1, 1)
+
+
+def _sorted_slots(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Experts ascending, those of other ranks as num_experts, and the slots that they belong to: [T * K] each."""
+    flat = expert_indices.reshape(-1)
+    sorted_experts, slots = flat.where((flat >= 0) & (flat < num_experts), num_experts).sort(stable=True)
+    return sorted_experts, slots
+
+
+def _place_in_group(sorted_groups: Tensor) -> Tensor:
+    """0, 1, ... within each run of equal values; [N], ascending -> [N]."""
+    place = torch.arange(sorted_groups.numel(), device=sorted_groups.device)
+    return place - torch.searchsorted(sorted_groups, sorted_groups)
+
+
+def _round_up(counts: Tensor, multiple: int) -> Tensor:
+    return (counts + (multiple - 1)).div(multiple, rounding_mode="floor") * multiple
+
+
+def _order(
+    slots: Tensor, rows: Tensor, expert_indices: Tensor, *, num_rows: int, rows_per_group: Tensor, rows_missing: Tensor
+) -> StaticOrder:
+    """rows: [T * K]: the row of each of `slots`, num_rows for none."""
+    # One row more takes whatever has none.
+    slot_of_row = slots.new_full((num_rows + 1,), -1)
+    slot_of_row[rows] = slots
+    row_of_slot = torch.empty_like(slots)
+    row_of_slot[slots] = rows.where(rows < num_rows, -1)
+    return StaticOrder(slot_of_row[:num_rows], row_of_slot.view(expert_indices.shape), rows_per_group, rows_missing)
