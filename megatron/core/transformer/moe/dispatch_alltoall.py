@@ -130,7 +130,10 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 def to_every_shard(
     probs: Tensor, expert_indices: Tensor, *, num_local_experts: int, num_shards: int
 ) -> tuple[Tensor, Tensor]:
-    """[T, K] -> [T, K * shards]: numbers of experts in the order of the ranks, of which shards are neighbours."""
+    """probs: [T, K], float; expert_indices: [T, K], int64 -> [T, K * shards] each.
+
+    The numbers of experts are then in the order of the ranks, of which shards are neighbours.
+    """
     rank, within = expert_indices // num_local_experts, expert_indices % num_local_experts
     ranks = rank.unsqueeze(-1) * num_shards + torch.arange(num_shards, device=expert_indices.device)  # [T, K, shards]
     copies = ranks * num_local_experts + within.unsqueeze(-1)

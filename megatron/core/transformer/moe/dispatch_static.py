@@ -99,8 +99,8 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         self,
         num_local_experts: int,
         local_expert_indices: Sequence[int],
-        config: TransformerConfig,
         *,
+        config: TransformerConfig,
         pg_collection: ProcessGroupCollection | None = None,
         row_alignment: int = 1,
     ) -> None:
@@ -121,9 +121,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
     def by_expert(self, expert_indices: Tensor, *, num_tokens: int) -> StaticRows:
         """expert_indices: [N, K], int64, from this rank's first expert; num_tokens: T, of each rank."""
         capacity = self.budget.rows_of_rank(num_tokens)
-        order = order_by_expert(
-            expert_indices, len(self.experts), capacity=capacity, alignment=self.budget.alignment
-        )
+        order = order_by_expert(expert_indices, len(self.experts), capacity=capacity, alignment=self.budget.alignment)
         return StaticRows(order, order.rows_per_group.sum(0, keepdim=True))
 
 

@@ -17,8 +17,8 @@ from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAllGatherTokenDispatcher,
     MoEStaticAlltoAllTokenDispatcher,
 )
-from megatron.core.transformer.moe.row_budget import RowBudget
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.row_budget import RowBudget
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -75,7 +75,7 @@ class MoELayer(MegatronModule):
         # With buffers of a fixed size and one rank there is nothing to send, and rows are moved once.
         kind = "allgather" if is_static and group_size(groups.tp_ep) == 1 else config.moe_token_dispatcher_type
         self.token_dispatcher: MoETokenDispatcher = _DISPATCHERS[kind, is_static](
-            self.num_local_experts, self.local_expert_indices, config, pg_collection=groups
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
         )
         self.row_budget = RowBudget(default_device())
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)

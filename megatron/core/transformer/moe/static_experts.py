@@ -1,4 +1,4 @@
-"""Grouped experts over a buffer of fixed size: products and activation stop at the live rows, which the device counts."""
+"""Grouped experts over a buffer of fixed size: what they compute stops at the live rows, which the device counts."""
 
 from functools import partial
 

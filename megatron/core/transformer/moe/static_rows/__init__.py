@@ -1,4 +1,4 @@
-"""Rows of experts in buffers of a fixed size, of which only the device knows how many are live. Needs torch and Triton."""
+"""Rows of experts in buffers of a fixed size, of which only the device knows how many are live."""
 
 from megatron.core.transformer.moe.static_rows.row_movement import gather_rows, sum_rows
 from megatron.core.transformer.moe.static_rows.row_order import (

@@ -34,7 +34,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source_of_row: Tensor, row_of_slot: Tensor, num_rows: Tensor) -> Tensor:
         ctx.save_for_backward(row_of_slot)
-        return _gather(x, source_of_row, num_rows)
+        return _gather(x, source_of_row, num_rows=num_rows)
 
     @staticmethod
     @once_differentiable
@@ -52,10 +52,11 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather(grad, *ctx.saved_tensors), None, None, None
+        source_of_row, num_rows = ctx.saved_tensors
+        return _gather(grad, source_of_row, num_rows=num_rows), None, None, None
 
 
-def _gather(x: Tensor, source_of_row: Tensor, num_rows: Tensor) -> Tensor:
+def _gather(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor) -> Tensor:
     out = x.new_empty(len(source_of_row), x.shape[1])
     ops.gather_rows(x.contiguous(), source_of_row, num_rows=num_rows, out=out)
     return out

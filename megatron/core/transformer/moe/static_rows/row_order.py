@@ -47,7 +47,9 @@ def order_by_expert(expert_indices: Tensor, num_experts: int, *, capacity: int, 
     rows = rows.where((experts < num_experts) & (rows < capacity), capacity)
     kept = ends.clamp(max=capacity).diff(prepend=ends.new_zeros(1))
     missing = (ends[-1:] - capacity).clamp(min=0)
-    return _order(slots, rows, expert_indices, num_rows=capacity, rows_per_group=kept, rows_missing=missing)
+    return _order(
+        slots, rows, expert_indices=expert_indices, num_rows=capacity, rows_per_group=kept, rows_missing=missing
+    )
 
 
 def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, rows_per_rank: int) -> StaticOrder:
@@ -66,7 +68,14 @@ def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, r
     kept = wanted.clamp(max=rows_per_rank).diff(dim=1, prepend=wanted.new_zeros(num_ranks, 1))
     missing = (wanted[:, -1] - rows_per_rank).clamp(min=0).amax(0, keepdim=True)
     rows = rows.where(rows >= 0, num_rows)
-    return _order(slots, rows, expert_indices, num_rows=num_rows, rows_per_group=kept.view(-1), rows_missing=missing)
+    return _order(
+        slots,
+        rows,
+        expert_indices=expert_indices,
+        num_rows=num_rows,
+        rows_per_group=kept.view(-1),
+        rows_missing=missing,
+    )
 
 
 def expert_of_received_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
@@ -97,12 +106,12 @@ def _round_up(counts: Tensor, multiple: int) -> Tensor:
 
 
 def _order(
-    slots: Tensor, rows: Tensor, expert_indices: Tensor, *, num_rows: int, rows_per_group: Tensor, rows_missing: Tensor
+    slots: Tensor, rows: Tensor, *, shape: torch.Size, num_rows: int, rows_per_group: Tensor, rows_missing: Tensor
 ) -> StaticOrder:
-    """rows: [T * K]: the row of each of `slots`, num_rows for none."""
+    """rows: [T * K]: the row of each of `slots`, num_rows for none; shape: [T, K]."""
     # One row more takes whatever has none.
     slot_of_row = slots.new_full((num_rows + 1,), -1)
     slot_of_row[rows] = slots
     row_of_slot = torch.empty_like(slots)
     row_of_slot[slots] = rows.where(rows < num_rows, -1)
-    return StaticOrder(slot_of_row[:num_rows], row_of_slot.view(expert_indices.shape), rows_per_group, rows_missing)
+    return StaticOrder(slot_of_row[:num_rows], row_of_slot.view(shape), rows_per_group, rows_missing)

@@ -1,4 +1,4 @@
-"""Rows of static buffers against loops over slots, for any routing: too many rows, too few, none, and padded experts."""
+"""Rows of static buffers against loops over slots, for any routing: too many rows, none, and padded experts."""
 
 import math
 
