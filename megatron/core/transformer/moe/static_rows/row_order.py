@@ -47,9 +47,7 @@ def order_by_expert(expert_indices: Tensor, num_experts: int, *, capacity: int, 
     rows = rows.where((experts < num_experts) & (rows < capacity), capacity)
     kept = ends.clamp(max=capacity).diff(prepend=ends.new_zeros(1))
     missing = (ends[-1:] - capacity).clamp(min=0)
-    return _order(
-        slots, rows, expert_indices=expert_indices, num_rows=capacity, rows_per_group=kept, rows_missing=missing
-    )
+    return _order(slots, rows, shape=expert_indices.shape, num_rows=capacity, rows_per_group=kept, rows_missing=missing)
 
 
 def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, rows_per_rank: int) -> StaticOrder:
