@@ -69,7 +69,7 @@ def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, r
     return _order(
         slots,
         rows,
-        expert_indices=expert_indices,
+        shape=expert_indices.shape,
         num_rows=num_rows,
         rows_per_group=kept.view(-1),
         rows_missing=missing,
