@@ -21,17 +21,28 @@ class DispatchedTokens(NamedTuple):
     probs: Tensor
 
 
+class RowDemand(NamedTuple):
+    """What the routing asked of this rank's buffers of a fixed size, all on the device.
+
+    rows_missing: [1], int64, above 0 if they were too small, and rows were lost. factor_needed: [1], fp32: the
+    capacity factor with which none would have been.
+    """
+
+    rows_missing: Tensor
+    factor_needed: Tensor
+
+
 class Dispatched(NamedTuple):
     """What the experts of a rank work on, and the way back.
 
-    tokens_per_expert: [e], int64, on the device. metadata: frozen, for combine alone. rows_missing: [1], int64, on the
-    device, of buffers of a fixed size: above 0 if they were too small, and rows were lost; None: nothing can be lost.
+    tokens_per_expert: [e], int64, on the device. metadata: frozen, for combine alone. demand: None where nothing can be
+    lost.
     """
 
     rows: DispatchedTokens
     tokens_per_expert: Tensor
     metadata: Any
-    rows_missing: Tensor | None = None
+    demand: RowDemand | None = None
 
 
 class MoETokenDispatcher(ABC):

@@ -7,7 +7,7 @@ or sent, as in dispatch_alltoall.py but in parts of one size, of which each pair
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,10 +19,17 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, own_experts
+from megatron.core.transformer.moe.dispatch import (
+    Dispatched,
+    DispatchedTokens,
+    MoETokenDispatcher,
+    RowDemand,
+    own_experts,
+)
 from megatron.core.transformer.moe.dispatch_alltoall import to_every_shard
 from megatron.core.transformer.moe.static_rows import (
     StaticOrder,
+    aligned_rows,
     expert_of_received_rows,
     gather_rows,
     order_by_expert,
@@ -51,13 +58,28 @@ class StaticBudget:
         """C, from all ranks to one; num_tokens: T, of each rank."""
         # Each expert's rows may end with padding.
         most = self.num_ranks * self._most(num_tokens) + self.num_experts * (self.alignment - 1)
-        rows = min(math.ceil(num_tokens * self.topk * self.num_shards * self.factor), most)
+        rows = min(math.ceil(self._balanced_rows(num_tokens) * self.factor), most)
         return math.ceil(rows / self.alignment) * self.alignment
 
     def rows_of_pair(self, num_tokens: int) -> int:
         """From one rank to another; num_tokens: T, of each rank."""
-        balanced = num_tokens * self.topk * self.num_shards / self.num_ranks
+        balanced = self._balanced_rows(num_tokens) / self.num_ranks
         return min(math.ceil(balanced * self.factor), self._most(num_tokens))
+
+    def demand_on_rank(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
+        """rows_needed: [1], int64, of the rows_of_rank."""
+        missing = (rows_needed - self.rows_of_rank(num_tokens)).clamp(min=0)
+        return RowDemand(missing, rows_needed.float() / max(1, self._balanced_rows(num_tokens)))
+
+    def demand_on_pair(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
+        """rows_needed: [1], int64, of the rows_of_pair."""
+        missing = (rows_needed - self.rows_of_pair(num_tokens)).clamp(min=0)
+        balanced = self._balanced_rows(num_tokens) / self.num_ranks
+        return RowDemand(missing, rows_needed.float() / (balanced or 1))
+
+    def _balanced_rows(self, num_tokens: int) -> int:
+        """Rows of a rank where all ranks get as many."""
+        return num_tokens * self.topk * self.num_shards
 
     def _most(self, num_tokens: int) -> int:
         """Rows that one rank's tokens can bring to another: a token comes to an expert once."""
@@ -118,6 +140,10 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
             alignment=row_alignment,
         )
 
+    def set_capacity_factor(self, factor: float) -> None:
+        """For dispatches from now on: what moe_expert_rank_capacity_factor was until now."""
+        self.budget = replace(self.budget, factor=factor)
+
     def by_expert(self, expert_indices: Tensor, *, num_tokens: int) -> StaticRows:
         """expert_indices: [N, K], int64, from this rank's first expert; num_tokens: T, of each rank."""
         capacity = self.budget.rows_of_rank(num_tokens)
@@ -127,11 +153,12 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
 
 @dataclass(frozen=True)
 class StaticGathered:
-    """All ranks' tokens [N, H] and weights [N, K], and their rows in this rank's buffer."""
+    """All ranks' tokens [N, H] and weights [N, K], and their rows in this rank's buffer. num_tokens: T, of each."""
 
     tokens: Tensor
     probs: Tensor
     rows: StaticRows
+    num_tokens: int
 
 
 class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
@@ -145,13 +172,15 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
             self.by_expert(
                 all_gather_rows(expert_indices, self.group).wait() - self.experts.start, num_tokens=len(tokens)
             ),
+            len(tokens),
         )
 
     def finish_dispatch(self, begun: StaticGathered) -> Dispatched:
         """The rows of this rank's experts [C, H], rows of each expert [e], int64, on the device, and metadata."""
         order = begun.rows.order
         rows = begun.rows.take(begun.tokens, begun.probs)
-        return Dispatched(rows, order.rows_per_group, begun.rows, order.rows_missing)
+        demand = self.budget.demand_on_rank(order.rows_needed, begun.num_tokens)
+        return Dispatched(rows, order.rows_per_group, begun.rows, demand)
 
     def combine(self, rows: Tensor, metadata: StaticRows) -> Tensor:
         """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
@@ -162,7 +191,8 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
 class StaticSent:
     """Rows on their way, as many to each rank: [ranks * P, H] and their weights [ranks * P, 1].
 
-    counts: [ranks, e], int64: rows that came from each rank for each expert. sent: this rank's. num_tokens: T.
+    counts: [ranks, e], int64: rows that each rank has for each expert, whether sent or not. sent: this rank's.
+    num_tokens: T.
     """
 
     tokens: Tensor
@@ -215,9 +245,20 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         tokens, probs = begun.exchanges[0].wait(begun.tokens), begun.exchanges[1].wait(begun.probs)
         experts = expert_of_received_rows(begun.counts, rows_per_rank=len(tokens) // self.budget.num_ranks)
         received = self.by_expert(experts, num_tokens=begun.num_tokens)
-        missing = torch.maximum(begun.sent.order.rows_missing, received.order.rows_missing)
         metadata = StaticExchanged(begun.sent, received)
-        return Dispatched(received.take(tokens, probs), received.order.rows_per_group, metadata, missing)
+        return Dispatched(
+            received.take(tokens, probs), received.order.rows_per_group, metadata, self._demand_of_both(begun)
+        )
+
+    def _demand_of_both(self, begun: StaticSent) -> RowDemand:
+        """Of the pairs that send and the rank that receives, which counts rows for which no pair had room too."""
+        budget = self.budget
+        on_rank = aligned_rows(begun.counts.sum(0), budget.alignment).sum(0, keepdim=True)
+        demands = (
+            budget.demand_on_pair(begun.sent.order.rows_needed, begun.num_tokens),
+            budget.demand_on_rank(on_rank, begun.num_tokens),
+        )
+        return RowDemand(*(torch.maximum(pair, rank) for pair, rank in zip(*demands, strict=True)))
 
     def combine(self, rows: Tensor, metadata: StaticExchanged) -> Tensor:
         """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""

@@ -97,8 +97,8 @@ class MoELayer(MegatronModule):
         # Beside the rows that are on their way, in backward too.
         shared = self._shared_output(tokens) if self.overlaps_shared_expert else None
         dispatched = self.token_dispatcher.finish_dispatch(begun)
-        if dispatched.rows_missing is not None:
-            self.row_budget.note(dispatched.rows_missing)
+        if dispatched.demand is not None:
+            self.row_budget.note(dispatched.demand.rows_missing)
         rows = dispatched.rows
         output, _ = self.experts(rows.hidden_states, dispatched.tokens_per_expert, rows.probs)  # [R, H]
         combined = self.token_dispatcher.combine(output, dispatched.metadata)  # [T, H]

@@ -3,6 +3,7 @@
 from megatron.core.transformer.moe.static_rows.row_movement import gather_rows, sum_rows
 from megatron.core.transformer.moe.static_rows.row_order import (
     StaticOrder,
+    aligned_rows,
     expert_of_received_rows,
     order_by_expert,
     order_by_rank,
@@ -10,6 +11,7 @@ from megatron.core.transformer.moe.static_rows.row_order import (
 
 __all__ = [
     "StaticOrder",
+    "aligned_rows",
     "expert_of_received_rows",
     "gather_rows",
     "order_by_expert",

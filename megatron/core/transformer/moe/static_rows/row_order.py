@@ -17,14 +17,15 @@ class StaticOrder:
     """Slots in the rows of a buffer, all on one device.
 
     slot_of_row: [C], int64, -1 for a row of padding. row_of_slot: [T, K], int64, -1 for a slot without a row.
-    rows_per_group: [G], int64: rows of each expert, or of each expert of each rank, padding among them.
-    rows_missing: [1], int64: rows that did not fit; the slots that they stand for are lost.
+    rows_per_group: [G], int64: rows of each expert, padding among them; or those for each expert of each rank, whether
+    they fit or not.
+    rows_needed: [1], int64: of the buffer, or of each rank's part of it; with fewer, slots are lost.
     """
 
     slot_of_row: Tensor
     row_of_slot: Tensor
     rows_per_group: Tensor
-    rows_missing: Tensor
+    rows_needed: Tensor
 
     @property
     def token_of_row(self) -> Tensor:
@@ -39,22 +40,23 @@ def order_by_expert(expert_indices: Tensor, num_experts: int, *, capacity: int, 
     alignment. Of equal experts the first slots come first.
     """
     experts, slots = _sorted_slots(expert_indices, num_experts)
-    wanted = _round_up(count_sorted(experts, num_experts), alignment)
+    wanted = aligned_rows(count_sorted(experts, num_experts), alignment)
     ends = wanted.cumsum(0)
     # One entry more, for slots of no expert: where the others end.
     starts = torch.cat([ends - wanted, ends[-1:]])
     rows = starts[experts] + _place_in_group(experts)
     rows = rows.where((experts < num_experts) & (rows < capacity), capacity)
     kept = ends.clamp(max=capacity).diff(prepend=ends.new_zeros(1))
-    missing = (ends[-1:] - capacity).clamp(min=0)
-    return _order(slots, rows, shape=expert_indices.shape, num_rows=capacity, rows_per_group=kept, rows_missing=missing)
+    return _order(
+        slots, rows, shape=expert_indices.shape, num_rows=capacity, rows_per_group=kept, rows_needed=ends[-1:]
+    )
 
 
 def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, rows_per_rank: int) -> StaticOrder:
     """Rows by rank, rows_per_rank for each; within a rank by expert, those without a slot last.
 
     expert_indices: [T, K], int64, from 0 to num_experts - 1, of which each rank has as many, neighbours. What is
-    outside gets no row. rows_per_group is that of each expert, [num_experts], without padding.
+    outside gets no row.
     """
     experts, slots = _sorted_slots(expert_indices, num_experts)
     per_rank = num_experts // num_ranks
@@ -62,28 +64,32 @@ def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, r
     place = _place_in_group(ranks)
     rows = (ranks * rows_per_rank + place).where((experts < num_experts) & (place < rows_per_rank), -1)
     num_rows = num_ranks * rows_per_rank
-    wanted = count_sorted(experts, num_experts).view(num_ranks, per_rank).cumsum(1)
-    kept = wanted.clamp(max=rows_per_rank).diff(dim=1, prepend=wanted.new_zeros(num_ranks, 1))
-    missing = (wanted[:, -1] - rows_per_rank).clamp(min=0).amax(0, keepdim=True)
+    wanted = count_sorted(experts, num_experts)
     rows = rows.where(rows >= 0, num_rows)
     return _order(
         slots,
         rows,
         shape=expert_indices.shape,
         num_rows=num_rows,
-        rows_per_group=kept.view(-1),
-        rows_missing=missing,
+        rows_per_group=wanted,
+        rows_needed=wanted.view(num_ranks, per_rank).sum(1).amax(0, keepdim=True),
     )
 
 
 def expert_of_received_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
     """The expert of each row that came from the ranks; e for those that stand for no slot.
 
-    rows_per_group: [ranks, e], int64: what each rank sent of each expert. Returns [ranks * rows_per_rank, 1], int64.
+    rows_per_group: [ranks, e], int64: what each rank has for each expert, of which rows_per_rank were sent. Returns
+    [ranks * rows_per_rank, 1], int64.
     """
     num_ranks, num_experts = rows_per_group.shape
     place = torch.arange(rows_per_rank, device=rows_per_group.device).expand(num_ranks, -1).contiguous()
     return torch.searchsorted(rows_per_group.cumsum(1), place, right=True).view(-1, 1)
+
+
+def aligned_rows(counts: Tensor, alignment: int) -> Tensor:
+    """Rows of experts, each rounded up to a multiple of `alignment`: [e], int64, on the device -> the same."""
+    return (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
 
 
 def _sorted_slots(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -99,12 +105,8 @@ def _place_in_group(sorted_groups: Tensor) -> Tensor:
     return place - torch.searchsorted(sorted_groups, sorted_groups)
 
 
-def _round_up(counts: Tensor, multiple: int) -> Tensor:
-    return (counts + (multiple - 1)).div(multiple, rounding_mode="floor") * multiple
-
-
 def _order(
-    slots: Tensor, rows: Tensor, *, shape: torch.Size, num_rows: int, rows_per_group: Tensor, rows_missing: Tensor
+    slots: Tensor, rows: Tensor, *, shape: torch.Size, num_rows: int, rows_per_group: Tensor, rows_needed: Tensor
 ) -> StaticOrder:
     """rows: [T * K]: the row of each of `slots`, num_rows for none; shape: [T, K]."""
     # One row more takes whatever has none.
@@ -112,4 +114,4 @@ def _order(
     slot_of_row[rows] = slots
     row_of_slot = torch.empty_like(slots)
     row_of_slot[slots] = rows.where(rows < num_rows, -1)
-    return StaticOrder(slot_of_row[:num_rows], row_of_slot.view(shape), rows_per_group, rows_missing)
+    return StaticOrder(slot_of_row[:num_rows], row_of_slot.view(shape), rows_per_group, rows_needed)

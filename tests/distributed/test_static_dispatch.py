@@ -1,0 +1,87 @@
+"""Buffers of a fixed size between ranks: what the routing asked of them, against counts of all ranks' choices."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.dispatch_static import (
+    MoEStaticAllGatherTokenDispatcher,
+    MoEStaticAlltoAllTokenDispatcher,
+    MoEStaticTokenDispatcher,
+)
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.models.small_models import small_config
+
+EXPERTS, TOKENS, TOPK = 12, 40, 2
+ROUTINGS = ("even", "one_expert", "one_rank")
+# Expert ranks, and ranks that share an expert.
+LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]
+
+
+def chosen_experts(rank: int, routing: str) -> Tensor:
+    """[T, K], int64: different experts for each token."""
+    scores = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(rank))
+    scores[:, : {"even": 0, "one_expert": 1, "one_rank": 2}[routing]] += 2
+    return scores.topk(TOPK).indices
+
+
+def on_rank(layout: tuple[int, int], alignments: list[int]) -> dict[tuple[str, str, int], list[float]]:
+    """By dispatcher, routing and alignment: see `demands`."""
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=layout[0], expert_tensor_parallel_size=layout[1]
+    )
+    config = small_config(
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        moe_grouped_gemm=True,
+        add_bias_linear=False,
+        moe_expert_rank_capacity_factor=1.0,
+        expert_model_parallel_size=layout[0],
+        expert_tensor_parallel_size=layout[1],
+    )
+    share = EXPERTS // layout[0]
+    local, results = range(EXPERTS)[dist.get_rank() // layout[1] * share :][:share], {}
+    for kind in (MoEStaticAllGatherTokenDispatcher, MoEStaticAlltoAllTokenDispatcher):
+        for alignment in alignments:
+            dispatcher = kind(
+                share, local, config=config, pg_collection=parallel_state.get_process_groups(), row_alignment=alignment
+            )
+            for routing in ROUTINGS:
+                key = kind.__name__, routing, alignment
+                results[key] = demands(dispatcher, chosen_experts(dist.get_rank(), routing))
+    return results
+
+
+def demands(dispatcher: MoEStaticTokenDispatcher, indices: Tensor) -> list[float]:
+    """What this rank needs and misses with a factor of 1; and misses with the largest factor that any rank needs."""
+    dispatch = partial(dispatcher.dispatch, torch.ones(TOKENS, 3), probs=torch.rand(TOKENS, TOPK))
+    dispatcher.set_capacity_factor(1.0)
+    before = dispatch(expert_indices=indices).demand
+    largest = before.factor_needed.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    dispatcher.set_capacity_factor(largest.item())
+    after = dispatch(expert_indices=indices).demand
+    return [number.item() for number in (before.factor_needed, before.rows_missing, after.rows_missing)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_dispatch_says_with_which_factor_nothing_would_be_lost(layout: tuple[int, int]) -> None:
+    ranks, shards = layout[0] * layout[1], layout[1]
+    alignments = [1, 16, 32, 128] if layout in [(1, 1), (3, 1)] else [1, 16]
+    balanced = TOKENS * TOPK * shards
+    per_rank = run_on_ranks(on_rank, ranks, layout, alignments)
+    for kind, routing, alignment in per_rank[0]:
+        # Rows from each rank for each expert of one of the expert ranks.
+        counts = [chosen_experts(rank, routing).flatten().bincount(minlength=EXPERTS) for rank in range(ranks)]
+        wanted = torch.stack(counts).view(ranks, layout[0], -1).repeat_interleave(shards, dim=1)
+        of_rank = ((wanted.sum(0) + alignment - 1) // alignment * alignment).sum(1)
+        of_pair = wanted.sum(2).amax(1) if "AlltoAll" in kind else torch.zeros(ranks)
+        room = -(-balanced // alignment) * alignment
+        for rank, found in enumerate(result[kind, routing, alignment] for result in per_rank):
+            needed = max(of_rank[rank].item() / balanced, of_pair[rank].item() / (balanced / ranks))
+            missing = max(0, of_rank[rank].item() - room, of_pair[rank].item() - -(-balanced // ranks))
+            assert found == [pytest.approx(needed), missing, 0], (kind, routing, alignment)
