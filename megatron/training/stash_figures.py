@@ -1,0 +1,36 @@
+"""What a rank knows of its expert buffers and its paged stash once a step is done: numbers on the host, of this rank
+alone. They are gathered over ranks by stash_meter.py.
+"""
+
+from dataclasses import dataclass
+
+from megatron.core.transformer.moe.paged_stash import Counter, PoolLayout, StashEvent, TensorSpec
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step of one rank.
+
+    layout, counters, tail_bytes: of the pool, counters as at the end of the step; None, empty and 0 without a stash.
+    tail_bytes: of the pages given out in the step, what no row fills. rows: live rows of each expert forward, in
+    order; passes: their layers, from 1 over the whole model. balanced_rows: live rows of a pass if all experts were
+    chosen equally often. pages_wanted: the step's peak of held pages, had every tensor got its own; balanced_pages: the
+    same if every pass had balanced_rows. capacity_factor: that of this step's buffers; factor_needed: the least that
+    its most demanding dispatch would have done with. voids: how often the step ran anew because rows or pages were
+    lacking. events: the stage's passes of expert groups in order; specs: what one group stashes. Both are empty without
+    a stash.
+    """
+
+    layout: PoolLayout | None
+    counters: dict[Counter, int]
+    tail_bytes: int
+    rows: tuple[int, ...]
+    passes: tuple[int, ...]
+    balanced_rows: int
+    pages_wanted: int
+    balanced_pages: int
+    capacity_factor: float
+    factor_needed: float
+    voids: int
+    events: tuple[StashEvent, ...]
+    specs: tuple[TensorSpec, ...]
