@@ -25,6 +25,10 @@ from megatron.core.transformer.moe.moe_config import (
     validate_grouped_gemm,
     validate_moe,
 )
+from megatron.core.transformer.moe.paged_stash_config import (
+    validate_paged_stash,
+    validate_stash_with_activation_memory,
+)
 from megatron.core.transformer.offload_config import (
     OffloadConfig,
     can_offload,
@@ -97,6 +101,7 @@ class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, Recompu
         validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
         validate_activation_memory(self)
         validate_layout_of_layers(self)
+        validate_stash(self)
         if self.init_method is None:
             self.init_method = NormalInit(self.init_method_std)
         if self.output_layer_init_method is None:
@@ -133,6 +138,38 @@ def validate_activation_memory(config: TransformerConfig) -> None:
         recompute_granularity=config.recompute_granularity,
         recompute_modules=config.recompute_modules,
     )
+
+
+def validate_stash(config: TransformerConfig) -> None:
+    """Raises ValueError where the paged stash has nothing to keep, or its settings make no sense together."""
+    has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
+    validate_paged_stash(
+        config,
+        hidden_size=config.hidden_size,
+        itemsize=config.params_dtype.itemsize,
+        moe_expert_rank_capacity_factor=config.moe_expert_rank_capacity_factor,
+        has_experts=has_experts,
+    )
+    validate_stash_with_activation_memory(
+        config,
+        has_experts=has_experts,
+        runs_again=layers_run_again(config),
+        recompute_modules=config.recompute_modules or [],
+        offload_modules=config.offload_modules,
+        offloaded_layers=config.cpu_offloading_num_layers,
+    )
+
+
+def layers_run_again(config: TransformerConfig) -> list[bool]:
+    """For each layer, whether backward runs it again as a whole."""
+    if config.recompute_granularity != "full":
+        return [False] * config.num_layers
+    if config.recompute_method == "uniform":
+        return [True] * config.num_layers
+    assert config.recompute_num_layers is not None, "checked by validate_recompute"
+    # Each chunk of a stage counts its own layers.
+    parts = layers_per_part(config, num_layers=config.num_layers)
+    return [index < config.recompute_num_layers for part in parts for index in range(part)]
 
 
 def validate_layout_of_layers(config: TransformerConfig) -> None:

@@ -7,11 +7,12 @@ from typing import ClassVar
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.capacity_config import CapacityConfig, validate_capacity
+from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
 from megatron.core.transformer.moe.router_config import RouterConfig, validate_router
 
 
 @dataclass(kw_only=True)
-class MoEConfig(RouterConfig, CapacityConfig):
+class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
     """How many experts, which layers have them, and how their matrix products run."""
 
     cli_group: ClassVar[str] = "moe"

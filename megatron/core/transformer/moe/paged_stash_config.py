@@ -1,0 +1,164 @@
+"""Settings of the paged stash in training, and which make no sense; pools are sized in paged_stash/sizing.py."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+OVERFLOW_POLICIES = ("recompute", "rerun", "error")
+_UNITS = {"": 1, **{f"{name}B": 1000**power for power, name in enumerate(("", "K", "M", "G", "T"))}}
+_UNITS |= {f"{name}IB": 1024**power for power, name in enumerate("KMGT", start=1)}
+
+
+def parse_bytes(text: str, *, field: str = "size") -> int:
+    """512MB (of 1000 x 1000 bytes), 2GiB (of 1024 x 1024 x 1024) or 1000000 as a number of bytes; ValueError naming
+    `field` for anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{field} is {text!r}: must be a number of bytes, or one with a unit such as 512MB or 2GiB")
+    # Exact for any number of digits, which a float would not be.
+    return int(Fraction(match[1]) * _UNITS[match[2].upper()])
+
+
+def _parse_buffer_bytes(text: str) -> int:
+    return parse_bytes(text, field="moe_paged_stash_buffer_bytes")
+
+
+@dataclass(kw_only=True)
+class PagedStashConfig:
+    """Whether and where the live rows of what experts keep for backward wait in pages."""
+
+    cli_group: ClassVar[str] = "paged stash"
+
+    moe_paged_stash: bool = config_field(
+        False,
+        help="Keep for backward only the live rows of the experts' static buffers, in pages of a shared pool: the "
+        "memory of as many rows as came, although no shape depends on the routing.",
+    )
+    moe_paged_stash_page_size: int = config_field(
+        64, help="Tokens of hidden size whose bytes make one page of the pool; a power of two.", at_least=1
+    )
+    moe_paged_stash_buffer_size_factor_cuda: float = config_field(
+        1.1,
+        help="Pages on the device as a multiple of what a step needs if every rank gets as many rows; negative: of "
+        "the most that steps needed so far; 0: none, all rows wait on the host.",
+    )
+    moe_paged_stash_buffer_size_factor_cpu: float = config_field(
+        0.0, help="Pages in page-locked host memory, for what the device has no page for; a multiple of the same need."
+    )
+    moe_paged_stash_buffer_bytes: int | None = config_field(
+        None,
+        help="Bytes of the pages on the device, such as 512MB or 2GiB, whatever the factor for them says.",
+        at_least=1,
+        parse=_parse_buffer_bytes,
+    )
+    moe_paged_stash_prefetch_layers: int = config_field(
+        1, help="Layers whose rows come back ahead of their backward, each into buffers of full size.", at_least=0
+    )
+    moe_paged_stash_overflow_policy: str = config_field(
+        "recompute",
+        help="What happens when pages run out: activations are computed again and the step is run again only if the "
+        "experts' inputs found no page; the step is run again with more pages at once; or the run ends.",
+        choices=OVERFLOW_POLICIES,
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+def page_bytes(page_size: int, *, hidden_size: int, itemsize: int) -> int:
+    """Bytes of a page of page_size tokens of hidden_size elements, in whole words of 16 bytes."""
+    return -(-page_size * hidden_size * itemsize // 16) * 16
+
+
+def validate_paged_stash(
+    config: PagedStashConfig,
+    *,
+    hidden_size: int,
+    itemsize: int,
+    moe_expert_rank_capacity_factor: float | None,
+    has_experts: Sequence[int],
+) -> None:
+    """Raises ValueError where the stash lacks what it builds on, and for sizes that no pool can have.
+
+    itemsize: bytes of a parameter. has_experts: 1 for each layer with experts, else 0.
+    """
+    if not config.moe_paged_stash:
+        _refuse_settings_without_stash(config)
+        return
+    if 1 not in has_experts:
+        raise ValueError("moe_paged_stash is True but no layer has experts: give num_moe_experts, or drop the stash")
+    if moe_expert_rank_capacity_factor is None:
+        raise ValueError(
+            "moe_paged_stash is True but moe_expert_rank_capacity_factor is not set: without it buffers are as large "
+            "as the rows that come, and there is nothing to save; give a factor such as 2"
+        )
+    size = config.moe_paged_stash_page_size
+    if size & (size - 1):
+        below = 1 << size.bit_length() - 1
+        raise ValueError(f"moe_paged_stash_page_size is {size}: must be a power of two, such as {below} or {2 * below}")
+    given = config.moe_paged_stash_buffer_bytes
+    device, host = config.moe_paged_stash_buffer_size_factor_cuda, config.moe_paged_stash_buffer_size_factor_cpu
+    if device == 0 and host == 0 and given is None:
+        raise ValueError(
+            "moe_paged_stash_buffer_size_factor_cuda is 0 and moe_paged_stash_buffer_size_factor_cpu is 0: there would "
+            "be no page; give one of them, such as 1.1 for the device"
+        )
+    one_page = page_bytes(size, hidden_size=hidden_size, itemsize=itemsize)
+    if given is not None and given < one_page:
+        raise ValueError(
+            f"moe_paged_stash_buffer_bytes is {given}: must be at least one page, {one_page} bytes "
+            f"(moe_paged_stash_page_size {size} x hidden_size {hidden_size} x {itemsize} bytes)"
+        )
+
+
+def validate_stash_with_activation_memory(
+    config: PagedStashConfig,
+    *,
+    has_experts: Sequence[int],
+    runs_again: Sequence[bool],
+    recompute_modules: Sequence[str],
+    offload_modules: Sequence[str],
+    offloaded_layers: int,
+) -> None:
+    """Raises ValueError where recompute or offloading leaves the stash nothing, or wants the same tensors.
+
+    has_experts, runs_again: for each layer, the latter as a whole. offloaded_layers: how many first ones wait on the
+    host as a whole.
+    """
+    if not config.moe_paged_stash:
+        return
+    with_experts = [layer for layer, experts in enumerate(has_experts) if experts]
+    if all(runs_again[layer] for layer in with_experts):
+        raise ValueError(
+            "moe_paged_stash is True and recompute_granularity is full for every layer with experts, which then keeps "
+            "nothing to stash: use recompute_method block for fewer layers, or drop the stash"
+        )
+    if "moe" in recompute_modules:
+        raise ValueError(
+            "moe_paged_stash is True and recompute_modules has moe, so that layers with experts keep nothing to stash: "
+            "recompute moe_act instead, or drop the stash"
+        )
+    both = [module for module in offload_modules if module in ("expert_fc1", "moe_act")]
+    if both:
+        raise ValueError(
+            f"moe_paged_stash is True and offload_modules has {both[0]}, whose rows the stash keeps: drop one of them; "
+            "moe_paged_stash_buffer_size_factor_cpu gives the stash pages on the host"
+        )
+    if with_experts[-1] < offloaded_layers:
+        raise ValueError(
+            f"moe_paged_stash is True and cpu_offloading_num_layers is {offloaded_layers}, which moves what every "
+            "layer with experts keeps to the host: drop one of them; moe_paged_stash_buffer_size_factor_cpu gives the "
+            "stash pages on the host"
+        )
+
+
+def _refuse_settings_without_stash(config: PagedStashConfig) -> None:
+    unused = PagedStashConfig()
+    for name in vars(unused):
+        if vars(config)[name] != vars(unused)[name]:
+            raise ValueError(f"{name} is {vars(config)[name]}: needs moe_paged_stash")

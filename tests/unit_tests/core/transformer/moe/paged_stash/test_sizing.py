@@ -1,0 +1,229 @@
+"""Pools are as large as settings and steps say, against a walk through the step; contradictory settings are named."""
+
+import json
+from math import ceil
+from typing import Any
+
+import pytest
+
+from megatron.core.pipeline_parallel.expansion import expand
+from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.core.transformer.moe.paged_stash import EventKind, PoolLayout, Priority, StashEvent
+from megatron.core.transformer.moe.paged_stash.sizing import (
+    LearnedSizes,
+    StepNeeds,
+    capacity_factor,
+    check_effect,
+    expert_specs,
+    factor_at,
+    gain_line,
+    grown_sizes,
+    page_bytes,
+    peaks_of_trace,
+    pool_layout,
+    stash_footprint,
+)
+from megatron.core.transformer.moe.paged_stash_config import parse_bytes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
+
+MOE: dict[str, Any] = {
+    **LLAMA_LIKE,
+    "num_moe_experts": 4,
+    "moe_grouped_gemm": True,
+    "moe_expert_rank_capacity_factor": 2.0,
+    "moe_paged_stash": True,
+}
+BALANCED, FULL = 100, 200
+PAGE = 64 * 32 * 4
+
+
+def settings(**fields: Any) -> TransformerConfig:
+    """A model with the stash; cuda and cpu stand for the two factors."""
+    for name in {"cuda", "cpu"} & fields.keys():
+        fields[f"moe_paged_stash_buffer_size_factor_{name}"] = fields.pop(name)
+    return small_config(**{**MOE, **fields})
+
+
+def events_of(stages: int, layers: int, microbatches: int) -> list[list[StashEvent]]:
+    """Of each stage, all layers with experts, spread evenly."""
+    own = layers // stages
+    return [
+        [
+            StashEvent(EventKind(event.kind.value), event.name, event.instance)
+            for event in expand(order, [range(stage * own + 1, stage * own + own + 1)])
+        ]
+        for stage, order in enumerate(stage_orders(Pipeline(stages), microbatches))
+    ]
+
+
+def walked_peak(events: list[StashEvent], rows: dict[str, int], *, widths: tuple[int, ...] = (128, 4, 384, 192)) -> int:
+    held: dict[tuple[str, int], int] = {}
+    peak = 0
+    for event, following in zip(events, [*events[1:], None]):
+        if event.kind is EventKind.BACKWARD:
+            held.pop(event.group, None)
+        elif following is None or following.group != event.group:
+            held[event.group] = sum(ceil(rows[event.name] * width / PAGE) for width in widths)
+        peak = max(peak, sum(held.values()))
+    return peak
+
+
+@pytest.mark.parametrize("stages, layers, microbatches", [(1, 2, 1), (1, 5, 3), (2, 4, 1), (4, 8, 9)])
+@pytest.mark.parametrize("fields, learned, factors", [
+    ({}, {}, (1.1, 0.0, "balanced")),
+    ({"cuda": 0.6, "cpu": 0.5}, {}, (0.6, 0.5, "balanced")),
+    ({"cuda": 0.0, "cpu": 1.0}, {}, (0.0, 1.0, "balanced")),
+    ({"cuda": -1.2}, {}, (1.2, 0.0, "balanced")),
+    ({"cuda": -1.2, "cpu": -0.5}, {"rows_share": {1: 1.37, 2: 9.0}}, (1.2, 0.5, "measured")),
+    ({"cuda": 0.6}, {"device_factor": 1.7, "host_factor": 0.3}, (1.7, 0.3, "balanced")),
+    ({"cuda": 2.0}, {"device_factor": 1.7}, (2.0, 0.0, "balanced")),
+])  # fmt: skip
+def test_tiers_are_multiples_of_the_need_of_the_step(
+    stages: int, layers: int, microbatches: int, fields: dict, learned: dict, factors: tuple[float, float, str]
+) -> None:
+    config = settings(**fields)
+    specs = expert_specs(config, rows=FULL)
+    for events in events_of(stages, layers, microbatches):
+        rows = {event.name: BALANCED for event in events}
+        if factors[2] == "measured":
+            rows |= {"layer 1": 137, "layer 2": FULL}
+        needed = walked_peak(events, rows)
+        layout = pool_layout(config, events, balanced_rows=BALANCED, specs=specs, learned=LearnedSizes(**learned))
+        if not needed:
+            assert layout is None
+        else:
+            device, host = (ceil(round(factor * needed, 6)) for factor in factors[:2])
+            assert layout == PoolLayout(PAGE, device, host)
+
+
+def test_bytes_overrule_the_factor_and_recomputed_act_takes_no_pages() -> None:
+    (events,) = events_of(1, 3, 2)
+    config = settings(cuda=0.0, moe_paged_stash_buffer_bytes=10 * PAGE + 5)
+    layout = pool_layout(
+        config, events, balanced_rows=BALANCED, specs=expert_specs(config, rows=FULL), learned=LearnedSizes()
+    )
+    assert layout == PoolLayout(PAGE, 10)
+    config = settings(recompute_granularity="selective", recompute_modules=["moe_act"])
+    assert [spec.priority for spec in expert_specs(config, rows=7)] == [
+        Priority.INPUT,
+        Priority.INPUT,
+        Priority.GATE_UP,
+    ]
+    config = settings(expert_tensor_parallel_size=2, expert_model_parallel_size=2, num_attention_heads=2)
+    assert [spec.row_bytes for spec in expert_specs(config, rows=7)] == [128, 4, 192, 96]
+    assert page_bytes(config) == PAGE
+
+
+def test_pools_grow_until_full_buffers_fit_and_a_resumed_run_starts_with_the_grown_one() -> None:
+    (events,) = events_of(1, 4, 1)
+    config = settings(cuda=0.3)
+    specs = expert_specs(config, rows=FULL)
+    needs, learned = StepNeeds(events, specs, BALANCED, page_bytes(config)), LearnedSizes()
+    sizes = []
+    while True:
+        layout = pool_layout(config, events, balanced_rows=BALANCED, specs=specs, learned=learned)
+        assert layout is not None
+        sizes.append(layout.device_pages)
+        grown = grown_sizes(layout, needs, wanted_pages=9)
+        if grown is None:
+            break
+        learned = learned.merged(grown)
+        learned = LearnedSizes.from_json(json.loads(json.dumps(learned.to_json())))
+    full = walked_peak(events, {event.name: FULL for event in events})
+    assert sizes[-1] == full and sizes == sorted(set(sizes)) and sizes[1] >= 10 and len(sizes) <= 8
+    on_host = grown_sizes(PoolLayout(PAGE, 0, 5), needs, wanted_pages=9)
+    assert on_host is not None and on_host.device_factor is None and on_host.host_factor is not None
+    assert ceil(on_host.host_factor * needs.balanced_pages) == 10
+
+
+def test_learned_sizes_are_those_of_all_ranks_and_shares_end_where_experts_are_spread_further() -> None:
+    one = LearnedSizes(capacity_factor=3.0, rows_share={1: 1.5, 2: 1.0}, expert_ranks=4)
+    two = LearnedSizes(device_factor=1.4, rows_share={2: 2.0, 7: 1.1}, expert_ranks=4)
+    both = one.merged(two)
+    assert both == two.merged(one) == LearnedSizes(3.0, 1.4, None, {1: 1.5, 2: 2.0, 7: 1.1}, 4)
+    assert LearnedSizes.from_json(json.loads(json.dumps(both.to_json()))) == both
+    assert LearnedSizes.from_json(None) == LearnedSizes()
+    assert both.for_expert_ranks(4) == both and both.for_expert_ranks(2).rows_share == both.rows_share
+    assert both.for_expert_ranks(8) == LearnedSizes(3.0, 1.4, None, {}, 8)
+    assert [capacity_factor(flag, both) for flag in (2.0, 3.5)] == [3.0, 3.5]
+    assert capacity_factor(2.0, LearnedSizes()) == 2.0
+
+
+def test_a_stash_that_never_keeps_anything_is_refused_in_the_whole_model_alone() -> None:
+    check_effect(events_of(1, 2, 1))
+    check_effect(events_of(2, 2, 2))
+    check_effect([[], *events_of(1, 2, 1)])
+    for stages in (events_of(1, 1, 8), events_of(2, 2, 1)[1:], [[], []]):
+        with pytest.raises(ValueError, match="moe_paged_stash is True but can have no effect"):
+            check_effect(stages)
+
+
+def test_the_line_for_the_log_says_gains_and_costs() -> None:
+    for layers, factor, word in ((12, 1.0, "saves 18%"), (2, 1.0, "COSTS"), (12, 0.0, "all on the host")):
+        (events,) = events_of(1, layers, 1)
+        config = settings(cuda=factor, cpu=float(factor == 0))
+        specs = expert_specs(config, rows=FULL)
+        layout = pool_layout(config, events, balanced_rows=BALANCED, specs=specs, learned=LearnedSizes())
+        assert layout is not None
+        own = stash_footprint(config, events, specs=specs, layout=layout)
+        assert own.working_set_bytes == min(2, layers - 1) * FULL * 708
+        assert own.static_bytes == (layers - 1) * FULL * 708
+        assert word in gain_line(own, layout)
+
+
+def test_factor_at_a_quantile_is_an_order_statistic_of_recorded_steps() -> None:
+    peaks = [1 + step / 1000 for step in (3, 1, 2, *range(4, 1001))]
+    found = {q: factor_at(q, peaks) for q in (0.001, 0.5, 0.999, 1.0)}
+    assert found == {0.001: 1.001, 0.5: 1.5, 0.999: 1.999, 1.0: 2.0}
+    assert factor_at(0.999, [1.2, 1.1]) == 1.2
+    for quantile, sample in ((0.0, [1.0]), (1.5, [1.0]), (0.5, [])):
+        with pytest.raises(ValueError, match="quantile"):
+            factor_at(quantile, sample)
+    (events,) = events_of(1, 3, 1)
+    needs = StepNeeds(events, expert_specs(settings(), rows=FULL), BALANCED, PAGE)
+    rows = {"layer 1": 150, "layer 2": 120, "layer 3": 0}
+    expected = walked_peak(events, rows) / walked_peak(events, dict.fromkeys(rows, BALANCED))
+    assert peaks_of_trace(needs, [[150, 120, 0], [BALANCED] * 3]) == [expected, 1.0]
+    with pytest.raises(ValueError, match="step 0 has 2 passes: must have 3"):
+        peaks_of_trace(needs, [[1, 2]])
+
+
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": None}
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"num_moe_experts": None, "moe_grouped_gemm": False}, "moe_paged_stash is True but no layer has experts"),
+    ({"moe_layer_freq": [0, 0]}, "no layer has experts"),
+    ({"moe_expert_rank_capacity_factor": None}, "moe_expert_rank_capacity_factor is not set"),
+    ({"moe_grouped_gemm": False}, "moe_grouped_gemm is not"),
+    ({"cuda": float("nan")}, "factor_cuda is nan: must be a number"),
+    ({"cpu": float("inf")}, "factor_cpu is inf: must be finite"),
+    ({"cuda": True}, "factor_cuda is True: must be a number"),
+    ({"cuda": 0.0}, "factor_cuda is 0 and moe_paged_stash_buffer_size_factor_cpu is 0"),
+    ({"moe_paged_stash_page_size": 48}, "page_size is 48: must be a power of two, such as 32 or 64"),
+    ({"moe_paged_stash_page_size": 0}, "page_size is 0: must be at least 1"),
+    ({"moe_paged_stash_prefetch_layers": -1}, "prefetch_layers is -1: must be at least 0"),
+    ({"moe_paged_stash_overflow_policy": "spill"}, "must be one of recompute, rerun, error"),
+    ({"moe_paged_stash_buffer_bytes": 0}, "buffer_bytes is 0: must be at least 1"),
+    ({"moe_paged_stash_buffer_bytes": PAGE - 1}, "buffer_bytes is 8191: must be at least one page, 8192 bytes"),
+    ({**FULL_RECOMPUTE, "recompute_method": "uniform"}, "recompute_granularity is full for every layer"),
+    (FULL_RECOMPUTE, "recompute_granularity is full for every layer"),
+    ({**FULL_RECOMPUTE, **STAGES}, "recompute_granularity is full for every layer"),
+    ({"moe_layer_recompute": True}, "recompute_modules has moe"),
+    ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "offload_modules has moe_act"),
+    ({"moe_layer_freq": [1, 0], "cpu_offloading_num_layers": 1}, "cpu_offloading_num_layers is 1, which moves"),
+    ({"moe_paged_stash": False, "cpu": 0.5}, "factor_cpu is 0.5: needs moe_paged_stash"),
+])  # fmt: skip
+def test_settings_that_make_no_sense_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**fields)
+
+
+def test_sizes_in_bytes_take_decimal_and_binary_units() -> None:
+    texts = {"512MB": 512 * 10**6, "2GiB": 2 << 30, "1.5 kib": 1536, "7": 7, "8B": 8, "3TB": 3 * 10**12}
+    assert {text: parse_bytes(text) for text in texts} == texts
+    for wrong in ("", "MB", "-1MB", "2 parsecs", "1e9", "nan"):
+        with pytest.raises(ValueError, match="size is .*: must be a number of bytes, or one with a unit"):
+            parse_bytes(wrong)
