@@ -22,6 +22,7 @@ from megatron.training.callbacks import RankTimes, StepReport
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.overlap_meter import OverlapMeter
+from megatron.training.stash_meter import KnowsLastStep, StashMeter
 
 # The timers of a step in the order of the log; a timer that never ran is not shown.
 STEP_TIMERS = (
@@ -62,8 +63,12 @@ def build_meters(
     optimizer: MegatronOptimizer | None,
     timers: Timers,
     device: torch.device,
+    expert_memory: KnowsLastStep | None = None,
 ) -> list[Meter]:
-    """The meters that the flags ask for; memory is always measured, at log lines."""
+    """The meters that the flags ask for; memory is always measured, at log lines.
+
+    expert_memory: where experts have buffers of a fixed size.
+    """
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     state = None if optimizer is None else state_bytes_of(chunks, optimizer.config)
     meters: list[Meter] = [MemoryMeter(device, logging.log_interval, state=state)]
@@ -74,6 +79,8 @@ def build_meters(
     if logging.timing_log_level > 0:
         meters.append(TimerMeter(timers, logging.log_interval))
         meters.append(OverlapMeter(model, logging.log_interval, device=device))
+    if expert_memory is not None and optimizer is not None:
+        meters.append(StashMeter(expert_memory, args, device=device))
     return meters
 
 

@@ -19,6 +19,55 @@ class RankTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolReport:
+    """Pages of the paged stash in the steps since the last log line.
+
+    rank, device_pages, host_pages, page_bytes, device_high_water, host_high_water: of the step and rank whose pool was
+    fullest, the sizes of its tiers and the most pages that each held at once; timeline: how, see stash_meter.py.
+    planned_pages, spilled_pages of them on the host, live_bytes in them and tail_bytes that no row filled,
+    dropped_gate_up and dropped_act, tensors that were computed again: sums over ranks and steps.
+    factor: device pages over those of a balanced step's peak, of the rank that has the fewest; factors_needed: the same
+    of the pages that would have sufficed, of the rank that needed the most in each step, oldest first.
+    """
+
+    rank: int
+    device_pages: int
+    host_pages: int
+    page_bytes: int
+    device_high_water: int
+    host_high_water: int
+    planned_pages: int
+    spilled_pages: int
+    live_bytes: int
+    tail_bytes: int
+    dropped_gate_up: int
+    dropped_act: int
+    factor: float
+    factors_needed: tuple[float, ...]
+    timeline: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StashReport:
+    """Expert buffers of a fixed size in the steps since the last log line, over all ranks.
+
+    steps: how many these are. void_steps: runs of them that had to be done again. capacity_factor: of the buffers now;
+    factors_needed: the least that would have done, of each step, oldest first. balanced_rows: of a pass, if all experts
+    were chosen equally often; buffer_rows: room for them; rows: layer number to the most live rows of a pass on any
+    rank. pool: None without the paged stash.
+    """
+
+    steps: int
+    void_steps: int
+    capacity_factor: float
+    factors_needed: tuple[float, ...]
+    balanced_rows: int
+    buffer_rows: int
+    rows: dict[int, int]
+    pool: PoolReport | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepReport:
     """What one training step did, as plain numbers; None: not asked for, or not known at this step.
 
@@ -28,6 +77,7 @@ class StepReport:
     this rank by kind. timers: milliseconds a step by timer, of the slowest rank, mean since the last log line.
     overlap: how communication overlapped with backward on this rank, see overlap_record.
     expert_load: layer number to tokens per expert over all ranks. per_layer: name to layer number to value.
+    stash: of expert buffers, at log lines.
     notes: lines for the console below that of the step.
     """
 
@@ -54,6 +104,7 @@ class StepReport:
     overlap: dict[str, Any] | None = None
     expert_load: dict[int, list[int]] | None = None
     per_layer: dict[str, dict[int, float]] | None = None
+    stash: StashReport | None = None
     notes: tuple[str, ...] = ()
 
 

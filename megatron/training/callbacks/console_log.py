@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from datetime import datetime
 
-from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
+from megatron.training.callbacks.base import Callback, EvaluationReport, PoolReport, RunStart, StashReport, StepReport
 
 
 class ConsoleLog(Callback):
@@ -74,6 +74,8 @@ def format_training_line(reports: list[StepReport], train_iters: int) -> str:
         fields.append(f" num zeros: {last.num_zeros}")
     if last.params_norm is not None:
         fields.append(f" params norm: {last.params_norm:.3f}")
+    if last.stash is not None:
+        fields += _stash_fields(last.stash)
     fields.append(f" number of skipped iterations: {sum(report.skipped for report in reports):3d}")
     fields.append(f" number of nan iterations: {sum(report.nan for report in reports):3d}")
     return " |".join(fields) + " |"
@@ -82,6 +84,26 @@ def format_training_line(reports: list[StepReport], train_iters: int) -> str:
 def _decoupled_fields(last: StepReport) -> list[str]:
     rate = last.decoupled_learning_rate
     return [] if rate is None else [f" decoupled learning rate: {rate:.6E}"]
+
+
+def _stash_fields(stash: StashReport) -> list[str]:
+    fields = [
+        f" expert capacity factor needed: {max(stash.factors_needed):.2f} of {stash.capacity_factor:.2f}",
+        f" void steps: {stash.void_steps}",
+    ]
+    return fields if stash.pool is None else fields + _pool_fields(stash.pool)
+
+
+def _pool_fields(pool: PoolReport) -> list[str]:
+    """Tiers, and how much went elsewhere, where there are any."""
+    tiers = [("device", pool.device_high_water, pool.device_pages), ("host", pool.host_high_water, pool.host_pages)]
+    held = [f"{most}/{pages} ({100 * most / pages:.0f}%) {name}" for name, most, pages in tiers if pages]
+    counts = [
+        ("stash spilled pages", pool.spilled_pages),
+        ("stash gate_up again", pool.dropped_gate_up),
+        ("stash act again", pool.dropped_act),
+    ]
+    return [f" stash pages: {', '.join(held)}", *(f" {name}: {count}" for name, count in counts if count)]
 
 
 def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:

@@ -43,6 +43,8 @@ class JsonlLog(Callback):
         known = {name: vars(report)[name] for name in _OPTIONAL if vars(report)[name] is not None}
         if report.rank_times is not None:
             known["rank_times"] = asdict(report.rank_times)
+        if report.stash is not None:
+            known["stash"] = asdict(report.stash)
         self._write(
             {
                 "iteration": report.iteration,

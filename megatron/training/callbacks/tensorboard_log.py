@@ -42,6 +42,7 @@ class TensorBoardLog(Callback):
             "iteration-time": report.seconds,
             "tokens-per-second": report.tokens / report.seconds,
             **_layer_scalars(report),
+            **_stash_scalars(report),
             "num-zeros": report.num_zeros,
             "params-norm": report.params_norm,
             "throughput": report.tflops,
@@ -82,6 +83,32 @@ class TensorBoardLog(Callback):
     def _add(self, tag: str, value: float, *, step: int) -> None:
         assert self._writer is not None, "the writer is opened by on_train_start"
         self._writer.add_scalar(tag, value, step)
+
+
+def _stash_scalars(report: StepReport) -> dict[str, float]:
+    """Of expert buffers and the paged stash since the last log line; layers count from 0 as in the tags of routers."""
+    stash = report.stash
+    if stash is None:
+        return {}
+    scalars: dict[str, float] = {
+        "experts/capacity-factor": stash.capacity_factor,
+        "experts/capacity-factor-needed": max(stash.factors_needed),
+        "experts/void-steps": stash.void_steps,
+        **{f"experts/rows_layer_{number - 1}": rows for number, rows in stash.rows.items()},
+    }
+    if (pool := stash.pool) is not None:
+        scalars |= {
+            "stash/device-high-water": pool.device_high_water,
+            "stash/device-pages": pool.device_pages,
+            "stash/host-high-water": pool.host_high_water,
+            "stash/host-pages": pool.host_pages,
+            "stash/factor-needed": max(pool.factors_needed),
+            "stash/spilled-pages": pool.spilled_pages,
+            "stash/gate-up-again": pool.dropped_gate_up,
+            "stash/act-again": pool.dropped_act,
+            "stash/tail-bytes": pool.tail_bytes,
+        }
+    return scalars
 
 
 def _layer_scalars(report: StepReport) -> dict[str, float]:

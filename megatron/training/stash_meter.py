@@ -1,0 +1,253 @@
+"""What expert buffers of a fixed size and the paged stash needed, over ranks: a meter of log lines.
+
+What a rank knows of a step is in stash_figures.py.
+"""
+
+import argparse
+import math
+from collections import Counter as Multiset
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.group_collectives import all_gather_rows
+from megatron.core.transformer.moe.paged_stash import Counter, EventKind
+from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
+from megatron.core.transformer.moe.paged_stash.stash_order import Group
+from megatron.training.callbacks import PoolReport, StashReport, StepReport
+from megatron.training.stash_figures import StepFigures
+
+
+class KnowsLastStep(Protocol):
+    """Who runs the experts' steps."""
+
+    last_step: StepFigures | None
+
+
+class _Totals(NamedTuple):
+    """Sums over steps."""
+
+    planned_pages: int = 0
+    spilled_pages: int = 0
+    live_bytes: int = 0
+    tail_bytes: int = 0
+    dropped_gate_up: int = 0
+    dropped_act: int = 0
+
+
+class _Pool(NamedTuple):
+    """A pool in the step in which it was fullest; all 0 on a rank without one."""
+
+    device_pages: int = 0
+    host_pages: int = 0
+    page_bytes: int = 0
+    device_high_water: int = 0
+    host_high_water: int = 0
+    balanced_pages: int = 0
+
+    @property
+    def fullness(self) -> float:
+        """Share of its pages that it held; tiers may have been fullest at different moments."""
+        return (self.device_high_water + self.host_high_water) / max(1, self.device_pages + self.host_pages)
+
+
+class _Buffers(NamedTuple):
+    """Sizes, and how often a step ran anew."""
+
+    capacity_factor: float = 0.0
+    balanced_rows: int = 0
+    buffer_rows: int = 0
+    voids: int = 0
+
+
+@dataclass
+class _Interval:
+    """Of one rank, since the last log line: as much as there are layers, and two numbers a step."""
+
+    totals: _Totals = _Totals()
+    pool: _Pool = _Pool()
+    buffers: _Buffers = _Buffers()
+    fullest: StepFigures | None = None
+    most_rows: dict[int, int] = field(default_factory=dict)
+    rows_factors: list[float] = field(default_factory=list)
+    pages_factors: list[float] = field(default_factory=list)
+
+    def add(self, step: StepFigures) -> None:
+        """Counts one more step in."""
+        counters = Multiset(step.counters)
+        own = _Totals(
+            planned_pages=counters[Counter.PLANNED_PAGES],
+            spilled_pages=counters[Counter.SPILLED_PAGES],
+            live_bytes=counters[Counter.LIVE_BYTES],
+            tail_bytes=step.tail_bytes,
+            dropped_gate_up=counters[Counter.DROPPED_GATE_UP],
+            dropped_act=counters[Counter.DROPPED_ACT],
+        )
+        self.totals = _Totals(*(sum(pair) for pair in zip(self.totals, own, strict=True)))
+        self.buffers = _Buffers(
+            step.capacity_factor,
+            step.balanced_rows,
+            math.ceil(step.balanced_rows * step.capacity_factor),
+            self.buffers.voids + step.voids,
+        )
+        for layer, rows in zip(step.passes, step.rows, strict=True):
+            self.most_rows[layer] = max(rows, self.most_rows.get(layer, 0))
+        self.rows_factors.append(step.factor_needed)
+        self.pages_factors.append(step.pages_wanted / max(1, step.balanced_pages))
+        self._keep_fullest(step, counters)
+
+    def _keep_fullest(self, step: StepFigures, counters: Multiset[Counter]) -> None:
+        if step.layout is None:
+            return
+        pool = _Pool(
+            step.layout.device_pages,
+            step.layout.host_pages,
+            step.layout.page_bytes,
+            counters[Counter.HIGH_WATER_DEVICE],
+            counters[Counter.HIGH_WATER_HOST],
+            step.balanced_pages,
+        )
+        if self.fullest is None or pool.fullness >= self.pool.fullness:
+            self.pool, self.fullest = pool, step
+
+    def numbers(self, num_layers: int) -> list[float]:
+        """All of it but `fullest`, as many numbers on every rank."""
+        rows = [self.most_rows.get(layer, 0) for layer in range(1, num_layers + 1)]
+        return [*self.totals, *self.pool, *self.buffers, *rows, *self.rows_factors, *self.pages_factors]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one rank told the others."""
+
+    totals: _Totals
+    pool: _Pool
+    buffers: _Buffers
+    most_rows: list[int]
+    rows_factors: list[float]
+    pages_factors: list[float]
+
+    @classmethod
+    def of(cls, numbers: list[float], num_layers: int) -> "_Rank":
+        """What `_Interval.numbers` joined."""
+        rest = iter(numbers)
+
+        def take(count: int) -> list[int]:
+            return [int(next(rest)) for _ in range(count)]
+
+        totals, pool = _Totals(*take(len(_Totals._fields))), _Pool(*take(len(_Pool._fields)))
+        buffers = _Buffers(next(rest), *take(len(_Buffers._fields) - 1))
+        rows, factors = take(num_layers), list(rest)
+        steps = len(factors) // 2
+        return cls(totals, pool, buffers, rows, factors[:steps], factors[steps:])
+
+
+class StashMeter:
+    """Adds up the figures of each step on its rank, and gathers them over ranks at log lines and at the last step."""
+
+    def __init__(self, memory: KnowsLastStep, args: argparse.Namespace, *, device: torch.device) -> None:
+        self._memory, self._args, self._device = memory, args, device
+        self._since = _Interval()
+
+    def measure(self, report: StepReport) -> StepReport:
+        """Sets stash."""
+        step = self._memory.last_step
+        assert step is not None, "a step has ended"
+        self._since.add(step)
+        # The last step of a run counts as a log line: every step's factors are to be known.
+        if report.iteration % self._args.log_interval and report.iteration != self._args.train_iters:
+            return report
+        since, self._since = self._since, _Interval()
+        return replace(report, stash=self._gather_sync(since))
+
+    def _gather_sync(self, since: _Interval) -> StashReport:
+        """NOTE: reads the device, once an interval. Collective."""
+        num_layers = self._args.num_layers
+        own = torch.tensor([since.numbers(num_layers)], dtype=torch.float64, device=self._device)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        ranks = [_Rank.of(row, num_layers) for row in all_gather_rows(own, group).wait().tolist()]
+        buffers = max(rank.buffers for rank in ranks)
+        most_rows = [max(rows) for rows in zip(*(rank.most_rows for rank in ranks), strict=True)]
+        return StashReport(
+            steps=len(since.rows_factors),
+            void_steps=max(rank.buffers.voids for rank in ranks),  # all ranks ran them again together
+            capacity_factor=buffers.capacity_factor,
+            factors_needed=_most_by_step([rank.rows_factors for rank in ranks]),
+            balanced_rows=buffers.balanced_rows,
+            buffer_rows=buffers.buffer_rows,
+            rows={layer: rows for layer, rows in enumerate(most_rows, 1) if rows},
+            pool=_pool_report(ranks, since.fullest),
+        )
+
+
+def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
+    """Six digits: these come to the log for every step."""
+    return tuple(float(f"{max(step):.6g}") for step in zip(*ranks, strict=True))
+
+
+def _pool_report(ranks: list[_Rank], own: StepFigures | None) -> PoolReport | None:
+    """own: this rank's fullest step. Collective where any rank has a pool."""
+    with_pool = [number for number, rank in enumerate(ranks) if rank.pool.page_bytes]
+    if not with_pool:
+        return None
+    fullest = max(with_pool, key=lambda number: ranks[number].pool.fullness)
+    pool = ranks[fullest].pool
+    totals = _Totals(*map(sum, zip(*(rank.totals for rank in ranks), strict=True)))
+    pools = [ranks[number].pool for number in with_pool]
+    return PoolReport(
+        rank=fullest,
+        **{name: value for name, value in pool._asdict().items() if name != "balanced_pages"},
+        **totals._asdict(),
+        factor=min(one.device_pages / max(1, one.balanced_pages) for one in pools),
+        factors_needed=_most_by_step([ranks[number].pages_factors for number in with_pool]),
+        timeline=_timeline_of(fullest, own),
+    )
+
+
+def _timeline_of(rank: int, own: StepFigures | None) -> dict[str, Any]:
+    """The timeline of that rank's fullest step, on all ranks. Collective."""
+    found: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == rank:
+        assert own is not None, "it has a pool"
+        found = [stash_timeline(own)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=rank)
+    timeline: dict[str, Any] = found[0]
+    return timeline
+
+
+def stash_timeline(step: StepFigures) -> dict[str, Any]:
+    """Pages that each pass of a step took or gave back, counted from its live rows by the rules of the pool.
+
+    "passes": in order, the number of the layer that ran forward, or minus the number of the one that ran backward;
+    "device", "host": pages that this took from the tier, below 0: gave back.
+    """
+    assert step.layout is not None, "without a pool there are no pages"
+    rows, resident = _rows_by_group(step), resident_groups(step.events)
+
+    def rows_of(group: Group) -> GroupRows:
+        return GroupRows(() if group in resident else step.specs, rows.get(group, 0))
+
+    placements = simulate(step.events, rows_of, layout=step.layout).placements
+    passes, device, host = [], [], []
+    for event in step.events:
+        sign = 1 if event.kind is EventKind.FORWARD else -1
+        passes.append(sign * _layer(event.name))
+        device.append(sign * sum(one.device for one in placements[event.group]))
+        host.append(sign * sum(one.host for one in placements[event.group]))
+    return {"passes": passes, "device": device, "host": host}
+
+
+def _rows_by_group(step: StepFigures) -> dict[Group, int]:
+    forwards: Multiset[int] = Multiset()
+    rows = {}
+    for layer, count in zip(step.passes, step.rows, strict=True):
+        rows[f"layer {layer}", forwards[layer]] = count
+        forwards[layer] += 1
+    return rows
+
+
+def _layer(name: str) -> int:
+    return int(name.removeprefix("layer "))

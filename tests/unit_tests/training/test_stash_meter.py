@@ -1,0 +1,146 @@
+"""What the log says of expert buffers and pages: against pools that are run event by event, over ranks and steps."""
+
+import argparse
+import json
+import random
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.core.pipeline_parallel.expansion import expand
+from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.core.transformer.moe.paged_stash import Counter, EventKind, PoolLayout, Priority, StashEvent, TensorSpec
+from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel
+from megatron.training.callbacks import RunStart, StashReport
+from megatron.training.callbacks.console_log import format_training_line
+from megatron.training.callbacks.jsonl_log import JsonlLog
+from megatron.training.callbacks.tensorboard_log import TensorBoardLog
+from megatron.training.logging_config import LoggingConfig
+from megatron.training.stash_figures import StepFigures
+from megatron.training.stash_meter import StashMeter, stash_timeline
+from tests.harness import run_on_ranks
+from tests.unit_tests.training.test_callbacks import STEP
+
+ARGS = argparse.Namespace(log_interval=3, train_iters=5, num_layers=5)
+SPECS = tuple(TensorSpec(width, width, 150, priority) for width, priority in zip((64, 128, 64), Priority))
+HIGH_WATERS = (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)
+COUNTED = (Counter.SPILLED_PAGES, Counter.PLANNED_PAGES, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT)
+LAYERS = ([[1, 2]], [[4, 5]])
+
+
+def figures_of_step(rank: int, step: int, *, device_pages: int = 60, host_pages: int = 10) -> tuple[StepFigures, int]:
+    """Random rows through a pool that is run event by event; also the most pages that it held at once."""
+    chosen = random.Random(f"{rank} {step}")
+    events = tuple(
+        StashEvent(EventKind(event.kind.value), event.name, event.instance)
+        for event in expand(stage_orders(Pipeline(2, 1), 3)[rank], LAYERS[rank])
+    )
+    pool = PoolModel(PoolLayout(512, device_pages, host_pages))
+    passes, rows, most = [], [], 0
+    for event, following in zip(events, (*events[1:], None)):
+        if event.kind is EventKind.BACKWARD:
+            pool.release(event.group)
+            continue
+        rows.append(chosen.randrange(20, 150))
+        passes.append(int(event.name.split()[1]))
+        if following is not None and following.group != event.group:
+            pool.plan(event.group, SPECS, num_rows=rows[-1])
+            most = max(most, device_pages + host_pages - sum(pool.free))
+    sizes = StepFigures(
+        layout=pool.layout,
+        counters=pool.counters,
+        tail_bytes=step,
+        rows=tuple(rows),
+        passes=tuple(passes),
+        balanced_rows=100,
+        pages_wanted=100 * rank + step,
+        balanced_pages=50,
+        capacity_factor=1.5,
+        factor_needed=1 + chosen.random(),
+        voids=int(step == 2),
+        events=events,
+        specs=SPECS,
+    )
+    return sizes, most
+
+
+class Memory:
+    last_step: StepFigures | None = None
+
+
+def reports_of_rank(rank_steps: list[list[StepFigures]], rank: int) -> list[StashReport | None]:
+    memory = Memory()
+    meter = StashMeter(memory, ARGS, device=torch.device("cpu"))
+    reports = []
+    for iteration, memory.last_step in enumerate(rank_steps[rank], 1):
+        reports.append(meter.measure(replace(STEP, iteration=iteration)).stash)
+    return reports
+
+
+def on_rank(rank_steps: list[list[StepFigures]]) -> list[StashReport | None]:
+    return reports_of_rank(rank_steps, torch.distributed.get_rank())
+
+
+def most_rows(steps: list[StepFigures]) -> dict[int, int]:
+    rows: dict[int, int] = {}
+    for layer, count in (pair for step in steps for pair in zip(step.passes, step.rows)):
+        rows[layer] = max(count, rows.get(layer, 0))
+    return rows
+
+
+def counted(steps: list[StepFigures]) -> list[int]:
+    return [sum(step.counters[counter] for step in steps) for counter in COUNTED]
+
+
+def test_a_report_covers_all_ranks_and_steps_since_the_last() -> None:
+    ranks = [[figures_of_step(rank, step)[0] for step in range(1, 6)] for rank in (0, 1)]
+    seen = run_on_ranks(on_rank, 2, ranks)
+    assert seen[0] == seen[1] and [report is not None for report in seen[0]] == [False, False, True, False, True]
+    for report, steps in ((seen[0][2], range(3)), (seen[0][4], range(3, 5))):
+        own, pool = [ranks[rank][step] for rank in (0, 1) for step in steps], report.pool
+        factors = [max(ranks[0][step].factor_needed, ranks[1][step].factor_needed) for step in steps]
+        assert (report.steps, report.void_steps, report.rows) == (len(steps), int(1 in steps), most_rows(own))
+        assert (report.balanced_rows, report.buffer_rows, pool.factor) == (100, 150, 60 / 50)
+        torch.testing.assert_close(report.factors_needed, tuple(factors), rtol=1e-5, atol=0)
+        assert pool.factors_needed == tuple((100 + step + 1) / 50 for step in steps)
+        assert [pool.spilled_pages, pool.planned_pages, pool.dropped_gate_up, pool.dropped_act] == counted(own)
+        assert pool.tail_bytes == 2 * sum(step + 1 for step in steps)
+        fullest = max(own, key=lambda step: sum(step.counters[tier] for tier in HIGH_WATERS))
+        high_waters = [fullest.counters[tier] for tier in HIGH_WATERS]
+        assert [pool.device_high_water, pool.host_high_water] == high_waters
+        assert pool.timeline in [stash_timeline(step) for step in ranks[pool.rank]]
+
+
+def test_the_timeline_is_what_a_pool_holds_pass_by_pass() -> None:
+    for rank, host_pages in ((0, 10), (1, 0)):
+        figures, most = figures_of_step(rank, 1, host_pages=host_pages)
+        timeline = stash_timeline(figures)
+        held = [list(accumulate(timeline[tier])) for tier in ("device", "host")]
+        assert [max(tier) for tier in held] == [figures.counters[tier] for tier in HIGH_WATERS]
+        assert max(map(sum, zip(*held))) == most and held[0][-1] == held[1][-1] == 0
+        assert [abs(layer) for layer in timeline["passes"]] == [int(event.name.split()[1]) for event in figures.events]
+
+
+def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:
+    steps = [[figures_of_step(0, step)[0] for step in range(1, 6)]]
+    report = replace(STEP, stash=reports_of_rank(steps, 0)[2])
+    pool = report.stash.pool
+    line = format_training_line([STEP, report], 100)
+    share = f"{pool.device_high_water}/60 ({100 * pool.device_high_water / 60:.0f}%) device, {pool.host_high_water}/10 "
+    assert f"| expert capacity factor needed: {max(report.stash.factors_needed):.2f} of 1.50 | void steps: 1 |" in line
+    assert f"| stash pages: {share}(" in line and f"| stash act again: {pool.dropped_act} |" in line
+    assert "stash" not in format_training_line([replace(report, stash=replace(report.stash, pool=None))], 100)
+    logs = JsonlLog(tmp_path), TensorBoardLog(str(tmp_path), LoggingConfig())
+    for log in logs:
+        log.on_train_start(RunStart(iteration=0, train_iters=9))
+        log.on_step_end(report)
+        log.on_run_end()
+    logged = json.loads((tmp_path / "steps.jsonl").read_text())["stash"]
+    assert logged["pool"]["timeline"] == pool.timeline
+    assert logged["rows"] == {str(layer): rows for layer, rows in report.stash.rows.items()}
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Scalars("stash/device-high-water")[0].value == pool.device_high_water
+    assert events.Scalars("experts/rows_layer_0")[0].value == report.stash.rows[1]
