@@ -6,6 +6,8 @@ Weights, optimizer and random-number state are elsewhere; this is what a log lin
 import dataclasses
 from typing import Any
 
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
+
 
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
@@ -13,7 +15,8 @@ class TrainState:
 
     iteration: training steps done. consumed_train_samples, consumed_valid_samples: the data position, over all ranks.
     skipped_iterations: steps without an update since the start (fp16 overflow); nan_iterations: those with a loss that
-    was not finite. evaluated_iteration: the step after which the validation split was last evaluated.
+    was not finite. evaluated_iteration: the step after which the validation split was last evaluated. learned_sizes: to
+    what the run grew buffers and pages of its experts, and why.
     """
 
     iteration: int = 0
@@ -22,14 +25,17 @@ class TrainState:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     evaluated_iteration: int = 0
+    learned_sizes: LearnedSizes = LearnedSizes()
 
     def state_dict(self) -> dict[str, Any]:
         """The counters as JSON values."""
-        return dataclasses.asdict(self)
+        return {**vars(self), "learned_sizes": self.learned_sizes.to_json()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the counters over; one that the state does not know keeps its value."""
         for field in dataclasses.fields(self):
             if field.name in state:
-                # Fields are JSON numbers, so this is all that loading means.
+                # Fields but one are JSON numbers, so this is all that loading means.
                 vars(self)[field.name] = state[field.name]
+        if "learned_sizes" in state:
+            self.learned_sizes = LearnedSizes.from_json(state["learned_sizes"])

@@ -1,7 +1,6 @@
 """A small model with our optimizer and schedule, trained, saved and loaded; no test here."""
 
 import argparse
-import dataclasses
 import random
 
 import numpy
@@ -12,6 +11,7 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig
 from megatron.training.train_state import TrainState
@@ -59,6 +59,8 @@ class SmallRun:
             self.scheduler.step(4)
             self.state.iteration += 1
             self.state.consumed_train_samples += 4
+            grown = LearnedSizes(capacity_factor=1 + self.state.iteration / 8, rows_share={1: 1.5})
+            self.state.learned_sizes = self.state.learned_sizes.merged(grown)
         return self
 
     def optimizer_tensors(self):
@@ -72,7 +74,10 @@ class SmallRun:
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         draws = torch.tensor([random.gauss(0, 1), random.random(), *numpy.random.normal(size=3), torch.randn(())])
         numbers = torch.tensor([self.optimizer.param_groups[0]["lr"], self.optimizer.state_dict()["step"]])
-        counters = torch.tensor(list(dataclasses.asdict(self.state).values()), dtype=torch.float64)
+        sizes = self.state.learned_sizes
+        learned = [sizes.capacity_factor or 0.0, sizes.rows_share.get(1, 0.0)]
+        counts = [count for count in vars(self.state).values() if isinstance(count, int)]
+        counters = torch.tensor([*counts, *learned], dtype=torch.float64)
         return {**state, **weights, "draws": draws, "numbers": numbers, "counters": counters}
 
     def save(self, folder, **settings):

@@ -38,6 +38,14 @@ class Occupancy:
     counters: dict[Counter, int]
 
 
+class TierMemoryError(ValueError):
+    """The memory of a tier cannot be had; nothing of the pool is left. tier: "device" or "host"."""
+
+    def __init__(self, message: str, *, tier: str, num_bytes: int) -> None:
+        super().__init__(message)
+        self.tier, self.num_bytes = tier, num_bytes
+
+
 class PagePool:
     """Pages of one device and of pinned host memory; on the CPU both are ordinary memory and behave the same.
 
@@ -48,8 +56,9 @@ class PagePool:
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be changed outside of it
     def __init__(self, device: torch.device | str, layout: PoolLayout) -> None:
+        """Raises TierMemoryError, a ValueError, where there is too little memory."""
         self.layout = layout
-        self.device_pages = torch.empty(layout.device_pages * layout.page_bytes, dtype=torch.uint8, device=device)
+        self.device_pages = _device_memory(layout.device_pages * layout.page_bytes, torch.device(device))
         self.device = self.device_pages.device
         self.host_pages = _host_memory(layout.host_pages * layout.page_bytes, self.device)
         self.heads = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -242,14 +251,32 @@ class PagePool:
                 raise ValueError(f"{name}[{index}] has {len(memory)} bytes, {spec} needs {needed}")
 
 
+def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """[num_bytes], uint8, on the device."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise TierMemoryError(
+            f"device_pages: {num_bytes} bytes cannot be had on {device} ({_first_line(error)}); fewer device_pages may"
+            " help",
+            tier="device",
+            num_bytes=num_bytes,
+        ) from error
+
+
 def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """[num_bytes], uint8, page-locked unless the device is the CPU itself."""
-    if device.type == "cpu" or num_bytes == 0:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    locked = device.type != "cpu" and num_bytes > 0
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=locked)
     except RuntimeError as error:
-        raise ValueError(
-            f"host_pages: {num_bytes} bytes of page-locked host memory cannot be had; fewer host_pages, or a higher"
-            " limit of locked memory (ulimit -l), may help"
+        raise TierMemoryError(
+            f"host_pages: {num_bytes} bytes of {'page-locked ' if locked else ''}host memory cannot be had"
+            f" ({_first_line(error)}); fewer host_pages, or a higher limit of locked memory (ulimit -l), may help",
+            tier="host",
+            num_bytes=num_bytes,
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

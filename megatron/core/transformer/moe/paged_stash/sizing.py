@@ -115,8 +115,9 @@ class LearnedSizes:
         """What to_json gave; None, as in a checkpoint without sizes: nothing learned."""
         if values is None:
             return cls()
-        shares = {int(layer): share for layer, share in values["rows_share"].items()}
-        return cls(**{**values, "rows_share": shares})
+        known = {name: values[name] for name in vars(cls()) if name in values}
+        shares = {int(layer): share for layer, share in values.get("rows_share", {}).items()}
+        return cls(**{**known, "rows_share": shares})
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def pool_layout(
 ) -> PoolLayout | None:
     """The pool of a stage whose longest step has these events; None if it stashes nothing.
 
-    balanced_rows: rows of a pass if every rank gets as many. Pages that a run once grew to are not given up.
+    balanced_rows: rows of a pass if every rank gets as many. Pages that a run once grew to are not given up. Raises
+    ValueError for more pages than a pool can count.
     """
     needs = StepNeeds(events, specs, balanced_rows, page_bytes(config))
     if needs.most_pages == 0:
@@ -184,6 +186,12 @@ def pool_layout(
     host = _pages_of_factor(config.moe_paged_stash_buffer_size_factor_cpu, needs, learned=learned)
     device = max(device, _multiple(learned.device_factor or 0.0, balanced))
     host = max(host, _multiple(learned.host_factor or 0.0, balanced))
+    for name, pages in (("cuda", device), ("cpu", host)):
+        if pages >= 2**31:
+            raise ValueError(
+                f"moe_paged_stash_buffer_size_factor_{name} asks for {pages} pages of {needs.page_bytes} bytes: must "
+                f"be fewer than 2**31; full buffers fill {needs.most_pages}"
+            )
     # A pool has a page, however small the factors.
     return PoolLayout(needs.page_bytes, max(device, 1 - min(host, 1)), host)
 

@@ -104,6 +104,11 @@ def test_bytes_overrule_the_factor_and_recomputed_act_takes_no_pages() -> None:
         config, events, balanced_rows=BALANCED, specs=expert_specs(config, rows=FULL), learned=LearnedSizes()
     )
     assert layout == PoolLayout(PAGE, 10)
+    absurd = settings(cpu=1e9)
+    with pytest.raises(ValueError, match="factor_cpu asks for .* pages of 8192 bytes: must be fewer than 2..31; full"):
+        pool_layout(
+            absurd, events, balanced_rows=BALANCED, specs=expert_specs(absurd, rows=FULL), learned=LearnedSizes()
+        )
     config = settings(recompute_granularity="selective", recompute_modules=["moe_act"])
     assert [spec.priority for spec in expert_specs(config, rows=7)] == [
         Priority.INPUT,
@@ -142,7 +147,7 @@ def test_learned_sizes_are_those_of_all_ranks_and_shares_end_where_experts_are_s
     two = LearnedSizes(device_factor=1.4, rows_share={2: 2.0, 7: 1.1}, expert_ranks=4)
     both = one.merged(two)
     assert both == two.merged(one) == LearnedSizes(3.0, 1.4, None, {1: 1.5, 2: 2.0, 7: 1.1}, 4)
-    assert LearnedSizes.from_json(json.loads(json.dumps(both.to_json()))) == both
+    assert LearnedSizes.from_json({**json.loads(json.dumps(both.to_json())), "of_a_later_version": 1}) == both
     assert LearnedSizes.from_json(None) == LearnedSizes()
     assert both.for_expert_ranks(4) == both and both.for_expert_ranks(2).rows_share == both.rows_share
     assert both.for_expert_ranks(8) == LearnedSizes(3.0, 1.4, None, {}, 8)

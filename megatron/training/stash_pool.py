@@ -1,0 +1,41 @@
+"""Opens the pools of a run, on all ranks or on none. How large they are is decided in core's paged_stash/sizing.py."""
+
+import torch
+
+from megatron.core.agreement import all_ranks_agree
+from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
+from megatron.core.transformer.moe.paged_stash.page_pool import TierMemoryError
+from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
+from megatron.training.command_line.config_builder import flags_named_in_errors
+
+_CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"
+
+
+def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig) -> PagePool | None:
+    """This rank's pool; None where the stage stashes nothing, and so has no layout. Collective over all ranks.
+
+    Raises on every rank if one of them has too little memory: there a ValueError that names the flag and what helps.
+    """
+    with all_ranks_agree(), flags_named_in_errors():
+        try:
+            return None if layout is None else PagePool(device, layout)
+        except TierMemoryError as error:
+            raise ValueError(_advice(error, config)) from error
+    raise AssertionError("all_ranks_agree swallows nothing")
+
+
+def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:
+    wanted = f"{error.num_bytes} bytes ({error.num_bytes / 2**30:.2f} GiB)"
+    if error.tier == "host":
+        return (
+            f"{_CPU} is {config.moe_paged_stash_buffer_size_factor_cpu}: {wanted} of page-locked host memory cannot be "
+            "had; give a smaller factor, run fewer ranks on this machine, or raise its limit of locked memory "
+            "(ulimit -l)"
+        )
+    given = config.moe_paged_stash_buffer_bytes
+    name = _CUDA if given is None else "moe_paged_stash_buffer_bytes"
+    asked = config.moe_paged_stash_buffer_size_factor_cuda if given is None else given
+    return (
+        f"{name} is {asked}: {wanted} for pages cannot be had on the device; give a smaller one, and {_CPU} for pages "
+        "on the host"
+    )

@@ -1,0 +1,30 @@
+"""Pools that one rank cannot have are no rank's; run on one to a few processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.agreement import RemoteRankError
+from megatron.core.transformer.moe.paged_stash import PoolLayout
+from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
+from megatron.training.stash_pool import open_pool
+from tests.harness import run_on_ranks
+
+TOO_MUCH = 2**31 - 1  # pages of 64 MiB: more than any address space
+
+
+def refused_everywhere() -> None:
+    rank = dist.get_rank()
+    config = PagedStashConfig(moe_paged_stash=True, moe_paged_stash_buffer_size_factor_cpu=0.5)
+    pool = open_pool(torch.device("cpu"), PoolLayout(64, 3) if rank else None, config=config)
+    assert (pool is None) == (rank == 0)
+    for layout, flag in (
+        (PoolLayout(2**26, 1, TOO_MUCH), "--moe-paged-stash-buffer-size-factor-cpu is 0.5: 144115188008747008 bytes"),
+        (PoolLayout(2**26, TOO_MUCH), "--moe-paged-stash-buffer-size-factor-cuda is 1.1: 144115188008747008 bytes"),
+    ):
+        with pytest.raises(ValueError if rank == 1 else RemoteRankError, match=flag):
+            open_pool(torch.device("cpu"), layout if rank == 1 else None, config=config)
+
+
+def test_memory_that_one_rank_lacks_is_named_on_every_rank() -> None:
+    run_on_ranks(refused_everywhere, 2)
