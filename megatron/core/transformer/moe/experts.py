@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.param_attributes import mark_expert, set_tens
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
+from megatron.core.transformer.moe.paged_stash import StashGroup
 from megatron.core.transformer.moe.static_experts import static_activation_name, static_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
@@ -81,10 +82,16 @@ class GroupedMLP(MegatronModule):
         return {"weight1": self.config.init_method, "weight2": self.config.output_layer_init_method}
 
     def forward(
-        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+        *,
+        group: StashGroup | None = None,
     ) -> tuple[Tensor, None]:
         """permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
-        permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype, rows weighted, and no bias.
+        permuted_probs: [R], fp32 or parameter dtype. group: where the rows of a buffer of fixed size wait for backward.
+        Returns [R, H], parameter dtype, rows weighted, and no bias.
         """
         offsets = row_offsets(tokens_per_expert)
         if self.static_activation is not None:
@@ -96,6 +103,7 @@ class GroupedMLP(MegatronModule):
                 offsets=offsets,
                 activation=self.static_activation,
                 parts=self.parts,
+                group=group,
             )
             return output, None
         # [R, H] -> [R, 2F] -> [R, F] -> [R, H]; the weight is applied where rows are narrowest to keep.

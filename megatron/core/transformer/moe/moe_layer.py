@@ -10,15 +10,15 @@ from megatron.core.device import default_device
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, require_group_sizes
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.dispatch import MoETokenDispatcher, local_experts
+from megatron.core.transformer.moe.dispatch import Dispatched, MoETokenDispatcher, local_experts
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAllGatherTokenDispatcher,
     MoEStaticAlltoAllTokenDispatcher,
 )
+from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.row_budget import RowBudget
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -77,7 +77,7 @@ class MoELayer(MegatronModule):
         self.token_dispatcher: MoETokenDispatcher = _DISPATCHERS[kind, is_static](
             self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
         )
-        self.row_budget = RowBudget(default_device())
+        self.expert_step = ExpertStep(default_device()) if is_static else None
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
         self.overlaps_shared_expert = config.moe_shared_expert_overlap
         self.shared_experts = None
@@ -97,14 +97,23 @@ class MoELayer(MegatronModule):
         # Beside the rows that are on their way, in backward too.
         shared = self._shared_output(tokens) if self.overlaps_shared_expert else None
         dispatched = self.token_dispatcher.finish_dispatch(begun)
-        if dispatched.demand is not None:
-            self.row_budget.note(dispatched.demand.rows_missing)
-        rows = dispatched.rows
-        output, _ = self.experts(rows.hidden_states, dispatched.tokens_per_expert, rows.probs)  # [R, H]
+        output = self._expert_output(dispatched)  # [R, H]
         combined = self.token_dispatcher.combine(output, dispatched.metadata)  # [T, H]
         if self.shared_experts is not None:
             combined = combined + (self._shared_output(tokens) if shared is None else shared)
         return combined.view(hidden_states.shape), None
+
+    def _expert_output(self, dispatched: Dispatched) -> Tensor:
+        rows, counts = dispatched.rows, dispatched.tokens_per_expert
+        if self.expert_step is None:
+            output: Tensor = self.experts(rows.hidden_states, counts, rows.probs)[0]
+            return output
+        assert dispatched.demand is not None, "static dispatchers say what they needed"
+        self.expert_step.note(dispatched.demand)
+        number, num_rows = self.router.layer_number, counts.sum(0, keepdim=True)
+        with self.expert_step.experts(number, num_rows, max_rows=len(rows.probs)) as group:
+            output = self.experts(rows.hidden_states, counts, rows.probs, group=group)[0]
+        return output
 
     def _shared_output(self, tokens: Tensor) -> Tensor:
         assert self.shared_experts is not None

@@ -6,8 +6,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.activations import quick_gelu, squared_relu
-from megatron.core.transformer.layer_parts import LayerParts
-from megatron.core.transformer.moe.paged_stash import gated_activation, grouped_gemm
+from megatron.core.transformer.layer_parts import LayerParts, run_and_keep
+from megatron.core.transformer.moe.paged_stash import (
+    Priority,
+    StashGroup,
+    gated_activation,
+    grouped_gemm,
+    recompute_act,
+    recompute_gate_up,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # activation_func and gated_linear_unit to what the kernels call both together.
@@ -34,17 +41,35 @@ def static_activation_name(config: TransformerConfig) -> str:
 
 
 def static_experts(
-    rows: Tensor, weights: Tensor, *, fc1: Tensor, fc2: Tensor, offsets: Tensor, activation: str, parts: LayerParts
+    rows: Tensor,
+    weights: Tensor,
+    *,
+    fc1: Tensor,
+    fc2: Tensor,
+    offsets: Tensor,
+    activation: str,
+    parts: LayerParts,
+    group: StashGroup | None = None,
 ) -> Tensor:
     """fc2(activation(fc1(rows)) * weights) of the live rows.
 
     rows: [C, H], weights: [C], sorted by expert; fc1: [e, H, 2F], fc2: [e, F, H], the rows' dtype; offsets: [e],
-    int32, on the device: where each expert's rows end, the last one is the number of live rows. Returns [C, H].
+    int32, on the device: where each expert's rows end, the last one is the number of live rows. group: where rows wait
+    for backward; in a pool that is too small act is given up first, then gate_up. Returns [C, H].
     """
     num_rows = offsets[-1:].long()
     act_function = partial(gated_activation, num_rows=num_rows, activation=activation)
     gate_up = parts.expert_fc1(grouped_gemm, rows, fc1, offsets=offsets)
     act, release = parts.moe_act(act_function, gate_up, weights)
+    if group is not None:
+        again = recompute_gate_up(fc1, offsets)
+        group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(rows,))
+        if parts.moe_act is run_and_keep:
+            again = recompute_act(num_rows, activation)
+            group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, weights))
+        else:
+            # Whoever runs it frees it, or moves it, and brings it back.
+            group.keep(act)
     output = grouped_gemm(act, fc2, offsets=offsets)
     release(output)
     return output

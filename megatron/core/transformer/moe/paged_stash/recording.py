@@ -25,10 +25,20 @@ class StashGroup:
     """What `with stash.context(...) as group` gives. Of no use after the context.
 
     group: None if the context does nothing; `mark` then does nothing either. hooks: those around the context.
+    has_rungs: whether what can be computed again is dropped where pages are lacking.
     """
 
-    def __init__(self, device: torch.device, max_rows: int, *, group: StashedGroup | None, hooks: Hooks | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        max_rows: int,
+        *,
+        group: StashedGroup | None,
+        hooks: Hooks | None,
+        has_rungs: bool = True,
+    ) -> None:
         self._device, self._max_rows, self._group, self._hooks = device, max_rows, group, hooks
+        self._has_rungs = has_rungs
         self._with_rows: list[SavedTensor] = []
         self._others: list[SavedTensor] = []
         self._marks: list[Mark] = []
@@ -72,6 +82,8 @@ class StashGroup:
             )
         if tokens_per_row < 1:
             raise ValueError(f"tokens_per_row ({tokens_per_row}) must be at least 1")
+        if droppable and not self._has_rungs:
+            return
         snapshot = self._snapshot(tensor, tokens_per_row=tokens_per_row)
         needed = tuple(self._snapshot(source, tokens_per_row=1) for source in sources)
         self._marks.append(Mark(snapshot, priority, tokens_per_row, recompute, needed))

@@ -54,6 +54,7 @@ class PagedStash:
         events: Sequence[StashEvent] | None = None,
         num_programs: int = 0,
         reserved_share: float = 1.0,
+        has_rungs: bool = True,
     ) -> None:
         """prefetch_groups: how many groups' rows come back ahead of their backward, each into buffers of max_rows rows.
 
@@ -61,7 +62,8 @@ class PagedStash:
         0: as many as are useful. reserved_share: rows of later groups for which pages are kept back before gate_up and
         act get any, as a share of max_rows. 1 guarantees, in each step that keeps to its order or has none, that x
         finds pages in a pool that could hold every x; smaller shares guarantee nothing, and 0 keeps nothing back.
-        Reserve says what holds when. Raises ValueError for other values.
+        Reserve says what holds when. has_rungs: whether gate_up and act are dropped, and computed again, where pages are
+        lacking; else they are as important as x. Raises ValueError for other values.
         """
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:
@@ -69,7 +71,7 @@ class PagedStash:
         if not 0.0 <= reserved_share <= 1.0:
             raise ValueError(f"reserved_share ({reserved_share}) must be between 0 and 1")
         self.pool, self.order = pool, StashOrder(events)
-        self._prefetch_groups = prefetch_groups
+        self._prefetch_groups, self._has_rungs = prefetch_groups, has_rungs
         self._keeper = PageKeeper(pool, num_programs=num_programs)
         self._instances: Multiset[str] = Multiset()  # forwards of this step so far, by name
         self._groups: dict[Group, weakref.ref[StashedGroup]] = {}
@@ -103,7 +105,7 @@ class PagedStash:
             yield StashGroup(self.pool.device, max_rows, group=None, hooks=None)
             return
         group = self._begin(name, backward_is_next=backward_is_next)
-        recording = StashGroup(self.pool.device, max_rows, group=group, hooks=hooks)
+        recording = StashGroup(self.pool.device, max_rows, group=group, hooks=hooks, has_rungs=self._has_rungs)
         try:
             with torch.autograd.graph.saved_tensors_hooks(recording.pack, self._unpack):
                 yield recording
@@ -115,11 +117,11 @@ class PagedStash:
                 recording.forget()
             recording.close()
 
-    def reset(self, *, enabled: bool = True) -> None:
+    def reset(self, *, enabled: bool = True, events: Sequence[StashEvent] | None = None) -> None:
         """Between steps, after the last backward, or after an exception: all pages are free, counters are 0.
 
         What is still in pages is lost: its backward raises RuntimeError. Rows that are back stay. enabled: False if the
-        contexts of the next step are to do nothing.
+        contexts of the next step are to do nothing. events: the order of the steps from now on; None: as it was.
         """
         with self._keeper.exclusive():
             groups = [reference() for reference in self._groups.values()]
@@ -129,6 +131,8 @@ class PagedStash:
                 self.order.finish_step()
             else:
                 self.order.abandon_step()
+            if events is not None:
+                self.order.follow(events)
             self._groups, self._instances, self._is_spoiled = {}, Multiset(), False
             self._reserve.begin_step(self.order.events)
             self._is_enabled = enabled

@@ -1,0 +1,79 @@
+"""ExpertStep: what expert layers with buffers of a fixed size share during a step, all of it on the device.
+
+When a step begins, what a verdict is and what follows from it is training's matter; the stash is paged_stash's.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.dispatch import RowDemand
+from megatron.core.transformer.moe.paged_stash import PagedStash, StashGroup
+from megatron.core.transformer.recompute import Recorder
+
+
+class ExpertStep(Recorder, torch.nn.Module):
+    """Whether the rows of a step found room, how many each expert layer had, and where they wait for backward.
+
+    A layer outside a trainer has one of its own; a trainer gives one to all layers of its rank.
+    Attributes: rows_missing [1], int64: the most rows that a buffer lacked, above 0 if any were lost. factor_needed
+    [1], fp32: the smallest moe_expert_rank_capacity_factor that would have been enough. rows [n], int64: live rows of
+    the layers' forwards in the order of `passes`, numbers of layers; second forwards, for backward, and those without
+    gradients are left out. stash: None where buffers wait for backward as they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        # Memory that stays in place, as a CUDA graph writes to it. Not buffers: a cast of the model is not meant.
+        self.rows_missing = torch.zeros(1, dtype=torch.int64, device=device)
+        self.factor_needed = torch.zeros(1, dtype=torch.float32, device=device)
+        self.rows = torch.zeros(0, dtype=torch.int64, device=device)
+        self.passes: list[int] = []
+        self.stash: PagedStash | None = None
+        self._recording = True
+
+    def __reduce__(self) -> Any:
+        """A copy of a model has no part in the original's steps."""
+        return ExpertStep, (self.rows.device,)
+
+    def begin(self) -> None:
+        """Before the forwards of a step."""
+        self.rows_missing.zero_()
+        self.factor_needed.zero_()
+        self.passes = []
+
+    def note(self, demand: RowDemand) -> None:
+        """Takes what a dispatcher says."""
+        torch.maximum(self.rows_missing, demand.rows_missing, out=self.rows_missing)
+        torch.maximum(self.factor_needed, demand.factor_needed, out=self.factor_needed)
+
+    @contextmanager
+    def experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
+        """Around the experts of a layer; num_rows: [1], int64, on the device: of max_rows rows so many are live."""
+        if torch.is_grad_enabled() and self._recording:
+            self._count(layer_number, num_rows)
+        if self.stash is None:
+            yield None
+            return
+        with self.stash.context(f"layer {layer_number}", num_rows, max_rows=max_rows) as group:
+            yield group
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside, no rows are counted: a layer's forward runs a second time, for its backward."""
+        recorded, self._recording = self._recording, False
+        try:
+            yield
+        finally:
+            self._recording = recorded
+
+    def _count(self, layer_number: int, num_rows: Tensor) -> None:
+        place = len(self.passes)
+        if place == len(self.rows):
+            # Room for twice as many: steps are alike, so that this ends with the first.
+            self.rows = torch.cat([self.rows, self.rows.new_zeros(max(place, 64))])
+        self.rows[place].copy_(num_rows[0])
+        self.passes.append(layer_number)
