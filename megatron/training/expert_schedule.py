@@ -34,8 +34,8 @@ class ExpertSchedule:
     def _events(self, num_microbatches: int) -> tuple[StashEvent, ...]:
         """The passes of a training step whose tensors wait for backward, in order."""
         orders = stage_orders(self._pipeline, num_microbatches, group_size=self._microbatch_group_size)
-        events = expand(orders[self._stage], self._layer_map, recompute=self._recomputed)
-        return tuple(StashEvent(EventKind(event.kind.value), event.name, event.instance) for event in kept_events(events))
+        events = kept_events(expand(orders[self._stage], self._layer_map, recompute=self._recomputed))
+        return tuple(StashEvent(EventKind(event.kind.value), event.name, event.instance) for event in events)
 
 
 def _recomputed_layers(chunks: Sequence[nn.Module]) -> dict[int, int]:

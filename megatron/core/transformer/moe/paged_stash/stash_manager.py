@@ -62,7 +62,7 @@ class PagedStash:
         0: as many as are useful. reserved_share: rows of later groups for which pages are kept back before gate_up and
         act get any, as a share of max_rows. 1 guarantees, in each step that keeps to its order or has none, that x
         finds pages in a pool that could hold every x; smaller shares guarantee nothing, and 0 keeps nothing back.
-        Reserve says what holds when. has_rungs: whether gate_up and act are dropped, and computed again, where pages are
+        Reserve says what holds when. has_rungs: whether gate_up and act are dropped, and computed again, if pages are
         lacking; else they are as important as x. Raises ValueError for other values.
         """
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
