@@ -4,7 +4,7 @@ Pure and exact to the page; peaks are counted in arithmetic.py. Pools are built 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ class StashSettings(Protocol):
     expert_tensor_parallel_size: int | None
     recompute_modules: list[str] | None
     params_dtype: torch.dtype
+    moe_expert_rank_capacity_factor: float | None
     moe_paged_stash_page_size: int
     moe_paged_stash_buffer_size_factor_cuda: float
     moe_paged_stash_buffer_size_factor_cpu: float
@@ -217,17 +218,37 @@ def capacity_factor(flag: float, learned: LearnedSizes) -> float:
     return max(flag, learned.capacity_factor or flag)
 
 
-def check_effect(stages: Sequence[Sequence[StashEvent]]) -> None:
-    """Raises ValueError if no stage would ever stash anything. stages: the events of each one's longest step.
+def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
+    """For the log: which settings a resumed run goes beyond, because it had to grow before its checkpoint."""
+    device = config.moe_paged_stash_buffer_size_factor_cuda if config.moe_paged_stash_buffer_bytes is None else 0.0
+    sizes = (
+        ("moe_expert_rank_capacity_factor", config.moe_expert_rank_capacity_factor, learned.capacity_factor),
+        ("moe_paged_stash_buffer_size_factor_cuda", device, learned.device_factor),
+        ("moe_paged_stash_buffer_size_factor_cpu", config.moe_paged_stash_buffer_size_factor_cpu, learned.host_factor),
+    )
+    return [
+        f"{name}: the run of the checkpoint had to grow to {grown:.4g}, which counts here too; give a larger one to "
+        "overrule it"
+        for name, asked, grown in sizes
+        if asked is not None and grown is not None and grown > asked
+    ]
+
+
+def stashes_anything(events: Sequence[StashEvent]) -> bool:
+    """Whether any expert group of these events waits for its backward, which does not follow at once."""
+    return bool({event.group for event in events} - resident_groups(events))
+
+
+def check_effect(stages: Iterable[bool]) -> None:
+    """Raises ValueError if no stage would ever stash anything. stages: of each one's longest step, stashes_anything.
 
     A stage without experts, or whose backward always follows, is fine as long as another one stashes.
     """
-    groups = sum(len({event.group for event in events}) for events in stages)
-    if all(len(resident_groups(events)) == len({event.group for event in events}) for events in stages):
-        why = "the backward of every expert group directly follows its forward" if groups else "no group keeps anything"
+    if not any(stages):
         raise ValueError(
-            f"moe_paged_stash is True but can have no effect: {why}; it needs two layers with experts, or pipeline "
-            "stages with several microbatches: drop moe_paged_stash"
+            "moe_paged_stash is True but can have no effect: the backward of every expert group directly follows its "
+            "forward, so that nothing waits; it needs several layers with experts, or pipeline stages with several "
+            "microbatches: drop moe_paged_stash"
         )
 
 

@@ -18,10 +18,12 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     factor_at,
     gain_line,
     grown_sizes,
+    learned_lines,
     page_bytes,
     peaks_of_trace,
     pool_layout,
     stash_footprint,
+    stashes_anything,
 )
 from megatron.core.transformer.moe.paged_stash_config import parse_bytes
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -151,17 +153,23 @@ def test_learned_sizes_are_those_of_all_ranks_and_shares_end_where_experts_are_s
     assert LearnedSizes.from_json(None) == LearnedSizes()
     assert both.for_expert_ranks(4) == both and both.for_expert_ranks(2).rows_share == both.rows_share
     assert both.for_expert_ranks(8) == LearnedSizes(3.0, 1.4, None, {}, 8)
+    lines = learned_lines(settings(moe_expert_rank_capacity_factor=3.5), both)
+    assert (
+        len(lines) == 1 and lines[0].startswith("moe_paged_stash_buffer_size_factor_cuda: ") and "to 1.4," in lines[0]
+    )
     assert [capacity_factor(flag, both) for flag in (2.0, 3.5)] == [3.0, 3.5]
     assert capacity_factor(2.0, LearnedSizes()) == 2.0
 
 
 def test_a_stash_that_never_keeps_anything_is_refused_in_the_whole_model_alone() -> None:
-    check_effect(events_of(1, 2, 1))
-    check_effect(events_of(2, 2, 2))
-    check_effect([[], *events_of(1, 2, 1)])
-    for stages in (events_of(1, 1, 8), events_of(2, 2, 1)[1:], [[], []]):
+    def stages(*all_events: list[StashEvent]) -> list[bool]:
+        return [stashes_anything(events) for events in all_events]
+
+    assert stages(*events_of(2, 2, 2), [], *events_of(1, 2, 1)) == [True, False, False, True]
+    check_effect([False, True])
+    for nothing in (stages(*events_of(1, 1, 8)), stages([], []), []):
         with pytest.raises(ValueError, match="moe_paged_stash is True but can have no effect"):
-            check_effect(stages)
+            check_effect(nothing)
 
 
 def test_the_line_for_the_log_says_gains_and_costs() -> None:
