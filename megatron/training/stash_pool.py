@@ -1,28 +1,14 @@
 """Opens the pools of a run, on all ranks or on none. How large they are is decided in core's paged_stash/sizing.py."""
 
-from collections.abc import Sequence
-
 import torch
-import torch.distributed as dist
 
 from megatron.core.agreement import all_ranks_agree
-from megatron.core.group_collectives import gather_objects
-from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout, StashEvent
+from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
 from megatron.core.transformer.moe.paged_stash.page_pool import TierMemoryError
-from megatron.core.transformer.moe.paged_stash.sizing import check_effect, stashes_anything
 from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
 from megatron.training.command_line.config_builder import flags_named_in_errors
 
 _CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"
-
-
-def check_stash_has_effect(events: Sequence[StashEvent]) -> None:
-    """Raises ValueError on every rank if no stage of the model would ever stash anything. Collective over all ranks.
-
-    events: of the longest step of this rank's stage.
-    """
-    with flags_named_in_errors():
-        check_effect(gather_objects(stashes_anything(events), dist.group.WORLD))
 
 
 def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig) -> PagePool | None:

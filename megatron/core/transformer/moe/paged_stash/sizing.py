@@ -234,17 +234,12 @@ def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
     ]
 
 
-def stashes_anything(events: Sequence[StashEvent]) -> bool:
-    """Whether any expert group of these events waits for its backward, which does not follow at once."""
-    return bool({event.group for event in events} - resident_groups(events))
-
-
-def check_effect(stages: Iterable[bool]) -> None:
-    """Raises ValueError if no stage would ever stash anything. stages: of each one's longest step, stashes_anything.
+def check_effect(stages: Iterable[Sequence[StashEvent]]) -> None:
+    """Raises ValueError if no stage would ever stash anything. stages: the events of each one's longest step.
 
     A stage without experts, or whose backward always follows, is fine as long as another one stashes.
     """
-    if not any(stages):
+    if not any({event.group for event in events} - resident_groups(events) for events in stages):
         raise ValueError(
             "moe_paged_stash is True but can have no effect: the backward of every expert group directly follows its "
             "forward, so that nothing waits; it needs several layers with experts, or pipeline stages with several "
