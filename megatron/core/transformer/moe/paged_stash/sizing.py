@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -132,19 +133,20 @@ class StepNeeds:
 
     def pages(self, rows: RowsOf, *, up_to: Priority = Priority.ACT) -> int:
         """Most pages held at once if every tensor at least as important as `up_to` gets its pages."""
-        unit, resident = PoolLayout(self.page_bytes, device_pages=1), resident_groups(self.events)
+        unit = PoolLayout(self.page_bytes, device_pages=1)
 
         def of(group: Group) -> PagesByPriority:
-            return PagesByPriority() if group in resident else pages_for(self.specs, rows(group), layout=unit)
+            return PagesByPriority() if group in self._resident else pages_for(self.specs, rows(group), layout=unit)
 
         return peak_pages(self.events, of, up_to=up_to)
 
-    @property
+    # These are asked for in every step, of thousands of events.
+    @cached_property
     def balanced_pages(self) -> int:
         """If every pass has the balanced number of rows."""
         return self.pages(lambda group: self.balanced_rows)
 
-    @property
+    @cached_property
     def most_pages(self) -> int:
         """If every buffer is full; no pool needs more."""
         return self.pages(lambda group: self._max_rows)
@@ -157,6 +159,10 @@ class StepNeeds:
             return min(math.ceil(_exact(shares.get(group[0], 1.0)) * self.balanced_rows), self._max_rows)
 
         return self.pages(rows)
+
+    @cached_property
+    def _resident(self) -> set[Group]:
+        return resident_groups(self.events)
 
     @property
     def _max_rows(self) -> int:
