@@ -79,6 +79,11 @@ def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -
     if config.num_moe_experts is None:
         if config.moe_grouped_gemm:
             raise ValueError("moe_grouped_gemm is set but num_moe_experts is not: give --num-experts or drop the flag")
+        if config.moe_expert_rank_capacity_factor is not None:
+            raise ValueError(
+                f"moe_expert_rank_capacity_factor is {config.moe_expert_rank_capacity_factor} but num_moe_experts is "
+                "not set: give --num-experts or drop the factor"
+            )
         return
     if config.moe_grouped_gemm and add_bias_linear:
         raise ValueError("moe_grouped_gemm has no biases: set add_bias_linear=False (--disable-bias-linear)")

@@ -198,12 +198,15 @@ def test_factor_at_a_quantile_is_an_order_statistic_of_recorded_steps() -> None:
         peaks_of_trace(needs, [[1, 2]])
 
 
+DENSE: dict[str, Any] = {"num_moe_experts": None, "moe_grouped_gemm": False}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
 STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": None}
 
 
 @pytest.mark.parametrize("fields, message", [
-    ({"num_moe_experts": None, "moe_grouped_gemm": False}, "moe_paged_stash is True but no layer has experts"),
+    ({**DENSE, "moe_expert_rank_capacity_factor": None}, "moe_paged_stash is True but no layer has experts"),
+    (DENSE, "moe_expert_rank_capacity_factor is 2.0 but num_moe_experts is not set"),
+    ({"moe_expert_rank_capacity_factor": float("nan")}, "moe_expert_rank_capacity_factor is nan: must be a number"),
     ({"moe_layer_freq": [0, 0]}, "no layer has experts"),
     ({"moe_expert_rank_capacity_factor": None}, "moe_expert_rank_capacity_factor is not set"),
     ({"moe_grouped_gemm": False}, "moe_grouped_gemm is not"),
