@@ -44,6 +44,11 @@ class LoggingConfig:
         False, help="Write the perplexity of evaluations to TensorBoard."
     )
     log_memory_to_tensorboard: bool = config_field(False, help="Write memory by kind to TensorBoard.")
+    record_routing: str | None = config_field(
+        None,
+        help="File to append each step's tokens per expert to, by layer, micro-batch and rank, for "
+        "tools/stash_factors.py; compressed if its name ends in .gz.",
+    )
     log_world_size_to_tensorboard: bool = config_field(False, help="Write the number of processes to TensorBoard.")
 
     def __post_init__(self) -> None:

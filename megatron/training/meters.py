@@ -17,11 +17,13 @@ from megatron.core.device import device_name, memory_bytes, peak_bf16_tflops
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
+from megatron.core.parallel_state import get_process_groups
 from megatron.core.timers import Timers, format_times
 from megatron.training.callbacks import RankTimes, StepReport
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.overlap_meter import OverlapMeter
+from megatron.training.routing_meter import RoutingMeter
 from megatron.training.stash_meter import KnowsLastStep, StashMeter
 
 # The timers of a step in the order of the log; a timer that never ran is not shown.
@@ -81,6 +83,9 @@ def build_meters(
         meters.append(OverlapMeter(model, logging.log_interval, device=device))
     if expert_memory is not None and optimizer is not None:
         meters.append(StashMeter(expert_memory, args, device=device))
+    if logging.record_routing is not None and optimizer is not None:
+        samples = args.micro_batch_size * args.data_parallel_size
+        meters.append(RoutingMeter(model, get_process_groups(), samples_of_microbatch=samples))
     return meters
 
 

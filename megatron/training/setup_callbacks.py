@@ -21,10 +21,12 @@ from megatron.training.callbacks.memory_history import CpuMemoryHistory, CudaMem
 from megatron.training.callbacks.profile import NsysProfile, TorchProfile
 from megatron.training.callbacks.progress_bar import ProgressBar
 from megatron.training.callbacks.progress_file import ProgressFile
+from megatron.training.callbacks.routing_log import RoutingLog
 from megatron.training.callbacks.run_file import RunFile, describe_run
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
 from megatron.training.console import print_rank_0
 from megatron.training.logging_config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
+from megatron.training.routing_trace import RoutingHeader
 
 
 def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, size: tuple[int, int]) -> CallbackList:
@@ -94,4 +96,6 @@ def _first_rank_callbacks(args: argparse.Namespace, size: tuple[int, int]) -> li
         callbacks.append(TensorBoardLog(logging.tensorboard_dir, logging))
     if logging.log_progress:
         callbacks.append(ProgressFile(Path(args.save), args))
+    if logging.record_routing is not None and not args.skip_train:
+        callbacks.append(RoutingLog(Path(logging.record_routing), RoutingHeader.of(args)))
     return callbacks

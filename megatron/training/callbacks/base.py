@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
@@ -77,7 +79,8 @@ class StepReport:
     this rank by kind. timers: milliseconds a step by timer, of the slowest rank, mean since the last log line.
     overlap: how communication overlapped with backward on this rank, see overlap_record.
     expert_load: layer number to tokens per expert over all ranks. per_layer: name to layer number to value.
-    stash: of expert buffers, at log lines.
+    stash: of expert buffers, at log lines. routing: layer number to tokens per expert of each micro-batch and rank of a
+    stage, [M, R, E] int64, ranks that share experts next to each other; on the first rank alone.
     notes: lines for the console below that of the step.
     """
 
@@ -105,6 +108,7 @@ class StepReport:
     expert_load: dict[int, list[int]] | None = None
     per_layer: dict[str, dict[int, float]] | None = None
     stash: StashReport | None = None
+    routing: dict[int, Tensor] | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -88,17 +89,31 @@ def _json_value(value: Any) -> Any:
     return value
 
 
-def keep_lines_until(path: Path, iteration: int) -> None:
-    """Rewrites the log without lines of later iterations, nor a last line that a kill cut short."""
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Line by line: with the load of many experts a log is larger than memory."""
+    with path.open("rb") as file:
+        yield from file
+
+
+def keep_lines_until(
+    path: Path,
+    iteration: int,
+    *,
+    read: Callable[[Path], Iterable[bytes]] = lines_of,
+    encode: Callable[[bytes], bytes] = bytes,
+) -> None:
+    """Rewrites the log without lines of later iterations, nor a last line that a kill cut short.
+
+    encode: what a line becomes in the file, and read undoes.
+    """
     if not path.exists():
         return
     temporary = path.with_suffix(".tmp")
-    # Line by line: with the load of many experts a log is larger than memory.
-    with path.open("rb") as old, temporary.open("wb") as new:
-        for line in old:
+    with temporary.open("wb") as new:
+        for line in read(path):
             step = _iteration(line)
             if step is not None and step <= iteration:
-                new.write(line.rstrip(b"\n") + b"\n")
+                new.write(encode(line.rstrip(b"\n") + b"\n"))
     temporary.replace(path)
 
 

@@ -228,6 +228,10 @@ def check_checkpoints(args: argparse.Namespace) -> None:
 def check_logging(args: argparse.Namespace) -> None:
     if args.log_progress and args.save is None:
         raise CommandLineError("--log-progress needs --save: progress.txt stands beside the checkpoints")
+    if args.record_routing is not None and args.num_experts is None:
+        raise CommandLineError(
+            f"--record-routing is {args.record_routing} but --num-experts is not set: a dense model routes nothing"
+        )
     absent = [rank for rank in args.profile_ranks if rank >= args.world_size]
     if args.profile and absent:
         raise CommandLineError(

@@ -93,6 +93,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         # Of each layer, one a microbatch, for the second forward of those whose backward is still to come.
         self._averages: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._bias_updates: dict[int, Callable[[Tensor], None]] = {}
+        self._passes: dict[int, list[Tensor]] | None = None  # tokens per expert of each, by layer
         self._recording = True
         losses = torch.zeros(len(self.names), num_layers, dtype=dtype, device=device)
         tokens = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
@@ -142,8 +143,20 @@ class AuxLossRecorder(Recorder, nn.Module):
 
     def count_tokens(self, tokens_per_expert: Tensor, *, layer_number: int) -> None:
         """Adds one microbatch's tokens; tokens_per_expert: [E], int64, on the device; layer_number: from 1."""
-        if self._recording:
-            self.tokens_per_expert[layer_number - 1] += tokens_per_expert
+        if not self._recording:
+            return
+        self.tokens_per_expert[layer_number - 1] += tokens_per_expert
+        if self._passes is not None:
+            self._passes.setdefault(layer_number, []).append(tokens_per_expert)
+
+    def keep_passes(self) -> None:
+        """From now on keeps the tokens of each microbatch apart too; they stay until they are taken."""
+        self._passes = {}
+
+    def take_passes(self) -> dict[int, list[Tensor]]:
+        """What `count_tokens` got since the last call: layer number -> [E], int64, of each microbatch, in order."""
+        passes, self._passes = self._passes or {}, {}
+        return passes
 
     def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int) -> Tensor:
         """The mean of `tokens_per_expert`, [E], int64, over the micro-batches of all ranks so far. Collective.

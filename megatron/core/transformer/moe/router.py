@@ -111,6 +111,11 @@ class TopKRouter(Router):
         if self.expert_bias is not None:
             recorder.update_bias_with(self.update_expert_bias, layer_number=layer_number)
 
+    def keep_passes(self) -> None:
+        """Has the recorder keep the tokens of each microbatch from now on, of what is learned from."""
+        self.counts_tokens = True
+        self.aux_losses.keep_passes()
+
     def update_expert_bias(self, tokens_per_expert: Tensor) -> None:
         """Moves the bias by one step, in place; tokens_per_expert: [E], int64, of the whole step over all ranks."""
         assert self.expert_bias is not None

@@ -1,0 +1,85 @@
+"""Tokens per expert of each micro-batch, layer and rank, gathered on the first rank once a step: for routing traces."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.device import default_device
+from megatron.core.group_collectives import gather_objects
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training.callbacks import StepReport
+
+
+class RoutingMeter:
+    """Counts stay on the device until the step ends, as many as it has passes; then one gather and one read."""
+
+    def __init__(
+        self, model: Sequence[nn.Module], groups: ProcessGroupCollection, *, samples_of_microbatch: int
+    ) -> None:
+        """Has the model's routers keep their counts from now on. Collective.
+
+        samples_of_microbatch: over the data-parallel ranks.
+        """
+        self._samples_of_microbatch = samples_of_microbatch
+        routers = [part for chunk in model for part in chunk.modules() if isinstance(part, TopKRouter)]
+        self._recorders: list[AuxLossRecorder] = []
+        for router in routers:
+            router.keep_passes()
+            self._recorders += [] if router.aux_losses in self._recorders else [router.aux_losses]
+        self._layers = sorted(router.layer_number for router in routers)
+        self._num_experts = max((router.num_experts for router in routers), default=0)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        self._device = default_device()
+        self._rank, self._world_size = group_rank(group), group_size(group)
+        own = group_rank(groups.pp), _ranks_of(groups.tp_ep, self._rank), self._layers, self._num_experts
+        everyone = gather_objects(own, group)
+        self._num_experts = max(experts for *_, experts in everyone)
+        self._most_layers = max(len(layers) for _, _, layers, _ in everyone)
+        # A stage's ranks in the order of the trace, and its layers.
+        stages: dict[int, tuple[list[int], list[int]]] = {}
+        for rank, (stage, sharing, layers, _) in enumerate(everyone):
+            ranks, _ = stages.setdefault(stage, ([], layers))
+            ranks += [] if rank in ranks else sharing
+        self._stages = [stages[stage] for stage in sorted(stages)]
+
+    def measure(self, report: StepReport) -> StepReport:
+        """Sets routing, on the first rank alone."""
+        passes: dict[int, list[Tensor]] = {}
+        for recorder in self._recorders:
+            passes |= recorder.take_passes()
+        # Of several stages, one may have no layer with experts.
+        num_microbatches = report.global_batch_size // self._samples_of_microbatch
+        own = torch.zeros(
+            self._most_layers, num_microbatches, self._num_experts, dtype=torch.int64, device=self._device
+        )
+        for index, layer in enumerate(self._layers):
+            own[index] = torch.stack(passes[layer])
+        by_rank = self._gather_sync(own)
+        if by_rank is None:
+            return report
+        routing = {
+            layer: torch.stack([by_rank[rank][index] for rank in ranks], dim=1)
+            for ranks, layers in self._stages
+            for index, layer in enumerate(layers)
+        }
+        return replace(report, routing=dict(sorted(routing.items())))
+
+    def _gather_sync(self, own: Tensor) -> Tensor | None:
+        """own: [L, M, E], int64 -> [ranks, L, M, E], same dtype, on the host; None but on the first rank.
+
+        NOTE: waits for the device, once a step. Collective.
+        """
+        if self._world_size == 1:
+            return own.cpu().unsqueeze(0)
+        everyone = [torch.empty_like(own) for _ in range(self._world_size)] if self._rank == 0 else None
+        dist.gather(own, everyone)
+        return None if everyone is None else torch.stack(everyone).cpu()
+
+
+def _ranks_of(group: dist.ProcessGroup | None, own: int) -> list[int]:
+    return [own] if group_size(group) == 1 else dist.get_process_group_ranks(group)

@@ -1,0 +1,142 @@
+"""The routing trace, a file of how many tokens chose which expert, and no word of the tokens: its lines and reader.
+
+JSON lines, each in a gzip member of its own where the file's name ends in .gz. A header describes the steps after it,
+until the next one; a run that resumes with other settings writes its own. A step has
+
+    {"iteration": 7, "tokens": {"2": [M][R][E] whole numbers, ...}}
+
+by the number of the layer, from 1: tokens that chose each of E experts, before a capacity drops any, in each of the M
+micro-batches of each of the R ranks of a pipeline stage. The ranks that share experts stand next to each other: of
+expert-model-parallel size n and expert-tensor-parallel size t, each n * t.
+"""
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megatron.core.transformer.moe.moe_config import layers_with_experts
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingHeader:
+    """What the counts are of: layers with experts out of num_layers; tokens of a rank's micro-batch, topk experts each;
+    the layout of the run; its moe_expert_rank_capacity_factor, None without; the shape of an expert.
+    """
+
+    layers: list[int]
+    num_layers: int
+    num_experts: int
+    topk: int
+    tokens_of_microbatch: int
+    tensor_model_parallel_size: int
+    context_parallel_size: int
+    data_parallel_size: int
+    pipeline_model_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    capacity_factor: float | None
+    hidden_size: int
+    moe_ffn_hidden_size: int
+    gated_linear_unit: bool
+    itemsize: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "RoutingHeader":
+        """Of a run with these arguments."""
+        has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+        shared_by = args.tensor_model_parallel_size * args.context_parallel_size
+        return cls(
+            layers=[number for number, experts in enumerate(has_experts, 1) if experts],
+            num_layers=args.num_layers,
+            num_experts=args.num_experts,
+            topk=args.moe_router_topk,
+            tokens_of_microbatch=args.seq_length * args.micro_batch_size // shared_by,
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            data_parallel_size=args.data_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+            capacity_factor=args.moe_expert_rank_capacity_factor,
+            hidden_size=args.hidden_size,
+            moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+            gated_linear_unit=args.swiglu,
+            itemsize=2 if args.bf16 or args.fp16 else 4,
+        )
+
+    def line(self, iteration: int) -> bytes:
+        """The header of a run that goes on from this iteration."""
+        return _line({"routing_trace": FORMAT, "iteration": iteration, **asdict(self)})
+
+    @classmethod
+    def from_line(cls, record: dict[str, Any], path: Path) -> "RoutingHeader":
+        """What `line` wrote. Raises ValueError for another format."""
+        names = cls.__dataclass_fields__
+        if record.get("routing_trace") != FORMAT or not names.keys() <= record.keys():
+            raise ValueError(f"{path} is not a routing trace of format {FORMAT}: its header is {record}")
+        return cls(**{name: record[name] for name in names})
+
+
+@dataclass(frozen=True)
+class RoutingStep:
+    """One step of a trace. tokens: layer number -> [M, R, E], int64."""
+
+    header: RoutingHeader
+    iteration: int
+    tokens: dict[int, np.ndarray]
+
+
+def step_line(iteration: int, tokens: dict[int, Tensor]) -> bytes:
+    """A step as the trace has it; tokens: layer number -> [M, R, E], int64, on the host."""
+    return _line(
+        {"iteration": iteration, "tokens": {layer: counts.numpy().tolist() for layer, counts in tokens.items()}}
+    )
+
+
+def read_routing(path: Path | str) -> Iterator[RoutingStep]:
+    """The steps of a trace, one at a time; a last line that is cut short is left out.
+
+    Raises ValueError for a file that is no trace, OSError for one that cannot be read.
+    """
+    header = None
+    for line in read_lines(Path(path)):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+            if header is None or line.endswith(b"\n"):
+                raise ValueError(f"{path} is not a routing trace: it has a line {line[:60]!r}")
+            return
+        if header is None or "routing_trace" in record:
+            header = RoutingHeader.from_line(record, Path(path))
+            continue
+        tokens = {int(layer): np.array(counts, dtype=np.int64) for layer, counts in record["tokens"].items()}
+        yield RoutingStep(header, record["iteration"], tokens)
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a trace as they were written, until the end or until where the file was cut."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            yield from file
+        except EOFError:
+            return  # a kill left half of a compressed line
+
+
+def encoded(line: bytes, path: Path) -> bytes:
+    """A line as the file holds it: whatever was written before, it can be appended."""
+    return gzip.compress(line, compresslevel=6, mtime=0) if path.suffix == ".gz" else line
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
