@@ -42,7 +42,7 @@ from megatron.training.checkpoint_folder import (
 from megatron.training.config import CheckpointConfig
 from megatron.training.console import print_rank_0
 from megatron.training.initialize import seed_ranks
-from megatron.training.rng_state import restore_rng, rng_sharded_state
+from megatron.training.rng_state import load_rng, rng_sharded_state
 from megatron.training.train_state import TrainState
 
 __all__ = [
@@ -274,7 +274,7 @@ def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, froze
     else:
         _load_with_optimizer(parts, wanted, found=found, frozen=frozen)
     if same_ranks and rng:
-        restore_rng(rng)
+        load_rng(rng)
     elif rng:
         _reseed(parts.groups, seed=seed, iteration=found.iteration)
 

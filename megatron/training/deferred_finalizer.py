@@ -15,6 +15,10 @@ class DeferredFinalizer:
         """Keeps what the schedule hands over after the last backward: the chunks and their number of tokens."""
         self._waiting = arguments
 
+    def forget(self) -> None:
+        """Drops what the last backward handed over: its gradients count nowhere."""
+        self._waiting = None
+
     def finish(self) -> None:
         """Finalizes the gradients of the last backward. Collective."""
         assert self._waiting is not None, "no backward pass since the last step"

@@ -14,13 +14,14 @@ from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import NonFiniteGradientError
 from megatron.training.arguments import CommandLineError
 from megatron.training.failure_board import lost_another_rank
+from megatron.training.step_runner import ExpertOverflowError
 from megatron.training.step_statistics import NonFiniteLossError
 
 USAGE_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1
 INTERRUPT_EXIT_CODE = 130  # as shells have it: 128 + SIGINT
 
-_EVERY_RANK_KNOWS = (RemoteRankError, NonFiniteLossError, NonFiniteGradientError)
+_EVERY_RANK_KNOWS = (RemoteRankError, NonFiniteLossError, NonFiniteGradientError, ExpertOverflowError)
 _INSTALLED = ("site-packages", "dist-packages")
 _LONGEST_NOTE = 400  # characters
 

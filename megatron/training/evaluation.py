@@ -18,8 +18,8 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
         chunk.eval()
     with run.timers.paused():
         for _ in range(iterations):
-            reports += run.forward_backward(
-                iterator, num_microbatches=run.batches.final_num_microbatches, forward_only=True
+            reports += run.steps.evaluate_sync(
+                iterator, num_microbatches=run.batches.final_num_microbatches, iteration=run.state.iteration
             )
     for chunk in run.model:
         chunk.train()

@@ -1,9 +1,8 @@
 """TrainingRun: everything a training loop works with, gathered once by the setup and handed down by argument."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import tee
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch import nn
 from megatron.core.num_microbatches_calculator import NumMicroBatches, update_num_microbatches
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.callbacks import CallbackList, StepReport
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
@@ -21,6 +19,7 @@ from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.meters import Meter
+from megatron.training.step_runner import StepRunner
 from megatron.training.step_statistics import StatisticsExchange
 from megatron.training.train_state import TrainState
 
@@ -36,8 +35,8 @@ class TrainingRun:
     optimizer: MegatronOptimizer | None  # None: the run only evaluates
     scheduler: OptimizerParamScheduler | None
     batches: NumMicroBatches
-    forward_step: Callable[..., Any]
     finalize_model_grads: DeferredFinalizer
+    steps: StepRunner
     groups: ProcessGroupCollection
     device: torch.device
     state: TrainState
@@ -69,36 +68,6 @@ class TrainingRun:
     def train_iters(self) -> int:
         """The step that ends the run."""
         return self.training.train_iters or 0
-
-    def forward_backward(
-        self, iterator: Iterator[Any] | None, *, num_microbatches: int, forward_only: bool = False
-    ) -> list[Any]:
-        """Runs the passes of a step over the next batches; returns what the losses of the last stage report."""
-        return get_forward_backward_func()(
-            forward_step_func=self.forward_step,
-            data_iterator=self._of_chunks(iterator),
-            model=self.model,
-            num_microbatches=num_microbatches,
-            seq_length=self.args.seq_length,
-            micro_batch_size=self.args.micro_batch_size,
-            forward_only=forward_only,
-        )
-
-    def _of_chunks(self, iterator: Iterator[Any] | None) -> list[Iterator[Any] | None]:
-        """The same batches for each chunk that reads any: the ends of the pipeline, for tokens and labels."""
-        stage, last, num_chunks = group_rank(self.groups.pp), group_size(self.groups.pp) - 1, len(self.model)
-        # Attention in the middle needs masks and borders of documents: read again, which is cheaper than sent along.
-        everywhere = self.args.reset_attention_mask
-        readers = [
-            chunk
-            for chunk in range(num_chunks)
-            if everywhere or stage == chunk == 0 or (stage == last and chunk == num_chunks - 1)
-        ]
-        # All have read equally far when the step ends, so that the copies of one step suffice.
-        copies = dict(
-            zip(readers, [iterator] if len(readers) == 1 or iterator is None else tee(iterator, len(readers)))
-        )
-        return [copies.get(chunk) for chunk in range(num_chunks)]
 
     def is_due(self, interval: int | None) -> bool:
         """Whether something that happens every `interval` steps happens after this one."""

@@ -45,6 +45,7 @@ from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
 from megatron.training.run import TrainingRun
 from megatron.training.setup_callbacks import setup_callbacks
+from megatron.training.step_runner import StepRunner
 from megatron.training.step_statistics import StatisticsExchange
 from megatron.training.train_state import TrainState
 
@@ -80,6 +81,16 @@ def setup_run(
     for chunk in unwrap_model(model):
         chunk.config.timers = timers
         chunk.config.finalize_model_grads_func = finalize
+    statistics = StatisticsExchange(dist.group.WORLD)
+    steps = StepRunner(
+        args=args,
+        model=model,
+        forward_step=forward_step_func,
+        groups=get_process_groups(),
+        finalize_model_grads=finalize,
+        statistics=statistics,
+        timers=timers,
+    )
     run = TrainingRun(
         args=args,
         training=training,
@@ -88,14 +99,14 @@ def setup_run(
         optimizer=optimizer,
         scheduler=scheduler,
         batches=batches,
-        forward_step=forward_step_func,
         finalize_model_grads=finalize,
+        steps=steps,
         groups=get_process_groups(),
         device=default_device(),
         state=TrainState(),
         callbacks=every_callback,
         exit_conditions=ExitConditions(training),
-        statistics=StatisticsExchange(dist.group.WORLD),
+        statistics=statistics,
         timers=timers,
         meters=build_meters(logging, args, model=model, optimizer=optimizer, timers=timers, device=default_device()),
     )

@@ -38,15 +38,35 @@ class NonFiniteLossError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Overflow:
+    """On how many ranks the experts of a step lost something; what such a step computed is void on all of them.
+
+    over_budget: rows that had no place in a buffer of a fixed size. without_pages: inputs that could not be stashed.
+    """
+
+    over_budget: int = 0
+    without_pages: int = 0
+
+    @property
+    def is_void(self) -> bool:
+        """Whether any rank lost anything."""
+        return self.over_budget + self.without_pages > 0
+
+    def __str__(self) -> str:
+        return f"ranks with rows over budget: {self.over_budget}, with inputs without pages: {self.without_pages}"
+
+
+@dataclass(frozen=True)
 class StepStatistics:
     """Mean losses over the global batch, and why any rank wants to stop; None: go on.
 
-    per_layer: name to layer number, from 1, to value. expert_load: layer number to tokens per expert over all ranks.
-    Both are None where they were not asked for.
+    overflow: if it is void, so is the rest. per_layer: name to layer number, from 1, to value. expert_load: layer
+    number to tokens per expert over all ranks. Both are None where they were not asked for.
     """
 
     losses: dict[str, float]
     exit_reason: ExitReason | None
+    overflow: Overflow = Overflow()
     per_layer: dict[str, dict[int, float]] | None = None
     expert_load: dict[int, list[int]] | None = None
 
@@ -80,15 +100,23 @@ class StatisticsExchange:
         self._names: tuple[str, ...] = ()
 
     def reduce_step_sync(
-        self, reports: Reports, model: Sequence[nn.Module], *, exit_reasons: Sequence[bool]
+        self,
+        reports: Reports,
+        model: Sequence[nn.Module],
+        *,
+        exit_reasons: Sequence[bool],
+        void_flags: torch.Tensor | None = None,
     ) -> StepStatistics:
         """The statistics of a training step, with what the model's layers recorded, which is taken from them.
 
-        reports: as for total_reports, fp32. NOTE: reads the device, see reduce_sync.
+        reports: as for total_reports, fp32. void_flags: as for reduce_sync, [2], fp64. NOTE: reads the device, see
+        there.
         """
         auxiliary, layers = _take_auxiliary_losses(model)
         totals = {**total_reports(reports), **auxiliary}
-        return self.reduce_sync(totals, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers)
+        return self.reduce_sync(
+            totals, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers, void_flags=void_flags
+        )
 
     @record_function("StatisticsExchange.reduce_sync")
     def reduce_sync(
@@ -98,6 +126,7 @@ class StatisticsExchange:
         optional: Collection[str] = (),
         exit_reasons: Sequence[bool] = (),
         layers: LayerTotals | None = None,
+        void_flags: torch.Tensor | None = None,
     ) -> StepStatistics:
         """Sums `totals`, [2] fp64 each, over the ranks and reads the result. Collective.
 
@@ -106,17 +135,24 @@ class StatisticsExchange:
         A loss of no token at all is 0 (every one of them was masked), unless it is `optional`: then it is left out (a
         model without experts has no z-loss).
         exit_reasons: which of LOCAL_REASONS hold on this rank. layers: what each layer recorded, where that is wanted.
+        void_flags: [2], fp64, on the device, in the order of Overflow: 1 where this rank lost something; None on all
+        ranks where nothing can be lost.
         NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py), for
         what ranks agree on (launch_order.py) and, unless the check for NaN is off, for this rank's gradients
         (grad_checks.py); zeros of gradients and the parameters' norm, where they are logged, take a read each.
         """
         required = totals.keys() - set(optional)
-        values = self._sum_sync(totals, required, exit_reasons=exit_reasons, layers=layers)
+        extras = [] if void_flags is None else [void_flags]
+        if layers is not None:
+            # Exact up to 2^53 tokens.
+            extras += [layers.losses.flatten(), layers.tokens_per_expert.flatten().double()]
+        values = self._sum_sync(totals, required, exit_reasons=exit_reasons, extras=extras)
         if values[0] > 0:
             self._learn_names(totals)
-            values = self._sum_sync(totals, required, exit_reasons=exit_reasons, layers=layers)
-        marks = 1 + len(exit_reasons)
-        num_requiring, pairs = values[marks : marks + len(self._names)], values[marks + len(self._names) :]
+            values = self._sum_sync(totals, required, exit_reasons=exit_reasons, extras=extras)
+        num_names, marks = len(self._names), 1 + len(exit_reasons)
+        num_requiring, pairs = values[marks : marks + num_names], values[marks + num_names : marks + 3 * num_names]
+        rest = values[marks + 3 * num_names :]
         losses = {
             name: total / (count or 1.0)
             for name, total, count, requiring in zip(self._names, pairs[0::2], pairs[1::2], num_requiring)
@@ -124,15 +160,23 @@ class StatisticsExchange:
         }
         reasons = [reason for reason, count in zip(LOCAL_REASONS, values[1:marks]) if count > 0]
         exit_reason = reasons[0] if reasons else None
+        overflow = Overflow()
+        if void_flags is not None:
+            overflow, rest = Overflow(int(rest[0]), int(rest[1])), rest[2:]
         if layers is None:
-            return StepStatistics(losses, exit_reason)
-        return StepStatistics(losses, exit_reason, *_layer_figures(layers, pairs[2 * len(self._names) :]))
+            return StepStatistics(losses, exit_reason, overflow)
+        return StepStatistics(losses, exit_reason, overflow, *_layer_figures(layers, rest))
 
     def _sum_sync(
-        self, totals: Totals, required: Collection[str], *, exit_reasons: Sequence[bool], layers: LayerTotals | None
+        self,
+        totals: Totals,
+        required: Collection[str],
+        *,
+        exit_reasons: Sequence[bool],
+        extras: Sequence[torch.Tensor],
     ) -> list[float]:
         """Sums over all ranks: 1 for each with a new name; for each exit reason and then for each name the ranks where
-        it holds, or is required; sum and count of each name; what layers recorded.
+        it holds, or is required; sum and count of each name; the extras, [N] fp64 each.
         """
         device = next(iter(totals.values())).device if totals else default_device()
         has_new = any(name not in self._names for name in totals)
@@ -140,10 +184,7 @@ class StatisticsExchange:
         parts = [torch.tensor(marks, dtype=torch.float64, device=device)]
         nothing = parts[0].new_zeros(2)
         parts += [totals.get(name, nothing) for name in self._names]
-        if layers is not None:
-            # Exact up to 2^53 tokens.
-            parts += [layers.losses.flatten(), layers.tokens_per_expert.flatten().double()]
-        vector = torch.cat(parts)
+        vector = torch.cat([*parts, *extras])
         if group_size(self._group) > 1:
             dist.all_reduce(vector, group=self._group)
         return vector.tolist()

@@ -110,12 +110,14 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     decoupled_learning_rate = run.optimizer.decoupled_learning_rate
     run.optimizer.zero_grad()
 
-    with run.timers("forward-backward", log_level=1):
-        reports = run.forward_backward(run.train_iterator, num_microbatches=run.num_microbatches)
-
+    # Runs that are void are over when this returns, and have left nothing behind.
+    reports, statistics = run.steps.train_sync(
+        run.train_iterator,
+        num_microbatches=run.num_microbatches,
+        iteration=run.state.iteration + 1,
+        exit_reasons=run.exit_conditions.local_reasons,
+    )
     # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
-    reasons = run.exit_conditions.local_reasons()
-    statistics = run.statistics.reduce_step_sync(reports, run.model, exit_reasons=reasons)
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
     with run.timers("all-grads-sync", log_level=1):

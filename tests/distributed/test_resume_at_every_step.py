@@ -2,20 +2,15 @@
 with the same samples. Three ranks, whose sums depend on their order; text of several epochs; dropout.
 """
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
-from megatron.core.dist_checkpointing import model_logical_pieces
-from megatron.training.rng_state import rng_sharded_state
-from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
-from tests.distributed.tiny_runs import comparable, gather_parameters, record_run, started_run
+from tests.distributed.tiny_runs import comparable, record_run, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -110,7 +105,7 @@ def _argv(base: str, folder: Path, flags: Flags) -> list[str]:
 
 def _train(argv: list[str], steps: int = STEPS) -> tuple[Steps, State]:
     with started_run(argv) as run:
-        return [comparable(train_step(run)[0]) for _ in range(steps)], _state(run)
+        return [comparable(train_step(run)[0]) for _ in range(steps)], state_of(run)
 
 
 def _stop_everywhere(argv: list[str], folder: str) -> tuple[Any, Any, list[Any]]:
@@ -122,26 +117,9 @@ def _stop_everywhere(argv: list[str], folder: str) -> tuple[Any, Any, list[Any]]
         for _ in range(STEPS):
             steps.append(comparable(train_step(run)[0]))
             run.save_checkpoint()
-        again = steps, _state(run)
+        again = steps, state_of(run)
     resumed = [_train([*argv, "--load", folder, "--ckpt-step", str(k)], STEPS - k) for k in range(STEPS + 1)]
     return whole, again, resumed
-
-
-def _state(run: TrainingRun) -> State:
-    """All that the rest of a run depends on, by name: digests of tensors, the rest as text."""
-    assert run.optimizer is not None and run.scheduler is not None
-    gather_parameters(run)
-    tensors: dict[str, torch.Tensor] = dict(run.model[0].named_parameters())
-    pieces = [*run.optimizer.sharded_state(model_logical_pieces(run.model[0])), *rng_sharded_state(run.groups)]
-    tensors |= {f"{piece.key} {piece.global_offset}": piece.data for piece in pieces}
-    groups = [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
-    others = [run.optimizer.state_dict(), run.scheduler.state_dict(), groups, run.state.state_dict()]
-    return {**{name: _digest(tensor) for name, tensor in tensors.items()}, "others": repr(others)}
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
 
 
 def _record(argv: list[str], steps: int) -> tuple[list[float], list[float | None], list[list[tuple[int, ...]]]]:

@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.training.exit_conditions import ExitReason
 from megatron.training.step_statistics import (
     NonFiniteLossError,
+    Overflow,
     StatisticsExchange,
     StepStatistics,
     raise_non_finite_loss,
@@ -55,14 +56,18 @@ def test_error_names_rank_and_microbatch_on_every_rank() -> None:
 
 
 def statistics_of_layers() -> StepStatistics:
-    """Layers 1 and 3 of 3 have experts; rank r saw r tokens more at expert 1, and a loss of r in one microbatch."""
+    """Layers 1 and 3 of 3 have experts; rank r saw r tokens more at expert 1, and a loss of r in one microbatch.
+
+    Rank 1 had rows over budget; it and rank 2 ran out of pages.
+    """
     recorder, rank = AuxLossRecorder(3, torch.device("cpu"), num_experts=2), dist.get_rank()
     for layer in (1, 3):
         recorder.record("z_loss", torch.tensor(float(rank * layer)), layer_number=layer)
         recorder.count_tokens(torch.tensor([layer, layer + rank]), layer_number=layer)
     layers, totals = recorder.layer_totals(), recorder.take_totals()
+    flags = torch.tensor([rank == 1, rank > 0], dtype=torch.float64)
     exchange = StatisticsExchange(dist.group.WORLD)
-    return exchange.reduce_sync(totals, optional=totals, exit_reasons=[False, True], layers=layers)
+    return exchange.reduce_sync(totals, optional=totals, exit_reasons=[False, True], layers=layers, void_flags=flags)
 
 
 def test_layers_are_told_apart_and_exit_reasons_stay_what_they_are() -> None:
@@ -71,6 +76,7 @@ def test_layers_are_told_apart_and_exit_reasons_stay_what_they_are() -> None:
     assert results[0].per_layer == {"z_loss": {1: 1.0, 3: 3.0}} and results[0].losses == {"z_loss": 2.0}
     assert results[0].expert_load == {1: [3, 6], 3: [9, 12]}
     assert results[0].exit_reason is ExitReason.DURATION
+    assert results[0].overflow == Overflow(over_budget=1, without_pages=2) and results[0].overflow.is_void
 
 
 def statistics_of_stages() -> list[StepStatistics]:

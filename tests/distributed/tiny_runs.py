@@ -3,22 +3,26 @@
 Several runs may follow each other in one process. What they are compared with is the tests' matter.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.training.callbacks import StepReport
 from megatron.training.global_vars import publish_run
 from megatron.training.initialize import initialize_megatron
+from megatron.training.rng_state import rng_sharded_state
 from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run
 from megatron.training.training import train_step
@@ -115,3 +119,22 @@ def parameters(*model: nn.Module) -> dict[str, Tensor]:
 
 def _plain_name(name: str) -> str:
     return name.removeprefix("module.").removeprefix("module.")
+
+
+def state_of(run: TrainingRun) -> dict[str, str]:
+    """All that the rest of a run depends on, by name: digests of tensors, the rest as text."""
+    assert run.optimizer is not None and run.scheduler is not None
+    gather_parameters(run)
+    named = ((index, item) for index, chunk in enumerate(run.model) for item in chunk.state_dict().items())
+    tensors: dict[str, Tensor] = {f"{index} {name}": value for index, (name, value) in named}
+    pieces = {name: piece for chunk in run.model for name, piece in model_logical_pieces(chunk).items()}
+    boxes = [*run.optimizer.sharded_state(pieces), *rng_sharded_state(run.groups)]
+    tensors |= {f"{box.key} {box.global_offset}": box.data for box in boxes}
+    groups = [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
+    others = [run.optimizer.state_dict(), run.scheduler.state_dict(), groups, run.state.state_dict()]
+    return {**{name: _digest(tensor) for name, tensor in tensors.items()}, "others": repr(others)}
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()

@@ -12,6 +12,7 @@ import torch
 from megatron.core.agreement import RemoteRankError
 from megatron.training.arguments import CommandLineError
 from megatron.training.errors import exit_on_user_error
+from megatron.training.step_runner import ExpertOverflowError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,6 +37,7 @@ def fail_again(error: Exception) -> None:
         (lambda: fail_again(ValueError("lost")), 1, "error: lost\n"),
         (lambda: fail_with(CommandLineError("--lrr is unknown")), 2, "error: --lrr is unknown\n"),
         (lambda: fail_with(RemoteRankError("rank 1: no")), 1, "error: rank 1: no\n"),
+        (lambda: fail_with(ExpertOverflowError("no room")), 1, "error: no room\n"),
         (lambda: open("/nothing/here"), 1, "error: [Errno 2] No such file or directory: '/nothing/here'\n"),
         (
             lambda: fail_with(RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]")),
@@ -43,7 +45,7 @@ def fail_again(error: Exception) -> None:
             "error: the connection to another rank was lost: that rank has ended, its own messages say why\n",
         ),
     ],
-    ids=["value", "raised again", "flag", "other rank", "file", "lost rank"],
+    ids=["value", "raised again", "flag", "other rank", "overflow", "file", "lost rank"],
 )
 def test_a_mistake_becomes_one_message(
     fail: Callable[[], None], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -186,9 +186,12 @@ class AuxLossRecorder(Recorder, nn.Module):
             totals = summed_counts(self.tokens_per_expert, group)
             for layer_number, update in self._bias_updates.items():
                 update(totals[layer_number - 1])
-        for tokens in (self.tokens_per_expert, self.global_tokens_per_expert, self.num_microbatches):
-            tokens.zero_()
-        self._averages.clear()
+        self._forget_tokens()
+
+    def forget_step(self) -> None:
+        """Drops what a step recorded that is run again, or given up: it counts nowhere."""
+        self._forget_losses()
+        self._forget_tokens()
 
     def layer_totals(self) -> LayerTotals:
         """What was recorded since losses were last taken and the last step ended, by layer, of this rank."""
@@ -199,9 +202,17 @@ class AuxLossRecorder(Recorder, nn.Module):
         """Each loss's (sum, count) over layers and microbatches since the last call: [2], fp64, on the device."""
         # [names, 2]; fp64, because these are summed over ranks next.
         totals = torch.stack([self.sums.double().sum(dim=1), self.counts.double().sum(dim=1)], dim=1)
+        self._forget_losses()
+        return dict(zip(self.names, totals.unbind(), strict=True))
+
+    def _forget_losses(self) -> None:
         self.sums.zero_()
         self.counts.zero_()
-        return dict(zip(self.names, totals.unbind(), strict=True))
+
+    def _forget_tokens(self) -> None:
+        for tokens in (self.tokens_per_expert, self.global_tokens_per_expert, self.num_microbatches):
+            tokens.zero_()
+        self._averages.clear()
 
 
 def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,0 +1,47 @@
+"""KeptBatches: what a step reads, kept until the step counts, so that it can run again on the same.
+
+Where batches come from is megatron.core.datasets'.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils._pytree import tree_map
+
+from megatron.training.rng_state import RngState, capture_rng, restore_rng
+
+
+class KeptBatches(Iterator[Any]):
+    """Reads on in `source`, and after `rewind` from the first batch that it has read.
+
+    Who reads gets dicts, lists and tuples of his own, which he may take apart, with the source's tensors in them, which
+    he must not change. Reading a second time leaves the generators of random numbers as reading from the source did.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        self._kept: list[tuple[Any, RngState]] = []
+        self._num_read = 0
+
+    def __next__(self) -> Any:
+        if self._num_read == len(self._kept):
+            # Captured behind the read: a source may draw its batches, of which nothing is drawn a second time.
+            batch = next(self._source)
+            self._kept.append((batch, capture_rng()))
+        else:
+            restore_rng(self._kept[self._num_read][1])
+        self._num_read += 1
+        return with_own_containers(self._kept[self._num_read - 1][0])
+
+    def rewind(self) -> None:
+        """Goes back to the first batch."""
+        self._num_read = 0
+
+
+def with_own_containers(batch: Any) -> Any:
+    """The same tensors in dicts, lists and tuples of its own."""
+    return tree_map(_same, batch)
+
+
+def _same(leaf: Any) -> Any:
+    return leaf

@@ -1,0 +1,200 @@
+"""A step or evaluation that was void on any rank, and ran again, leaves no trace; one that stays void ends the run."""
+
+import os
+import random
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pretrain_gpt
+from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
+from megatron.training.run import TrainingRun
+from megatron.training.step_runner import ExpertOverflowError
+from megatron.training.training import train
+from tests.distributed.tiny_runs import comparable, started_run, state_of
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.functional_tests.expectations import assert_same_checkpoint
+from tests.harness import run_on_ranks
+
+# Steps 1 to 5, two batches of an evaluation after 2 and after 4; each run of passes has a number, those that are void
+# and run again included: the first step twice running, the step before a save, the second and the third batch, and the
+# last step, in which rank 1 gets a signal to stop.
+VOID: dict[int, Collection[int]] = {0: {1}, 1: {0}, 3: {0, 1}, 6: {1}, 7: {0}, 11: {1}, 14: {0}}
+NUM_RUNS, STOPPED_AT = 16, 5
+RUN: Flags = {
+    "micro-batch-size": 1,
+    "train-iters": STOPPED_AT + 1,
+    "eval-interval": 2,
+    "eval-iters": 2,
+    "save-interval": 2,
+    "exit-signal-handler": True,
+    "hidden-dropout": 0.1,
+    "attention-dropout": 0.1,
+    "moe-input-jitter-eps": 0.1,
+    "moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"],
+    "moe-aux-loss-coeff": [0.01, 0.01],
+    "moe-router-score-function": "sigmoid",
+    "moe-router-enable-expert-bias": True,
+    "moe-per-layer-logging": True,
+}
+SHARDED: Flags = {
+    "use-distributed-optimizer": True,
+    "overlap-grad-reduce": True,
+    "overlap-param-gather": True,
+    "ddp-bucket-size": 1001,
+}
+LAYOUTS: dict[str, tuple[int, Flags]] = {
+    # Microbatches of a growing batch; the sharded copies of experts and the rest have groups of their own.
+    "experts": (4, {"expert-model-parallel-size": 2, "global-batch-size": 8, **SHARDED}),
+    "stages": (
+        2,
+        {
+            "num-layers": 4,
+            "global-batch-size": 4,
+            "pipeline-model-parallel-size": 2,
+            "num-virtual-stages-per-pipeline-rank": 2,
+            "reset-attention-mask": True,
+            "recompute-granularity": "full",
+            "recompute-method": "uniform",
+            "recompute-num-layers": 1,
+            **SHARDED,
+        },
+    ),
+    "replicas": (3, {"global-batch-size": 6, "bf16": True, "ddp-debug": True}),
+}
+
+
+class PlannedMemory:
+    """Says that the runs of passes in `void` were void on the ranks there. may_grow: what growing ends in otherwise."""
+
+    def __init__(self, void: Mapping[int, Collection[int]], *, may_grow: bool = True) -> None:
+        self.void, self.may_grow = void, may_grow
+        self.number = -1
+        self.log: list[str] = []
+
+    @property
+    def is_void_here(self) -> bool:
+        return dist.get_rank() in self.void.get(self.number, ())
+
+    def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
+        self.number += 1
+
+    def flags(self) -> Tensor:
+        return torch.tensor([self.is_void_here, self.is_void_here and self.number > 5], dtype=torch.float64)
+
+    def grow_sync(self, *, iteration: int) -> str:
+        if not self.may_grow:
+            raise ExpertOverflowError(f"iteration {iteration}: not allowed to grow")
+        self.log.append(f"grown at {iteration}")
+        torch.rand(7)
+        return self.log[-1]
+
+    def end_step(self) -> None:
+        self.log.append("ended")
+
+
+class Script(Callback):
+    """A script that draws numbers before and in reading, takes its batches apart, and computes NaN in void passes.
+
+    seen: what the run reported.
+    """
+
+    def __init__(self, memory: PlannedMemory | None) -> None:
+        self.memory = memory
+        self.seen: list[dict[str, Any] | EvaluationReport] = []
+
+    def run(self, argv: list[str], act: Callable[[TrainingRun], Any]) -> Any:
+        with started_run(argv, forward_step=self.forward_step) as run:
+            self.state, run.steps.memory, run.callbacks = run.state, self.memory, CallbackList([self])
+            assert run.train_iterator is not None and run.valid_iterator is not None
+            run.train_iterator, run.valid_iterator = _drawing(run.train_iterator), _drawing(run.valid_iterator)
+            return act(run)
+
+    def forward_step(self, iterator: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Any]:
+        if model.training and self.state.iteration == STOPPED_AT - 1 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        factor = 1 + float(torch.rand(()))
+        if iterator is not None:
+            batch = next(iterator)
+            iterator = iter([{name: batch.pop(name) for name in list(batch)}])
+        output, loss_func = pretrain_gpt.forward_step(iterator, model)
+        is_void = self.memory is not None and self.memory.is_void_here
+        return output * (float("nan") if is_void else factor), loss_func
+
+    def on_step_end(self, report: StepReport) -> None:
+        self.seen.append(comparable(report))
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        self.seen.append(report)
+
+
+def _drawing(batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    for batch in batches:
+        yield {**batch, "loss_mask": batch["loss_mask"] * float(torch.rand(())) * random.random()}
+
+
+def _train(argv: list[str], memory: PlannedMemory | None) -> Any:
+    """What this rank saw of a run, where it stood in the end, and what it would have read next."""
+    script = Script(memory)
+
+    def act(run: TrainingRun) -> Any:
+        reason = train(run)
+        assert run.train_iterator is not None
+        return reason, state_of(run), next(run.train_iterator)["tokens"].tolist()
+
+    return script.run(argv, act), script.seen
+
+
+def _train_twice(argv: list[str], folder: str) -> None:
+    """With nothing to lose, and with void passes in between."""
+    memory = PlannedMemory(VOID)
+    plain = _train([*argv, "--save", f"{folder}/plain"], None)
+    rerun = _train([*argv, "--save", f"{folder}/rerun"], memory)
+    assert plain == rerun
+    assert memory.number == NUM_RUNS - 1 and memory.log.count("ended") == NUM_RUNS - len(VOID)
+    assert [line for line in memory.log if line != "ended"] == [f"grown at {at}" for at in (1, 1, 2, 2, 2, 4, 5)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
+def test_b14_steps_that_were_void_and_ran_again_leave_no_trace(layout: str, tmp_path: Path) -> None:
+    ranks, flags = LAYOUTS[layout]
+    run_on_ranks(_train_twice, ranks, command_line({**read_bases()["moe"], **RUN, **flags}), str(tmp_path))
+    for iteration in (2, 4, STOPPED_AT):
+        folders = [tmp_path / run / f"iter_{iteration:07d}" for run in ("plain", "rerun")]
+        assert_same_checkpoint(*folders)
+
+
+def _stay_void(argv: list[str], *, may_grow: bool) -> tuple[str, int]:
+    """The error of a run whose second step is void on rank 1 for ever, and how often its passes ran."""
+    memory = PlannedMemory({number: {1} for number in range(1, 99)}, may_grow=may_grow)
+
+    def act(run: TrainingRun) -> str:
+        with pytest.raises(ExpertOverflowError) as caught:
+            train(run)
+        assert run.state.iteration == run.state.consumed_train_samples / 4 == 1 and run.state.nan_iterations == 0
+        with pytest.raises(AssertionError, match="no backward pass"):
+            run.finalize_model_grads.finish()
+        assert not any(grad.any() for chunk in run.model for _, grad in chunk.named_main_grads())  # type: ignore[operator]
+        return str(caught.value)
+
+    return Script(memory).run(argv, act), memory.number + 1
+
+
+def _fail_twice(argv: list[str], folder: str) -> list[tuple[str, int]]:
+    return [_stay_void([*argv, "--save", f"{folder}/{may_grow}"], may_grow=may_grow) for may_grow in (False, True)]
+
+
+def test_b14_a_step_that_stays_void_ends_all_ranks_and_saves_nothing(tmp_path: Path) -> None:
+    flags = {**read_bases()["moe"], **RUN, **SHARDED, "save-interval": 1}
+    refused, in_vain = zip(*run_on_ranks(_fail_twice, 2, command_line(flags), str(tmp_path)))
+    assert refused[0] == refused[1] == ("iteration 2: not allowed to grow", 2)
+    assert in_vain[0] == in_vain[1] and in_vain[0][1] == 10
+    assert "iteration 2 is void after 8 reruns (ranks with rows over budget: 1" in in_vain[0][0]
+    assert [folder.name for folder in tmp_path.glob("*/iter_*")] == ["iter_0000001"] * 2
