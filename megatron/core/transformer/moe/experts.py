@@ -98,8 +98,8 @@ class GroupedMLP(MegatronModule):
             output = static_experts(
                 permuted_local_hidden_states,
                 permuted_probs,
-                fc1=self.weight1.view(self.num_local_experts, self.config.hidden_size, self.fc1_width),
-                fc2=self.weight2.view(self.num_local_experts, self.ffn_hidden_size, self.config.hidden_size),
+                fc1=self.weight1,
+                fc2=self.weight2,
                 offsets=offsets,
                 activation=self.static_activation,
                 parts=self.parts,

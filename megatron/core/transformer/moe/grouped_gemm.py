@@ -22,8 +22,8 @@ def grouped_gemm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
     """rows of expert i times its matrix.
 
     rows: [R, I], sorted by expert; weight: any shape whose memory is that of [e, I, O], same float dtype; offsets: [e],
-    int32, on the device: the end of each expert's rows. Returns [R, O], same dtype. No host read on a GPU, except for
-    fp64.
+    int32, on the device: the end of each expert's rows. Returns [R, O], same dtype. Rows behind the last expert's are
+    not read, and hold any bytes in the result and in the gradient. No host read on a GPU, except for fp64.
     """
     if rows.device.type == "cpu" and has_grad_owner(weight):
         output: Tensor = _GroupedGemm.apply(rows, weight, offsets)
@@ -91,7 +91,8 @@ def _multiply(rows: Tensor, matrices: Tensor, *, offsets: Tensor) -> Tensor:
         return rows @ matrices[0]
     if rows.dtype == torch.float64:
         # torch's grouped product has no fp64 (2.13); fp64 serves as a reference only.
-        return torch.cat([part @ matrix for part, matrix in zip(_split_sync(rows, offsets), matrices)])
+        products = [part @ matrix for part, matrix in zip(_split_sync(rows, offsets), matrices)]
+        return F.pad(torch.cat(products), (0, 0, 0, len(rows) - sum(map(len, products))))
     return F.grouped_mm(rows, matrices, offs=offsets)
 
 

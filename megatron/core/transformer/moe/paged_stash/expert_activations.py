@@ -16,6 +16,9 @@ from torch import Tensor
 _CHUNK_ELEMENTS = 1 << 19
 _aten = torch.ops.aten
 
+Value = Callable[[Tensor, Tensor], Tensor]
+Slope = Callable[..., Tensor]
+
 
 class Curve(enum.IntEnum):
     """The number of f in kernels."""
@@ -29,12 +32,12 @@ class Curve(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Activation:
-    """f and whether up multiplies it. value(x, out) writes f(x) to out and returns it; slope(g, x) returns g f'(x)."""
+    """f and whether up multiplies it. value(x, out) writes f(x) to out and returns it; slope(g, x, out=out) g f'(x)."""
 
     curve: Curve
     is_gated: bool
-    value: Callable[[Tensor, Tensor], Tensor]
-    slope: Callable[[Tensor, Tensor], Tensor]
+    value: Value
+    slope: Slope
 
     def width(self, gate_up: Tensor) -> int:
         """F. gate_up: [C, 2F], or [C, F] for a plain activation, any float dtype."""
@@ -54,14 +57,12 @@ def act_rows(gate_up: Tensor, scale: Tensor | None, *, rows: int, out: Tensor, a
     gate_up: [C, 2F] (or [C, F]), any float dtype; scale: [C] or None, any float dtype; out: [C, F], gate_up's dtype.
     """
     for chunk, gate, up in _chunks(gate_up, rows, activation=activation):
-        is_final = out.dtype == gate.dtype
-        act = activation.value(gate, out[chunk] if is_final else torch.empty_like(gate))
+        act = activation.value(gate, _destination(out[chunk], gate.dtype))
         if up is not None:
             act.mul_(up)
         if scale is not None:
             act.mul_(scale[chunk, None].to(act.dtype))
-        if not is_final:
-            out[chunk] = act
+        _write(out[chunk], act)
 
 
 def act_gradient_rows(
@@ -81,16 +82,20 @@ def act_gradient_rows(
     """
     ffn = activation.width(gate_up)
     for chunk, gate, up in _chunks(gate_up, rows, activation=activation):
-        incoming = grad[chunk].to(gate.dtype)
-        value = activation.value(gate, torch.empty_like(gate))
-        if grad_scale is not None:
-            grad_scale[chunk] = (incoming * value * (1 if up is None else up)).sum(1)
-        if scale is not None:
-            incoming = incoming * scale[chunk, None].to(gate.dtype)
-        if up is not None:
-            grad_gate_up[chunk, ffn:] = value.mul_(incoming)
-            incoming = incoming * up
-        grad_gate_up[chunk, :ffn] = activation.slope(incoming, gate)
+        incoming, weight = grad[chunk].to(gate.dtype), 1 if scale is None else scale[chunk, None].to(gate.dtype)
+        grad_gate = _destination(grad_gate_up[chunk, :ffn], gate.dtype)
+        value = activation.value(gate, grad_gate)  # lies there until its gradient does
+        if up is None:
+            if grad_scale is not None:
+                grad_scale[chunk] = (incoming * value).sum(1)
+            incoming = incoming * weight
+        else:
+            grad_up = torch.mul(incoming, value, out=_destination(grad_gate_up[chunk, ffn:], gate.dtype))
+            if grad_scale is not None:
+                grad_scale[chunk] = (grad_up * up).sum(1)
+            incoming = (incoming * weight).mul_(up)
+            _write(grad_gate_up[chunk, ffn:], grad_up.mul_(weight))
+        _write(grad_gate_up[chunk, :ffn], activation.slope(incoming, gate, out=grad_gate))
 
 
 def _chunks(gate_up: Tensor, rows: int, *, activation: Activation) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
@@ -102,40 +107,57 @@ def _chunks(gate_up: Tensor, rows: int, *, activation: Activation) -> Iterator[t
         yield chunk, values[:, :ffn], values[:, ffn:] if activation.is_gated else None
 
 
-def _gelu(approximate: str) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+def _destination(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """`rows` itself where it has the dtype of the arithmetic; else a buffer, so that half precision is rounded once."""
+    return rows if rows.dtype == dtype else torch.empty_like(rows, dtype=dtype)
+
+
+def _write(rows: Tensor, values: Tensor) -> None:
+    if rows.dtype != values.dtype:
+        rows.copy_(values)
+
+
+def _gelu(approximate: str) -> tuple[Value, Slope]:
     def value(x: Tensor, out: Tensor) -> Tensor:
         return _aten.gelu.out(x, approximate=approximate, out=out)
 
-    return value, lambda grad, x: _aten.gelu_backward(grad, x, approximate=approximate)
+    def slope(grad: Tensor, x: Tensor, *, out: Tensor) -> Tensor:
+        return _aten.gelu_backward.grad_input(grad, x, approximate=approximate, grad_input=out)
+
+    return value, slope
 
 
 def _silu(x: Tensor, out: Tensor) -> Tensor:
     return _aten.silu.out(x, out=out)
 
 
+def _silu_slope(grad: Tensor, x: Tensor, *, out: Tensor) -> Tensor:
+    return _aten.silu_backward.grad_input(grad, x, grad_input=out)
+
+
 def _quick_gelu(x: Tensor, out: Tensor) -> Tensor:
     return torch.mul(x, 1.702, out=out).sigmoid_().mul_(x)
 
 
-def _quick_gelu_slope(grad: Tensor, x: Tensor) -> Tensor:
+def _quick_gelu_slope(grad: Tensor, x: Tensor, *, out: Tensor) -> Tensor:
     sigmoid = torch.sigmoid(1.702 * x)
-    return grad * (sigmoid + 1.702 * x * sigmoid * (1 - sigmoid))
+    return torch.mul(grad, sigmoid + 1.702 * x * sigmoid * (1 - sigmoid), out=out)
 
 
 def _squared_relu(x: Tensor, out: Tensor) -> Tensor:
     return torch.clamp(x, min=0, out=out).square_()
 
 
-def _squared_relu_slope(grad: Tensor, x: Tensor) -> Tensor:
-    return grad * 2 * F.relu(x)
+def _squared_relu_slope(grad: Tensor, x: Tensor, *, out: Tensor) -> Tensor:
+    return torch.mul(grad * 2, F.relu(x), out=out)
 
 
 _ACTIVATIONS = {
-    "swiglu": Activation(Curve.SILU, True, _silu, _aten.silu_backward),
+    "swiglu": Activation(Curve.SILU, True, _silu, _silu_slope),
     "geglu": Activation(Curve.GELU, True, *_gelu("none")),
     "geglu_tanh": Activation(Curve.GELU_TANH, True, *_gelu("tanh")),
     "quick_geglu": Activation(Curve.QUICK_GELU, True, _quick_gelu, _quick_gelu_slope),
-    "silu": Activation(Curve.SILU, False, _silu, _aten.silu_backward),
+    "silu": Activation(Curve.SILU, False, _silu, _silu_slope),
     "gelu": Activation(Curve.GELU, False, *_gelu("none")),
     "gelu_tanh": Activation(Curve.GELU_TANH, False, *_gelu("tanh")),
     "quick_gelu": Activation(Curve.QUICK_GELU, False, _quick_gelu, _quick_gelu_slope),

@@ -1,0 +1,107 @@
+"""Static buffers of experts beside as many rows as come: a mixture-of-experts layer and a training step, interleaved.
+
+    python benchmarks/static_step.py [--rounds 10] [--steps 3] [--only LAYOUT ...] [--json FILE]
+
+Prints CPU seconds, wall time and peak memory, and the static sides over the dropless one as medians over the rounds.
+The model is that of train_step.py. Layouts: one layer in one process; a training step of two ranks that both have all
+experts, and of two that share them, with either dispatcher. With one rank of experts a buffer is as large as all rows
+at any factor, as none can be missing.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from benchmarks.sides import Build, print_table, run_rounds, start_side, write_record  # noqa: E402
+from benchmarks.train_step import FLAGS, MICRO_BATCH, RANKS, SEQUENCE, build_ours  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec  # noqa: E402
+from megatron.core.transformer.spec_utils import build_module  # noqa: E402
+from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
+from megatron.training.initialize import initialize_megatron  # noqa: E402
+
+BASE = "dropless"
+# Passes of the layer that count as one of a side's steps.
+PASSES = 10
+FACTOR = "--moe-expert-rank-capacity-factor"
+# The routing that a trained router comes near to; one that loses rows would save their time.
+BALANCED = "--moe-router-force-load-balancing"
+
+
+def main() -> None:
+    """Measures and prints a table for each layout."""
+    options = parse_options()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    figures, measured = {}, {}
+    for layout, (ranks, builds) in layouts().items():
+        if options.only and layout not in options.only:
+            continue
+        sides = [start_side(name, build, ranks=ranks) for name, build in builds.items()]
+        rounds = run_rounds(sides, rounds=options.rounds, steps=options.steps)
+        print(f"\n{layout}")
+        figures[layout] = print_table(rounds, base=BASE)
+        measured.update({f"{layout}, {name}": some for name, some in rounds.items()})
+    if options.json is not None:
+        write_record(options.json, figures, measured=measured)
+
+
+def layouts() -> dict[str, tuple[int, dict[str, Build]]]:
+    """For each layout the ranks, and the sides by name, the base first."""
+    found: dict[str, tuple[int, dict[str, Build]]] = {
+        "layer": (1, sides_of(build_layer, factors=("1.25",))),
+        "training step": (RANKS, sides_of(build_ours, factors=("1.25",))),
+    }
+    for dispatcher in ("allgather", "alltoall"):
+        shared = ("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", dispatcher, BALANCED)
+        found[f"training step, experts over 2 ranks, {dispatcher}"] = (
+            RANKS,
+            sides_of(build_ours, *shared, factors=("1.25", "2")),
+        )
+    return found
+
+
+def sides_of(build: Callable[..., Callable[[], None]], *flags: str, factors: tuple[str, ...]) -> dict[str, Build]:
+    """The base and a side for each factor, each with the flags."""
+    static: dict[str, Build] = {f"static {factor}": partial(build, *flags, FACTOR, factor) for factor in factors}
+    return {BASE: partial(build, *flags), **static}
+
+
+def build_layer(*flags: str) -> Callable[[], None]:
+    """Forward and backward of one layer in one process; flags: beside train_step.py's."""
+    config = core_transformer_config_from_args(initialize_megatron(argv=[*FLAGS.split(), *flags]))
+    layer = build_module(get_mlp_module_spec(config.num_moe_experts, config.moe_grouped_gemm), config=config)
+    generator = torch.Generator().manual_seed(1)
+    shape = SEQUENCE, MICRO_BATCH, config.hidden_size
+    x, upstream = (torch.randn(shape, generator=generator) for _ in range(2))
+    x.requires_grad_()
+
+    def step() -> None:
+        for _ in range(PASSES):
+            output, _ = layer(x)
+            output.backward(upstream)
+            x.grad = None
+            layer.zero_grad()
+
+    return step
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line of this benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10, help="counted rounds of each side (default: 10)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*layouts()], help="these layouts alone")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
