@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import gcd
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,9 +24,11 @@ VOCAB_SIZE = 2048
 INTERRUPTED = 130  # exit code, as shells have it
 PROMPT = "def read_lines(path):\n"
 
-MODEL = """
+NUM_EXPERTS = 8
+MODEL = f"""
 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
---num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm
+--num-experts {NUM_EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm
+--moe-token-dispatcher-type alltoall --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash
 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
@@ -162,6 +165,7 @@ def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
         *torchrun,
         "pretrain_gpt.py",
         *shlex.split(MODEL + SCHEDULE),
+        *("--expert-model-parallel-size", gcd(processes, NUM_EXPERTS)),
         *tokenizer_flags(workspace),
         *("--data-path", workspace.tokens, *folders, "--tensorboard-dir", workspace.checkpoints),
         *("--exit-duration-in-mins", minutes, "--split", split),

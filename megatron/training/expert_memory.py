@@ -1,0 +1,298 @@
+"""ExpertMemory: buffers and pages of a rank's static expert layers, from step to step: planned, watched and grown.
+
+What a layer does in a step is expert_step.py's, sizes are sizing.py's, when a step runs again is step_runner.py's.
+"""
+
+import argparse
+import functools
+from collections import Counter as Multiset
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.device import default_device
+from megatron.core.group_collectives import gather_objects
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
+from megatron.core.transformer.moe.expert_step import ExpertStep
+from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority
+from megatron.core.transformer.moe.paged_stash.sizing import (
+    LearnedSizes,
+    StepNeeds,
+    capacity_factor,
+    check_effect,
+    expert_specs,
+    gain_line,
+    grown_sizes,
+    learned_lines,
+    page_bytes,
+    pool_layout,
+    stash_footprint,
+)
+from megatron.core.transformer.moe.paged_stash.stash_order import Group
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.command_line.config_builder import flags_named_in_errors
+from megatron.training.expert_schedule import ExpertSchedule
+from megatron.training.stash_figures import StepFigures
+from megatron.training.stash_pool import open_pool
+from megatron.training.step_runner import ExpertOverflowError
+
+# Of what a void step needed: the next steps may need a little more.
+_HEADROOM = 1.1
+# A reserve for all rows of a buffer is a guarantee, and counts on no page that comes back before the step ends.
+_ALMOST_ALL = 0.999
+
+
+def build_expert_memory(
+    model: Sequence[nn.Module], args: argparse.Namespace, groups: ProcessGroupCollection
+) -> "ExpertMemory | None":
+    """That of the model's chunks on this rank; None where experts have as many rows as come."""
+    config: TransformerConfig = get_model_config(model[0])
+    if config.num_moe_experts is None or config.moe_expert_rank_capacity_factor is None:
+        return None
+    chunks = unwrap_model(list(model))
+    schedule = ExpertSchedule(chunks, groups, microbatch_group_size=config.microbatch_group_size_per_vp_stage)
+    shared = group_size(groups.cp) * (group_size(groups.tp) if config.sequence_parallel else 1)
+    tokens = args.seq_length * args.micro_batch_size // shared
+    return ExpertMemory(schedule, config, tokens_per_rank=tokens, expert_ranks=group_size(groups.tp_ep))
+
+
+class ExpertMemory:
+    """Of one rank; all ranks of a run have one, whether their stages hold experts or not.
+
+    1. prepare: pages for a step of the run, once the checkpoint has told what it learned.
+    2. begin_step: the order of the step's passes is known, buffers and pages are empty.
+    3. flags: whether rows or pages were lacking; if they were on any rank, grow_sync and begin_step again.
+    4. end_step: what the step needed is read and remembered.
+    Attributes: step, what the layers share. last_step: the figures of the last complete training step.
+    """
+
+    def __init__(
+        self, schedule: ExpertSchedule, config: TransformerConfig, *, tokens_per_rank: int, expert_ranks: int
+    ) -> None:
+        """tokens_per_rank: T, of a microbatch. expert_ranks: how many share the experts."""
+        assert config.moe_expert_rank_capacity_factor is not None
+        self.last_step: StepFigures | None = None
+        self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
+        self._device = default_device()
+        self.step = ExpertStep(self._device)
+        self._layers = [layer for layers in schedule.layers for layer in layers]
+        for layer in self._layers:
+            layer.expert_step = self.step
+        self._balanced_rows = tokens_per_rank * config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
+        self._learned = LearnedSizes(expert_ranks=expert_ranks)
+        self._capacity_factor = config.moe_expert_rank_capacity_factor
+        self._is_measured, self._is_training = False, True
+        self._num_microbatches, self._voids = 0, 0
+        self.needs = self._needs(0)
+
+    @property
+    def stash(self) -> PagedStash | None:
+        """Where the rows of this rank's experts wait for backward; None: in their buffers."""
+        return self.step.stash
+
+    def prepare(self, learned: LearnedSizes, *, num_microbatches: int, pp_group: dist.ProcessGroup | None) -> list[str]:
+        """Makes the pool for steps of so many microbatches; learned: what a checkpoint knows of sizes. Collective.
+
+        Returns what the stash of each stage saves, for the log. Raises ValueError on all ranks where it could never
+        have an effect, and where a rank has too little memory for it.
+        """
+        lines = learned_lines(self._config, learned)
+        self.adopt(learned.for_expert_ranks(self._learned.expert_ranks))
+        if not self._config.moe_paged_stash:
+            return lines
+        self._plan(num_microbatches)
+        own = "no expert group waits for its backward here"
+        if self.stash is not None:
+            layout = self.stash.pool.layout
+            cost = stash_footprint(self._config, self.needs.events, specs=self.needs.specs, layout=layout)
+            own = gain_line(cost, layout)
+        stages = gather_objects((self.needs.events, own), pp_group)
+        with flags_named_in_errors():
+            check_effect(events for events, _ in stages)
+        if len(stages) == 1:
+            return [*lines, own]
+        return lines + [f"stage {stage}: {line}" for stage, (_, line) in enumerate(stages)]
+
+    def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
+        """Before the passes of a step, also before those of one that runs again, or after an error."""
+        self.step.begin()
+        self._is_training = not forward_only
+        if self._is_training and num_microbatches != self._num_microbatches:
+            self._plan(num_microbatches)
+        if self.stash is not None:
+            self.stash.reset(enabled=self._is_training)
+
+    def flags(self) -> Tensor:
+        """Whether a buffer lacked rows, and whether an x lacked pages: [2], fp64, 0 or 1, on the device."""
+        missing = self.step.rows_missing > 0
+        void = torch.zeros_like(missing) if self.stash is None else self.stash.void.view(1) > 0
+        return torch.cat([missing, void]).double()
+
+    def end_step(self) -> None:
+        """After a step or an evaluation whose verdict was that nothing was lacking."""
+        if self._is_training:
+            self.last_step = self._figures_sync()
+            self._remember(self.last_step)
+            self._voids = 0
+
+    def grow_sync(self, *, iteration: int) -> str:
+        """More rows or pages on all ranks, after a verdict that any lacked them; returns a line for the log.
+
+        Raises ExpertOverflowError on all ranks under the policy "error". Collective. NOTE: reads the device.
+        """
+        self._voids += 1
+        everyone = gather_objects(self._lacking_sync(), dist.group.WORLD)
+        lacking = "; ".join(f"rank {rank}: {words}" for rank, (words, _) in enumerate(everyone) if words)
+        grown = functools.reduce(LearnedSizes.merged, (sizes for _, sizes in everyone))
+        if self._config.moe_paged_stash_overflow_policy == "error":
+            raise ExpertOverflowError(
+                f"iteration {iteration} is void: {lacking}. moe_paged_stash_overflow_policy is error: give "
+                f"{_flags_of(grown)}, or another policy"
+            )
+        self.adopt(grown)
+        return f"iteration {iteration} runs again with {_flags_of(grown)}: {lacking}"
+
+    def adopt(self, sizes: LearnedSizes) -> None:
+        """Takes over what earlier steps, other ranks or a checkpoint learned: nothing becomes smaller."""
+        self._learned = self._learned.merged(sizes)
+        self._capacity_factor = capacity_factor(self._capacity_factor, self._learned)
+        for layer in self._layers:
+            dispatcher = layer.token_dispatcher
+            assert isinstance(dispatcher, MoEStaticTokenDispatcher)
+            dispatcher.set_capacity_factor(self._capacity_factor)
+        # The next step makes its pool anew.
+        self._num_microbatches = 0
+
+    def learned_sync(self) -> LearnedSizes:
+        """What all ranks learned so far, for a checkpoint. Collective."""
+        return functools.reduce(LearnedSizes.merged, gather_objects(self._learned, dist.group.WORLD))
+
+    @property
+    def _max_rows(self) -> int:
+        """C, of every layer."""
+        dispatcher = self._layers[0].token_dispatcher
+        assert isinstance(dispatcher, MoEStaticTokenDispatcher)
+        return dispatcher.budget.rows_of_rank(self._tokens)
+
+    def _needs(self, num_microbatches: int) -> StepNeeds:
+        events = self._schedule.events(num_microbatches) if self._config.moe_paged_stash else ()
+        rows = self._max_rows if events else 0
+        specs = expert_specs(self._config, rows=rows) if events else ()
+        return StepNeeds(events, specs, self._balanced_rows, page_bytes(self._config))
+
+    def _plan(self, num_microbatches: int) -> None:
+        """The stash for steps of so many microbatches; a pool that is large enough stays. Collective."""
+        self._num_microbatches, self.needs = num_microbatches, self._needs(num_microbatches)
+        if not self._config.moe_paged_stash:
+            return
+        pool = None if self.stash is None else self.stash.pool
+        layout = self._layout(None if pool is None else pool.layout)
+        if pool is None or pool.layout != layout:
+            # Before the new one is made: there may not be room for both.
+            self.step.stash = pool = None
+            pool = open_pool(self._device, layout, config=self._config)
+        else:
+            # Other ranks may make theirs.
+            open_pool(self._device, None, config=self._config)
+        self.step.stash = None if pool is None else self._stash_over(pool)
+
+    def _layout(self, old: PoolLayout | None) -> PoolLayout | None:
+        needs = self.needs
+        layout = pool_layout(
+            self._config, needs.events, balanced_rows=self._balanced_rows, specs=needs.specs, learned=self._learned
+        )
+        if layout is None or old is None:
+            return layout
+        device, host = max(layout.device_pages, old.device_pages), max(layout.host_pages, old.host_pages)
+        return PoolLayout(layout.page_bytes, device, host)
+
+    def _stash_over(self, pool: PagePool) -> PagedStash:
+        return PagedStash(
+            pool,
+            prefetch_groups=self._config.moe_paged_stash_prefetch_layers,
+            events=self.needs.events,
+            reserved_share=self._reserved_share(),
+            has_rungs=self._has_rungs,
+        )
+
+    @property
+    def _has_rungs(self) -> bool:
+        return self._config.moe_paged_stash_overflow_policy == "recompute"
+
+    def _reserved_share(self) -> float:
+        """Of C: the rows that a pass is expected to have, which are those of the fullest one so far."""
+        expected = max([1.0, *self._learned.rows_share.values()]) * self._balanced_rows
+        return min(_ALMOST_ALL, expected / self._max_rows)
+
+    def _lacking_sync(self) -> tuple[str, LearnedSizes]:
+        """What this rank lacked, in words, and the sizes that would have been enough. NOTE: reads the device."""
+        needed = float(self.step.factor_needed)
+        if int(self.step.rows_missing) > 0:
+            words = f"experts needed a capacity factor of {needed:.3f}, not {self._capacity_factor:.3f}"
+            return words, LearnedSizes(capacity_factor=needed * _HEADROOM)
+        if self.stash is None or not self.stash.is_void_sync():
+            return "", LearnedSizes()
+        rows = self._rows_sync()
+        wanted = self.needs.pages(rows.__getitem__, up_to=Priority.INPUT if self._has_rungs else Priority.ACT)
+        layout = self.stash.pool.layout
+        words = f"rows that cannot be computed again needed {wanted} pages, of {layout.num_pages}"
+        return words, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
+
+    def _rows_sync(self) -> dict[Group, int]:
+        """Live rows of each expert forward of the step. NOTE: reads the device."""
+        seen: Multiset[str] = Multiset()
+        found: dict[Group, int] = {}
+        for layer, rows in zip(self.step.passes, self.step.rows.tolist()):
+            name = f"layer {layer}"
+            found[name, seen[name]] = rows
+            seen[name] += 1
+        return found
+
+    def _figures_sync(self) -> StepFigures:
+        """NOTE: reads the device, which the verdict has just waited for."""
+        needs, rows = self.needs, self._rows_sync()
+        occupancy = None if self.stash is None else self.stash.pool.occupancy_sync()
+        return StepFigures(
+            layout=None if self.stash is None else self.stash.pool.layout,
+            counters={} if occupancy is None else occupancy.counters,
+            tail_bytes=0 if occupancy is None else occupancy.tail_bytes,
+            rows=tuple(rows.values()),
+            passes=tuple(self.step.passes),
+            balanced_rows=self._balanced_rows,
+            pages_wanted=needs.pages(rows.__getitem__),
+            balanced_pages=needs.balanced_pages,
+            capacity_factor=self._capacity_factor,
+            factor_needed=float(self.step.factor_needed),
+            voids=self._voids,
+            events=tuple(needs.events),
+            specs=tuple(needs.specs),
+        )
+
+    def _remember(self, figures: StepFigures) -> None:
+        """The most rows that a pass of each layer had; a first measured peak makes the pool anew where it counts."""
+        shares: dict[int, float] = {}
+        for layer, rows in zip(figures.passes, figures.rows):
+            shares[layer] = max(shares.get(layer, 0.0), rows / self._balanced_rows)
+        self._learned = self._learned.merged(LearnedSizes(rows_share=shares))
+        config = self._config
+        if (
+            not self._is_measured
+            and min(config.moe_paged_stash_buffer_size_factor_cuda, config.moe_paged_stash_buffer_size_factor_cpu) < 0
+        ):
+            # The next step makes a pool as large as this one's peak asks for.
+            self.step.stash, self._num_microbatches = None, 0
+        self._is_measured = True
+
+
+def _flags_of(sizes: LearnedSizes) -> str:
+    """What the user would have given."""
+    factors = {
+        "--moe-expert-rank-capacity-factor": sizes.capacity_factor,
+        "--moe-paged-stash-buffer-size-factor-cuda": sizes.device_factor,
+        "--moe-paged-stash-buffer-size-factor-cpu": sizes.host_factor,
+    }
+    return ", ".join(f"{flag} {factor:.3f}" for flag, factor in factors.items() if factor is not None)
