@@ -47,7 +47,7 @@ _ALMOST_ALL = 0.999
 
 
 def build_expert_memory(
-    model: Sequence[nn.Module], args: argparse.Namespace, groups: ProcessGroupCollection
+    model: Sequence[nn.Module], args: argparse.Namespace, *, groups: ProcessGroupCollection
 ) -> "ExpertMemory | None":
     """That of the model's chunks on this rank; None where experts have as many rows as come."""
     config: TransformerConfig = get_model_config(model[0])

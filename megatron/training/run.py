@@ -18,6 +18,7 @@ from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
+from megatron.training.expert_memory import ExpertMemory
 from megatron.training.meters import Meter
 from megatron.training.step_runner import StepRunner
 from megatron.training.step_statistics import StatisticsExchange
@@ -37,6 +38,7 @@ class TrainingRun:
     batches: NumMicroBatches
     finalize_model_grads: DeferredFinalizer
     steps: StepRunner
+    expert_memory: ExpertMemory | None  # None: experts have as many rows as come
     groups: ProcessGroupCollection
     device: torch.device
     state: TrainState
@@ -119,6 +121,8 @@ class TrainingRun:
         """Writes a checkpoint of the current state under --save; nothing happens without --save. Collective."""
         if self.checkpoint.save is None:
             return
+        if self.expert_memory is not None:
+            self.state.learned_sizes = self.expert_memory.learned_sync()
         save_checkpoint(
             self.state.iteration,
             self.model,

@@ -35,9 +35,11 @@ from megatron.training.checkpointing import check_save_folder, refuse_checkpoint
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.config import CheckpointConfig, TrainingConfig
+from megatron.training.console import print_rank_0
 from megatron.training.data_parallel import join_schedule, wrap_chunks
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
+from megatron.training.expert_memory import build_expert_memory
 from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.initialize import seed_ranks
@@ -82,6 +84,7 @@ def setup_run(
         chunk.config.timers = timers
         chunk.config.finalize_model_grads_func = finalize
     statistics = StatisticsExchange(dist.group.WORLD)
+    memory = build_expert_memory(model, args, groups=get_process_groups())
     steps = StepRunner(
         args=args,
         model=model,
@@ -90,6 +93,7 @@ def setup_run(
         finalize_model_grads=finalize,
         statistics=statistics,
         timers=timers,
+        memory=memory,
     )
     run = TrainingRun(
         args=args,
@@ -101,6 +105,7 @@ def setup_run(
         batches=batches,
         finalize_model_grads=finalize,
         steps=steps,
+        expert_memory=memory,
         groups=get_process_groups(),
         device=default_device(),
         state=TrainState(),
@@ -108,11 +113,34 @@ def setup_run(
         exit_conditions=ExitConditions(training),
         statistics=statistics,
         timers=timers,
-        meters=build_meters(logging, args, model=model, optimizer=optimizer, timers=timers, device=default_device()),
+        meters=build_meters(
+            logging,
+            args,
+            model=model,
+            optimizer=optimizer,
+            timers=timers,
+            device=default_device(),
+            expert_memory=memory,
+        ),
     )
     seed_ranks(args.seed, run.groups)
     run.load_checkpoint()
+    prepare_expert_memory(run)
     return run
+
+
+def prepare_expert_memory(run: TrainingRun) -> None:
+    """Makes room for what experts keep for backward, as large as the loaded checkpoint knows it must be. Collective."""
+    if run.expert_memory is None:
+        return
+    if run.optimizer is None:
+        run.expert_memory.adopt(run.state.learned_sizes)
+        return
+    lines = run.expert_memory.prepare(
+        run.state.learned_sizes, num_microbatches=run.batches.final_num_microbatches, pp_group=run.groups.pp
+    )
+    for line in lines:
+        print_rank_0(f"  {line}")
 
 
 def check_folders(args: argparse.Namespace) -> None:
