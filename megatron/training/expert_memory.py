@@ -154,7 +154,7 @@ class ExpertMemory:
                 f"{_flags_of(grown)}, or another policy"
             )
         self.adopt(grown)
-        return f"iteration {iteration} runs again with {_flags_of(grown)}: {lacking}"
+        return f"from now on {_flags_of(grown)}; {lacking}"
 
     def adopt(self, sizes: LearnedSizes) -> None:
         """Takes over what earlier steps, other ranks or a checkpoint learned: nothing becomes smaller."""
@@ -217,6 +217,7 @@ class ExpertMemory:
             events=self.needs.events,
             reserved_share=self._reserved_share(),
             has_rungs=self._has_rungs,
+            specs=self.needs.specs,
         )
 
     @property

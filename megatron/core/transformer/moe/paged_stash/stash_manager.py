@@ -22,8 +22,8 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter, is_whole
+from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint, resident_groups
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter, TensorSpec, is_whole
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.recording import StashGroup
 from megatron.core.transformer.moe.paged_stash.reserve import Reserve
@@ -55,6 +55,7 @@ class PagedStash:
         num_programs: int = 0,
         reserved_share: float = 1.0,
         has_rungs: bool = True,
+        specs: Sequence[TensorSpec] = (),
     ) -> None:
         """prefetch_groups: how many groups' rows come back ahead of their backward, each into buffers of max_rows rows.
 
@@ -63,7 +64,8 @@ class PagedStash:
         act get any, as a share of max_rows. 1 guarantees, in each step that keeps to its order or has none, that x
         finds pages in a pool that could hold every x; smaller shares guarantee nothing, and 0 keeps nothing back.
         Reserve says what holds when. has_rungs: whether gate_up and act are dropped, and computed again, if pages are
-        lacking; else they are as important as x. Raises ValueError for other values.
+        lacking; else they are as important as x. specs: what each group of `events` stashes, if known before
+        the first has. Raises ValueError for other values.
         """
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:
@@ -80,6 +82,9 @@ class PagedStash:
         self._is_spoiled = False  # an exception ended a context of this step
         with self._keeper.exclusive():  # whatever mode the caller is in
             self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
+            stashed = {event.group for event in self.order.events} - resident_groups(self.order.events)
+            for group in stashed if specs else ():
+                self._reserve.learn(group, specs, max_rows=min(spec.max_tokens for spec in specs))
             self._reserve.begin_step(self.order.events)
 
     @contextmanager
