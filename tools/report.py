@@ -21,6 +21,7 @@ from megatron.training.command_line.registry import flag_table  # noqa: E402
 from megatron.training.command_line.values import yaml_of_value  # noqa: E402
 from tools.report_figures import expert_loads, make_figures, run_names  # noqa: E402
 from tools.report_overlap import timeline  # noqa: E402
+from tools.report_stash import rows_figures, stash_section  # noqa: E402
 from tools.run_log import RunLog, read_run  # noqa: E402
 
 try:
@@ -67,9 +68,10 @@ def page(runs: Sequence[RunLog], *, javascript: str) -> str:
     content = {
         "title": " and ".join(names),
         "runs": [_about(run, name) for run, name in zip(runs, names)],
-        "figures": make_figures(runs),
+        "figures": make_figures(runs) + rows_figures(runs),
         "loads": [expert_loads(run) for run in runs],
         "timelines": [timeline(run) for run in runs],
+        "stashes": [stash_section(run) for run in runs],
         "flags": _flag_rows(runs),
         "environment": _rows([run.record.get("environment") or {} for run in runs]),
     }

@@ -149,9 +149,50 @@ FIGURES = (
         scale=GIB,
         from_zero=True,
     ),
+    Figure(
+        *("capacity-factor", "Expert memory", "Room that expert buffers needed", "multiple of the balanced case"),
+        (("stash/capacity_factor_needed", "needed"), ("stash/capacity_factor", "given")),
+        "The least --moe-expert-rank-capacity-factor that would have done for each step.",
+        steps=True,
+    ),
+    Figure(
+        *("pool-factor", "Expert memory", "Pages that the step needed", "multiple of the balanced peak"),
+        (("stash/pool_factor_needed", "needed"), ("stash/pool_factor", "given")),
+        "The least --moe-paged-stash-buffer-size-factor-cuda with which nothing is spilled or computed again.",
+        steps=True,
+    ),
+    Figure(
+        *("stash-pages", "Expert memory", "Pages held", "pages"),
+        (
+            ("stash/device_high_water", "device, most held"),
+            ("stash/device_pages", "device, there are"),
+            ("stash/host_high_water", "host, most held"),
+            ("stash/host_pages", "host, there are"),
+        ),
+        "Of the process whose pool was fullest, in its fullest step since the last log line.",
+        from_zero=True,
+    ),
+    Figure(
+        *("stash-counts", "Expert memory", "Where pages or rows were lacking", "since the last log line"),
+        (
+            ("stash/spilled_pages", "pages on the host"),
+            ("stash/dropped_gate_up", "gate_up computed again"),
+            ("stash/dropped_act", "act computed again"),
+            ("stash/void_steps", "steps run again"),
+        ),
+        "Over all processes.",
+        from_zero=True,
+    ),
+    Figure(
+        *("stash-tails", "Expert memory", "Bytes of pages that no row fills", "% of the pages given out"),
+        (("stash/tail_share", "tails"),),
+        "A tensor's last page is filled in part; smaller pages waste less.",
+        scale=100.0,
+        from_zero=True,
+    ),
 )
 # Fields that a figure shows in another way, or that are no quantities.
-SHOWN = ("iteration", "skipped", "consumed_samples", "rank_times/", "overlap/")
+SHOWN = ("iteration", "skipped", "consumed_samples", "rank_times/", "overlap/", "stash/")
 
 
 def make_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
@@ -323,18 +364,25 @@ def _layer_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
             words = name.replace("_", " ")
             title = f"{_capital(words)} by layer{of_run}"
             frame = _frame(Figure(f"layers-{name}-{index}", "Router", title, words, ()))
-            means, steps = table.means(), _centres(table)
-            if len(table.layers) > MAX_LINES_OF_LAYERS:
-                rows = [[_short(value) for value in row] for row in means.T.tolist()]
-                heat = {"x": steps.tolist(), "y": table.layers, "z": rows}
-                figures.append({**frame, "axis": "layer", "unit": words, "heat": True, "log": None, "traces": [heat]})
-                continue
-            lines = [
-                {**points(Series(steps, means[:, row])), "name": f"layer {layer}", "color": row, "mode": "lines"}
-                for row, layer in enumerate(table.layers)
-            ]
-            figures.append({**frame, "log": False, "traces": lines})
+            figures.append(layer_table_figure(table, frame))
     return figures
+
+
+def layer_table_figure(table: LayerTable, frame: dict[str, Any], *, bound: Series | None = None) -> dict[str, Any]:
+    """Few layers as lines, with a dotted one at the bound, many as a heat map. frame: what every figure has."""
+    means, steps = table.means(), _centres(table)
+    if len(table.layers) > MAX_LINES_OF_LAYERS:
+        rows = [[_short(value) for value in row] for row in means.T.tolist()]
+        heat = {"x": steps.tolist(), "y": table.layers, "z": rows}
+        return {**frame, "axis": "layer", "unit": frame["axis"], "heat": True, "log": None, "traces": [heat]}
+    lines = [
+        {**points(Series(steps, means[:, row])), "name": f"layer {layer}", "color": row, "mode": "lines"}
+        for row, layer in enumerate(table.layers)
+    ]
+    if bound is not None:
+        limit = {"name": "capacity factor", "color": len(lines), "mode": "lines", "dash": "dot"}
+        lines.append({**points(thinned(bound)), **limit})
+    return {**frame, "log": False, "traces": lines}
 
 
 def _centres(table: LayerTable) -> np.ndarray:

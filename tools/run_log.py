@@ -15,7 +15,7 @@ import numpy as np
 LOG_NAME = "steps.jsonl"
 RECORD_NAME = "run.json"
 # Fields of time and place, which no two runs share; those that end in a slash hold several.
-TIMINGS = ("seconds", "tokens_per_second", "tflops", "mfu", "timers/", "rank_times/", "overlap/", "memory/")
+TIMINGS = ("seconds", "tokens_per_second", "tflops", "mfu", "timers/", "rank_times/", "overlap/", "memory/", "stash/")
 MAX_BINS = 128
 # Megatron-LM's console log: the line of a step, the line of an evaluation, and fields that have another name or unit.
 STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
@@ -88,10 +88,20 @@ class LayerTable:
 
 
 @dataclass
+class StashLog:
+    """Expert buffers and pages: rows over the balanced case by layer, and the last logged pool with its iteration."""
+
+    rows: LayerTable = field(default_factory=LayerTable)
+    pool: dict[str, Any] = field(default_factory=dict)
+    pool_step: int = 0
+
+
+@dataclass
 class RunLog:
     """A run as its files tell it.
 
     series: by field, those of nested objects as "memory/allocated". overlap: the last step's, with its iteration.
+    stash: what is no series of numbers of it.
     per_layer: by loss; expert_load: tokens per expert.
     record: run.json, empty where there is none. num_unreadable: lines that are no JSON objects with an iteration.
     """
@@ -101,6 +111,7 @@ class RunLog:
     expert_load: LayerTable
     per_layer: dict[str, LayerTable]
     overlap: dict[str, Any]
+    stash: StashLog
     record: dict[str, Any]
     num_unreadable: int
 
@@ -127,7 +138,16 @@ def read_run(place: Path) -> RunLog:
     if not series:
         raise ValueError(f"{path} has no line of a training step or an evaluation yet")
     record = _read_record(path.with_name(RECORD_NAME))
-    return RunLog(path, series, reader.expert_load, reader.per_layer, reader.overlap, record, reader.num_unreadable)
+    return RunLog(
+        path,
+        series,
+        expert_load=reader.expert_load,
+        per_layer=reader.per_layer,
+        overlap=reader.overlap,
+        stash=reader.stash,
+        record=record,
+        num_unreadable=reader.num_unreadable,
+    )
 
 
 def find_log(place: Path) -> Path:
@@ -172,6 +192,7 @@ class _Reader:
     expert_load: LayerTable = field(default_factory=LayerTable)
     per_layer: dict[str, LayerTable] = field(default_factory=dict)
     overlap: dict[str, Any] = field(default_factory=dict)
+    stash: StashLog = field(default_factory=StashLog)
     num_unreadable: int = 0
 
     def read_line(self, line: bytes) -> None:
@@ -187,7 +208,7 @@ class _Reader:
             return
         try:
             self._add_step(record, step=step)
-        except (ValueError, TypeError, AttributeError, OverflowError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             self.num_unreadable += 1  # a field of another shape; the fields before it count
 
     def _add_step(self, record: dict[str, Any], *, step: int) -> None:
@@ -199,10 +220,30 @@ class _Reader:
                     table = self.per_layer.get(loss) or LayerTable()
                     table.add(step, rows)
                     self.per_layer[loss] = table
+            elif name == "stash":
+                self._add_stash(value, step=step)
             elif name != "iteration":
                 self._add(name, value, step=step)
                 if name == "overlap":
                     self.overlap = {"iteration": step, **value}
+
+    def _add_stash(self, record: dict[str, Any], *, step: int) -> None:
+        """A line that tells of all steps since the last of its kind: of each, the factors that it needed."""
+        pool = record["pool"] or {}
+        factors = {"capacity_factor_needed": record["factors_needed"], "pool_factor_needed": pool.get("factors_needed")}
+        for name, values in factors.items():
+            for place, value in enumerate(values or [], 1):
+                self._add(f"stash/{name}", value, step=step - len(values) + place)
+        balanced = record["balanced_rows"] or 1
+        self.stash.rows.add(step, {layer: rows / balanced for layer, rows in record["rows"].items()})
+        for name, value in {**record, **pool}.items():
+            # Of a tier that a pool lacks there is nothing to say.
+            if isinstance(value, (int, float)) and not (name.startswith("host_") and not pool["host_pages"]):
+                self._add(f"stash/{'pool_factor' if name == 'factor' else name}", value, step=step)
+        if pool:
+            live = pool["live_bytes"] + pool["tail_bytes"]
+            self._add("stash/tail_share", pool["tail_bytes"] / live if live else 0.0, step=step)
+            self.stash.pool, self.stash.pool_step = pool, step
 
     def read_console_line(self, line: bytes) -> None:
         """Takes a step's or an evaluation's line; anything else is what programs print besides."""

@@ -13,6 +13,7 @@ import pytest
 from tests.counts import slow
 from tools import report
 from tools.report_figures import MAX_POINTS, make_figures, running_median, thinned
+from tools.report_stash import stash_section
 from tools.run_log import MAX_BINS, LayerTable, Series, read_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -42,6 +43,7 @@ def write_run(folder: Path, num_steps: int, *, layers: int = 2, extra: str = "",
         line |= {"memory": {"rss": 2**30, "peak_rss": 2**31}, "timers": {"optimizer": 3.0}, "num_zeros": None}
         line |= {"expert_load": {str(layer): [step, 3, 0, 5] for layer in range(1, layers + 1)}}
         line |= {"overlap": OVERLAP}
+        line |= {"stash": STASH} if step % 2 == 0 or step == num_steps else {}
         line |= {"per_layer": {"load_balancing_loss": {str(layer): 1 / layer for layer in range(1, layers + 1)}}}
         lines += [json.dumps(line), json.dumps({"iteration": step, "validation_loss": 2.5})]
     (folder / "steps.jsonl").write_text("\n".join(lines) + "\n" + extra)
@@ -59,6 +61,13 @@ OVERLAP = {
     "backward_end_ms": 8,
     "transfers": [{**GATHER, "waits_ms": []}, {**REDUCE, "waits_ms": [[8, 9], [10, 11]]}],
 }
+POOL: dict[str, object] = {"rank": 1, "device_pages": 10, "host_pages": 4, "page_bytes": 64}
+POOL |= {"device_high_water": 10, "host_high_water": 2, "planned_pages": 12, "spilled_pages": 2}
+POOL |= {"live_bytes": 700, "tail_bytes": 68, "dropped_gate_up": 0, "dropped_act": 1}
+POOL |= {"factor": 1.0, "factors_needed": [1.1, 1.2]}
+POOL |= {"timeline": {"passes": [2, 3, -3, -2], "device": [7, 3, -3, -7], "host": [0, 2, -2, 0]}}
+STASH: dict[str, object] = {"steps": 2, "void_steps": 1, "capacity_factor": 1.5, "factors_needed": [1.25, 1.0]}
+STASH |= {"balanced_rows": 8, "buffer_rows": 12, "rows": {"2": 9, "3": 10}, "pool": POOL}
 RECORD = {
     "flags": {"num_layers": 3, "seed": 1234, "data_path": ["0.5", "</script>"], "mock_data": False, "seq_length": 8},
     "environment": {"device": "cpu", "world_size": 2},
@@ -66,7 +75,8 @@ RECORD = {
     "starts": [{"started": "2026-01-01", "iteration": 0}, {"started": "2026-01-02", "iteration": 8}],
 }
 EVERY_FIGURE = """loss perplexity learning-rate grad-norm loss-scale batch-size throughput step-time
-tflops mfu timers hidden-share exposed timeline memory z_loss accuracy layers-load_balancing_loss-0
+tflops mfu timers hidden-share exposed timeline memory stash-device stash-host capacity-factor pool-factor stash-pages
+stash-counts stash-tails stash-rows-0 z_loss accuracy layers-load_balancing_loss-0
 load-overview load-layer load-step""".split()
 
 
@@ -128,7 +138,7 @@ def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:
     [
         *('"expert_load": [[1]]', '"expert_load": {"a": [1]}', '"expert_load": {"1": [1], "2": [1, 2]}'),
         *('"per_layer": [1]', '"per_layer": {"z": 3}', f'"lm_loss": {"9" * 400}', '"expert_load": {"1": [null, 2]}'),
-        '"overlap": [1]',
+        *('"overlap": [1]', '"stash": [1]', '"stash": {"pool": {"device_pages": 3}}'),
     ],
 )
 def test_a_field_of_another_shape_costs_its_line_alone(tmp_path: Path, fields: str) -> None:
@@ -144,6 +154,30 @@ def test_a_run_is_found_by_its_checkpoints_and_by_the_folder_around_it(tmp_path:
     common.write_text(json.dumps({"args": {"tensorboard_dir": str(log.parent)}}))
     for place in (log, log.parent, tmp_path, tmp_path / "save"):
         assert read_run(place).path == log
+
+
+def test_the_factors_that_were_needed_count_every_step(tmp_path: Path) -> None:
+    flags = {"moe_expert_rank_capacity_factor": 1.5, "moe_paged_stash_buffer_size_factor_cuda": -1.2}
+    folder = write_run(tmp_path / "a", 4, flags=flags)
+    # 2,000 steps, of which two needed more than any other.
+    needed = [1.0] * 1000 + [1.3, 1.4] + [1.2] * 994
+    with (folder / "steps.jsonl").open("a") as log:
+        pool = {**POOL, "factors_needed": needed, "factor": 1.05}
+        late = {**STASH, "factors_needed": needed, "pool": pool}
+        log.write(json.dumps({"iteration": 2000, "lm_loss": 1.0, "stash": late}) + "\n")
+    run = read_run(folder)
+    assert run.series["stash/capacity_factor_needed"].steps.tolist() == list(range(1, 2001))
+    assert stash_section(run)["lines"] == [
+        "--moe-expert-rank-capacity-factor: factor needed at p99.9: 1.25 (of 2,000 steps; you gave 1.5)",
+        "--moe-paged-stash-buffer-size-factor-cuda: factor needed at p99.9: 1.20 (of 2,000 steps; you gave -1.2, which "
+        "came to 1.05)",
+    ]
+    run = read_run(write_run(tmp_path / "b", 4))
+    assert stash_section(run)["lines"][0].endswith(
+        "1.25 (of 4 steps; buffers have 1.5; of so few steps it is the largest)"
+    )
+    run.stash.pool["timeline"]["host"] = [1]
+    assert stash_section(run)["timeline"] is None
 
 
 def test_long_lines_keep_their_extremes_and_layers_their_sums() -> None:

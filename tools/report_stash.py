@@ -1,0 +1,80 @@
+"""What the report shows of expert buffers and the paged stash: factors, rows of layers, pages along the schedule."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.transformer.moe.paged_stash.sizing import factor_at
+from tools.report_figures import layer_table_figure, run_names
+from tools.run_log import RunLog
+
+QUANTILE = 0.999
+SECTION = "Expert memory"
+# Flag and the fields of what it gave and of what was needed.
+FACTORS = (
+    ("moe_expert_rank_capacity_factor", "stash/capacity_factor", "stash/capacity_factor_needed"),
+    ("moe_paged_stash_buffer_size_factor_cuda", "stash/pool_factor", "stash/pool_factor_needed"),
+)
+
+
+def stash_section(run: RunLog) -> dict[str, Any] | None:
+    """Lines of text, and the occupancy of the last step that was logged; None where experts have no such buffers."""
+    lines = [
+        line
+        for factor in FACTORS
+        if (line := factor_line(run, factor[0], given=factor[1], needed=factor[2])) is not None
+    ]
+    return {"lines": lines, "timeline": occupancy(run)} if lines else None
+
+
+def factor_line(run: RunLog, flag: str, *, given: str, needed: str) -> str | None:
+    """Which value of the flag would have been enough for all but one step of a thousand."""
+    if needed not in run.series or given not in run.series:
+        return None
+    peaks = run.series[needed].values.tolist()
+    # Upwards: the figure is to be enough.
+    factor = math.ceil(100 * factor_at(QUANTILE, peaks) - 1e-6) / 100
+    value = (run.record.get("flags") or {}).get(flag)
+    in_use = f"{run.series[given].values[-1]:.4g}"
+    you_gave = f"buffers have {in_use}" if value is None else f"you gave {value:g}"
+    if value is not None and not math.isclose(value, run.series[given].values[-1], rel_tol=5e-3):
+        you_gave += f", which came to {in_use}"
+    few = "" if len(peaks) * (1 - QUANTILE) >= 1 - 1e-6 else "; of so few steps it is the largest"
+    name = flag.replace("_", "-")
+    return f"--{name}: factor needed at p99.9: {factor:.2f} (of {len(peaks):,} steps; {you_gave}{few})"
+
+
+def occupancy(run: RunLog) -> dict[str, Any] | None:
+    """Pages that each pass took of each tier, and how many there are; None where no step was logged that we can read.
+
+    One list for the passes: the layer, below 0 for its backward.
+    """
+    try:
+        pool = run.stash.pool
+        timeline = pool["timeline"]
+        tiers = {name: [int(pages) for pages in timeline[name]] for name in ("passes", "device", "host")}
+        if len({len(one) for one in tiers.values()}) != 1 or not tiers["passes"]:
+            return None
+        sizes = {"device_pages": int(pool["device_pages"]), "host_pages": int(pool["host_pages"])}
+        return {"step": run.stash.pool_step, "rank": int(pool["rank"]), **sizes, **tiers}
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def rows_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
+    """Rows of each layer's fullest pass over those of the balanced case, of each run by itself."""
+    figures = []
+    for index, run in enumerate(runs):
+        if not run.stash.rows.sums:
+            continue
+        of_run = f" ({run_names(runs)[index]})" if len(runs) > 1 else ""
+        frame = {
+            "id": f"stash-rows-{index}",
+            "section": SECTION,
+            "title": f"Live rows by layer{of_run}",
+            "axis": "rows / balanced rows",
+            "note": "Of each layer's fullest pass on any process since the last log line. Buffers have room for the "
+            "capacity factor.",
+        }
+        figures.append(layer_table_figure(run.stash.rows, frame, bound=run.series.get("stash/capacity_factor")))
+    return figures
