@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.callbacks import RunStart
 from megatron.training.callbacks.routing_log import RoutingLog
@@ -59,6 +60,18 @@ def test_a_resumed_run_leaves_the_trace_of_one_that_was_not(tmp_path: Path) -> N
     run_on_ranks(_watch_all, 1, {"": _argv({**again, "expert-model-parallel-size": 1}, path)})
     steps = list(read_routing(path))
     assert [(step.iteration, step.header.data_parallel_size) for step in steps] == [(1, 2), (2, 2), (3, 1), (4, 1)]
+
+
+def test_a_step_that_is_given_up_leaves_no_passes() -> None:
+    recorder, counts = AuxLossRecorder(2, torch.device("cpu"), num_experts=3), torch.tensor([3, 2, 1])
+    recorder.count_tokens(counts, layer_number=2)
+    assert recorder.take_passes() == {}
+    recorder.keep_passes()
+    recorder.count_tokens(counts, layer_number=1)
+    recorder.forget_step()
+    recorder.count_tokens(counts, layer_number=2)
+    recorder.finalize_step(None)
+    assert list(recorder.take_passes()) == [2] and recorder.take_passes() == {}
 
 
 @pytest.mark.parametrize("text", ["not a trace\n", '{"iteration": 3}\n'])

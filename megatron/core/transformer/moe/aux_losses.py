@@ -155,7 +155,10 @@ class AuxLossRecorder(Recorder, nn.Module):
 
     def take_passes(self) -> dict[int, list[Tensor]]:
         """What `count_tokens` got since the last call: layer number -> [E], int64, of each microbatch, in order."""
-        passes, self._passes = self._passes or {}, {}
+        passes = self._passes
+        if passes is None:
+            return {}
+        self._passes = {}
         return passes
 
     def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int) -> Tensor:
@@ -192,6 +195,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         """Drops what a step recorded that is run again, or given up: it counts nowhere."""
         self._forget_losses()
         self._forget_tokens()
+        self.take_passes()
 
     def layer_totals(self) -> LayerTotals:
         """What was recorded since losses were last taken and the last step ended, by layer, of this rank."""
