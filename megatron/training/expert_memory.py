@@ -5,6 +5,7 @@ What a layer does in a step is expert_step.py's, sizes are sizing.py's, when a s
 
 import argparse
 import functools
+import math
 from collections import Counter as Multiset
 from collections.abc import Sequence
 
@@ -150,11 +151,11 @@ class ExpertMemory:
         grown = functools.reduce(LearnedSizes.merged, (sizes for _, sizes in everyone))
         if self._config.moe_paged_stash_overflow_policy == "error":
             raise ExpertOverflowError(
-                f"iteration {iteration} is void: {lacking}. moe_paged_stash_overflow_policy is error: give "
-                f"{_flags_of(grown)}, or another policy"
+                f"iteration {iteration} is void: {lacking}. --moe-paged-stash-overflow-policy is error: give "
+                f"{_flags_of(grown, self._config)}, or another policy"
             )
         self.adopt(grown)
-        return f"from now on {_flags_of(grown)}; {lacking}"
+        return f"from now on {_flags_of(grown, self._config)}; {lacking}"
 
     def adopt(self, sizes: LearnedSizes) -> None:
         """Takes over what earlier steps, other ranks or a checkpoint learned: nothing becomes smaller."""
@@ -289,11 +290,19 @@ class ExpertMemory:
         self._is_measured = True
 
 
-def _flags_of(sizes: LearnedSizes) -> str:
+def _flags_of(sizes: LearnedSizes, config: TransformerConfig) -> str:
     """What the user would have given."""
-    factors = {
-        "--moe-expert-rank-capacity-factor": sizes.capacity_factor,
-        "--moe-paged-stash-buffer-size-factor-cuda": sizes.device_factor,
-        "--moe-paged-stash-buffer-size-factor-cpu": sizes.host_factor,
-    }
-    return ", ".join(f"{flag} {factor:.3f}" for flag, factor in factors.items() if factor is not None)
+    in_bytes = config.moe_paged_stash_buffer_bytes is not None
+    factors = (
+        ("--moe-expert-rank-capacity-factor", sizes.capacity_factor, ""),
+        (
+            "--moe-paged-stash-buffer-size-factor-cuda",
+            sizes.device_factor,
+            " instead of --moe-paged-stash-buffer-bytes" if in_bytes else "",
+        ),
+        ("--moe-paged-stash-buffer-size-factor-cpu", sizes.host_factor, ""),
+    )
+    # Rounded up: what is printed must be enough.
+    return ", ".join(
+        f"{flag} {math.ceil(factor * 1000) / 1000:.3f}{rest}" for flag, factor, rest in factors if factor is not None
+    )

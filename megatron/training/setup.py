@@ -32,7 +32,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
+from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.registry import flag_table
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.console import print_rank_0
@@ -140,7 +142,7 @@ def prepare_expert_memory(run: TrainingRun) -> None:
         run.state.learned_sizes, num_microbatches=run.batches.final_num_microbatches, pp_group=run.groups.pp
     )
     for line in lines:
-        print_rank_0(f"  {line}")
+        print_rank_0(f"  {with_flag_names(line, flag_table())}")
 
 
 def check_folders(args: argparse.Namespace) -> None:
