@@ -142,7 +142,8 @@ class StepRunner:
             if not statistics.overflow.is_void:
                 self.memory.end_step()
                 return reports, statistics
-            self._forget_passes(has_gradients=not forward_only)
+            if not forward_only:
+                self._forget_gradients()
             if len(grown) == _MAX_RERUNS:
                 raise ExpertOverflowError(_message_of_futility(statistics.overflow, grown, iteration=iteration))
             grown.append(self.memory.grow_sync(iteration=iteration))
@@ -153,19 +154,19 @@ class StepRunner:
             if batches is not None:
                 batches.rewind()
 
-    def _forget_passes(self, *, has_gradients: bool) -> None:
-        """Drops what void passes left behind, also what is on its way to other ranks. Collective."""
-        if has_gradients:
-            # One of the chunks of a launch order speaks for all; begins an iteration anew, as zero_grad does.
-            for chunk in {c.launch_order: c for c in self.model if isinstance(c, DistributedDataParallel)}.values():
-                chunk.reset_iteration()
-            self.finalize_model_grads.forget()
-        for inner in unwrap_model(list(self.model)):
-            if isinstance(inner, RecordsAuxLosses):
-                inner.aux_losses.forget_step()
+    def _forget_gradients(self) -> None:
+        """Drops those of void passes, also what is on its way to other ranks. Collective."""
+        # One of the chunks of a launch order speaks for all; begins an iteration anew, as zero_grad does.
+        for chunk in {c.launch_order: c for c in self.model if isinstance(c, DistributedDataParallel)}.values():
+            chunk.reset_iteration()
+        self.finalize_model_grads.forget()
 
     def _run_passes(self, iterator: Iterator[Any] | None, *, num_microbatches: int, forward_only: bool) -> list[Any]:
         """Runs the passes over the next batches; returns what the losses of the last stage report."""
+        for inner in unwrap_model(list(self.model)):
+            # Of passes that were void, or that an error broke off.
+            if isinstance(inner, RecordsAuxLosses):
+                inner.aux_losses.forget_step()
         with self.timers("forward-backward", log_level=1):
             return get_forward_backward_func()(
                 forward_step_func=self.forward_step,

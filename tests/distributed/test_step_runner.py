@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pretrain_gpt
+from megatron.core.utils import unwrap_model
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
+from megatron.training.expert_memory import ExpertMemory
+from megatron.training.kept_batches import KeptBatches
+from megatron.training.rng_state import capture_rng, restore_rng
 from megatron.training.run import TrainingRun
 from megatron.training.step_runner import ExpertOverflowError
-from megatron.training.training import train
+from megatron.training.training import train, train_step
 from tests.distributed.tiny_runs import comparable, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.expectations import assert_same_checkpoint
@@ -163,7 +167,7 @@ def _train_twice(argv: list[str], folder: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.slow
-def test_b14_steps_that_were_void_and_ran_again_leave_no_trace(layout: str, tmp_path: Path) -> None:
+def test_steps_that_were_void_and_ran_again_leave_no_trace(layout: str, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[layout]
     run_on_ranks(_train_twice, ranks, command_line({**read_bases()["moe"], **RUN, **flags}), str(tmp_path))
     for iteration in (2, 4, STOPPED_AT):
@@ -191,10 +195,60 @@ def _fail_twice(argv: list[str], folder: str) -> list[tuple[str, int]]:
     return [_stay_void([*argv, "--save", f"{folder}/{may_grow}"], may_grow=may_grow) for may_grow in (False, True)]
 
 
-def test_b14_a_step_that_stays_void_ends_all_ranks_and_saves_nothing(tmp_path: Path) -> None:
+def test_a_step_that_stays_void_ends_all_ranks_and_saves_nothing(tmp_path: Path) -> None:
     flags = {**read_bases()["moe"], **RUN, **SHARDED, "save-interval": 1}
     refused, in_vain = zip(*run_on_ranks(_fail_twice, 2, command_line(flags), str(tmp_path)))
     assert refused[0] == refused[1] == ("iteration 2: not allowed to grow", 2)
     assert in_vain[0] == in_vain[1] and in_vain[0][1] == 10
     assert "iteration 2 is void after 8 reruns (ranks with rows over budget: 1" in in_vain[0][0]
     assert [folder.name for folder in tmp_path.glob("*/iter_*")] == ["iter_0000001"] * 2
+
+
+class BrokenOffError(Exception):
+    """What a script catches in a step."""
+
+
+def _break_next_pass(run: TrainingRun, where: str) -> None:
+    """The second layer's forward, or the first one's backward, raises once."""
+    first, second = unwrap_model(run.model)[0].decoder.layers
+
+    def fail(*unused: Any) -> None:
+        handle.remove()
+        raise BrokenOffError
+
+    handle = (
+        second.register_forward_pre_hook(fail) if where == "forward" else first.mlp.router.weight.register_hook(fail)
+    )
+
+
+def _train_over_error(argv: list[str], where: str | None) -> Any:
+    """Three steps; the second raises in its passes, and is made again after what docs tell a script to do."""
+    with started_run(argv) as run:
+        reports = [comparable(train_step(run)[0])]
+        assert run.train_iterator is not None and isinstance(run.steps.memory, ExpertMemory)
+        run.train_iterator = batches = KeptBatches(run.train_iterator)
+        if where is not None:
+            generators = capture_rng()
+            _break_next_pass(run, where)
+            with pytest.raises(BrokenOffError):
+                train_step(run)
+            for chunk in run.model:
+                chunk.reset_iteration()  # type: ignore[operator]
+            batches.rewind()
+            restore_rng(generators)
+        reports += [comparable(train_step(run)[0]) for _ in range(2)]
+        assert run.steps.memory.stash is not None
+        run.steps.memory.stash.pool.check_integrity_sync()
+        return reports, state_of(run)
+
+
+def _train_over_errors(argv: list[str]) -> None:
+    plain = _train_over_error(argv, None)
+    for where in ("forward", "backward"):
+        assert _train_over_error(argv, where) == plain, where
+
+
+def test_an_error_in_the_passes_leaves_stash_and_counts_as_they_were() -> None:
+    flags: Flags = {"moe-expert-rank-capacity-factor": 3, "moe-paged-stash": True, "moe-paged-stash-page-size": 4}
+    flags = {**read_bases()["moe"], **RUN, "save-interval": None, **flags}
+    run_on_ranks(_train_over_errors, 1, command_line(flags))
