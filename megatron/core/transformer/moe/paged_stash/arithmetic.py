@@ -129,7 +129,7 @@ def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: Pag
     groups gave back by then, plus r1 of g. Take g's gate_up and the last act admitted before it: r2 pages were free
     then, and only inputs and gate_ups were admitted since. So b + r1 of g are free, as the rule for g's gate_up asks.
 
-    Costs (number of forwards) x (number of events) steps.
+    Costs (number of forwards) x (number of events) steps, or the number of events if `at_least` is `pages`.
     """
     passes, groups = _passes(events)
     most = [pages(group) for group in groups]
@@ -137,10 +137,9 @@ def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: Pag
     least_inputs, least_both = [own.inputs for own in least], [own.up_to(Priority.GATE_UP) for own in least]
     inputs = [own.inputs for own in most]
     both = [own.up_to(Priority.GATE_UP) for own in most]
-    starts = [position for position, one in enumerate(passes) if one.forward]
     nothing = [0] * len(groups)
-    for_gate_up = [_highest(passes[start:], inputs, given_back=least_inputs, above=nothing) for start in starts]
-    for_act = [_highest(passes[start:], both, given_back=least_both, above=for_gate_up) for start in starts]
+    for_gate_up = _highest_after_each(passes, inputs, given_back=least_inputs, above=nothing)
+    for_act = _highest_after_each(passes, both, given_back=least_both, above=for_gate_up)
     return [(0, first, max(first, second)) for first, second in zip(for_gate_up, for_act)]
 
 
@@ -268,6 +267,26 @@ def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[Group]]:
             closed.add(group)
         passes.append(_Pass(forward, rank_of[group]))
     return passes, list(rank_of)
+
+
+def _highest_after_each(
+    passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]
+) -> list[int]:
+    """_highest from each forward on, in order."""
+    if taken != given_back:
+        starts = [position for position, one in enumerate(passes) if one.forward]
+        return [_highest(passes[start:], taken, given_back=given_back, above=above) for start in starts]
+    # What is given back does not depend on the start: levels of the whole step differ by that of the start alone.
+    level, highest, later = 0, [0] * len(taken), []
+    for forward, rank in passes:
+        level += taken[rank] if forward else -taken[rank]
+        later.append(level)
+    most = -1
+    for (forward, rank), level in zip(reversed(passes), reversed(later)):
+        if forward:
+            highest[rank] = max(0, most - level)
+            most = max(most, level + above[rank])
+    return highest
 
 
 def _highest(passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]) -> int:

@@ -85,6 +85,30 @@ def test_reserve_table_keeps_inputs_safe_and_gives_up_act_first(exact: bool) -> 
     assert min(dropped[one] for one in (Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP, Counter.VOID)) > 200
 
 
+def test_where_all_rows_are_expected_the_reserve_is_what_is_held_later() -> None:
+    choose = random.Random(13)
+    for _ in range(300):
+        events = random_events(choose, choose.randrange(1, 9))
+        most = {("g", n): PagesByPriority(*(choose.randrange(6) for _ in range(3))) for n in range(9)}
+        held = [
+            [sum(map(priority, map(most.__getitem__, open_groups(events[: end + 1])))) for end in range(len(events))]
+            for priority in (lambda pages: pages.inputs, lambda pages: pages.up_to(Priority.GATE_UP))
+        ]
+        starts = [place for place, event in enumerate(events) if event.kind is EventKind.FORWARD]
+        for_gate_up = [max([0, *(held[0][t] - held[0][s] for t in starts if t > s)]) for s in starts]
+        for_act = [
+            max([0, *(held[1][t] - held[1][s] + above for t, above in zip(starts, for_gate_up) if t > s)])
+            for s in starts
+        ]
+        table = reserve_table(events, most.__getitem__, at_least=most.__getitem__)
+        assert table == [(0, first, max(first, second)) for first, second in zip(for_gate_up, for_act)]
+
+
+def open_groups(events: list[StashEvent]) -> set[Group]:
+    ran = {kind: {event.group for event in events if event.kind is kind} for kind in EventKind}
+    return ran[EventKind.FORWARD] - ran[EventKind.BACKWARD]
+
+
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_peaks_of_pipeline_schedules(microbatches: int) -> None:
     def pages(group: Group) -> PagesByPriority:
