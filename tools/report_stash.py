@@ -45,18 +45,17 @@ def factor_line(run: RunLog, flag: str, *, given: str, needed: str) -> str | Non
 
 
 def occupancy(run: RunLog) -> dict[str, Any] | None:
-    """Pages that each pass took of each tier, and how many there are; None where no step was logged that we can read.
-
-    One list for the passes: the layer, below 0 for its backward.
-    """
+    """The timeline of the log, and how many pages there are; None where no step was logged that we can read."""
     try:
         pool = run.stash.pool
         timeline = pool["timeline"]
-        tiers = {name: [int(pages) for pages in timeline[name]] for name in ("passes", "device", "host")}
-        if len({len(one) for one in tiers.values()}) != 1 or not tiers["passes"]:
+        passes = [int(layer) for layer in timeline["passes"]]
+        changes = [[int(number) for number in change] for change in timeline["changes"]]
+        if not passes or any(len(change) != 4 or not 0 <= change[0] < len(passes) for change in changes):
             return None
         sizes = {"device_pages": int(pool["device_pages"]), "host_pages": int(pool["host_pages"])}
-        return {"step": run.stash.pool_step, "rank": int(pool["rank"]), **sizes, **tiers}
+        where = {"step": run.stash.pool_step, "rank": int(pool["rank"])}
+        return {**where, **sizes, "passes": passes, "changes": changes}
     except (KeyError, TypeError, ValueError):
         return None
 

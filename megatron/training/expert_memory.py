@@ -272,6 +272,8 @@ class ExpertMemory:
             voids=self._voids,
             events=tuple(needs.events),
             specs=tuple(needs.specs),
+            reserve=self.stash.reserve if self.stash is not None and self._has_rungs else (),
+            prefetch_groups=self._config.moe_paged_stash_prefetch_layers,
         )
 
     def _remember(self, figures: StepFigures) -> None:

@@ -5,6 +5,7 @@ alone. They are gathered over ranks by stash_meter.py.
 from dataclasses import dataclass
 
 from megatron.core.transformer.moe.paged_stash import Counter, PoolLayout, StashEvent, TensorSpec
+from megatron.core.transformer.moe.paged_stash.arithmetic import ReserveRow
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,9 @@ class StepFigures:
     chosen equally often. pages_wanted: the step's peak of held pages, had every tensor got its own; balanced_pages: the
     same if every pass had balanced_rows. capacity_factor: that of this step's buffers; factor_needed: the least that
     its most demanding dispatch would have done with. voids: how often the step ran anew because rows or pages were
-    lacking. events: the stage's passes of expert groups in order; specs: what one group stashes. Both are empty without
-    a stash.
+    lacking. events: the stage's passes of expert groups in order; specs: what one group stashes; reserve: pages that
+    each forward leaves free, () for none; prefetch_groups: how many groups give their pages back ahead of their
+    backward. Empty and 0 without a stash.
     """
 
     layout: PoolLayout | None
@@ -34,3 +36,5 @@ class StepFigures:
     voids: int
     events: tuple[StashEvent, ...]
     specs: tuple[TensorSpec, ...]
+    reserve: tuple[ReserveRow, ...]
+    prefetch_groups: int

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron.core.group_collectives import all_gather_rows
 from megatron.core.transformer.moe.paged_stash import Counter, EventKind
-from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
-from megatron.core.transformer.moe.paged_stash.stash_order import Group
+from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel, resident_groups
+from megatron.core.transformer.moe.paged_stash.stash_order import Group, StashEvent, StashOrder
 from megatron.training.callbacks import PoolReport, StashReport, StepReport
 from megatron.training.stash_figures import StepFigures
 
@@ -183,8 +183,8 @@ class StashMeter:
 
 
 def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
-    """Six digits: these come to the log for every step."""
-    return tuple(float(f"{max(step):.6g}") for step in zip(*ranks, strict=True))
+    """Seven digits: these come to the log for every step."""
+    return tuple(float(f"{max(step):.7g}") for step in zip(*ranks, strict=True))
 
 
 def _pool_report(ranks: list[_Rank], own: StepFigures | None) -> PoolReport | None:
@@ -219,25 +219,35 @@ def _timeline_of(rank: int, own: StepFigures | None) -> dict[str, Any]:
 
 
 def stash_timeline(step: StepFigures) -> dict[str, Any]:
-    """Pages that each pass of a step took or gave back, counted from its live rows by the rules of the pool.
+    """Which pages a step took and gave back when: counted from its live rows by the rules of the pool.
 
-    "passes": in order, the number of the layer that ran forward, or minus the number of the one that ran backward;
-    "device", "host": pages that this took from the tier, below 0: gave back.
+    "passes": in order, the number of the layer that ran forward, or minus the number of the one that ran backward.
+    "changes": [place in passes, layer, pages of the device, pages of the host] each, below 0 where they were given
+    back. A backward gives back those of its own group, and of the groups whose rows then start on their way.
     """
     assert step.layout is not None, "without a pool there are no pages"
+    pool, order = PoolModel(step.layout), StashOrder(step.events)
     rows, resident = _rows_by_group(step), resident_groups(step.events)
+    reserve, changes = iter(step.reserve), []
+    for place, event in enumerate(step.events):
+        order.observe(event)
+        if event.kind is EventKind.FORWARD:
+            row = next(reserve, (0, 0, 0))
+            if event.group not in resident:
+                pool.plan(event.group, step.specs, num_rows=rows.get(event.group, 0), reserve=row)
+                changes.append([place, *_pages_of(event, pool, sign=1)])
+            continue
+        for done in (event, *order.upcoming_backwards(event, step.prefetch_groups)):
+            if done.group in pool.held:
+                changes.append([place, *_pages_of(done, pool, sign=-1)])
+                pool.release(done.group)
+    signs = {EventKind.FORWARD: 1, EventKind.BACKWARD: -1}
+    return {"passes": [signs[event.kind] * _layer(event.name) for event in step.events], "changes": changes}
 
-    def rows_of(group: Group) -> GroupRows:
-        return GroupRows(() if group in resident else step.specs, rows.get(group, 0))
 
-    placements = simulate(step.events, rows_of, layout=step.layout).placements
-    passes, device, host = [], [], []
-    for event in step.events:
-        sign = 1 if event.kind is EventKind.FORWARD else -1
-        passes.append(sign * _layer(event.name))
-        device.append(sign * sum(one.device for one in placements[event.group]))
-        host.append(sign * sum(one.host for one in placements[event.group]))
-    return {"passes": passes, "device": device, "host": host}
+def _pages_of(event: StashEvent, pool: PoolModel, *, sign: int) -> tuple[int, int, int]:
+    tensors = pool.held[event.group]
+    return _layer(event.name), sign * sum(one.device for one in tensors), sign * sum(one.host for one in tensors)
 
 
 def _rows_by_group(step: StepFigures) -> dict[Group, int]:

@@ -61,11 +61,12 @@ OVERLAP = {
     "backward_end_ms": 8,
     "transfers": [{**GATHER, "waits_ms": []}, {**REDUCE, "waits_ms": [[8, 9], [10, 11]]}],
 }
+CHANGES = [[0, 2, 7, 0], [1, 3, 3, 2], [2, 3, -3, -2], [2, 2, -7, 0]]
 POOL: dict[str, object] = {"rank": 1, "device_pages": 10, "host_pages": 4, "page_bytes": 64}
 POOL |= {"device_high_water": 10, "host_high_water": 2, "planned_pages": 12, "spilled_pages": 2}
 POOL |= {"live_bytes": 700, "tail_bytes": 68, "dropped_gate_up": 0, "dropped_act": 1}
 POOL |= {"factor": 1.0, "factors_needed": [1.1, 1.2]}
-POOL |= {"timeline": {"passes": [2, 3, -3, -2], "device": [7, 3, -3, -7], "host": [0, 2, -2, 0]}}
+POOL |= {"timeline": {"passes": [2, 3, -3, -2], "changes": CHANGES}}
 STASH: dict[str, object] = {"steps": 2, "void_steps": 1, "capacity_factor": 1.5, "factors_needed": [1.25, 1.0]}
 STASH |= {"balanced_rows": 8, "buffer_rows": 12, "rows": {"2": 9, "3": 10}, "pool": POOL}
 RECORD = {
@@ -176,7 +177,7 @@ def test_the_factors_that_were_needed_count_every_step(tmp_path: Path) -> None:
     assert stash_section(run)["lines"][0].endswith(
         "1.25 (of 4 steps; buffers have 1.5; of so few steps it is the largest)"
     )
-    run.stash.pool["timeline"]["host"] = [1]
+    run.stash.pool["timeline"]["changes"] = [[4, 2, 7, 0]]
     assert stash_section(run)["timeline"] is None
 
 

@@ -63,6 +63,8 @@ def figures_of_step(rank: int, step: int, *, device_pages: int = 60, host_pages:
         voids=int(step == 2),
         events=events,
         specs=SPECS,
+        reserve=(),
+        prefetch_groups=0,
     )
     return sizes, most
 
@@ -118,10 +120,12 @@ def test_the_timeline_is_what_a_pool_holds_pass_by_pass() -> None:
     for rank, host_pages in ((0, 10), (1, 0)):
         figures, most = figures_of_step(rank, 1, host_pages=host_pages)
         timeline = stash_timeline(figures)
-        held = [list(accumulate(timeline[tier])) for tier in ("device", "host")]
+        held = [list(accumulate(change[tier] for change in timeline["changes"])) for tier in (2, 3)]
         assert [max(tier) for tier in held] == [figures.counters[tier] for tier in HIGH_WATERS]
         assert max(map(sum, zip(*held))) == most and held[0][-1] == held[1][-1] == 0
-        assert [abs(layer) for layer in timeline["passes"]] == [int(event.name.split()[1]) for event in figures.events]
+        layers = [abs(layer) for layer in timeline["passes"]]
+        assert layers == [int(event.name.split()[1]) for event in figures.events]
+        assert all(layers[place] == layer for place, layer, *_ in timeline["changes"])
 
 
 def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:

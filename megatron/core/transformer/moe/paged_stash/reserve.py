@@ -85,6 +85,11 @@ class Reserve:
                 self._rows[forward_index, priority].fill_(num_pages)
         return self._rows[forward_index]
 
+    @property
+    def table(self) -> tuple[ReserveRow, ...]:
+        """Of each forward of the step, what its tensors leave free; () if nothing is kept back, or not known yet."""
+        return tuple(self._table) if self._is_written and self._share else ()
+
     def _all_known(self) -> bool:
         stashed = (self._events[place] for place in self._starts if self._events[place].group not in self._resident)
         return all(event.group in self._pages for event in stashed)

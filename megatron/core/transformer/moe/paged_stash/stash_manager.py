@@ -22,7 +22,7 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint, resident_groups
+from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, ReserveRow, footprint, resident_groups
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, TensorSpec, is_whole
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.recording import StashGroup
@@ -154,6 +154,11 @@ class PagedStash:
             layout=self.pool.layout,
             prefetch_groups=self._prefetch_groups,
         )
+
+    @property
+    def reserve(self) -> tuple[ReserveRow, ...]:
+        """Pages that each forward of the step leaves free, as arithmetic.simulate takes them; () if none are kept."""
+        return self._reserve.table
 
     def join(self) -> None:
         """Makes the main stream wait for all copies, as a CUDA graph's capture needs at its end; reset does so too."""

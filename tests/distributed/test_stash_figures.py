@@ -1,0 +1,100 @@
+"""The figures of real steps: pages as the pool counted them, rows and factors as the routing trace has them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.training.stash_meter import stash_timeline
+from megatron.training.training import train_step
+from tests.distributed.tiny_runs import started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+FLAGS: Flags = {
+    "num-layers": 4,
+    "micro-batch-size": 1,
+    "global-batch-size": 8,
+    "moe-expert-rank-capacity-factor": 2.0,
+    "moe-paged-stash": True,
+    "moe-paged-stash-page-size": 4,
+    "log-interval": 1,
+}
+# Pools that are too small: pages are spilled, and tensors computed again.
+LAYOUTS: dict[str, Flags] = {
+    "experts": {
+        "expert-model-parallel-size": 2,
+        "moe-paged-stash-buffer-size-factor-cuda": 0.6,
+        "moe-paged-stash-buffer-size-factor-cpu": 0.2,
+    },
+    "stages": {
+        "pipeline-model-parallel-size": 2,
+        "num-layers-per-virtual-pipeline-stage": 1,
+        "moe-paged-stash-buffer-size-factor-cuda": 0.5,
+        "moe-paged-stash-prefetch-layers": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) -> None:
+    flags = {**read_bases()["moe"], **FLAGS, **LAYOUTS[layout], "record-routing": str(tmp_path / "trace.jsonl")}
+    ranks = run_on_ranks(_figures_of_steps, 2, command_line(flags))
+    num_ranks = flags.get("expert-model-parallel-size", 1)
+    for step in range(3):
+        (first, report, routing), (second, other, _) = ranks[0][step], ranks[1][step]
+        assert report == other and first["pool"] == first["timeline"] and second["pool"] == second["timeline"]
+        assert first["dropped"] + first["pool"]["spilled"] > 0
+        expected = {layer: _rows_by_rank(counts, num_ranks) for layer, counts in routing.items()}
+        passes = first["rows"] | second["rows"] if layout == "stages" else first["rows"]
+        assert passes == {layer: [ranks[0] for ranks in rows] for layer, rows in expected.items()}
+        most = {layer: max(map(max, rows)) for layer, rows in expected.items()}
+        assert report.rows == most and report.factors_needed == pytest.approx((max(most.values()) / (32 * 2),))
+
+
+def _rows_by_rank(counts: list[Any], num_ranks: int) -> list[list[int]]:
+    """counts: [M][R][E] -> [M][ranks that share the experts]: rows of each."""
+    num_local = 4 // num_ranks
+    sums = [[sum(column) for column in zip(*microbatch)] for microbatch in counts]
+    return [[sum(row[rank * num_local : (rank + 1) * num_local]) for rank in range(num_ranks)] for row in sums]
+
+
+# On the ranks.
+
+
+def _figures_of_steps(argv: list[str]) -> list[Any]:
+    with started_run(argv) as run:
+        assert run.expert_memory is not None
+        found = []
+        for _ in range(3):
+            report = run.measured(train_step(run)[0])
+            routing = {layer: counts.tolist() for layer, counts in (report.routing or {}).items()}
+            found.append((_compared(run.expert_memory.last_step), report.stash, routing))
+        return found
+
+
+def _compared(step: Any) -> dict[str, Any]:
+    changes = stash_timeline(step)["changes"]
+    taken = [change for change in changes if change[2] + change[3] > 0]
+    rows: dict[int, list[int]] = {}
+    for layer, count in zip(step.passes, step.rows):
+        rows.setdefault(layer, []).append(count)
+    return {
+        "rows": rows,
+        "pool": {
+            "most": [step.counters[Counter.HIGH_WATER_DEVICE], step.counters[Counter.HIGH_WATER_HOST]],
+            "planned": step.counters[Counter.PLANNED_PAGES],
+            "spilled": step.counters[Counter.SPILLED_PAGES],
+        },
+        "timeline": {
+            "most": [max(_held(changes, tier)) for tier in (2, 3)],
+            "planned": sum(device + host for *_, device, host in taken),
+            "spilled": sum(host for *_, host in taken),
+        },
+        "dropped": step.counters[Counter.DROPPED_GATE_UP] + step.counters[Counter.DROPPED_ACT],
+    }
+
+
+def _held(changes: list[list[int]], tier: int) -> list[int]:
+    return [sum(change[tier] for change in changes[:end]) for end in range(len(changes) + 1)]
