@@ -145,7 +145,8 @@ class ExpertMemory:
 
         Raises ExpertOverflowError on all ranks under the policy "error". Collective. NOTE: reads the device.
         """
-        self._voids += 1
+        # Evaluations are in no step's figures.
+        self._voids += self._is_training
         everyone = gather_objects(self._lacking_sync(), dist.group.WORLD)
         lacking = "; ".join(f"rank {rank}: {words}" for rank, (words, _) in enumerate(everyone) if words)
         grown = functools.reduce(LearnedSizes.merged, (sizes for _, sizes in everyone))

@@ -61,8 +61,9 @@ class PagedStashConfig:
     )
     moe_paged_stash_overflow_policy: str = config_field(
         "recompute",
-        help="What happens when pages run out: activations are computed again and the step is run again only if the "
-        "experts' inputs found no page; the step is run again with more pages at once; or the run ends.",
+        help="What happens when pages run out: activations are computed again, and the step is run again only if the "
+        "experts' inputs found none; the step is run again with more pages at once; or the run ends. Where rows are "
+        "over budget, the first two run the step again with more.",
         choices=OVERFLOW_POLICIES,
     )
 
@@ -88,7 +89,7 @@ def validate_paged_stash(
     itemsize: bytes of a parameter. has_experts: 1 for each layer with experts, else 0.
     """
     if not config.moe_paged_stash:
-        _refuse_settings_without_stash(config)
+        _refuse_settings_without_stash(config, has_buffers=moe_expert_rank_capacity_factor is not None)
         return
     if 1 not in has_experts:
         raise ValueError("moe_paged_stash is True but no layer has experts: give num_moe_experts, or drop the stash")
@@ -157,8 +158,10 @@ def validate_stash_with_activation_memory(
         )
 
 
-def _refuse_settings_without_stash(config: PagedStashConfig) -> None:
+def _refuse_settings_without_stash(config: PagedStashConfig, *, has_buffers: bool) -> None:
     unused = PagedStashConfig()
+    # Buffers of a fixed size may be too small without a stash, too.
+    with_buffers = {"moe_paged_stash_overflow_policy"} if has_buffers else set()
     for name in vars(unused):
-        if vars(config)[name] != vars(unused)[name]:
+        if name not in with_buffers and vars(config)[name] != vars(unused)[name]:
             raise ValueError(f"{name} is {vars(config)[name]}: needs moe_paged_stash")

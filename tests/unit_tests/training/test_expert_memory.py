@@ -1,0 +1,138 @@
+"""Pages of a small model's experts from step to step: what is counted is what was planned, pools grow, bits stay."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.expert_memory import ExpertMemory, build_expert_memory
+from megatron.training.step_runner import ExpertOverflowError
+
+TOKENS = 32
+PAGES = {"moe_paged_stash": True, "moe_paged_stash_page_size": 8}
+
+
+@dataclass
+class Toy:
+    """Four layers with experts in one process, where every routing gives T x K rows."""
+
+    model: GPTModel
+    memory: ExpertMemory
+
+    @classmethod
+    def of(cls, num_microbatches: int = 2, **settings: Any) -> "Toy":
+        torch.manual_seed(3)
+        shape = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 4}
+        experts = {"moe_ffn_hidden_size": 48, "moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 1.5}
+        swiglu = {"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
+        stash = settings if "moe_paged_stash" in settings else PAGES | settings
+        config = TransformerConfig(**shape, **experts, **swiglu, **stash, hidden_dropout=0.0, attention_dropout=0.0)
+        model = GPTModel(config, get_gpt_decoder_block_spec(config), vocab_size=64, max_sequence_length=TOKENS)
+        args = Namespace(seq_length=TOKENS, micro_batch_size=1)
+        memory = build_expert_memory([model], args, groups=ProcessGroupCollection())
+        assert memory is not None
+        memory.prepare(LearnedSizes(), num_microbatches=num_microbatches, pp_group=None)
+        return cls(model, memory)
+
+    def passes(self, num_microbatches: int) -> list[bool]:
+        """Forward and backward; returns what was lacking."""
+        self.memory.begin_step(num_microbatches=num_microbatches, forward_only=False)
+        self.model.zero_grad()
+        batches = torch.randint(0, 64, (num_microbatches, 1, TOKENS + 1), generator=torch.Generator().manual_seed(5))
+
+        def forward_step(iterator: Any, model: GPTModel) -> Any:
+            tokens = next(iterator)
+            losses = model(tokens[:, :-1], torch.arange(TOKENS)[None], None, labels=tokens[:, 1:])
+            return losses, lambda output: (output.mean(), {})
+
+        forward_backward_no_pipelining(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=self.model,
+            num_microbatches=num_microbatches,
+        )
+        return [flag > 0 for flag in self.memory.flags().tolist()]
+
+    def step(self, num_microbatches: int = 2) -> int:
+        """How often it ran."""
+        for runs in range(1, 9):
+            if not any(self.passes(num_microbatches)):
+                self.memory.end_step()
+                return runs
+            self.memory.grow_sync(iteration=1)
+        raise AssertionError("to grow does not help")
+
+    @property
+    def grads(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "runs", "dropped"),
+    [
+        ({}, 1, set()),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.0, "moe_paged_stash_buffer_size_factor_cpu": 1.0}, 1, set()),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.8}, 1, {Counter.DROPPED_ACT}),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.3}, 1, {Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP}),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.1}, 2, {Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP}),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.5, "moe_paged_stash_overflow_policy": "rerun"}, 2, set()),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, 1, set()),
+    ],
+)
+def test_gradients_are_those_of_whole_buffers_and_counts_those_of_the_plan(
+    settings: dict[str, Any], runs: int, dropped: set[Counter]
+) -> None:
+    toy, whole = Toy.of(**settings), Toy.of(moe_paged_stash=False)
+    assert (toy.step(), whole.step()) == (runs, 1)
+    for ours, theirs in zip(toy.grads, whole.grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    figures = toy.memory.last_step
+    assert figures is not None and figures.layout is not None and figures.voids == runs - 1
+    resident = resident_groups(figures.events)
+    group_rows = GroupRows(figures.specs, num_rows=2 * TOKENS)
+    planned = simulate(
+        figures.events,
+        lambda group: GroupRows((), 0) if group in resident else group_rows,
+        layout=figures.layout,
+        reserve=figures.reserve,
+    )
+    assert planned.counters == figures.counters
+    assert {
+        counter for counter in (Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP) if figures.counters[counter]
+    } == dropped
+    assert toy.memory.stash is not None
+    toy.memory.stash.pool.check_integrity_sync()
+
+
+def test_more_microbatches_keep_the_pool_and_a_measured_peak_sets_it() -> None:
+    toy = Toy.of(1, moe_paged_stash_buffer_size_factor_cuda=-2.0)
+    assert [toy.step(count) for count in (1, 3, 2, 1)] == [1] * 4
+    figures = toy.memory.last_step
+    assert figures is not None and figures.layout is not None
+    assert figures.layout.device_pages == 2 * figures.pages_wanted == 2 * figures.balanced_pages
+    assert toy.memory.learned_sync().rows_share == dict.fromkeys(range(1, 5), 1.0)
+
+
+def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:
+    toy = Toy.of(moe_paged_stash_buffer_size_factor_cuda=0.1, moe_paged_stash_overflow_policy="error")
+    assert toy.passes(2) == [False, True]
+    with pytest.raises(ExpertOverflowError, match="rank 0.*--moe-paged-stash-buffer-size-factor-cuda"):
+        toy.memory.grow_sync(iteration=7)
+    with torch.no_grad():
+        before = toy.memory.last_step
+        toy.memory.begin_step(num_microbatches=1, forward_only=True)
+        toy.model(torch.zeros(1, TOKENS, dtype=torch.int64), torch.arange(TOKENS)[None], None)
+        toy.memory.end_step()
+    assert toy.memory.last_step is before and toy.memory.step.passes == []
