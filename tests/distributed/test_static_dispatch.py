@@ -1,6 +1,8 @@
 """Buffers of a fixed size between ranks: what the routing asked of them, against counts of all ranks' choices."""
 
+from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAlltoAllTokenDispatcher,
     MoEStaticTokenDispatcher,
 )
+from megatron.core.transformer.moe.static_parts import PART_LAYOUTS
+from tests.distributed.test_expert_parallel import DISPATCHERS as DISPATCHER_FIELDS
+from tests.distributed.test_expert_parallel import KINDS, build_layer, rank_inputs, run_layer
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
 
@@ -85,3 +90,32 @@ def test_a_dispatch_says_with_which_factor_nothing_would_be_lost(layout: tuple[i
             needed = max(of_rank[rank].item() / balanced, of_pair[rank].item() / (balanced / ranks))
             missing = max(0, of_rank[rank].item() - room, of_pair[rank].item() - -(-balanced // ranks))
             assert found == [pytest.approx(needed), missing, 0], (kind, routing, alignment)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_no_row_behind_the_live_ones_counts_whatever_lies_there(alignment: int) -> None:
+    """TRAPS part 2, 5: forward, both gradients of each product and of the weights, with NaN in memory never written."""
+    for results in run_on_ranks(_with_and_without_poison, 2, alignment):
+        for dispatcher, (plain, *others) in results.items():
+            assert plain[0].isfinite().all() and len(plain) == 5, dispatcher
+            for other in others:
+                assert all(torch.equal(one, same) for one, same in zip(plain, other, strict=True)), dispatcher
+
+
+def _with_and_without_poison(alignment: int) -> dict[str, list[list[Tensor]]]:
+    """For each dispatcher output and gradients: as it is, with poison, and with poison and padding on the wire."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    fields = {**KINDS["static"], "moe_expert_rank_capacity_factor": 2.0}
+    results: dict[str, list[list[Tensor]]] = {}
+    for dispatcher in DISPATCHER_FIELDS:
+        layer = build_layer(parallel_state.get_process_groups(), **fields, **dispatcher).float()
+        layer.token_dispatcher.budget = replace(layer.token_dispatcher.budget, alignment=alignment)
+        found = results.setdefault(str(dispatcher), [])
+        for is_poisoned, layouts in ((False, dict(PART_LAYOUTS)), (True, dict(PART_LAYOUTS)), (True, {})):
+            # Then torch fills memory that nobody has written yet with NaN.
+            torch.use_deterministic_algorithms(is_poisoned, warn_only=True)
+            with patch.dict(PART_LAYOUTS, layouts, clear=True):
+                output, x_grad, grads = run_layer(layer, *(one.float() for one in rank_inputs(dist.get_rank(), "even")))
+            found.append([output, x_grad, *grads.values()])
+        torch.use_deterministic_algorithms(False)
+    return results

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.group_collectives import all_gather_rows
@@ -27,16 +28,15 @@ from megatron.core.transformer.moe.dispatch import (
     own_experts,
 )
 from megatron.core.transformer.moe.dispatch_alltoall import to_every_shard
+from megatron.core.transformer.moe.static_parts import PART_LAYOUTS, Parts, PartSizes, padded_parts
 from megatron.core.transformer.moe.static_rows import (
     StaticOrder,
     aligned_rows,
-    expert_of_received_rows,
     gather_rows,
     order_by_expert,
-    order_by_rank,
     sum_rows,
 )
-from megatron.core.transformer.moe.token_exchange import RowExchange, exchange_counts
+from megatron.core.transformer.moe.token_exchange import RowExchange
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -189,30 +189,27 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
 
 @dataclass(frozen=True)
 class StaticSent:
-    """Rows on their way, as many to each rank: [ranks * P, H] and their weights [ranks * P, 1].
-
-    counts: [ranks, e], int64: rows that each rank has for each expert, whether sent or not. sent: this rank's.
-    num_tokens: T.
-    """
+    """Rows on their way, [S, H], and their weights [S, 1]. sent: this rank's, as `parts` has them. num_tokens: T."""
 
     tokens: Tensor
     probs: Tensor
-    counts: Tensor
     exchanges: tuple[RowExchange, RowExchange]
+    parts: Parts
     sent: StaticRows
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class StaticExchanged:
-    """sent: this rank's tokens by rank. received: what came, by expert."""
+    """sent: this rank's tokens in the order of `parts`. received: what came, by expert."""
 
+    parts: Parts
     sent: StaticRows
     received: StaticRows
 
 
 class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
-    """Every rank sends its rows to the ranks of their experts, in parts of one size."""
+    """Every rank sends its rows to the ranks of their experts, at most as many to each as a part has room for."""
 
     def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> StaticSent:
         """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64."""
@@ -221,21 +218,18 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
             probs, expert_indices = to_every_shard(
                 probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
             )
-        order = order_by_rank(
-            expert_indices,
-            budget.num_ranks * num_experts,
-            num_ranks=budget.num_ranks,
-            rows_per_rank=budget.rows_of_pair(len(tokens)),
-        )
-        # What a rank has no row for travels as zeros, which nobody reads.
-        sent = StaticRows(order, order.slot_of_row.new_full((1,), len(order.slot_of_row)))
+        layout = PART_LAYOUTS.get(tokens.device.type, padded_parts)
+        sizes = PartSizes(self.group, budget.num_ranks, num_experts, budget.rows_of_pair(len(tokens)))
+        parts = layout(expert_indices, sizes)
+        # What a part has no row for travels as zeros, which nobody reads.
+        sent = StaticRows(parts.sent, expert_indices.new_full((1,), len(parts.sent.slot_of_row)))
         rows = sent.take(tokens, probs)
-        exchanges = RowExchange(self.group), RowExchange(self.group)
+        exchanges = _exchange(parts, self.group), _exchange(parts, self.group)
         return StaticSent(
             exchanges[0].start(rows.hidden_states),
             exchanges[1].start(rows.probs.unsqueeze(1)),
-            exchange_counts(order.rows_per_group.view(budget.num_ranks, num_experts), self.group),
             exchanges,
+            parts,
             sent,
             len(tokens),
         )
@@ -243,9 +237,8 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
     def finish_dispatch(self, begun: StaticSent) -> Dispatched:
         """The rows of this rank's experts [C, H], rows of each expert [e], int64, on the device, and metadata."""
         tokens, probs = begun.exchanges[0].wait(begun.tokens), begun.exchanges[1].wait(begun.probs)
-        experts = expert_of_received_rows(begun.counts, rows_per_rank=len(tokens) // self.budget.num_ranks)
-        received = self.by_expert(experts, num_tokens=begun.num_tokens)
-        metadata = StaticExchanged(begun.sent, received)
+        received = self.by_expert(begun.parts.experts, num_tokens=begun.num_tokens)
+        metadata = StaticExchanged(begun.parts, begun.sent, received)
         return Dispatched(
             received.take(tokens, probs), received.order.rows_per_group, metadata, self._demand_of_both(begun)
         )
@@ -253,14 +246,18 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
     def _demand_of_both(self, begun: StaticSent) -> RowDemand:
         """Of the pairs that send and the rank that receives, which counts rows for which no pair had room too."""
         budget = self.budget
-        on_rank = aligned_rows(begun.counts.sum(0), budget.alignment).sum(0, keepdim=True)
+        on_rank = aligned_rows(begun.parts.counts.sum(0), budget.alignment).sum(0, keepdim=True)
         demands = (
-            budget.demand_on_pair(begun.sent.order.rows_needed, begun.num_tokens),
+            budget.demand_on_pair(begun.parts.sent.rows_needed, begun.num_tokens),
             budget.demand_on_rank(on_rank, begun.num_tokens),
         )
         return RowDemand(*(torch.maximum(pair, rank) for pair, rank in zip(*demands, strict=True)))
 
     def combine(self, rows: Tensor, metadata: StaticExchanged) -> Tensor:
         """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
-        back = RowExchange(self.group)
+        back = RowExchange(self.group, metadata.parts.receive, metadata.parts.send)
         return metadata.sent.give_back(back.wait(back.start(metadata.received.give_back(rows))))
+
+
+def _exchange(parts: Parts, group: dist.ProcessGroup) -> RowExchange:
+    return RowExchange(group, parts.send, parts.receive)

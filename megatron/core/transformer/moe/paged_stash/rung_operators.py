@@ -1,9 +1,9 @@
 """Operators paged_stash::* that compute gate_up and act, in forward and again in backward: schemas and CPU versions.
 
 Shapes: C rows of the buffers, of which the first R are live, sorted by expert; e experts; H hidden; F ffn; O any width.
-No row from R on is read. act_from_gate_up and gate_up_from_x, the rungs, do nothing where needed [1], int64, is 0, and
-write only live rows; the other operators that write rows put zeros in those from R on. CUDA runs triton_rungs.py, which
-allocates nothing and reads nothing from the device, so that a CUDA graph can hold it.
+No row from R on is read or written. act_from_gate_up and gate_up_from_x, the rungs, do nothing where needed [1], int64,
+is 0. CUDA runs triton_rungs.py, which allocates nothing and reads nothing from the device, so that a CUDA graph can
+hold it.
 """
 
 import importlib.util
@@ -44,7 +44,6 @@ def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor,
     """act in forward; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
     rows = _live_rows_sync(num_rows, out)
     act_rows(gate_up, scale, rows=rows, out=out, activation=activation_of(activation))
-    out[rows:].zero_()
 
 
 @_operator(
@@ -72,9 +71,6 @@ def gated_activation_backward(
         grad_scale=grad_scale,
         activation=activation_of(activation),
     )
-    grad_gate_up[rows:].zero_()
-    if grad_scale is not None:
-        grad_scale[rows:].zero_()
 
 
 @_operator(f"{_GEMM}, Tensor needed, Tensor(a!) out")
@@ -90,9 +86,7 @@ def gate_up_from_x(x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor
 @_operator(f"{_GEMM}, Tensor(a!) out")
 def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
     """x times each row's expert's weight in forward; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
-    ends = _ends_sync(offsets, x)
-    _multiply(x, weight, ends=ends, out=out)
-    out[ends[-1] :].zero_()
+    _multiply(x, weight, ends=_ends_sync(offsets, x), out=out)
 
 
 @_operator("Tensor x, Tensor grad, *, Tensor offsets, Tensor(a!) out")

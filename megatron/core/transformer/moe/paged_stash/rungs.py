@@ -2,7 +2,7 @@
 
 The rungs are those of a ladder that a pool short of pages climbs down: first act is dropped, then gate_up.
 Shapes: C rows of the buffers, of which the first R are live, sorted by expert; e experts; H hidden; F ffn; O any width.
-Rows from R on are never read. A rung leaves them alone; the forward functions and their gradients are zero there.
+Rows from R on are never read; in what comes out, gradients among it, they hold any bytes.
 A rung and its forward function give the same bits, because they run one kernel on the same live rows: on the CPU a
 matrix product for each expert, as torch.nn.functional.grouped_mm does there too; on CUDA a Triton kernel.
 """
@@ -22,7 +22,7 @@ Recompute = Callable[..., None]
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
-    """Rows of expert i times weight[i], zeros in rows of no expert.
+    """Rows of expert i times weight[i]; rows of no expert hold any bytes.
 
     x: [C, H]; weight: [e, H, O], any strides; both of one float dtype, fp64 on the CPU only; offsets: [e], int32, same
     device: where each expert's rows end. Returns [C, O], same dtype. Saves x and weight for backward, each only if
@@ -38,7 +38,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 
 
 def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, activation: str = "swiglu") -> Tensor:
-    """f(gate) * up * scale of the first num_rows rows, zeros in the others; plain activations have no `up`.
+    """f(gate) * up * scale of the first num_rows rows, the others hold any bytes; plain activations have no `up`.
 
     gate_up: [C, 2F], gate before up (plain: [C, F]), any float dtype, fp64 on the CPU only; scale: [C], any float
     dtype, or None; num_rows: [1], int64, same device; activation: swiglu, geglu, geglu_tanh, quick_geglu, or plain

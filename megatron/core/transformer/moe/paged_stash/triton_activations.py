@@ -64,14 +64,13 @@ def _slope(x, CURVE: tl.constexpr):
     return result
 
 
-@triton.jit(do_not_specialize=["forward"], do_not_specialize_on_alignment=["num_rows", "needed"])
+@triton.jit(do_not_specialize_on_alignment=["num_rows", "needed"])
 def act_kernel(
     gate_up,
     scale,
     num_rows,
     needed,
     out,
-    forward,
     max_rows,
     ffn,
     gate_up_pitch,
@@ -81,25 +80,23 @@ def act_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    if (forward == 0) & (tl.load(needed) == 0):
+    if tl.load(needed) == 0:
         return
     live = _live_rows(num_rows, max_rows)
-    written = tl.where(forward == 0, live, max_rows)
     column_tiles = tl.cdiv(ffn, COLUMNS)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(written, ROWS) * column_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(live, ROWS) * column_tiles, tl.num_programs(0)):
         rows = ((tile // column_tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         columns = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = columns[None, :] < ffn
         read = (rows < live)[:, None] & is_column
         gate_at = gate_up + rows[:, None] * gate_up_pitch + columns[None, :]
-        # Rows that are not live are 0 here, and so is their product.
         act = _value(tl.load(gate_at, mask=read, other=0).to(tl.float32), CURVE)
         if IS_GATED:
             act *= tl.load(gate_at + ffn, mask=read, other=0).to(tl.float32)
         if scale is not None:
             act *= tl.load(scale + rows, mask=rows < live, other=0).to(tl.float32)[:, None]
         out_at = out + rows[:, None] * out_pitch + columns[None, :]
-        tl.store(out_at, act.to(out.dtype.element_ty), mask=(rows < written)[:, None] & is_column)
+        tl.store(out_at, act.to(out.dtype.element_ty), mask=read)
 
 
 @triton.jit
@@ -122,14 +119,13 @@ def act_gradient_kernel(
     COLUMNS: tl.constexpr,
 ):
     live = _live_rows(num_rows, max_rows)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(max_rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(live, ROWS), tl.num_programs(0)):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         is_live = rows < live
         total = tl.zeros([ROWS], tl.float32)
         for start in tl.range(0, ffn, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             read = is_live[:, None] & (columns[None, :] < ffn)
-            written = (rows < max_rows)[:, None] & (columns[None, :] < ffn)
             gate_at = gate_up + rows[:, None] * gate_up_pitch + columns[None, :]
             grad_gate_at = grad_gate_up + rows[:, None] * grad_gate_up_pitch + columns[None, :]
             grad_at = grad + rows[:, None] * grad_row + columns[None, :].to(tl.int64) * grad_column
@@ -146,12 +142,12 @@ def act_gradient_kernel(
             if scale is not None:
                 incoming *= tl.load(scale + rows, mask=is_live, other=0).to(tl.float32)[:, None]
             if IS_GATED:
-                tl.store(grad_gate_at + ffn, (incoming * value).to(grad_gate_up.dtype.element_ty), mask=written)
+                tl.store(grad_gate_at + ffn, (incoming * value).to(grad_gate_up.dtype.element_ty), mask=read)
                 incoming *= up
             grad_gate = incoming * _slope(gate, CURVE)
-            tl.store(grad_gate_at, grad_gate.to(grad_gate_up.dtype.element_ty), mask=written)
+            tl.store(grad_gate_at, grad_gate.to(grad_gate_up.dtype.element_ty), mask=read)
         if grad_scale is not None:
-            tl.store(grad_scale + rows, total.to(grad_scale.dtype.element_ty), mask=rows < max_rows)
+            tl.store(grad_scale + rows, total.to(grad_scale.dtype.element_ty), mask=is_live)
 
 
 @triton.jit

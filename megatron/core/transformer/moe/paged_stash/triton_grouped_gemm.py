@@ -10,14 +10,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["forward"], do_not_specialize_on_alignment=["needed"])
+@triton.jit(do_not_specialize_on_alignment=["needed"])
 def grouped_gemm_kernel(
     x,
     weight,
     offsets,
     needed,
     out,
-    forward,
     num_experts,
     max_rows,
     inner,
@@ -33,13 +32,12 @@ def grouped_gemm_kernel(
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    """Tiles [ROWS, COLUMNS] of the product in turn. Rows of no expert form one more group, whose sums have no terms."""
-    if (forward == 0) & (tl.load(needed) == 0):
+    """Tiles [ROWS, COLUMNS] of the product in turn; rows of no expert are left alone."""
+    if tl.load(needed) == 0:
         return
     group = tl.arange(0, GROUPS)
     ends = _ends(offsets + group, max_rows, group < num_experts)
-    ends = tl.where((group == num_experts) & (forward != 0), max_rows, ends)
-    starts = _ends(offsets + group - 1, max_rows, (group > 0) & (group <= num_experts))
+    starts = _ends(offsets + group - 1, max_rows, (group > 0) & (group < num_experts))
     column_tiles = tl.cdiv(outer, COLUMNS)
     tiles = tl.cdiv(tl.maximum(ends - starts, 0), ROWS) * column_tiles
     tile_ends = tl.cumsum(tiles, 0)
@@ -57,7 +55,7 @@ def grouped_gemm_kernel(
         weight_at = weight + expert.to(tl.int64) * weight_expert
         weight_at += term[:, None].to(tl.int64) * weight_row + columns[None, :].to(tl.int64) * weight_column
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first in tl.range(0, tl.where(expert < num_experts, inner, 0), TERMS):
+        for first in tl.range(0, inner, TERMS):
             left = tl.load(x_at, mask=(rows < end)[:, None] & (term[None, :] < inner - first), other=0)
             is_weight = (term[:, None] < inner - first) & (columns[None, :] < outer)
             right = tl.load(weight_at, mask=is_weight, other=0)

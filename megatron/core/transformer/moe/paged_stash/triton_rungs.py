@@ -1,7 +1,7 @@
 """Launches the Triton kernels of the operators in rung_operators.py, with the same arguments on CUDA tensors.
 
-One compiled kernel serves a rung and its forward function, so that both give the same bits: `forward`, a number that
-kernels are not specialized on, is 1 in forward, where `needed` does not count and rows beyond the live ones become 0.
+One compiled kernel serves a rung and its forward function, so that both give the same bits. In forward it is needed if
+there are any rows: `needed` is their number.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ def act_from_gate_up(
     gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, needed: Tensor, out: Tensor, activation: str
 ) -> None:
     """act again, if needed; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
-    _launch_act(gate_up, scale, num_rows=num_rows, needed=needed, out=out, activation=activation, forward=0)
+    _launch_act(gate_up, scale, num_rows=num_rows, needed=needed, out=out, activation=activation)
 
 
 def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, out: Tensor, activation: str) -> None:
     """act in forward; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
-    _launch_act(gate_up, scale, num_rows=num_rows, needed=num_rows, out=out, activation=activation, forward=1)
+    _launch_act(gate_up, scale, num_rows=num_rows, needed=num_rows, out=out, activation=activation)
 
 
 def gated_activation_backward(
@@ -65,13 +65,13 @@ def gated_activation_backward(
 
 def gate_up_from_x(x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor) -> None:
     """x times each row's expert's weight, if needed; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
-    # As int32, low word first, because in forward the kernel gets the offsets, int32, in its place.
-    _launch_grouped_gemm(x, weight, offsets=offsets, needed=needed.view(torch.int32), out=out, forward=0)
+    # As int32, low word first, because in forward the kernel gets the last offset, int32, in its place.
+    _launch_grouped_gemm(x, weight, offsets=offsets, needed=needed.view(torch.int32), out=out)
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
     """x times each row's expert's weight in forward; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
-    _launch_grouped_gemm(x, weight, offsets=offsets, needed=offsets, out=out, forward=1)
+    _launch_grouped_gemm(x, weight, offsets=offsets, needed=offsets[-1:], out=out)
 
 
 def grouped_gemm_weight_grad(x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor) -> None:
@@ -111,7 +111,6 @@ def _launch_act(
     needed: Tensor,
     out: Tensor,
     activation: str,
-    forward: int,
 ) -> None:
     _refuse_what_no_kernel_takes(gate_up, out)
     chosen, (max_rows, ffn) = activation_of(activation), out.shape
@@ -124,7 +123,6 @@ def _launch_act(
             num_rows,
             needed,
             out,
-            forward,
             max_rows,
             ffn,
             gate_up.stride(0),
@@ -136,14 +134,14 @@ def _launch_act(
         )
 
 
-def _launch_grouped_gemm(
-    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, forward: int
-) -> None:
+def _launch_grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor) -> None:
     _refuse_what_no_kernel_takes(x, out)
     experts, inner, outer = weight.shape
+    if experts == 0:
+        return
     tile = gemm_tile(x.dtype)
-    # The last tile of each expert's rows may be partly empty, and so may that of the rows of no expert.
-    tiles = (triton.cdiv(x.shape[0], tile["ROWS"]) + experts + 1) * triton.cdiv(outer, tile["COLUMNS"])
+    # The last tile of each expert's rows may be partly empty.
+    tiles = (triton.cdiv(x.shape[0], tile["ROWS"]) + experts) * triton.cdiv(outer, tile["COLUMNS"])
     with torch.accelerator.device_index(x.device.index):
         grouped_gemm_kernel[(_programs(x, tiles),)](
             x,
@@ -151,7 +149,6 @@ def _launch_grouped_gemm(
             offsets,
             needed,
             out,
-            forward,
             experts,
             x.shape[0],
             inner,
@@ -159,7 +156,7 @@ def _launch_grouped_gemm(
             *x.stride(),
             *weight.stride(),
             out.stride(0),
-            GROUPS=triton.next_power_of_2(experts + 1),
+            GROUPS=triton.next_power_of_2(experts),
             **tile,
         )
 
@@ -201,7 +198,6 @@ def _gemm_cases(dtype: torch.dtype, name: str) -> Iterator[CompileCase]:
             offsets="*i32:16",
             needed="*i32",
             out=data,
-            forward="i32",
             num_experts="i32",
             weight_expert=size,
             weight_row=row,
@@ -236,7 +232,6 @@ def _act_cases(name: str, curve: Curve) -> Iterator[CompileCase]:
         options={"num_warps": 4},
         needed="*i64",
         out=data,
-        forward="i32",
         out_pitch=size,
         **shared,
         **_act_tile(1024, _ACT_ELEMENTS),

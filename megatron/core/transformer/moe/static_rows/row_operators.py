@@ -34,13 +34,14 @@ def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tens
     x: [T, W], any dtype; source_of_row: [C], int64; num_rows: [1], int64; out: [C, W], x's dtype.
     """
     live = source_of_row[: _live_rows_sync(num_rows, out)]
+    rows = out[: len(live)]
     if len(x) == 0:
-        out[: len(live)].zero_()
+        rows.zero_()
         return
-    torch.index_select(x, 0, live.clamp(min=0), out=out[: len(live)])
-    padding = live < 0
-    if padding.any():
-        out[: len(live)].masked_fill_(padding.unsqueeze(1), 0)
+    padding = (live < 0).nonzero().view(-1)
+    torch.index_select(x, 0, live.clamp(min=0) if len(padding) else live, out=rows)
+    if len(padding):
+        rows.index_fill_(0, padding, 0)
 
 
 @operator(_NAMESPACE, "(Tensor rows, Tensor row_of_slot) -> Tensor", cuda=_CUDA, fake=_like_tokens)
@@ -53,7 +54,10 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
         return _like_tokens(rows, row_of_slot).zero_()
     there = row_of_slot >= 0
     if there.all():
-        return F.embedding_bag(row_of_slot, rows, mode="sum")
+        one_each = row_of_slot.shape[1] == 1
+        return (
+            rows.index_select(0, row_of_slot.view(-1)) if one_each else F.embedding_bag(row_of_slot, rows, mode="sum")
+        )
     # One bag a token, of the rows that it has.
     ends = there.sum(dim=1).cumsum(0)
     return F.embedding_bag(row_of_slot[there], rows, F.pad(ends[:-1], (1, 0)), mode="sum")

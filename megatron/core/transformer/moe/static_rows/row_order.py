@@ -16,21 +16,18 @@ from megatron.core.transformer.moe.permutation import count_sorted
 class StaticOrder:
     """Slots in the rows of a buffer, all on one device.
 
-    slot_of_row: [C], int64, -1 for a row of padding. row_of_slot: [T, K], int64, -1 for a slot without a row.
+    slot_of_row, token_of_row: [C], int64, -1 for a row of padding. row_of_slot: [T, K], int64, -1 for a slot without a
+    row.
     rows_per_group: [G], int64: rows of each expert, padding among them; or those for each expert of each rank, whether
     they fit or not.
     rows_needed: [1], int64: of the buffer, or of each rank's part of it; with fewer, slots are lost.
     """
 
     slot_of_row: Tensor
+    token_of_row: Tensor
     row_of_slot: Tensor
     rows_per_group: Tensor
     rows_needed: Tensor
-
-    @property
-    def token_of_row(self) -> Tensor:
-        """[C], int64, -1 for a row of padding."""
-        return self.slot_of_row.div(self.row_of_slot.shape[1], rounding_mode="floor")
 
 
 def order_by_expert(expert_indices: Tensor, num_experts: int, *, capacity: int, alignment: int = 1) -> StaticOrder:
@@ -114,4 +111,6 @@ def _order(
     slot_of_row[rows] = slots
     row_of_slot = torch.empty_like(slots)
     row_of_slot[slots] = rows.where(rows < num_rows, -1)
-    return StaticOrder(slot_of_row[:num_rows], row_of_slot.view(shape), rows_per_group, rows_needed)
+    slot_of_row = slot_of_row[:num_rows]
+    token_of_row = slot_of_row.div(shape[1], rounding_mode="floor")
+    return StaticOrder(slot_of_row, token_of_row, row_of_slot.view(shape), rows_per_group, rows_needed)

@@ -93,7 +93,7 @@ def test_gate_up_again_is_the_forwards(
     forward = torch.full((capacity, outer), math.nan, dtype=dtype)
     again = torch.full((capacity, outer), 7, dtype=dtype)
     kernels.grouped_gemm(x, weight, offsets=offsets, out=forward)
-    assert near(forward[:rows], by_expert(x, weight, counts), inner=inner) and not forward[rows:].any()
+    assert near(forward[:rows], by_expert(x, weight, counts), inner=inner) and forward[rows:].isnan().all()
     kernels.gate_up_from_x(x, weight, offsets=offsets, needed=CLEAR, out=again)
     assert (again == 7).all()
     kernels.gate_up_from_x(x, weight, offsets=offsets, needed=SET, out=again)
@@ -128,7 +128,7 @@ def test_act_again_is_the_forwards(kernels: ModuleType, activation: str, dtype: 
         assert torch.equal(again[:rows], forward[:rows]) and (again[rows:] == 7).all()
         wide, weight = (value[:rows].double().requires_grad_() for value in (gate_up, scale))
         act = PLAIN[activation](wide[:, :ffn]) * (wide[:, ffn:] if is_gated else 1) * weight[:, None]
-        assert near(forward[:rows], act.detach()) and not forward[rows:].any()
+        assert near(forward[:rows], act.detach()) and forward[rows:].isnan().all()
         grad = poisoned(rows, capacity, ffn, dtype=dtype)
         found = torch.full_like(gate_up, math.nan), torch.full_like(scale, math.nan)
         kernels.gated_activation_backward(
@@ -141,7 +141,7 @@ def test_act_again_is_the_forwards(kernels: ModuleType, activation: str, dtype: 
             activation=activation,
         )
         for one, expected in zip(found, torch.autograd.grad(act, (wide, weight), grad[:rows].double())):
-            assert near(one[:rows], expected, inner=8 * ffn) and not one[rows:].any()
+            assert near(one[:rows], expected, inner=8 * ffn) and one[rows:].isnan().all()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -158,7 +158,7 @@ def test_grouped_gemm_has_the_bits_of_torchs(
     found = torch.autograd.grad(ours, (x, weight), grad)
     expected = torch.autograd.grad(theirs, (x, weight), grad[:rows])
     assert torch.equal(ours[:rows], theirs) and torch.equal(found[1], expected[1])
-    assert torch.equal(found[0][:rows], expected[0][:rows]) and not found[0][rows:].any()
+    assert torch.equal(found[0][:rows], expected[0][:rows])
     assert found[1].stride() == weight.stride()
 
 
@@ -172,8 +172,8 @@ def test_swiglu_has_the_bits_of_the_trainers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", PLAIN)
 def test_gradients_are_exact(activation: str) -> None:
     counts, ffn = [2, 0, 3], 3
-    x = poisoned(6, 6, 4, dtype=torch.float64).requires_grad_()
-    scale = poisoned(6, 6, dtype=torch.float64).requires_grad_()
+    x = poisoned(5, 5, 4, dtype=torch.float64).requires_grad_()
+    scale = poisoned(5, 5, dtype=torch.float64).requires_grad_()
     fc1 = weights(3, 4, ffn * (1 + ("glu" in activation)), dtype=torch.float64).requires_grad_()
     fc2 = weights(3, ffn, 4, dtype=torch.float64, transposed=True).requires_grad_()
     assert torch.autograd.gradcheck(lambda *inputs: mlp(inputs, counts, activation), (x, scale, fc1, fc2))
@@ -207,11 +207,11 @@ def test_marks_write_what_forward_gave() -> None:
     gate_up = grouped_gemm(x, weight.requires_grad_(), offsets=offsets)
     again, act = torch.zeros_like(gate_up), torch.zeros(capacity, 4)
     recompute_gate_up(weight, offsets)(again, SET, x)
-    assert torch.equal(again, gate_up)
+    assert torch.equal(again[:5], gate_up[:5])
     for rest in ([scale], []):
         recompute_act(num_rows, "geglu")(act, SET, again, *rest)
         forward = gated_activation(gate_up, rest[0] if rest else None, num_rows=num_rows, activation="geglu")
-        assert torch.equal(act, forward)
+        assert torch.equal(act[:5], forward[:5])
 
 
 def test_mistakes_are_named() -> None:
