@@ -87,8 +87,8 @@ def grouped_gemm_weight_grad(x: Tensor, grad: Tensor, *, offsets: Tensor, out: T
         weight_grad_kernel[(programs,)](x, grad, offsets, out, x.shape[0], inner, outer, *strides, **tile)
 
 
-# Elements of one tile: 32 for each thread of 4 warps, and 16 where registers hold several of each.
-_ACT_ELEMENTS, _GRADIENT_ELEMENTS = 4096, 2048
+# Elements of one tile: 32 for each thread of 4 warps, and 8 where registers hold several of each.
+_ACT_ELEMENTS, _GRADIENT_ELEMENTS = 4096, 1024
 
 
 def _act_tile(ffn: int, elements: int) -> dict[str, int]:
