@@ -179,8 +179,8 @@ def pool_layout(
 ) -> PoolLayout | None:
     """The pool of a stage whose longest step has these events; None if it stashes nothing.
 
-    balanced_rows: rows of a pass if every rank gets as many. Pages that a run once grew to are not given up. Raises
-    ValueError for more pages than a pool can count.
+    balanced_rows: rows of a pass if every rank gets as many. Pages that a run once grew to stay, unless their tier is
+    not wanted any more. Raises ValueError for more pages than a pool can count.
     """
     needs = StepNeeds(events, specs, balanced_rows, page_bytes(config))
     if needs.most_pages == 0:
@@ -191,8 +191,10 @@ def pool_layout(
     else:
         device = given // needs.page_bytes
     host = _pages_of_factor(config.moe_paged_stash_buffer_size_factor_cpu, needs, learned=learned)
-    device = max(device, _multiple(learned.device_factor or 0.0, balanced))
-    host = max(host, _multiple(learned.host_factor or 0.0, balanced))
+    if device:
+        device = max(device, _multiple(learned.device_factor or 0.0, balanced))
+    if host:
+        host = max(host, _multiple(learned.host_factor or 0.0, balanced))
     for name, pages in (("cuda", device), ("cpu", host)):
         if pages >= 2**31:
             raise ValueError(
@@ -226,17 +228,23 @@ def capacity_factor(flag: float, learned: LearnedSizes) -> float:
 
 def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
     """For the log: which settings a resumed run goes beyond, because it had to grow before its checkpoint."""
-    device = config.moe_paged_stash_buffer_size_factor_cuda if config.moe_paged_stash_buffer_bytes is None else 0.0
+    # Any growth is beyond a number of bytes; a tier that is not wanted any more does not grow.
+    device = config.moe_paged_stash_buffer_size_factor_cuda or math.inf
+    host = config.moe_paged_stash_buffer_size_factor_cpu or math.inf
     sizes = (
-        ("moe_expert_rank_capacity_factor", config.moe_expert_rank_capacity_factor, learned.capacity_factor),
-        ("moe_paged_stash_buffer_size_factor_cuda", device, learned.device_factor),
-        ("moe_paged_stash_buffer_size_factor_cpu", config.moe_paged_stash_buffer_size_factor_cpu, learned.host_factor),
+        ("moe_expert_rank_capacity_factor", config.moe_expert_rank_capacity_factor or 0.0, learned.capacity_factor),
+        (
+            "moe_paged_stash_buffer_size_factor_cuda",
+            device if config.moe_paged_stash_buffer_bytes is None else 0.0,
+            learned.device_factor,
+        ),
+        ("moe_paged_stash_buffer_size_factor_cpu", host, learned.host_factor),
     )
     return [
         f"{name}: the run of the checkpoint had to grow to {grown:.4g}, which counts here too; give a larger one to "
         "overrule it"
         for name, asked, grown in sizes
-        if asked is not None and grown is not None and grown > asked
+        if grown is not None and grown > asked
     ]
 
 

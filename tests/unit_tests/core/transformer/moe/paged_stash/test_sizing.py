@@ -77,8 +77,9 @@ def walked_peak(events: list[StashEvent], rows: dict[str, int], *, widths: tuple
     ({"cuda": 0.0, "cpu": 1.0}, {}, (0.0, 1.0, "balanced")),
     ({"cuda": -1.2}, {}, (1.2, 0.0, "balanced")),
     ({"cuda": -1.2, "cpu": -0.5}, {"rows_share": {1: 1.37, 2: 9.0}}, (1.2, 0.5, "measured")),
-    ({"cuda": 0.6}, {"device_factor": 1.7, "host_factor": 0.3}, (1.7, 0.3, "balanced")),
+    ({"cuda": 0.6}, {"device_factor": 1.7, "host_factor": 0.3}, (1.7, 0.0, "balanced")),
     ({"cuda": 2.0}, {"device_factor": 1.7}, (2.0, 0.0, "balanced")),
+    ({"cuda": 0.0, "cpu": 1.0}, {"device_factor": 1.7, "host_factor": 1.2}, (0.0, 1.2, "balanced")),
 ])  # fmt: skip
 def test_tiers_are_multiples_of_the_need_of_the_step(
     stages: int, layers: int, microbatches: int, fields: dict, learned: dict, factors: tuple[float, float, str]
@@ -156,6 +157,12 @@ def test_learned_sizes_are_those_of_all_ranks_and_shares_end_where_experts_are_s
     assert (
         len(lines) == 1 and lines[0].startswith("moe_paged_stash_buffer_size_factor_cuda: ") and "to 1.4," in lines[0]
     )
+    for fields, count in (
+        ({"cuda": 0.0, "cpu": 1.0}, 1),
+        ({"cuda": 2.0}, 1),
+        ({"moe_paged_stash_buffer_bytes": PAGE}, 2),
+    ):
+        assert len(learned_lines(settings(**fields), both)) == count
     assert [capacity_factor(flag, both) for flag in (2.0, 3.5)] == [3.0, 3.5]
     assert capacity_factor(2.0, LearnedSizes()) == 2.0
 
