@@ -7,7 +7,7 @@ import argparse
 import functools
 import math
 from collections import Counter as Multiset
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -156,7 +156,8 @@ class ExpertMemory:
                 f"{_flags_of(grown, self._config)}, or another policy"
             )
         self.adopt(grown)
-        return f"from now on {_flags_of(grown, self._config)}; {lacking}"
+        growth = _flags_of(grown, self._config) or "more pages are kept back for the experts' inputs"
+        return f"from now on {growth}; {lacking}"
 
     def adopt(self, sizes: LearnedSizes) -> None:
         """Takes over what earlier steps, other ranks or a checkpoint learned: nothing becomes smaller."""
@@ -243,6 +244,11 @@ class ExpertMemory:
         wanted = self.needs.pages(rows.__getitem__, up_to=Priority.INPUT if self._has_rungs else Priority.ACT)
         layout = self.stash.pool.layout
         words = f"rows that cannot be computed again needed {wanted} pages, of {layout.num_pages}"
+        reserved_share = self._reserved_share()
+        self._learn_rows(rows.values())
+        if self._has_rungs and self._reserved_share() > reserved_share and wanted * _HEADROOM <= layout.num_pages:
+            # Others took the pages, as fewer rows were expected: the reserve that is made of these rows is enough.
+            return words, LearnedSizes()
         return words, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 
     def _rows_sync(self) -> dict[Group, int]:
@@ -279,10 +285,7 @@ class ExpertMemory:
 
     def _remember(self, figures: StepFigures) -> None:
         """The most rows that a pass of each layer had; a first measured peak makes the pool anew where it counts."""
-        shares: dict[int, float] = {}
-        for layer, rows in zip(figures.passes, figures.rows):
-            shares[layer] = max(shares.get(layer, 0.0), rows / self._balanced_rows)
-        self._learned = self._learned.merged(LearnedSizes(rows_share=shares))
+        self._learn_rows(figures.rows)
         config = self._config
         if (
             not self._is_measured
@@ -291,6 +294,13 @@ class ExpertMemory:
             # The next step makes a pool as large as this one's peak asks for.
             self.step.stash, self._num_microbatches = None, 0
         self._is_measured = True
+
+    def _learn_rows(self, rows: Iterable[int]) -> None:
+        """rows: live ones of each expert forward of the step, in order."""
+        shares: dict[int, float] = {}
+        for layer, live in zip(self.step.passes, rows):
+            shares[layer] = max(shares.get(layer, 0.0), live / self._balanced_rows)
+        self._learned = self._learned.merged(LearnedSizes(rows_share=shares))
 
 
 def _flags_of(sizes: LearnedSizes, config: TransformerConfig) -> str:

@@ -1,0 +1,197 @@
+"""Counts, operator by operator, what the expert layers of a process hold for backward while training steps run.
+
+Bytes of memory that exists, not of formulas: storages that forward made and that are still alive, pages that a pool
+gave out and did not get back, buffers that rows came back to. Which steps run is the caller's matter.
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.paged_stash.page_layout import Held, split_tensors
+
+# By address: a reference that keeps nothing alive, and bytes.
+_Storages = dict[int, tuple[StorageWeakRef, int]]
+
+
+class Kind(enum.Enum):
+    """What memory holds that a layer's forward made."""
+
+    ROWS = "rows of experts: x, routing weights, gate_up, act and what they compute"
+    WIRE = "other floating-point numbers of dispatch and combine: rows to send, received, to sum"
+    INDEX = "integers: orders of rows, counts"
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes at one moment. rows, wire, index: alive storages of that Kind. pages: given out, as a whole. restored:
+    buffers of rows that are back. live: of the rows in pages; tensors: how many hold pages.
+    """
+
+    rows: int = 0
+    wire: int = 0
+    index: int = 0
+    pages: int = 0
+    restored: int = 0
+    live: int = 0
+    tensors: int = 0
+
+    @property
+    def activations(self) -> int:
+        """What is held of the experts' activations, wherever it lies."""
+        return self.rows + self.pages + self.restored
+
+
+@dataclass
+class Peaks:
+    """Of the steps inside an ExpertBytes.
+
+    held: when activations took most, between forwards of expert layers, so that nothing counts but what waits for
+    backward. wire: most bytes of that kind, forwards included. working_set: the largest group's whole buffers that went
+    into pages. excess_pages: how many more pages were held than live bytes fill, less one for each tensor; the memory
+    law says at most 0. page_bytes, high_water: of the pool; 0 without one.
+    """
+
+    held: HeldBytes = HeldBytes()
+    wire: int = 0
+    working_set: int = 0
+    excess_pages: int = 0
+    page_bytes: int = 0
+    high_water: int = 0
+
+
+class ExpertBytes(TorchDispatchMode):
+    """Inside, operators' results are attributed to the expert layer whose forward runs, and counted while alive.
+
+    Surrounds whole steps. What is held grows in forwards of expert layers and where rows come back, and shrinks
+    anywhere: it is counted behind each of the two.
+    """
+
+    def __init__(self, layers: Iterable[MoELayer]) -> None:
+        super().__init__()
+        self.peaks = Peaks()
+        self._scopes: list[Kind | None] = []  # of the forward that runs; None: of something else inside a layer
+        self._made: dict[Kind, _Storages] = {kind: {} for kind in Kind}
+        self._returned: _Storages = {}
+        self._in_pages: dict[tuple[int, int], tuple[int, int]] = {}  # record -> pages, live bytes
+        for layer in layers:
+            self._watch(layer)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if self._scopes and self._scopes[-1] is not None:
+            inputs = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+            known = {_address(leaf) for leaf in inputs}
+            results = func(*args, **named)
+            # A view makes nothing, nor does a write in place.
+            known.update(map(_address, inputs))
+            for leaf in tree_leaves(results):
+                if isinstance(leaf, Tensor) and leaf.device.type != "meta" and _address(leaf) not in known:
+                    self._attribute(leaf, self._scopes[-1])
+        else:
+            results = func(*args, **named)
+        if func.namespace == "paged_stash":
+            self._follow_pages_sync(func._opname, args, kwargs=named)
+        return results
+
+    def _watch(self, layer: MoELayer) -> None:
+        layer.register_forward_pre_hook(lambda *_: self._scopes.append(Kind.WIRE))
+        layer.experts.register_forward_pre_hook(lambda experts, args: self._enter_experts(args))
+        layer.experts.register_forward_hook(lambda *_: self._leave())
+        for other in (layer.router, layer.shared_experts):
+            if other is not None:
+                other.register_forward_pre_hook(lambda *_: self._scopes.append(None))
+                other.register_forward_hook(lambda *_: self._leave())
+        layer.register_forward_hook(lambda layer, args, output: self._leave_layer(output))
+
+    def _enter_experts(self, args: tuple[Any, ...]) -> None:
+        """What a dispatcher made as x and weights are the experts' rows."""
+        self._scopes.append(Kind.ROWS)
+        for leaf in args:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self._made[Kind.WIRE].pop(_address(leaf), None)
+                self._attribute(leaf, Kind.ROWS)
+
+    def _leave(self) -> None:
+        self._scopes.pop()
+
+    def _leave_layer(self, output: Any) -> None:
+        """The layer's output is the next layer's input."""
+        self._leave()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self._made[Kind.WIRE].pop(_address(leaf), None)
+        self._count()
+
+    def _attribute(self, tensor: Tensor, kind: Kind) -> None:
+        kind = kind if tensor.is_floating_point() else Kind.INDEX
+        storage = tensor.untyped_storage()
+        self._made[kind][storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if kind is Kind.WIRE:
+            self.peaks.wire = max(self.peaks.wire, _alive(self._made[kind]))
+
+    def _follow_pages_sync(self, name: str, args: tuple[Any, ...], *, kwargs: dict[str, Any]) -> None:
+        """Keeps account of who holds pages, by the records that the pool's operators write. NOTE: reads the device."""
+        peaks = self.peaks
+        if name == "restore":
+            for target in kwargs["targets"]:
+                storage = target.untyped_storage()
+                self._returned[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self._count()
+        elif name == "stash":
+            peaks.working_set = max(peaks.working_set, sum(source.nbytes for source in args[0]))
+        elif name in ("plan", "release"):
+            held, page_bytes = kwargs["held"], kwargs["layout"][0]
+            for one in split_tensors(kwargs["tensors"]):
+                pages, rows = held[one.slot, Held.PAGES].item(), held[one.slot, Held.ROWS].item()
+                self._in_pages.pop((held.data_ptr(), one.slot), None)
+                if name == "plan" and pages:
+                    self._in_pages[held.data_ptr(), one.slot] = pages, rows * one.row_bytes
+            pages, live = (sum(column) for column in zip((0, 0), *self._in_pages.values()))
+            peaks.page_bytes, peaks.high_water = page_bytes, max(peaks.high_water, pages)
+            peaks.excess_pages = max(peaks.excess_pages, pages - live // page_bytes - len(self._in_pages))
+
+    def _count(self) -> None:
+        if self._scopes:
+            return
+        now = HeldBytes(
+            rows=_alive(self._made[Kind.ROWS]),
+            wire=_alive(self._made[Kind.WIRE]),
+            index=_alive(self._made[Kind.INDEX]),
+            pages=sum(pages for pages, _ in self._in_pages.values()) * self.peaks.page_bytes,
+            restored=_in_use(self._returned),
+            live=sum(live for _, live in self._in_pages.values()),
+            tensors=len(self._in_pages),
+        )
+        if now.activations > self.peaks.held.activations:
+            self.peaks.held = now
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _alive(storages: _Storages) -> int:
+    """Bytes of those that exist; forgets the others."""
+    for address in [address for address, (reference, _) in storages.items() if reference.expired()]:
+        del storages[address]
+    return sum(num_bytes for _, num_bytes in storages.values())
+
+
+def _in_use(storages: _Storages) -> int:
+    """Bytes of those that someone else than the buffer itself refers to: on the CPU buffers live on."""
+    _alive(storages)
+    total = 0
+    for reference, num_bytes in storages.values():
+        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        # One use is the buffer's own, one that of the object made here.
+        total += num_bytes if torch._C._storage_Use_Count(storage._cdata) > 2 else 0
+    return total

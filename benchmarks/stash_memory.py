@@ -1,0 +1,327 @@
+"""What a rank holds of its experts' activations at the peak of a training step, counted, beside other ways to keep it.
+
+    python benchmarks/stash_memory.py [--only TEXT ...] [--json FILE] [--plot FILE.svg]
+    python benchmarks/stash_memory.py --read FILE --plot FILE.svg
+
+Every line is a run of its own, of what pretrain_gpt.py runs: 8 layers of 16 experts, top-2, fp32, over 8 processes that
+are pipeline stages times ranks of experts. A forced routing gives the experts of rank 0 a multiple of the balanced
+number of rows, which is also the c that has room for them (*needs*). The line is that of the rank that holds most.
+  dropless  buffers of as many rows as come, for which the host waits
+  static    buffers of c times the balanced number of rows; no c below `needs`, which would lose rows
+  stash     static, and pages for what steps so far needed at their peak, and 10 % more
+  rungs     static, and half of the pages of that peak: what finds none is computed again
+
+*held*, MiB: x, routing weights, gate_up and act of all passes whose backward is to come, at the moment between two
+forwards of expert layers when they take most: buffers, pages given out, and buffers of rows that are back. What a
+forward in progress needs beside is not counted, nor gradients. *live*: rows in the pages. *arena*: pages that the pool
+has. *sets*: buffers outside of pages, in units of the largest group's; the law allows 1 + prefetch.
+Apart from these: *index*, integers that the dispatch keeps then; *wire*, the most that its buffers took in any forward;
+*dropped*, tensors computed again; *rss*, by how much a process's resident memory grew in the steps, at its peak: all
+but the experts' part of it is the same in all lines of a layout. glibc keeps freed memory in all of them, holes
+included, as pretrain_gpt.py tells it to.
+
+Asserted for every rank of every run: pages held <= live bytes / page + 1 for each tensor, at all times; buffers
+outside of pages <= 1 + prefetch working sets at the peak.
+"""
+
+import argparse
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+import pretrain_gpt  # noqa: E402
+from benchmarks.held_bytes import ExpertBytes, Peaks  # noqa: E402
+from benchmarks.memory_plot import drawing  # noqa: E402
+from benchmarks.sides import context as machine  # noqa: E402
+from benchmarks.sides import free_port  # noqa: E402
+from megatron.core.device import peak_memory_bytes  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.restored_memory import ALIGNMENT  # noqa: E402
+from megatron.training.initialize import initialize_megatron  # noqa: E402
+from megatron.training.run import TrainingRun  # noqa: E402
+from megatron.training.setup import setup_data, setup_run  # noqa: E402
+from megatron.training.training import train_step  # noqa: E402
+
+RANKS, EXPERTS, TOPK, SEQUENCE = 8, 16, 2, 128
+PREFETCH = 1
+WARM_STEPS = 2  # pools are sized by measured peaks from the second step on
+FLAGS = f"""
+--num-layers 8 --hidden-size 64 --num-attention-heads 4 --num-experts {EXPERTS} --moe-router-topk {TOPK}
+--moe-ffn-hidden-size 128 --moe-grouped-gemm --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall
+--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
+--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+--seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --micro-batch-size 2
+--mock-data --tokenizer-type NullTokenizer --vocab-size 512 --num-workers 0
+--lr 1e-4 --lr-decay-style constant --train-iters 100000 --eval-iters 0
+"""
+STASH = f"--moe-paged-stash --moe-paged-stash-page-size 16 --moe-paged-stash-prefetch-layers {PREFETCH}"
+FACTOR = "--moe-paged-stash-buffer-size-factor-cuda"
+KINDS = {
+    "dropless": "",
+    "static": "",
+    "stash": f"{STASH} {FACTOR} -1.1",
+    "rungs": f"{STASH} {FACTOR} -0.5",
+}
+# Share of the tokens whose first choice is expert 0.
+SKEWS = {"balanced": 0.0, "half hot": 0.5, "one hot": 1.0}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stages, and model chunks of each; all ranks of a stage share the experts."""
+
+    stages: int
+    chunks: int = 1
+    ranks: int = RANKS
+
+    @property
+    def expert_ranks(self) -> int:
+        """How many ranks share the experts of a layer."""
+        return self.ranks // self.stages
+
+    @property
+    def microbatches(self) -> int:
+        """Enough for the steady state of the schedule."""
+        return 2 * self.stages
+
+    @property
+    def flags(self) -> list[str]:
+        """As pretrain_gpt.py takes them."""
+        sizes = {
+            "--pipeline-model-parallel-size": self.stages,
+            "--expert-model-parallel-size": self.expert_ranks,
+            "--global-batch-size": 2 * self.expert_ranks * self.microbatches,
+        }
+        if self.chunks > 1:
+            sizes["--num-virtual-stages-per-pipeline-rank"] = self.chunks
+        return [text for flag, size in sizes.items() for text in (flag, str(size))]
+
+    def __str__(self) -> str:
+        return f"pp{self.stages}" + (f" vpp{self.chunks}" if self.chunks > 1 else "") + f" ep{self.expert_ranks}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. capacity: c; None for dropless."""
+
+    layout: Layout
+    skew: str
+    kind: str
+    capacity: float | None
+
+    @property
+    def argv(self) -> list[str]:
+        """The command line of pretrain_gpt.py."""
+        factor = [] if self.capacity is None else ["--moe-expert-rank-capacity-factor", str(self.capacity)]
+        return [*FLAGS.split(), *self.layout.flags, *factor, *KINDS[self.kind].split()]
+
+    @property
+    def factor_needed(self) -> float:
+        """Rows of the fullest rank over the balanced number."""
+        own = EXPERTS // self.layout.expert_ranks
+        chosen = forced_choices(SKEWS[self.skew], num_tokens=EXPERTS * SEQUENCE)
+        return float((chosen < own).float().mean()) * self.layout.expert_ranks
+
+    def __str__(self) -> str:
+        capacity = "" if self.capacity is None else f" c{self.capacity:g}"
+        return f"{self.layout}, {self.skew}, {self.kind}{capacity}"
+
+
+# Capacity factors beyond the number of ranks make no larger buffers: there are no more rows.
+CAPACITIES = {
+    Layout(1): (1.2, 2.0, 4.5, 8.0),
+    Layout(2): (4.0,),
+    Layout(4): (2.0,),
+    Layout(2, chunks=2): (4.0,),
+}
+
+
+def all_cases() -> list[Case]:
+    """All runs whose buffers have room for the rows that come."""
+    cases = []
+    for layout, capacities in CAPACITIES.items():
+        # How skews differ shows without a pipeline.
+        for skew in SKEWS if layout.stages == 1 else ("balanced", "one hot"):
+            found = [Case(layout, skew, kind, c) for c in capacities for kind in ("static", "stash", "rungs")]
+            cases.append(Case(layout, skew, "dropless", None))
+            cases += [case for case in found if case.capacity is None or case.capacity >= case.factor_needed]
+    return cases
+
+
+def forced_choices(hot_share: float, *, num_tokens: int) -> Tensor:
+    """Experts of each token: expert 0 and another one for the first hot_share of the tokens, all in turn for the rest.
+
+    Returns [T, K], int64.
+    """
+    tokens = torch.arange(num_tokens)
+    in_turn = (tokens.unsqueeze(1) * TOPK + torch.arange(TOPK)) % EXPERTS
+    hot = torch.stack([torch.zeros_like(tokens), 1 + tokens % (EXPERTS - 1)], dim=1)
+    return torch.where((tokens < hot_share * num_tokens).unsqueeze(1), hot, in_turn)
+
+
+def force_routing(router: nn.Module, hot_share: float) -> None:
+    """Replaces the router's choices; the weights stay, with their gradients."""
+
+    def choose(weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        return weights, forced_choices(hot_share, num_tokens=len(indices)).to(indices.device)
+
+    router.register_forward_hook(lambda module, args, output: choose(*output))
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank measured; arena_bytes: of the pool's device pages; dropped: tensors computed again in a step."""
+
+    peaks: Peaks
+    arena_bytes: int
+    dropped: int
+    voids: int
+    rss_bytes: int
+
+    def check_memory_law(self) -> None:
+        """Raises AssertionError where more is held than rows, page tails and working sets account for."""
+        peaks, held = self.peaks, self.peaks.held
+        assert peaks.excess_pages <= 0, f"{peaks.excess_pages} pages more than live rows fill, and one for each tensor"
+        # The rows of x, weights, gate_up and act come back to whole words of 64 bytes.
+        outside, allowed = held.rows + held.restored, (1 + PREFETCH) * (peaks.working_set + 4 * ALIGNMENT)
+        assert self.arena_bytes == 0 or outside <= allowed, f"{outside} bytes outside of pages, {allowed} allowed"
+        assert held.pages <= self.arena_bytes, f"{held.pages} bytes of pages in a pool of {self.arena_bytes}"
+
+
+def train(case: Case) -> RankFigures:
+    """Some steps of training, the last of which is measured, as a rank of torchrun."""
+    args = initialize_megatron(argv=case.argv)
+    run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
+    layers = [part for chunk in run.model for part in chunk.modules() if isinstance(part, MoELayer)]
+    for layer in layers:
+        force_routing(layer.router, SKEWS[case.skew])
+    before = peak_memory_bytes(run.device)
+    for _ in range(WARM_STEPS):
+        train_step(run)
+    with ExpertBytes(layers) as counted:
+        train_step(run)
+    return figures_of(run, counted.peaks, rss=peak_memory_bytes(run.device) - before)
+
+
+def run_rank(case: Case, connection: Connection, *, rank: int, port: int) -> None:
+    """One process of a case; sends its figures."""
+    torch.set_num_threads(1)
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.layout.ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(size) for name, size in sizes.items()}, MASTER_ADDR="127.0.0.1")
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        connection.send(train(case))
+    dist.destroy_process_group()
+
+
+def figures_of(run: TrainingRun, peaks: Peaks, *, rss: int) -> RankFigures:
+    """Of this rank's last step."""
+    step = None if run.expert_memory is None else run.expert_memory.last_step
+    if step is None or step.layout is None:
+        return RankFigures(peaks, arena_bytes=0, dropped=0, voids=0, rss_bytes=rss)
+    dropped = step.counters[Counter.DROPPED_GATE_UP] + step.counters[Counter.DROPPED_ACT]
+    arena = step.layout.device_pages * step.layout.page_bytes
+    return RankFigures(peaks, arena_bytes=arena, dropped=dropped, voids=step.voids, rss_bytes=rss)
+
+
+def measure(case: Case) -> list[RankFigures]:
+    """Runs a case in processes of its own; the figures of each rank."""
+    context, port = get_context("forkserver"), free_port()
+    ranks = []
+    for rank in range(case.layout.ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=run_rank, args=(case, theirs), kwargs={"rank": rank, "port": port})
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    figures = [connection.recv() for _, connection in ranks]
+    for process, _ in ranks:
+        process.join()
+    for one in figures:
+        one.check_memory_law()
+    return figures
+
+
+def line_of(case: Case, ranks: list[RankFigures]) -> dict[str, Any]:
+    """The rank that holds most, and what is the most of any rank."""
+    most = max(ranks, key=lambda one: one.peaks.held.activations)
+    held = most.peaks.held
+    return {
+        "layout": str(case.layout),
+        "skew": case.skew,
+        "needs": case.factor_needed,
+        "kind": case.kind,
+        "capacity": case.capacity,
+        "held_bytes": held.activations,
+        "sets": (held.rows + held.restored) / most.peaks.working_set if most.peaks.working_set else None,
+        "working_set_bytes": most.peaks.working_set,
+        "arena_bytes": most.arena_bytes,
+        "dropped": most.dropped,
+        "wire_bytes": max(one.peaks.wire for one in ranks),
+        "rss_bytes": max(one.rss_bytes for one in ranks),
+        **{f"at_peak_{name}": number for name, number in asdict(held).items()},
+    }
+
+
+def print_line(line: dict[str, Any]) -> None:
+    """One line of the table."""
+    mib = [line[name] / 2**20 for name in ("held_bytes", "at_peak_live", "arena_bytes", "at_peak_index", "wire_bytes")]
+    capacity = "" if line["capacity"] is None else f"{line['capacity']:g}"
+    sets = "" if line["sets"] is None else f"{line['sets']:.2f}"
+    print(
+        f"{line['layout']:14}{line['skew']:10}{line['needs']:6.2f}  {line['kind']:10}{capacity:>5}"
+        + "".join(f"{number:8.1f}" for number in mib)
+        + f"{sets:>6}{line['dropped']:9}{line['rss_bytes'] / 2**20:8.0f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    options = parse_options()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    print(
+        f"{'layout':14}{'skew':10}{'needs':>6}  {'kind':10}{'c':>5}"
+        f"{'held':>8}{'live':>8}{'arena':>8}{'index':>8}{'wire':>8}{'sets':>6}{'dropped':>9}{'rss':>8}"
+    )
+    lines: list[dict[str, Any]] = [] if options.read is None else json.loads(options.read.read_text())["lines"]
+    for line in lines:
+        print_line(line)
+    for case in all_cases() if options.read is None else ():
+        if all(text in str(case) for text in options.only):
+            lines.append(line_of(case, measure(case)))
+            print_line(lines[-1])
+            if options.json is not None:
+                options.json.write_text(json.dumps({"lines": lines, **machine()}, indent=1) + "\n")
+    if options.plot is not None:
+        options.plot.write_text(drawing(lines, layout=str(Layout(1))))
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line of this benchmark. --read draws what an earlier run wrote."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help='of runs named like "pp1 ep8, one hot, stash c6"')
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw bytes held over the capacity factor")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: the figures of an earlier --json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    get_context("forkserver").set_forkserver_preload(["benchmarks.stash_memory"])
+    main()
