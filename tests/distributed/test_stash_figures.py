@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 
 from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.training.callbacks import RunStart
+from megatron.training.routing_trace import read_routing
 from megatron.training.stash_meter import stash_timeline
 from megatron.training.training import train_step
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
+from tools.stash_factors import Layout, demands
 
 FLAGS: Flags = {
     "num-layers": 4,
@@ -22,6 +25,10 @@ FLAGS: Flags = {
     "log-interval": 1,
 }
 # Pools that are too small: pages are spilled, and tensors computed again.
+PLANNED = {
+    "experts": Layout(expert_ranks=2, page_size=4),
+    "stages": Layout(num_stages=2, num_chunks=2, page_size=4),
+}
 LAYOUTS: dict[str, Flags] = {
     "experts": {
         "expert-model-parallel-size": 2,
@@ -42,6 +49,7 @@ def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) 
     flags = {**read_bases()["moe"], **FLAGS, **LAYOUTS[layout], "record-routing": str(tmp_path / "trace.jsonl")}
     ranks = run_on_ranks(_figures_of_steps, 2, command_line(flags))
     num_ranks = flags.get("expert-model-parallel-size", 1)
+    planned = demands(read_routing(tmp_path / "trace.jsonl"), PLANNED[layout])
     for step in range(3):
         (first, report, routing), (second, other, _) = ranks[0][step], ranks[1][step]
         assert report == other and first["pool"] == first["timeline"] and second["pool"] == second["timeline"]
@@ -50,6 +58,9 @@ def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) 
         passes = first["rows"] | second["rows"] if layout == "stages" else first["rows"]
         assert passes == {layer: [ranks[0] for ranks in rows] for layer, rows in expected.items()}
         most = {layer: max(map(max, rows)) for layer, rows in expected.items()}
+        # What the tool says before a run is what the run says.
+        assert (planned[step].rows,) == pytest.approx(report.factors_needed)
+        assert (planned[step].pages,) == pytest.approx(report.pool.factors_needed)
         assert report.rows == most and report.factors_needed == pytest.approx((max(most.values()) / (32 * 2),))
 
 
@@ -67,8 +78,10 @@ def _figures_of_steps(argv: list[str]) -> list[Any]:
     with started_run(argv) as run:
         assert run.expert_memory is not None
         found = []
+        run.callbacks.on_train_start(RunStart(iteration=0, train_iters=3))
         for _ in range(3):
             report = run.measured(train_step(run)[0])
+            run.callbacks.on_step_end(report)
             routing = {layer: counts.tolist() for layer, counts in (report.routing or {}).items()}
             found.append((_compared(run.expert_memory.last_step), report.stash, routing))
         return found
