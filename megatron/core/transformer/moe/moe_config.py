@@ -104,7 +104,10 @@ def validate_dispatcher(config: MoEConfig) -> None:
     """Raises ValueError for a dispatcher that is not available, or that sends nothing beside which to compute."""
     kind = config.moe_token_dispatcher_type
     if kind == "flex":
-        raise ValueError("moe_token_dispatcher_type is flex: not available, must be allgather or alltoall")
+        raise ValueError(
+            "moe_token_dispatcher_type is flex: there is no support for its libraries (DeepEP, HybridEP, NCCL EP), it "
+            "must be allgather or alltoall, which send rows by torch's collectives"
+        )
     if not config.moe_shared_expert_overlap:
         return
     if config.moe_shared_expert_intermediate_size is None:
