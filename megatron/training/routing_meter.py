@@ -1,7 +1,7 @@
 """Tokens per expert of each micro-batch, layer and rank, gathered on the first rank once a step: for routing traces."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from megatron.core.device import default_device
 from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.callbacks import StepReport
 
@@ -27,25 +26,24 @@ class RoutingMeter:
         """
         self._samples_of_microbatch = samples_of_microbatch
         routers = [part for chunk in model for part in chunk.modules() if isinstance(part, TopKRouter)]
-        self._recorders: list[AuxLossRecorder] = []
         for router in routers:
             router.keep_passes()
-            self._recorders += [] if router.aux_losses in self._recorders else [router.aux_losses]
+        # All routers of a rank may share one, which gives its passes once.
+        self._recorders = list(dict.fromkeys(router.aux_losses for router in routers))
         self._layers = sorted(router.layer_number for router in routers)
-        self._num_experts = max((router.num_experts for router in routers), default=0)
         group = dist.group.WORLD if dist.is_initialized() else None
         self._device = default_device()
         self._rank, self._world_size = group_rank(group), group_size(group)
-        own = group_rank(groups.pp), _ranks_of(groups.tp_ep, self._rank), self._layers, self._num_experts
+        own = _Place(
+            stage=group_rank(groups.pp),
+            sharing=_ranks_of(groups.tp_ep, self._rank),
+            layers=self._layers,
+            num_experts=max((router.num_experts for router in routers), default=0),
+        )
         everyone = gather_objects(own, group)
-        self._num_experts = max(experts for *_, experts in everyone)
-        self._most_layers = max(len(layers) for _, _, layers, _ in everyone)
-        # A stage's ranks in the order of the trace, and its layers.
-        stages: dict[int, tuple[list[int], list[int]]] = {}
-        for rank, (stage, sharing, layers, _) in enumerate(everyone):
-            ranks, _ = stages.setdefault(stage, ([], layers))
-            ranks += [] if rank in ranks else sharing
-        self._stages = [stages[stage] for stage in sorted(stages)]
+        self._num_experts = max(place.num_experts for place in everyone)
+        self._most_layers = max(len(place.layers) for place in everyone)
+        self._stages = _stages_of(everyone)
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets routing, on the first rank alone."""
@@ -79,6 +77,26 @@ class RoutingMeter:
         everyone = [torch.empty_like(own) for _ in range(self._world_size)] if self._rank == 0 else None
         dist.gather(own, everyone)
         return None if everyone is None else torch.stack(everyone).cpu()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is: its stage, the ranks that share its experts, itself among them, and the stage's layers."""
+
+    stage: int
+    sharing: list[int]
+    layers: list[int]
+    num_experts: int
+
+
+def _stages_of(places: Sequence[_Place]) -> list[tuple[list[int], list[int]]]:
+    """Of each stage the ranks, in the order of the trace, and the layers; places: of each rank."""
+    stages: dict[int, tuple[list[int], list[int]]] = {}
+    for rank, place in enumerate(places):
+        ranks, _ = stages.setdefault(place.stage, ([], place.layers))
+        if rank not in ranks:
+            ranks += place.sharing
+    return [stages[stage] for stage in sorted(stages)]
 
 
 def _ranks_of(group: dist.ProcessGroup | None, own: int) -> list[int]:

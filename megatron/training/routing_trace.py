@@ -14,7 +14,7 @@ import argparse
 import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,10 @@ class RoutingHeader:
         return _line({"routing_trace": FORMAT, "iteration": iteration, **asdict(self)})
 
     @classmethod
-    def from_line(cls, record: dict[str, Any], path: Path) -> "RoutingHeader":
-        """What `line` wrote. Raises ValueError for another format."""
-        names = cls.__dataclass_fields__
-        if record.get("routing_trace") != FORMAT or not names.keys() <= record.keys():
+    def from_record(cls, record: dict[str, Any], path: Path) -> "RoutingHeader":
+        """What `line` wrote, as JSON read it. Raises ValueError for another format."""
+        names = {field.name for field in fields(cls)}
+        if record.get("routing_trace") != FORMAT or not names <= record.keys():
             raise ValueError(f"{path} is not a routing trace of format {FORMAT}: its header is {record}")
         return cls(**{name: record[name] for name in names})
 
@@ -118,10 +118,20 @@ def read_routing(path: Path | str) -> Iterator[RoutingStep]:
                 raise ValueError(f"{path} is not a routing trace: it has a line {line[:60]!r}")
             return
         if header is None or "routing_trace" in record:
-            header = RoutingHeader.from_line(record, Path(path))
+            header = RoutingHeader.from_record(record, Path(path))
             continue
         tokens = {int(layer): np.array(counts, dtype=np.int64) for layer, counts in record["tokens"].items()}
         yield RoutingStep(header, record["iteration"], tokens)
+
+
+def last_header(path: Path) -> RoutingHeader | None:
+    """What steps that are appended to this trace would be taken for; None without a header. Raises as read_routing."""
+    found = None
+    for line in read_lines(path):
+        # `line` puts the word first: steps, which are long, need not be parsed.
+        if line.startswith(b'{"routing_trace"'):
+            found = RoutingHeader.from_record(json.loads(line), path)
+    return found
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

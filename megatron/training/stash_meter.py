@@ -183,7 +183,7 @@ class StashMeter:
 
 
 def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
-    """Seven digits: these come to the log for every step."""
+    """Of each step the largest of all ranks, to seven digits, as the log has one for every step."""
     return tuple(float(f"{max(step):.7g}") for step in zip(*ranks, strict=True))
 
 

@@ -14,14 +14,17 @@ _CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer
 def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig) -> PagePool | None:
     """This rank's pool; None where the stage stashes nothing, and so has no layout. Collective over all ranks.
 
-    Raises on every rank if one of them has too little memory: there a ValueError that names the flag and what helps.
+    Raises on every rank if one has too little memory: on that one a ValueError that names the flag and what helps, on
+    the others a RemoteRankError.
     """
+    pool = None
     with all_ranks_agree(), flags_named_in_errors():
         try:
-            return None if layout is None else PagePool(device, layout)
+            if layout is not None:
+                pool = PagePool(device, layout)
         except TierMemoryError as error:
             raise ValueError(_advice(error, config)) from error
-    raise AssertionError("all_ranks_agree swallows nothing")
+    return pool
 
 
 def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:

@@ -29,7 +29,7 @@ from megatron.training.kept_batches import KeptBatches, with_own_containers
 from megatron.training.rng_state import capture_rng, restore_rng
 from megatron.training.step_statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
 
-# Growth goes by what was asked for, or doubles: what is not enough after so many times never will be.
+# A rerun grows to what the void one needed, or by a fixed share: what so many do not reach, none will.
 _MAX_RERUNS = 8
 
 # From the reports of this rank's passes and its flags.
@@ -145,7 +145,7 @@ class StepRunner:
             if not forward_only:
                 self._forget_gradients()
             if len(grown) == _MAX_RERUNS:
-                raise ExpertOverflowError(_message_of_futility(statistics.overflow, grown, iteration=iteration))
+                raise ExpertOverflowError(_growth_in_vain(statistics.overflow, grown, iteration=iteration))
             grown.append(self.memory.grow_sync(iteration=iteration))
             what = "an evaluation after iteration" if forward_only else "iteration"
             print_rank_0(f"  {what} {iteration} was void and runs again ({statistics.overflow}): {grown[-1]}")
@@ -156,8 +156,9 @@ class StepRunner:
 
     def _forget_gradients(self) -> None:
         """Drops those of void passes, also what is on its way to other ranks. Collective."""
+        wrapped = (chunk for chunk in self.model if isinstance(chunk, DistributedDataParallel))
         # One of the chunks of a launch order speaks for all; begins an iteration anew, as zero_grad does.
-        for chunk in {c.launch_order: c for c in self.model if isinstance(c, DistributedDataParallel)}.values():
+        for chunk in {chunk.launch_order: chunk for chunk in wrapped}.values():
             chunk.reset_iteration()
         self.finalize_model_grads.forget()
 
@@ -195,9 +196,9 @@ class StepRunner:
         return [copies.get(chunk) for chunk in range(num_chunks)]
 
 
-def _message_of_futility(overflow: Overflow, grown: Sequence[str], *, iteration: int) -> str:
+def _growth_in_vain(overflow: Overflow, grown: Sequence[str], *, iteration: int) -> str:
     return (
-        f"iteration {iteration} is void after {len(grown)} reruns ({overflow}), nothing was updated in it. To grow did "
+        f"iteration {iteration} is void after {len(grown)} reruns ({overflow}), nothing was updated in it. Growing did "
         f"not help: {'; '.join(grown)}. Set --moe-expert-rank-capacity-factor higher where rows are over budget, "
         "--moe-paged-stash-buffer-size-factor-cuda or -cpu where inputs are without pages"
     )

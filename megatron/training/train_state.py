@@ -28,14 +28,13 @@ class TrainState:
     learned_sizes: LearnedSizes = LearnedSizes()
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters as JSON values."""
+        """All of it as JSON values."""
         return {**vars(self), "learned_sizes": self.learned_sizes.to_json()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the counters over; one that the state does not know keeps its value."""
+        """Takes over what state_dict gave; a field that is not in `state` keeps its value."""
         for field in dataclasses.fields(self):
             if field.name in state:
-                # Fields but one are JSON numbers, so this is all that loading means.
-                vars(self)[field.name] = state[field.name]
-        if "learned_sizes" in state:
-            self.learned_sizes = LearnedSizes.from_json(state["learned_sizes"])
+                value = state[field.name]
+                # All others are JSON numbers.
+                vars(self)[field.name] = LearnedSizes.from_json(value) if field.name == "learned_sizes" else value

@@ -1,6 +1,7 @@
 """The routing trace of a run, against what its routers chose pass by pass: layouts, recomputation, a resumed run."""
 
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_a_step_that_is_given_up_leaves_no_passes() -> None:
 @pytest.mark.parametrize("text", ["not a trace\n", '{"iteration": 3}\n'])
 def test_a_file_that_is_no_trace_is_left_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / "file").write_text(text)
-    header = RoutingHeader(**dict.fromkeys(RoutingHeader.__dataclass_fields__, 1))
+    header = RoutingHeader(**dict.fromkeys([field.name for field in fields(RoutingHeader)], 1))
     for name in ("file", "missing/file", "."):
         with pytest.raises(ValueError, match="--record-routing is"):
             RoutingLog(tmp_path / name, header)

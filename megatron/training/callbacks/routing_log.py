@@ -1,13 +1,12 @@
 """Appends the routing of each step to the file of --record-routing; its format is routing_trace.py's."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from megatron.training.callbacks.base import Callback, RunStart, StepReport
 from megatron.training.callbacks.jsonl_log import keep_lines_until
-from megatron.training.routing_trace import RoutingHeader, encoded, read_lines, step_line
+from megatron.training.routing_trace import RoutingHeader, encoded, last_header, read_lines, step_line
 
 
 class RoutingLog(Callback):
@@ -17,14 +16,13 @@ class RoutingLog(Callback):
         """Raises ValueError for a path that cannot be written, and for a file that is there and is no trace."""
         self.path, self.header = path, header
         self._file: BinaryIO | None = None
-        self._has_header = False
         try:
             path.open("ab").close()
         except OSError as error:
             raise ValueError(
                 f"--record-routing is {path}: must be a file in a folder that can be written ({error.strerror})"
             ) from error
-        if path.stat().st_size and self._last_header() is None:
+        if path.stat().st_size and last_header(path) is None:
             raise ValueError(
                 f"--record-routing is {path}: the file is there and is no routing trace, give another name"
             )
@@ -32,7 +30,7 @@ class RoutingLog(Callback):
     def on_train_start(self, start: RunStart) -> None:
         """Opens the file at the iteration that the run starts from."""
         keep_lines_until(self.path, start.iteration, read=read_lines, encode=partial(encoded, path=self.path))
-        is_described = self._last_header() == self.header
+        is_described = self.path.exists() and last_header(self.path) == self.header
         self._file = self.path.open("ab")
         if not is_described:
             self._write(self.header.line(start.iteration))
@@ -52,11 +50,3 @@ class RoutingLog(Callback):
         assert self._file is not None, "the file is opened by on_train_start"
         self._file.write(encoded(line, self.path))
         self._file.flush()
-
-    def _last_header(self) -> RoutingHeader | None:
-        """What the steps that come next would be taken for; None without a trace."""
-        found = None
-        for line in read_lines(self.path) if self.path.exists() else ():
-            if b'"routing_trace"' in line[:40]:
-                found = RoutingHeader.from_line(json.loads(line), self.path)
-        return found

@@ -77,7 +77,8 @@ def reports_of_rank(rank_steps: list[list[StepFigures]], rank: int) -> list[Stas
     memory = Memory()
     meter = StashMeter(memory, ARGS, device=torch.device("cpu"))
     reports = []
-    for iteration, memory.last_step in enumerate(rank_steps[rank], 1):
+    for iteration, step in enumerate(rank_steps[rank], 1):
+        memory.last_step = step
         reports.append(meter.measure(replace(STEP, iteration=iteration)).stash)
     return reports
 

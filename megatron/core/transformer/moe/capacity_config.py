@@ -29,7 +29,7 @@ class CapacityConfig:
     moe_expert_rank_capacity_factor: float | None = config_field(
         None,
         help="Give the experts of a rank buffers of tokens x top-k x this rows, whatever the routing, so that no shape "
-        "depends on it; a step in which more rows came counts as void. Unset: as many rows as come.",
+        "depends on it; a step in which more rows came runs again with more room. Unset: as many rows as come.",
     )
 
     def __post_init__(self) -> None:

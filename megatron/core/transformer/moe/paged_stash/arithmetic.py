@@ -7,6 +7,7 @@ alone, in bytes and seconds, are in cost_model.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.core.transformer.moe.paged_stash.page_layout import (
@@ -273,19 +274,24 @@ def _highest_after_each(
     passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]
 ) -> list[int]:
     """_highest from each forward on, in order."""
-    if taken != given_back:
-        starts = [position for position, one in enumerate(passes) if one.forward]
-        return [_highest(passes[start:], taken, given_back=given_back, above=above) for start in starts]
-    # What is given back does not depend on the start: levels of the whole step differ by that of the start alone.
-    level, highest, later = 0, [0] * len(taken), []
-    for forward, rank in passes:
-        level += taken[rank] if forward else -taken[rank]
-        later.append(level)
-    most = -1
-    for (forward, rank), level in zip(reversed(passes), reversed(later)):
+    if taken == given_back:
+        return _highest_in_one_walk(passes, taken, above=above)
+    starts = [position for position, one in enumerate(passes) if one.forward]
+    return [_highest(passes[start:], taken, given_back=given_back, above=above) for start in starts]
+
+
+def _highest_in_one_walk(passes: Sequence[_Pass], taken: list[int], *, above: list[int]) -> list[int]:
+    """_highest_after_each where every group gives back what it took.
+
+    Then levels do not depend on the start: those from a forward on are those of the whole step, less the forward's own.
+    """
+    signed = (taken[rank] if forward else -taken[rank] for forward, rank in passes)
+    levels = list(accumulate(signed))
+    highest, most_later = [0] * len(taken), -1
+    for (forward, rank), level in zip(reversed(passes), reversed(levels)):
         if forward:
-            highest[rank] = max(0, most - level)
-            most = max(most, level + above[rank])
+            highest[rank] = max(0, most_later - level)
+            most_later = max(most_later, level + above[rank])
     return highest
 
 

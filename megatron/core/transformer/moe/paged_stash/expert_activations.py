@@ -82,7 +82,8 @@ def act_gradient_rows(
     """
     ffn = activation.width(gate_up)
     for chunk, gate, up in _chunks(gate_up, rows, activation=activation):
-        incoming, weight = grad[chunk].to(gate.dtype), 1 if scale is None else scale[chunk, None].to(gate.dtype)
+        incoming = grad[chunk].to(gate.dtype)
+        weight = 1 if scale is None else scale[chunk, None].to(gate.dtype)
         grad_gate = _destination(grad_gate_up[chunk, :ffn], gate.dtype)
         value = activation.value(gate, grad_gate)  # lies there until its gradient does
         if up is None:
@@ -113,6 +114,7 @@ def _destination(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _write(rows: Tensor, values: Tensor) -> None:
+    """Rounds values to rows; those of the same dtype were computed there, see _destination."""
     if rows.dtype != values.dtype:
         rows.copy_(values)
 

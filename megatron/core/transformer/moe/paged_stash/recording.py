@@ -83,7 +83,7 @@ class StashGroup:
         if tokens_per_row < 1:
             raise ValueError(f"tokens_per_row ({tokens_per_row}) must be at least 1")
         if droppable and not self._has_rungs:
-            return
+            return  # what no mark speaks of is as important as inputs
         snapshot = self._snapshot(tensor, tokens_per_row=tokens_per_row)
         needed = tuple(self._snapshot(source, tokens_per_row=1) for source in sources)
         self._marks.append(Mark(snapshot, priority, tokens_per_row, recompute, needed))

@@ -64,8 +64,8 @@ class PagedStash:
         act get any, as a share of max_rows. 1 guarantees, in each step that keeps to its order or has none, that x
         finds pages in a pool that could hold every x; smaller shares guarantee nothing, and 0 keeps nothing back.
         Reserve says what holds when. has_rungs: whether gate_up and act are dropped, and computed again, if pages are
-        lacking; else they are as important as x. specs: what each group of `events` stashes, if known before
-        the first has. Raises ValueError for other values.
+        lacking; else they are as important as x. specs: what each group of `events` stashes, where that is known
+        before the first step. Raises ValueError for other values.
         """
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:
@@ -82,9 +82,9 @@ class PagedStash:
         self._is_spoiled = False  # an exception ended a context of this step
         with self._keeper.exclusive():  # whatever mode the caller is in
             self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
-            stashed = {event.group for event in self.order.events} - resident_groups(self.order.events)
-            for group in stashed if specs else ():
-                self._reserve.learn(group, specs, max_rows=min(spec.max_tokens for spec in specs))
+            if specs:
+                for group in {event.group for event in self.order.events} - resident_groups(self.order.events):
+                    self._reserve.learn(group, specs, max_rows=min(spec.max_tokens for spec in specs))
             self._reserve.begin_step(self.order.events)
 
     @contextmanager
@@ -122,11 +122,11 @@ class PagedStash:
                 recording.forget()
             recording.close()
 
-    def reset(self, *, enabled: bool = True, events: Sequence[StashEvent] | None = None) -> None:
+    def reset(self, *, enabled: bool = True) -> None:
         """Between steps, after the last backward, or after an exception: all pages are free, counters are 0.
 
         What is still in pages is lost: its backward raises RuntimeError. Rows that are back stay. enabled: False if the
-        contexts of the next step are to do nothing. events: the order of the steps from now on; None: as it was.
+        contexts of the next step are to do nothing.
         """
         with self._keeper.exclusive():
             groups = [reference() for reference in self._groups.values()]
@@ -136,8 +136,6 @@ class PagedStash:
                 self.order.finish_step()
             else:
                 self.order.abandon_step()
-            if events is not None:
-                self.order.follow(events)
             self._groups, self._instances, self._is_spoiled = {}, Multiset(), False
             self._reserve.begin_step(self.order.events)
             self._is_enabled = enabled

@@ -103,12 +103,6 @@ class StashOrder:
                 self._set_events(tuple(self._seen))
         self.abandon_step()
 
-    def follow(self, events: Sequence[StashEvent]) -> None:
-        """Between steps: the list of those to come."""
-        self._learns = False
-        if tuple(events) != self._events:
-            self._set_events(tuple(events))
-
     def abandon_step(self) -> None:
         """Forgets a step that did not come to its end: nothing is learned from it."""
         self._seen = []
