@@ -50,6 +50,12 @@ def test_moe_logs_the_losses_of_its_router_on_two_processes(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_paged_stash_has_the_same_losses_with_the_sizes_that_its_report_asks_for(tmp_path: Path) -> None:
+    printed = run_example("paged_stash.sh", tmp_path, *SMALL, "--num-layers", "3", "--lr-warmup-iters", "0")
+    assert printed.count("factor needed at p99.9: 1.") == 2 and "All 6 losses are equal, bit for bit" in printed
+
+
+@pytest.mark.slow
 def test_resume_finds_every_step_equal(tmp_path: Path) -> None:
     printed = run_example("resume.sh", tmp_path, "--hidden-size", "32", "--seq-length", "16")
     assert "All 20 steps are equal, bit for bit" in printed
