@@ -2,7 +2,8 @@
 
 How many of the C rows are live stands on the device alone, as does whether C was too few. C = tokens x top-k x
 moe_expert_rank_capacity_factor, at most what all tokens could bring. Tokens are gathered, as in dispatch_allgather.py,
-or sent, as in dispatch_alltoall.py but in parts of one size, of which each pair of ranks fills what it needs.
+or sent, as in dispatch_alltoall.py but with a limit for each pair of ranks; what travels is static_parts.py's, which on
+the CPU, where no read waits, leaves out what is not filled.
 """
 
 import math

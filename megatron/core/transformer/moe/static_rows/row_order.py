@@ -59,10 +59,9 @@ def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, r
     per_rank = num_experts // num_ranks
     ranks = experts // per_rank
     place = _place_in_group(ranks)
-    rows = (ranks * rows_per_rank + place).where((experts < num_experts) & (place < rows_per_rank), -1)
     num_rows = num_ranks * rows_per_rank
+    rows = (ranks * rows_per_rank + place).where((experts < num_experts) & (place < rows_per_rank), num_rows)
     wanted = count_sorted(experts, num_experts)
-    rows = rows.where(rows >= 0, num_rows)
     return _order(
         slots,
         rows,
