@@ -106,7 +106,9 @@ class ExpertLayer(nn.Module):
 
     def forward(self, hidden: Tensor, rows: Rows, *, stash: PagedStash | None) -> Tensor:
         """hidden: [T, H], parameter dtype. Returns the same."""
-        x = hidden.index_select(0, rows.tokens)
+        # Beyond the live rows experts leave any bytes, in gradients too.
+        live = (torch.arange(len(rows.tokens), device=hidden.device) < rows.num_rows)[:, None]
+        x = hidden.index_select(0, rows.tokens).where(live, 0)
         with self._context(rows, stash) as group:
             gate_up = grouped_gemm(x, self.weight1, offsets=rows.offsets)
             act = gated_activation(gate_up, rows.weights, num_rows=rows.num_rows)
@@ -116,6 +118,7 @@ class ExpertLayer(nn.Module):
                 group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, rows.weights))
                 again = recompute_gate_up(self.weight1, rows.offsets)
                 group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(x,))
+        y = y.where(live, 0)
         return hidden.index_put((rows.tokens,), y, accumulate=True)  # index_add would keep y for backward
 
     def _context(self, rows: Rows, stash: PagedStash | None) -> AbstractContextManager[Any]:

@@ -69,7 +69,10 @@ class MoELayer(nn.Module):
         offsets = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
         # Gather and sum add up a token's rows in one order, in forward and backward: atomic adds would change bits.
         x = tokens[:, None].expand(T, K, H).flatten(0, 1)[order]
-        y = self.run_experts(x, weights.flatten()[order], offsets=offsets)
+        # Beyond R the experts leave any bytes, in gradients too: zeros there, before and behind them.
+        live = torch.arange(C, device=x.device) < offsets[-1]
+        x, scale = x.where(live[:, None], 0), weights.flatten()[order].where(live, 0)
+        y = self.run_experts(x, scale, offsets=offsets).where(live[:, None], 0)
         return hidden + y[order.argsort()].view(T, K, H).sum(dim=1)
 
     def run_experts(self, x: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
