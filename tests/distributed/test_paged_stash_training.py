@@ -1,0 +1,216 @@
+"""TRAPS 6, 8, 11 and 15 through the training program: a stash changes no bit of a run whose experts have buffers of a
+fixed size, whatever lies around it and however few pages there are; and it holds as many pages as was planned.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, islice
+from typing import Any
+
+import pytest
+
+from tests.counts import long_count, slow
+from tests.distributed.parity import layout
+from tests.distributed.stash_runs import STEPS, ZERO1, StepPages, argv_of, stash, train_here
+from tests.functional_tests.case import Flags
+from tests.harness import run_on_ranks
+
+Choice = dict[str, Any]
+Item = tuple[str, Any]
+Pair = tuple[Item, Item]
+# Ranks, ranks that see batches of their own, and flags.
+LAYOUTS: dict[str, tuple[int, int, Flags]] = {
+    "one": (1, 1, {}),
+    "ep 2": (2, 2, layout(ep=2)),
+    "ep 4": (4, 4, layout(ep=4)),
+    "pp 2": (2, 1, layout(pp=2)),
+    "pp 2, vpp 2": (2, 1, layout(pp=2, vpp=2)),
+    "pp 4": (4, 1, layout(pp=4)),
+    "pp 2, vpp 2, ep 2": (4, 2, layout(pp=2, vpp=2, ep=2)),
+    "tp 2": (2, 1, layout(2)),
+    "etp 2": (2, 1, layout(2, etp=2)),
+    "cp 2": (2, 1, layout(1, 2)),
+    "dp 2": (2, 2, {}),
+}
+ONE_LAYER_A_CHUNK = ("pp 2, vpp 2", "pp 4", "pp 2, vpp 2, ep 2")
+RECOMPUTE: dict[str, Flags] = {
+    "none": {},
+    "core_attn": {"recompute-granularity": "selective", "recompute-modules": ["core_attn"]},
+    "moe_act": {"recompute-granularity": "selective", "recompute-modules": ["moe_act"]},
+    "full": {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": 1},
+}
+# A balanced x and its weights take a quarter of the balanced pages, gate_up a half.
+POOLS: dict[str, Flags] = {
+    "large": stash(8),
+    "without act": stash(0.8),
+    "without gate_up": stash(0.45),
+    "without x": stash(0.05),
+    "host alone": stash(0, 8),
+    "spill": stash(0.4, 8),
+    "spill and rungs": stash(0.3, 0.3),
+    "rerun": stash(0.6, overflow_policy="rerun"),
+    "measured": stash(-0.9),
+    "over budget": {**stash(1.1), "moe-expert-rank-capacity-factor": 1},
+}
+# What happens in the pools of which name.
+EFFECTS = {
+    "voids": {"without x", "over budget"},
+    "dropped": {"without act", "without gate_up", "spill and rungs"},
+    "spilled": {"host alone", "spill", "spill and rungs"},
+}
+AROUND: dict[str, Flags] = {
+    "nothing": {},
+    "router": {
+        "hidden-dropout": 0.1,
+        "moe-input-jitter-eps": 0.1,
+        "moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"],
+        "moe-aux-loss-coeff": [0.01, 0.01],
+        "moe-router-score-function": "sigmoid",
+        "moe-router-enable-expert-bias": True,
+        "moe-per-layer-logging": True,
+    },
+    "offloading": {
+        "fine-grained-activation-offloading": True,
+        "offload-modules": ["attn_norm", "mlp_norm"],
+        "min-offloaded-tensor-size": 1,
+    },
+    "shards": ZERO1,
+    "dense layers": {"moe-layer-freq": "[0,1,1,1]", "moe-shared-expert-intermediate-size": 16},
+    "ramp-up": {"global-batch-size": None},
+}
+DIMENSIONS: dict[str, Sequence[Any]] = {
+    "layout": list(LAYOUTS),
+    "pool": list(POOLS),
+    "microbatches": range(1, 10),
+    "around": list(AROUND),
+    "recompute": list(RECOMPUTE),
+    "prefetch": range(3),
+    "bf16": (False, True),
+    "dispatcher": ("allgather", "alltoall"),
+}
+
+
+def _is_possible(choice: Choice) -> bool:
+    """Some layers must keep what the stash takes, some others what is offloaded; and one must wait for another."""
+    again, around = choice.get("recompute") == "full", choice.get("around")
+    if choice.get("layout") in ONE_LAYER_A_CHUNK:
+        waits = choice["layout"] != "pp 4" or choice.get("microbatches") != 1
+        return waits and not again and around != "offloading"
+    return not (again and around == "offloading")
+
+
+def _covering(dimensions: Mapping[str, Sequence[Any]], *, draws: int) -> Iterator[Choice]:
+    """Choices that hold, together, any two values of any two dimensions that go together; what is new to all first."""
+    generator, seen = random.Random(1), Counter[Item]()
+    items = [(name, value) for name, values in dimensions.items() for value in values]
+    left = {pair for pair in combinations(items, 2) if pair[0][0] != pair[1][0] and _is_possible(dict(pair))}
+    while left:
+        start = min(left, key=lambda pair: (sum(seen[item] for item in pair), repr(pair)))
+        drawn = [_complete(dict(start), dimensions, left=left, generator=generator) for _ in range(draws)]
+        best = max(drawn, key=lambda choice: len(_pairs(choice) & left))
+        left -= _pairs(best)
+        seen.update(best.items())
+        yield best
+
+
+def _complete(
+    choice: Choice, dimensions: Mapping[str, Sequence[Any]], *, left: set[Pair], generator: random.Random
+) -> Choice:
+    """Takes for each dimension, in any order, a value that makes the most new pairs with those before."""
+    for name in generator.sample([*dimensions], len(dimensions)):
+        if name not in choice:
+            fitting = [value for value in dimensions[name] if _is_possible({**choice, name: value})]
+            generator.shuffle(fitting)
+            choice[name] = max(fitting, key=lambda value: len(_pairs({**choice, name: value}) & left))
+    return {name: choice[name] for name in dimensions}
+
+
+def _pairs(choice: Choice) -> set[Pair]:
+    return set(combinations([(name, choice[name]) for name in DIMENSIONS if name in choice], 2))
+
+
+def _flags(choice: Choice) -> Flags:
+    """Those of the run without a stash."""
+    _, replicas, flags = LAYOUTS[choice["layout"]]
+    num, other = replicas * choice["microbatches"], replicas * (10 - choice["microbatches"])
+    if choice["around"] == "ramp-up":
+        # Three steps of each, then the first size again.
+        sizes: Flags = {"step-batch-size-schedule": f"0:{num} {3 * num}:{other} {3 * (num + other)}:{num}"}
+    else:
+        sizes = {"global-batch-size": num}
+    dtype, kind = {"bf16": choice["bf16"]}, {"moe-token-dispatcher-type": choice["dispatcher"]}
+    return {**flags, **RECOMPUTE[choice["recompute"]], **dtype, **kind, **AROUND[choice["around"]], **sizes}
+
+
+def _compare_all(choices: Sequence[Choice]) -> list[list[StepPages]]:
+    """Of each choice, what the stash did on this rank, which must not show in the run."""
+    return [_compare(choice) for choice in choices]
+
+
+def _compare(choice: Choice) -> list[StepPages]:
+    flags, pool = _flags(choice), POOLS[choice["pool"]]
+    without = train_here(argv_of(flags))
+    stashed = train_here(argv_of(flags, pool, {"moe-paged-stash-prefetch-layers": choice["prefetch"]}))
+    stashed.assert_same(without, str(choice))
+    assert len({step["grad_norm"] for step in without.steps}) == STEPS
+    return stashed.pages
+
+
+ALL = list(islice(_covering(DIMENSIONS, draws=long_count(4, soak=40)), long_count(20, soak=1000)))
+BY_RANKS = {ranks: [choice for choice in ALL if LAYOUTS[choice["layout"]][0] == ranks] for ranks in (1, 2, 4)}
+
+
+def test_every_value_is_among_the_choices() -> None:
+    assert {item for choice in ALL for item in choice.items()} == {
+        (name, value) for name, values in DIMENSIONS.items() for value in values
+    }
+
+
+@pytest.mark.parametrize("ranks", BY_RANKS)
+@pytest.mark.slow
+def test_t11_a_stash_changes_no_bit(ranks: int) -> None:
+    choices = BY_RANKS[ranks]
+    by_rank = run_on_ranks(_compare_all, ranks, choices, timeout=60 + 60 * len(choices))
+    for choice, *of_ranks in zip(choices, *by_rank, strict=True):
+        _assert_effect(choice, [step for of_rank in of_ranks for step in of_rank])
+
+
+def _assert_effect(choice: Choice, steps: list[StepPages]) -> None:
+    """Pools of all ranks were as small as the choice says."""
+    pool = choice["pool"]
+    totals = {name: sum(vars(step)[name] for step in steps) for name in EFFECTS}
+    expected = [name for name, pools in EFFECTS.items() if pool in pools]
+    if pool != "over budget" or "ep" in choice["layout"]:
+        assert all(totals[name] > 0 for name in expected), (choice, totals)
+    for name in {"dropped"} if pool == "rerun" else EFFECTS if pool == "large" else ():
+        assert totals[name] == 0, (choice, totals)
+    if pool == "without x":
+        # The first rerun knows how many rows come, the second has pages for all of them.
+        assert max(step.voids for step in steps) in (1, 2), choice
+    # What comes back ahead of its backward gives its pages back earlier than planned.
+    assert all(step.high_water <= step.wanted for step in steps), choice
+    if pool == "large" and choice["prefetch"] == 0:
+        assert all(step.high_water == step.wanted for step in steps), choice
+
+
+# Stages, chunks of each, and flags.
+SCHEDULES: list[tuple[int, int, Flags]] = [(2, 1, {}), (2, 2, {}), (3, 2, {}), (4, 1, {}), (4, 2, {})]
+SCHEDULES += [(3, 1, {"moe-layer-freq": "[0,1,0]"}), (4, 2, {"moe-layer-freq": "[1,0,1,1]*2"})]
+
+
+def _grow_batches(argv: list[str]) -> list[tuple[int, int]]:
+    return [(step.high_water, step.wanted) for step in train_here(argv).pages]
+
+
+@pytest.mark.parametrize("stages", [2, slow(3), slow(4)])
+def test_t8_planned_pages_are_those_of_every_schedule_and_number_of_microbatches(stages: int) -> None:
+    for num_stages, chunks, flags in SCHEDULES:
+        if num_stages == stages:
+            sizes = " ".join(f"{size * (size - 1) // 2}:{size}" for size in range(1, 10))
+            batches: Flags = {"global-batch-size": None, "step-batch-size-schedule": sizes, "train-iters": 9}
+            layers = {"num-layers": stages * chunks}
+            argv = argv_of(layers, layout(pp=stages, vpp=chunks), batches, stash(8, prefetch_layers=0), flags)
+            steps = [step for of_rank in run_on_ranks(_grow_batches, stages, argv) for step in of_rank]
+            assert len(steps) >= 8
+            assert all(high_water == wanted for high_water, wanted in steps)
