@@ -73,7 +73,7 @@ class StepPages:
 
 
 @dataclass
-class Trained(Callback):
+class Trained:
     """A rank's part of a run. steps: what reports say; state: digests of all that the rest of a run depends on."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -81,12 +81,24 @@ class Trained(Callback):
     pages: list[StepPages] = field(default_factory=list)
     state: dict[str, str] = field(default_factory=dict)
 
-    def attach(self, run: TrainingRun) -> None:
-        """Takes the place of the run's own callbacks."""
-        assert run.expert_memory is not None
-        self._memory: ExpertMemory = run.expert_memory
+    def assert_same(self, reference: "Trained", name: str) -> None:
+        """Every number of every step, and the state in the end."""
+        for step, (own, expected) in enumerate(zip(self.steps, reference.steps, strict=True), 1):
+            assert own == expected, f"{name}, step {step}"
+        assert self.evaluations == reference.evaluations, name
+        different = [key for key, digest in reference.state.items() if self.state[key] != digest]
+        assert not different, f"{name}: {different}"
+
+
+_observe = StashOrder.observe
+
+
+class _Watch(Callback):
+    """Writes down a run, and sees that its stash keeps to the schedule and keeps no page between steps."""
+
+    def __init__(self, trained: Trained, memory: ExpertMemory) -> None:
+        self._trained, self._memory = trained, memory
         self._seen: list[StashEvent] = []
-        run.callbacks = CallbackList([self])
 
     def observe(self, order: StashOrder, event: StashEvent) -> None:
         """In the place of StashOrder's."""
@@ -94,7 +106,7 @@ class Trained(Callback):
         _observe(order, event)
 
     def on_step_end(self, report: StepReport) -> None:
-        self.steps.append({**comparable(report), "stash": None})
+        self._trained.steps.append({**comparable(report), "stash": None})
         figures, stash = self._memory.last_step, self._memory.stash
         assert figures is not None
         if figures.layout is None or stash is None:
@@ -107,7 +119,7 @@ class Trained(Callback):
         left = stash.pool.occupancy_sync()
         assert (left.device_held, left.host_held) == (0, 0)
         counters = figures.counters
-        self.pages.append(
+        self._trained.pages.append(
             StepPages(
                 figures.voids,
                 figures.pages_wanted,
@@ -118,22 +130,9 @@ class Trained(Callback):
         )
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        self.evaluations.append(report)
-
-    def total(self, name: str) -> int:
-        """Of all steps."""
-        return sum(vars(step)[name] for step in self.pages)
-
-    def assert_same(self, reference: "Trained", name: str) -> None:
-        """Every number of every step, and the state in the end."""
-        for step, (own, expected) in enumerate(zip(self.steps, reference.steps, strict=True), 1):
-            assert own == expected, f"{name}, step {step}"
-        assert self.evaluations == reference.evaluations, name
-        different = [key for key, digest in reference.state.items() if self.state[key] != digest]
-        assert not different, f"{name}: {different}"
+        self._trained.evaluations.append(report)
 
 
-_observe = StashOrder.observe
 Setup = Callable[[TrainingRun], AbstractContextManager[Any]]
 
 
@@ -145,8 +144,10 @@ def train_here(argv: Sequence[str], setup: Setup = _nothing) -> Trained:
     """The whole run of a command line, on this rank. setup: what is in force meanwhile."""
     trained = Trained()
     with started_run(argv) as run:
-        trained.attach(run)
-        with patch.object(StashOrder, "observe", lambda *both: trained.observe(*both)), setup(run):
+        assert run.expert_memory is not None
+        watch = _Watch(trained, run.expert_memory)
+        run.callbacks = CallbackList([watch])
+        with patch.object(StashOrder, "observe", lambda *both: watch.observe(*both)), setup(run):
             train(run)
         # A run that had to grow knows more than one that did not, and a save keeps it.
         run.state.learned_sizes = LearnedSizes()

@@ -1,0 +1,216 @@
+"""TRAPS 6, 10, 14, 16 and 19 through the training program: steps that routing makes void on one rank, evaluations, and
+stops leave no trace in a run whose experts have buffers of a fixed size.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training.evaluation import evaluate_validation
+from megatron.training.run import TrainingRun
+from tests.counts import long_count, slow
+from tests.distributed.parity import layout
+from tests.distributed.stash_runs import ZERO1, Trained, argv_of, stash, train_here
+from tests.distributed.test_paged_stash_training import AROUND
+from tests.functional_tests.case import Flags
+from tests.functional_tests.expectations import assert_same_checkpoint
+from tests.harness import run_on_ranks
+
+STEPS = 4
+RUN: Flags = {**AROUND["router"], **ZERO1, "train-iters": STEPS, "save-interval": 1}
+EVALUATED: Flags = {"eval-interval": 1, "eval-iters": 2}
+LAYOUTS: dict[str, tuple[int, Flags]] = {
+    "ep 2": (2, {**layout(ep=2), "global-batch-size": 6}),
+    "pp 2, ep 2": (4, {**layout(pp=2, ep=2), "global-batch-size": 6}),
+}
+FEW_ROWS: Flags = {"moe-expert-rank-capacity-factor": 1.7}
+LACKING: dict[str, Flags] = {
+    "rows": {**stash(8), **FEW_ROWS},
+    # Enough for half of the balanced inputs: a first growth is not the last.
+    "inputs": stash(0.15),
+    "pages": stash(1.27, overflow_policy="rerun"),
+    "rows and pages": {**stash(1.27, overflow_policy="rerun"), **FEW_ROWS},
+}
+
+
+@dataclass(frozen=True)
+class Skew:
+    """All tokens go to the first rank's experts in these passes of a step, or of the evaluation after it."""
+
+    step: int
+    layers: Sequence[int] = (1, 2, 3, 4)
+    microbatches: Sequence[int] = (0, 1, 2)
+    in_training: bool = True
+
+
+PLANS: dict[str, list[Skew]] = {
+    "first layer": [Skew(2, layers=[1])],
+    "middle layer": [Skew(2, layers=[3])],
+    "last layer": [Skew(2, layers=[4])],
+    "one microbatch": [Skew(2, microbatches=[1])],
+    "twice in a row": [Skew(2, layers=[1, 2]), Skew(3)],
+    "first step": [Skew(1)],
+    "last step": [Skew(STEPS)],
+    "evaluation": [Skew(2, in_training=False)],
+}
+# What is lacking when, and the steps that are void on the first rank for it; all combinations in the long run.
+CASES: list[tuple[str, str, str, list[int]]] = [
+    ("ep 2", "first layer", "rows", [2]),
+    ("ep 2", "middle layer", "rows", [2]),
+    ("ep 2", "last layer", "rows", [2]),
+    ("ep 2", "one microbatch", "pages", [2]),
+    ("ep 2", "twice in a row", "pages", [2, 3]),
+    ("ep 2", "first step", "rows and pages", [1]),
+    ("ep 2", "last step", "inputs", [1, STEPS]),
+    ("ep 2", "evaluation", "rows", [-2]),
+    ("pp 2, ep 2", "first layer", "rows", [2]),
+    ("pp 2, ep 2", "last layer", "rows", [2]),
+]
+
+
+Raised = dict[int, list[tuple[float, ...]]]
+
+
+class Skewed:
+    """A run whose routers follow a plan. raised: by step, flags of each of its attempts: rows, pages. Evaluations have
+    the negative numbers of the steps before them.
+    """
+
+    def __init__(self, plan: Sequence[Skew]) -> None:
+        self.plan = plan
+        self.raised: Raised = {}
+
+    @contextmanager
+    def setup(self, run: TrainingRun) -> Iterator[None]:
+        memory, passes = run.expert_memory, Counter[int]()
+        assert memory is not None
+        begin_step, flags, gating = memory.begin_step, memory.flags, TopKRouter.gating
+
+        def begun(**sizes: Any) -> None:
+            passes.clear()
+            begin_step(**sizes)
+
+        def noted() -> Tensor:
+            found = flags()
+            step = run.state.iteration + 1 if run.model[0].training else -run.state.iteration
+            self.raised.setdefault(step, []).append(tuple(found.tolist()))
+            return found
+
+        def skewed(router: TopKRouter, tokens: Tensor) -> Tensor:
+            layer, logits = router.layer_number, gating(router, tokens)
+            step = run.state.iteration + router.training
+            microbatch, passes[layer] = passes[layer], passes[layer] + 1
+            if any(
+                (one.step, one.in_training) == (step, router.training)
+                and layer in one.layers
+                and microbatch in one.microbatches
+                for one in self.plan
+            ):
+                logits = logits + 100 * (logits.new_ones(4).cumsum(0) < 2.5)
+            return logits
+
+        with (
+            patch.object(memory, "begin_step", begun),
+            patch.object(memory, "flags", noted),
+            patch.object(TopKRouter, "gating", skewed),
+        ):
+            yield
+
+
+def _run_void(argvs: Sequence[Sequence[str]], plan: Sequence[Skew]) -> list[Raised]:
+    """Of each run after the first, which equals them all, what lacked on this rank."""
+    expected = train_here(argvs[0], Skewed(plan).setup)
+    raised = []
+    for number, argv in enumerate(argvs[1:], 1):
+        skewed = Skewed(plan)
+        train_here(argv, skewed.setup).assert_same(expected, f"run {number}")
+        raised.append(skewed.raised)
+    return raised
+
+
+def _train_void(where: str, plan: str, lacks: Sequence[str], folder: Path) -> tuple[list[Raised], ...]:
+    """By rank, then run."""
+    ranks, flags = LAYOUTS[where]
+    flags = {**RUN, **flags, **(EVALUATED if plan == "evaluation" else {})}
+    # The first run has rows and pages for all that may come.
+    runs = [stash(8), *(LACKING[lack] for lack in lacks)]
+    argvs = [argv_of(flags, run, {"save": folder / str(number)}) for number, run in enumerate(runs)]
+    by_rank = run_on_ranks(_run_void, ranks, argvs, PLANS[plan], timeout=60 + 60 * len(argvs))
+    for number in range(1, len(runs)):
+        for step in range(1, STEPS + 1):
+            name = f"iter_{step:07d}"
+            assert_same_checkpoint(folder / str(number) / name, folder / "0" / name)
+        attempts = [{step: len(found) for step, found in of_rank[number - 1].items()} for of_rank in by_rank]
+        assert all(of_rank == attempts[0] for of_rank in attempts), "ranks differ in what they ran again"
+    return tuple(by_rank)
+
+
+@pytest.mark.parametrize(
+    ("where", "plan", "lack", "steps"), [CASES[4], *(slow(*case) for case in CASES if case != CASES[4])]
+)
+def test_t14_steps_void_on_one_rank_leave_no_trace(
+    where: str, plan: str, lack: str, steps: list[int], tmp_path: Path
+) -> None:
+    by_rank = [raised for (raised,) in _train_void(where, plan, [lack], tmp_path)]
+    void = [[step for step, found in raised.items() if any(map(sum, found))] for raised in by_rank]
+    # Ranks whose experts are not on the way of the skewed tokens lack nothing; but nobody has half an input's pages.
+    first = 2 * (where == "pp 2, ep 2" and plan == "last layer")
+    assert void.pop(first) == steps
+    assert all(others == ([1] if lack == "inputs" else []) for others in void)
+    if lack == "rows and pages":
+        assert by_rank[0][steps[0]] == [(1, 1), (0, 1), (0, 0)]
+
+
+@pytest.mark.skipif(not long_count(0, soak=1), reason="long: make soak")
+@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.slow
+def test_t14_no_lack_of_anything_at_any_time_leaves_a_trace(where: str, plan: str, tmp_path: Path) -> None:
+    by_rank = _train_void(where, plan, list(LACKING), tmp_path)
+    assert all(found[-1] == (0, 0) for of_rank in by_rank for raised in of_rank for found in raised.values())
+    assert any(len(found) > 1 for found in by_rank[0][0].values())
+
+
+@contextmanager
+def _evaluating_first(run: TrainingRun) -> Iterator[None]:
+    evaluate_validation(run)
+    with torch.inference_mode():
+        evaluate_validation(run)
+    yield
+
+
+def _evaluate_between(argv: Sequence[str]) -> tuple[Trained, Trained]:
+    return train_here(argv), train_here([*argv, "--eval-interval", "1", "--eval-iters", "2"], _evaluating_first)
+
+
+def test_t10_evaluations_leave_pages_order_and_training_as_they_were() -> None:
+    argv = argv_of(RUN, LAYOUTS["ep 2"][1], stash(0.6), {"save-interval": None})
+    for plain, evaluated in run_on_ranks(_evaluate_between, 2, argv):
+        assert len(evaluated.evaluations) == 2 + STEPS and len(evaluated.pages) == STEPS
+        evaluated.evaluations, evaluated.state["others"] = [], plain.state["others"]
+        evaluated.assert_same(plain, "with evaluations")
+
+
+def _resume(first: Sequence[str], others: Sequence[Sequence[str]]) -> list[Trained]:
+    return [train_here(argv) for argv in [first, *others]]
+
+
+def test_t19_a_run_of_few_pages_goes_on_in_any_layout_as_one_without_a_stash(tmp_path: Path) -> None:
+    base: Flags = {**RUN, "save-interval": None, "global-batch-size": 6, "lr-decay-iters": STEPS}
+    first = argv_of(base, layout(ep=2), LACKING["rows and pages"], {"train-iters": 2, "save": tmp_path})
+    layouts = [layout(ep=2), layout(pp=2), layout(2, etp=2), {**layout(ep=2), "micro-batch-size": 3}]
+    pools: list[Flags] = [{}, stash(0.15)]
+    others = [argv_of(base, flags, pool, {"load": tmp_path}) for flags in layouts for pool in pools]
+    for _, *resumed in run_on_ranks(_resume, 2, first, others, timeout=300):
+        for flags, without, stashed in zip(layouts, resumed[::2], resumed[1::2], strict=True):
+            assert [step["iteration"] for step in without.steps] == [3, 4]
+            stashed.assert_same(without, str(flags))
