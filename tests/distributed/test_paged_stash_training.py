@@ -169,29 +169,33 @@ def test_every_value_is_among_the_choices() -> None:
 
 @pytest.mark.parametrize("ranks", BY_RANKS)
 @pytest.mark.slow
-def test_t11_a_stash_changes_no_bit(ranks: int) -> None:
+def test_a_stash_changes_no_bit(ranks: int) -> None:
     choices = BY_RANKS[ranks]
     by_rank = run_on_ranks(_compare_all, ranks, choices, timeout=60 + 60 * len(choices))
     for choice, *of_ranks in zip(choices, *by_rank, strict=True):
-        _assert_effect(choice, [step for of_rank in of_ranks for step in of_rank])
+        steps = [step for of_rank in of_ranks for step in of_rank]
+        _assert_effect(choice, steps)
+        _assert_planned(choice, steps)
 
 
 def _assert_effect(choice: Choice, steps: list[StepPages]) -> None:
     """Pools of all ranks were as small as the choice says."""
     pool = choice["pool"]
     totals = {name: sum(vars(step)[name] for step in steps) for name in EFFECTS}
-    expected = [name for name, pools in EFFECTS.items() if pool in pools]
-    if pool != "over budget" or "ep" in choice["layout"]:
-        assert all(totals[name] > 0 for name in expected), (choice, totals)
-    for name in {"dropped"} if pool == "rerun" else EFFECTS if pool == "large" else ():
-        assert totals[name] == 0, (choice, totals)
-    if pool == "without x":
-        # The first rerun knows how many rows come, the second has pages for all of them.
-        assert max(step.voids for step in steps) in (1, 2), choice
+    may_lack_rows = pool != "over budget" or "ep" in choice["layout"]
+    lacking = [name for name, pools in EFFECTS.items() if pool in pools and may_lack_rows and not totals[name]]
+    assert not lacking, (choice, totals)
+    assert pool != "large" or not any(totals.values()), (choice, totals)
+    assert pool != "rerun" or totals["dropped"] == 0, (choice, totals)
+    # The first rerun knows how many rows come, the second has pages for all of them.
+    assert pool != "without x" or max(step.voids for step in steps) in (1, 2), choice
+
+
+def _assert_planned(choice: Choice, steps: list[StepPages]) -> None:
     # What comes back ahead of its backward gives its pages back earlier than planned.
-    assert all(step.high_water <= step.wanted for step in steps), choice
-    if pool == "large" and choice["prefetch"] == 0:
-        assert all(step.high_water == step.wanted for step in steps), choice
+    is_exact = pool == "large" and choice["prefetch"] == 0
+    saved = [step.wanted - step.high_water for step in steps]
+    assert min(saved) >= 0 and (max(saved) == 0 or not is_exact), choice
 
 
 # Stages, chunks of each, and flags.
@@ -204,7 +208,7 @@ def _grow_batches(argv: list[str]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("stages", [2, slow(3), slow(4)])
-def test_t8_planned_pages_are_those_of_every_schedule_and_number_of_microbatches(stages: int) -> None:
+def test_planned_pages_are_those_of_every_schedule_and_number_of_microbatches(stages: int) -> None:
     for num_stages, chunks, flags in SCHEDULES:
         if num_stages == stages:
             sizes = " ".join(f"{size * (size - 1) // 2}:{size}" for size in range(1, 10))

@@ -157,7 +157,7 @@ def _train_void(where: str, plan: str, lacks: Sequence[str], folder: Path) -> tu
 @pytest.mark.parametrize(
     ("where", "plan", "lack", "steps"), [CASES[4], *(slow(*case) for case in CASES if case != CASES[4])]
 )
-def test_t14_steps_void_on_one_rank_leave_no_trace(
+def test_steps_void_on_one_rank_leave_no_trace(
     where: str, plan: str, lack: str, steps: list[int], tmp_path: Path
 ) -> None:
     by_rank = [raised for (raised,) in _train_void(where, plan, [lack], tmp_path)]
@@ -174,7 +174,7 @@ def test_t14_steps_void_on_one_rank_leave_no_trace(
 @pytest.mark.parametrize("where", LAYOUTS)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.slow
-def test_t14_no_lack_of_anything_at_any_time_leaves_a_trace(where: str, plan: str, tmp_path: Path) -> None:
+def test_no_lack_of_anything_at_any_time_leaves_a_trace(where: str, plan: str, tmp_path: Path) -> None:
     by_rank = _train_void(where, plan, list(LACKING), tmp_path)
     assert all(found[-1] == (0, 0) for of_rank in by_rank for raised in of_rank for found in raised.values())
     assert any(len(found) > 1 for found in by_rank[0][0].values())
@@ -192,7 +192,7 @@ def _evaluate_between(argv: Sequence[str]) -> tuple[Trained, Trained]:
     return train_here(argv), train_here([*argv, "--eval-interval", "1", "--eval-iters", "2"], _evaluating_first)
 
 
-def test_t10_evaluations_leave_pages_order_and_training_as_they_were() -> None:
+def test_evaluations_leave_pages_order_and_training_as_they_were() -> None:
     argv = argv_of(RUN, LAYOUTS["ep 2"][1], stash(0.6), {"save-interval": None})
     for plain, evaluated in run_on_ranks(_evaluate_between, 2, argv):
         assert len(evaluated.evaluations) == 2 + STEPS and len(evaluated.pages) == STEPS
@@ -204,7 +204,7 @@ def _resume(first: Sequence[str], others: Sequence[Sequence[str]]) -> list[Train
     return [train_here(argv) for argv in [first, *others]]
 
 
-def test_t19_a_run_of_few_pages_goes_on_in_any_layout_as_one_without_a_stash(tmp_path: Path) -> None:
+def test_a_run_of_few_pages_goes_on_in_any_layout_as_one_without_a_stash(tmp_path: Path) -> None:
     base: Flags = {**RUN, "save-interval": None, "global-batch-size": 6, "lr-decay-iters": STEPS}
     first = argv_of(base, layout(ep=2), LACKING["rows and pages"], {"train-iters": 2, "save": tmp_path})
     layouts = [layout(ep=2), layout(pp=2), layout(2, etp=2), {**layout(ep=2), "micro-batch-size": 3}]
