@@ -157,7 +157,7 @@ class StashMeter:
         assert step is not None, "a step has ended"
         self._since.add(step)
         # The last step of a run counts as a log line: every step's factors are to be known.
-        if report.iteration % self._args.log_interval and report.iteration != self._args.train_iters:
+        if report.iteration % self._args.log_interval and not report.is_last:
             return report
         since, self._since = self._since, _Interval()
         return replace(report, stash=self._gather_sync(since))

@@ -5,6 +5,7 @@ The parts are built in setup.py; schedules, optimizer and checkpoints are called
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -79,11 +80,12 @@ def train(run: TrainingRun) -> ExitReason | None:
         while state.iteration < run.train_iters and reason is None:
             run.callbacks.on_step_start(state.iteration)
             report, reason = train_step(run)
-            run.callbacks.on_step_end(run.measured(report))
-            if run.owes_evaluation and reason is not ExitReason.SIGNAL:
-                evaluate_validation(run)
             if exits.at_interval(state.iteration):
                 reason = reason or ExitReason.INTERVAL
+            is_last = reason is not None or state.iteration == run.train_iters
+            run.callbacks.on_step_end(run.measured(replace(report, is_last=is_last)))
+            if run.owes_evaluation and reason is not ExitReason.SIGNAL:
+                evaluate_validation(run)
             if run.is_due(run.checkpoint.save_interval):
                 run.save_checkpoint()
                 saved_iteration = state.iteration

@@ -79,8 +79,9 @@ class StepReport:
     this rank by kind. timers: milliseconds a step by timer, of the slowest rank, mean since the last log line.
     overlap: how communication overlapped with backward on this rank, see overlap_record.
     expert_load: layer number to tokens per expert over all ranks. per_layer: name to layer number to value.
-    stash: of expert buffers, at log lines. routing: layer number to tokens per expert of each micro-batch and rank of a
-    stage, [M, R, E] int64, ranks that share experts next to each other; on the first rank alone.
+    is_last: the run ends with this step, early or not. stash: of expert buffers, at log lines and at the last step.
+    routing: layer number to tokens per expert of each micro-batch and rank of a stage, [M, R, E] int64, ranks that
+    share experts next to each other; on the first rank alone.
     notes: lines for the console below that of the step.
     """
 
@@ -109,6 +110,7 @@ class StepReport:
     per_layer: dict[str, dict[int, float]] | None = None
     stash: StashReport | None = None
     routing: dict[int, Tensor] | None = None
+    is_last: bool = False
     notes: tuple[str, ...] = ()
 
 

@@ -31,10 +31,16 @@ class TensorBoardLog(Callback):
         )
 
     def on_step_end(self, report: StepReport) -> None:
-        """Writes losses, learning rate, norm, speed, and what flags add."""
-        if report.iteration % self.config.tensorboard_log_interval:
-            return
-        scalars: dict[str, float | None] = {
+        """Writes losses, learning rate, norm, speed, and what flags add; what log lines sum up whenever it comes."""
+        scalars: dict[str, float | None] = {**_stash_scalars(report)}
+        if report.iteration % self.config.tensorboard_log_interval == 0:
+            scalars |= self._scalars_of_step(report)
+        for tag, value in scalars.items():
+            if value is not None:
+                self._add(tag, value, step=report.iteration)
+
+    def _scalars_of_step(self, report: StepReport) -> dict[str, float | None]:
+        return {
             **report.losses,
             "learning-rate": report.learning_rate,
             "batch-size": report.global_batch_size,
@@ -42,7 +48,6 @@ class TensorBoardLog(Callback):
             "iteration-time": report.seconds,
             "tokens-per-second": report.tokens / report.seconds,
             **_layer_scalars(report),
-            **_stash_scalars(report),
             "num-zeros": report.num_zeros,
             "params-norm": report.params_norm,
             "throughput": report.tflops,
@@ -50,9 +55,6 @@ class TensorBoardLog(Callback):
             "decoupled-learning-rate": report.decoupled_learning_rate,
             **self._optional_scalars(report),
         }
-        for tag, value in scalars.items():
-            if value is not None:
-                self._add(tag, value, step=report.iteration)
 
     def _optional_scalars(self, report: StepReport) -> dict[str, float]:
         scalars: dict[str, float] = {}

@@ -1,6 +1,7 @@
 """Pages of a small model's experts from step to step: what is counted is what was planned, pools grow, bits stay."""
 
 from argparse import Namespace
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
@@ -136,3 +138,12 @@ def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:
         toy.model(torch.zeros(1, TOKENS, dtype=torch.int64), torch.arange(TOKENS)[None], None)
         toy.memory.end_step()
     assert toy.memory.last_step is before and toy.memory.step.passes == []
+
+
+def test_a_model_without_a_trainer_keeps_nothing_from_forward_to_forward() -> None:
+    toy = Toy.of()
+    alone = deepcopy(toy.model)
+    alone(torch.zeros(1, TOKENS, dtype=torch.int64), torch.arange(TOKENS)[None], None)
+    steps = [part for part in alone.modules() if isinstance(part, ExpertStep)]
+    assert steps and toy.memory.step not in steps
+    assert all(not step.passes and len(step.rows) == 0 and step.stash is None for step in steps)

@@ -24,7 +24,7 @@ from megatron.training.stash_meter import StashMeter, stash_timeline
 from tests.harness import run_on_ranks
 from tests.unit_tests.training.test_callbacks import STEP
 
-ARGS = argparse.Namespace(log_interval=3, train_iters=5, num_layers=5)
+ARGS = argparse.Namespace(log_interval=3, num_layers=5)
 SPECS = tuple(TensorSpec(width, width, 150, priority) for width, priority in zip((64, 128, 64), Priority))
 HIGH_WATERS = (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)
 COUNTED = (Counter.SPILLED_PAGES, Counter.PLANNED_PAGES, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT)
@@ -79,7 +79,7 @@ def reports_of_rank(rank_steps: list[list[StepFigures]], rank: int) -> list[Stas
     reports = []
     for iteration, step in enumerate(rank_steps[rank], 1):
         memory.last_step = step
-        reports.append(meter.measure(replace(STEP, iteration=iteration)).stash)
+        reports.append(meter.measure(replace(STEP, iteration=iteration, is_last=iteration == 5)).stash)
     return reports
 
 
@@ -138,7 +138,8 @@ def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:
     assert f"| expert capacity factor needed: {max(report.stash.factors_needed):.2f} of 1.50 | void steps: 1 |" in line
     assert f"| stash pages: {share}(" in line and f"| stash act again: {pool.dropped_act} |" in line
     assert "stash" not in format_training_line([replace(report, stash=replace(report.stash, pool=None))], 100)
-    logs = JsonlLog(tmp_path), TensorBoardLog(str(tmp_path), LoggingConfig())
+    seldom = LoggingConfig(tensorboard_log_interval=report.iteration + 1)
+    logs = JsonlLog(tmp_path), TensorBoardLog(str(tmp_path), seldom)
     for log in logs:
         log.on_train_start(RunStart(iteration=0, train_iters=9))
         log.on_step_end(report)
@@ -147,5 +148,6 @@ def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:
     assert logged["pool"]["timeline"] == pool.timeline
     assert logged["rows"] == {str(layer): rows for layer, rows in report.stash.rows.items()}
     events = EventAccumulator(str(tmp_path)).Reload()
+    assert "lm loss" not in events.Tags()["scalars"]
     assert events.Scalars("stash/device-high-water")[0].value == pool.device_high_water
     assert events.Scalars("experts/rows_layer_0")[0].value == report.stash.rows[1]

@@ -18,7 +18,8 @@ from megatron.core.transformer.recompute import Recorder
 class ExpertStep(Recorder, torch.nn.Module):
     """Whether the rows of a step found room, how many each expert layer had, and where they wait for backward.
 
-    A layer outside a trainer has one of its own; a trainer gives one to all layers of its rank.
+    A layer outside a trainer has one of its own; a trainer gives one to all layers of its rank. Until the first
+    `begin` nobody takes rows and passes, and none are kept.
     Attributes: rows_missing [1], int64: the most rows that a buffer lacked, above 0 if any were lost. factor_needed
     [1], fp32: the smallest moe_expert_rank_capacity_factor that would have been enough. rows [n], int64: live rows of
     the layers' forwards in the order of `passes`, numbers of layers; second forwards, for backward, and those without
@@ -33,7 +34,7 @@ class ExpertStep(Recorder, torch.nn.Module):
         self.rows = torch.zeros(0, dtype=torch.int64, device=device)
         self.passes: list[int] = []
         self.stash: PagedStash | None = None
-        self._recording = True
+        self._recording, self._has_begun = True, False
 
     def __reduce__(self) -> Any:
         """A copy of a model has no part in the original's steps."""
@@ -43,7 +44,7 @@ class ExpertStep(Recorder, torch.nn.Module):
         """Before the forwards of a step."""
         self.rows_missing.zero_()
         self.factor_needed.zero_()
-        self.passes = []
+        self.passes, self._has_begun = [], True
 
     def note(self, demand: RowDemand) -> None:
         """Takes what a dispatcher says."""
@@ -53,7 +54,7 @@ class ExpertStep(Recorder, torch.nn.Module):
     @contextmanager
     def experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
         """Around the experts of a layer; num_rows: [1], int64, on the device: of max_rows rows so many are live."""
-        if torch.is_grad_enabled() and self._recording:
+        if self._has_begun and self._recording and torch.is_grad_enabled():
             self._count(layer_number, num_rows)
         if self.stash is None:
             yield None
