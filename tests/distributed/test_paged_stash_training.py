@@ -193,7 +193,7 @@ def _assert_effect(choice: Choice, steps: list[StepPages]) -> None:
 
 def _assert_planned(choice: Choice, steps: list[StepPages]) -> None:
     # What comes back ahead of its backward gives its pages back earlier than planned.
-    is_exact = pool == "large" and choice["prefetch"] == 0
+    is_exact = choice["pool"] == "large" and choice["prefetch"] == 0
     saved = [step.wanted - step.high_water for step in steps]
     assert min(saved) >= 0 and (max(saved) == 0 or not is_exact), choice
 
