@@ -22,7 +22,7 @@ if str(ROOT) not in sys.path:
 from megatron.core.pipeline_parallel.expansion import expand  # noqa: E402
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders  # noqa: E402
 from megatron.core.pipeline_split import layers_per_part  # noqa: E402
-from megatron.core.transformer.moe.paged_stash import EventKind, StashEvent  # noqa: E402
+from megatron.core.transformer.moe.paged_stash import EventKind  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.arithmetic import resident_groups  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.sizing import (  # noqa: E402
     StepNeeds,
@@ -30,7 +30,9 @@ from megatron.core.transformer.moe.paged_stash.sizing import (  # noqa: E402
     factor_at,
     page_bytes,
 )
+from megatron.core.transformer.moe.paged_stash.stash_order import layer_of  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.training.expert_schedule import stash_events  # noqa: E402
 from megatron.training.routing_trace import RoutingHeader, RoutingStep, read_routing  # noqa: E402
 
 
@@ -176,7 +178,7 @@ class _Planner:
         specs = expert_specs(self._config, rows=self._balanced_rows * self._sharing)
         needs = []
         for order, layers in zip(orders, self._layers):
-            events = [StashEvent(EventKind(one.kind.value), one.name, one.instance) for one in expand(order, layers)]
+            events = stash_events(expand(order, layers))
             needs.append(StepNeeds(events, specs, self._balanced_rows, page_bytes(self._config)))
         return needs
 
@@ -189,7 +191,7 @@ def peak_of_ranks(needs: StepNeeds, rows: dict[int, np.ndarray]) -> int:
     for event in needs.events:
         if event.group in resident:
             continue
-        live = rows[int(event.name.removeprefix("layer "))][event.instance]
+        live = rows[layer_of(event.name)][event.instance]
         pages = sum(-(-live * spec.row_bytes // needs.page_bytes) for spec in needs.specs)
         held = held + pages if event.kind is EventKind.FORWARD else held - pages
         peak = max(peak, int(held.max()))

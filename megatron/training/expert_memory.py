@@ -6,7 +6,6 @@ What a layer does in a step is expert_step.py's, sizes are sizing.py's, when a s
 import argparse
 import functools
 import math
-from collections import Counter as Multiset
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -20,6 +19,7 @@ from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatch
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority
 from megatron.core.transformer.moe.paged_stash.sizing import (
+    HEADROOM,
     LearnedSizes,
     StepNeeds,
     capacity_factor,
@@ -32,17 +32,14 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     pool_layout,
     stash_footprint,
 )
-from megatron.core.transformer.moe.paged_stash.stash_order import Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.expert_schedule import ExpertSchedule
-from megatron.training.stash_figures import StepFigures
+from megatron.training.stash_figures import StepFigures, rows_by_group
 from megatron.training.stash_pool import open_pool
 from megatron.training.step_runner import ExpertOverflowError
 
-# Of what a void step needed: the next steps may need a little more.
-_HEADROOM = 1.1
 # A reserve for all rows of a buffer is a guarantee, and counts on no page that comes back before the step ends.
 _ALMOST_ALL = 0.999
 
@@ -75,20 +72,25 @@ class ExpertMemory:
         self, schedule: ExpertSchedule, config: TransformerConfig, *, tokens_per_rank: int, expert_ranks: int
     ) -> None:
         """tokens_per_rank: T, of a microbatch. expert_ranks: how many share the experts."""
-        assert config.moe_expert_rank_capacity_factor is not None
+        assert config.moe_expert_rank_capacity_factor is not None, "without it experts have as many rows as come"
         self.last_step: StepFigures | None = None
         self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
         self._device = default_device()
         self.step = ExpertStep(self._device)
-        self._layers = [layer for layers in schedule.layers for layer in layers]
-        for layer in self._layers:
+        self._dispatchers: list[MoEStaticTokenDispatcher] = []
+        for layer in (layer for layers in schedule.layers for layer in layers):
             layer.expert_step = self.step
+            assert isinstance(layer.token_dispatcher, MoEStaticTokenDispatcher), "chosen by the capacity factor"
+            self._dispatchers.append(layer.token_dispatcher)
         self._balanced_rows = tokens_per_rank * config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
         self._learned = LearnedSizes(expert_ranks=expert_ranks)
         self._capacity_factor = config.moe_expert_rank_capacity_factor
-        self._is_measured, self._is_training = False, True
-        self._num_microbatches, self._voids = 0, 0
-        self.needs = self._needs(0)
+        self._is_measured = False
+        self._is_training = True
+        self._voids = 0
+        # What the stash is planned for; None: it is to be made anew.
+        self._num_microbatches: int | None = None
+        self.needs = self._needs(None)
 
     @property
     def stash(self) -> PagedStash | None:
@@ -163,12 +165,9 @@ class ExpertMemory:
         """Takes over what earlier steps, other ranks or a checkpoint learned: nothing becomes smaller."""
         self._learned = self._learned.merged(sizes)
         self._capacity_factor = capacity_factor(self._capacity_factor, self._learned)
-        for layer in self._layers:
-            dispatcher = layer.token_dispatcher
-            assert isinstance(dispatcher, MoEStaticTokenDispatcher)
+        for dispatcher in self._dispatchers:
             dispatcher.set_capacity_factor(self._capacity_factor)
-        # The next step makes its pool anew.
-        self._num_microbatches = 0
+        self._num_microbatches = None
 
     def learned_sync(self) -> LearnedSizes:
         """What all ranks learned so far, for a checkpoint. Collective."""
@@ -177,12 +176,11 @@ class ExpertMemory:
     @property
     def _max_rows(self) -> int:
         """C, of every layer."""
-        dispatcher = self._layers[0].token_dispatcher
-        assert isinstance(dispatcher, MoEStaticTokenDispatcher)
-        return dispatcher.budget.rows_of_rank(self._tokens)
+        return self._dispatchers[0].budget.rows_of_rank(self._tokens)
 
-    def _needs(self, num_microbatches: int) -> StepNeeds:
-        events = self._schedule.events(num_microbatches) if self._config.moe_paged_stash else ()
+    def _needs(self, num_microbatches: int | None) -> StepNeeds:
+        planned = self._config.moe_paged_stash and num_microbatches is not None
+        events = self._schedule.events(num_microbatches) if planned else ()
         rows = self._max_rows if events else 0
         specs = expert_specs(self._config, rows=rows) if events else ()
         return StepNeeds(events, specs, self._balanced_rows, page_bytes(self._config))
@@ -237,33 +235,23 @@ class ExpertMemory:
         needed = float(self.step.factor_needed)
         if int(self.step.rows_missing) > 0:
             words = f"experts needed a capacity factor of {needed:.3f}, not {self._capacity_factor:.3f}"
-            return words, LearnedSizes(capacity_factor=needed * _HEADROOM)
+            return words, LearnedSizes(capacity_factor=needed * float(HEADROOM))
         if self.stash is None or not self.stash.is_void_sync():
             return "", LearnedSizes()
-        rows = self._rows_sync()
+        rows = rows_by_group(self.step.passes, self.step.rows.tolist())
         wanted = self.needs.pages(rows.__getitem__, up_to=Priority.INPUT if self._has_rungs else Priority.ACT)
         layout = self.stash.pool.layout
         words = f"rows that cannot be computed again needed {wanted} pages, of {layout.num_pages}"
         reserved_share = self._reserved_share()
         self._learn_rows(rows.values())
-        if self._has_rungs and self._reserved_share() > reserved_share and wanted * _HEADROOM <= layout.num_pages:
+        if self._has_rungs and self._reserved_share() > reserved_share and wanted * HEADROOM <= layout.num_pages:
             # Others took the pages, as fewer rows were expected: the reserve that is made of these rows is enough.
             return words, LearnedSizes()
         return words, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 
-    def _rows_sync(self) -> dict[Group, int]:
-        """Live rows of each expert forward of the step. NOTE: reads the device."""
-        seen: Multiset[str] = Multiset()
-        found: dict[Group, int] = {}
-        for layer, rows in zip(self.step.passes, self.step.rows.tolist()):
-            name = f"layer {layer}"
-            found[name, seen[name]] = rows
-            seen[name] += 1
-        return found
-
     def _figures_sync(self) -> StepFigures:
         """NOTE: reads the device, which the verdict has just waited for."""
-        needs, rows = self.needs, self._rows_sync()
+        needs, rows = self.needs, rows_by_group(self.step.passes, self.step.rows.tolist())
         occupancy = None if self.stash is None else self.stash.pool.occupancy_sync()
         return StepFigures(
             layout=None if self.stash is None else self.stash.pool.layout,
@@ -272,6 +260,7 @@ class ExpertMemory:
             rows=tuple(rows.values()),
             passes=tuple(self.step.passes),
             balanced_rows=self._balanced_rows,
+            buffer_rows=self._max_rows if self._dispatchers else 0,
             pages_wanted=needs.pages(rows.__getitem__),
             balanced_pages=needs.balanced_pages,
             capacity_factor=self._capacity_factor,
@@ -292,7 +281,7 @@ class ExpertMemory:
             and min(config.moe_paged_stash_buffer_size_factor_cuda, config.moe_paged_stash_buffer_size_factor_cpu) < 0
         ):
             # The next step makes a pool as large as this one's peak asks for.
-            self.step.stash, self._num_microbatches = None, 0
+            self.step.stash = self._num_microbatches = None
         self._is_measured = True
 
     def _learn_rows(self, rows: Iterable[int]) -> None:

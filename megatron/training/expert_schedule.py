@@ -8,11 +8,12 @@ from functools import lru_cache
 
 from torch import nn
 
-from megatron.core.pipeline_parallel.expansion import expand, kept_events
+from megatron.core.pipeline_parallel.expansion import ExpertEvent, expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash import EventKind, StashEvent
+from megatron.core.transformer.moe.paged_stash.stash_order import layer_name
 from megatron.core.transformer.recompute import Recomputed
 from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -34,8 +35,12 @@ class ExpertSchedule:
     def _events(self, num_microbatches: int) -> tuple[StashEvent, ...]:
         """The passes of a training step whose tensors wait for backward, in order."""
         orders = stage_orders(self._pipeline, num_microbatches, group_size=self._microbatch_group_size)
-        events = kept_events(expand(orders[self._stage], self._layer_map, recompute=self._recomputed))
-        return tuple(StashEvent(EventKind(event.kind.value), event.name, event.instance) for event in events)
+        return stash_events(kept_events(expand(orders[self._stage], self._layer_map, recompute=self._recomputed)))
+
+
+def stash_events(events: Sequence[ExpertEvent]) -> tuple[StashEvent, ...]:
+    """The events of a schedule as the stash has them; without groups that run again, see kept_events."""
+    return tuple(StashEvent(EventKind(one.kind.value), layer_name(one.layer), one.instance) for one in events)
 
 
 def _recomputed_layers(chunks: Sequence[nn.Module]) -> dict[int, int]:

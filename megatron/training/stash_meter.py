@@ -4,7 +4,6 @@ What a rank knows of a step is in stash_figures.py.
 """
 
 import argparse
-import math
 from collections import Counter as Multiset
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -15,9 +14,9 @@ import torch.distributed as dist
 from megatron.core.group_collectives import all_gather_rows
 from megatron.core.transformer.moe.paged_stash import Counter, EventKind
 from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel, resident_groups
-from megatron.core.transformer.moe.paged_stash.stash_order import Group, StashEvent, StashOrder
+from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent, StashOrder, layer_of
 from megatron.training.callbacks import PoolReport, StashReport, StepReport
-from megatron.training.stash_figures import StepFigures
+from megatron.training.stash_figures import StepFigures, rows_by_group
 
 
 class KnowsLastStep(Protocol):
@@ -89,7 +88,7 @@ class _Interval:
         self.buffers = _Buffers(
             step.capacity_factor,
             step.balanced_rows,
-            math.ceil(step.balanced_rows * step.capacity_factor),
+            step.buffer_rows,
             self.buffers.voids + step.voids,
         )
         for layer, rows in zip(step.passes, step.rows, strict=True):
@@ -227,7 +226,7 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
     """
     assert step.layout is not None, "without a pool there are no pages"
     pool, order = PoolModel(step.layout), StashOrder(step.events)
-    rows, resident = _rows_by_group(step), resident_groups(step.events)
+    rows, resident = rows_by_group(step.passes, step.rows), resident_groups(step.events)
     reserve, changes = iter(step.reserve), []
     for place, event in enumerate(step.events):
         order.observe(event)
@@ -242,22 +241,9 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
                 changes.append([place, *_pages_of(done, pool, sign=-1)])
                 pool.release(done.group)
     signs = {EventKind.FORWARD: 1, EventKind.BACKWARD: -1}
-    return {"passes": [signs[event.kind] * _layer(event.name) for event in step.events], "changes": changes}
+    return {"passes": [signs[event.kind] * layer_of(event.name) for event in step.events], "changes": changes}
 
 
 def _pages_of(event: StashEvent, pool: PoolModel, *, sign: int) -> tuple[int, int, int]:
     tensors = pool.held[event.group]
-    return _layer(event.name), sign * sum(one.device for one in tensors), sign * sum(one.host for one in tensors)
-
-
-def _rows_by_group(step: StepFigures) -> dict[Group, int]:
-    forwards: Multiset[int] = Multiset()
-    rows = {}
-    for layer, count in zip(step.passes, step.rows, strict=True):
-        rows[f"layer {layer}", forwards[layer]] = count
-        forwards[layer] += 1
-    return rows
-
-
-def _layer(name: str) -> int:
-    return int(name.removeprefix("layer "))
+    return layer_of(event.name), sign * sum(one.device for one in tensors), sign * sum(one.host for one in tensors)

@@ -1,7 +1,7 @@
 """A stage's passes expanded to what happens inside them: which expert group runs forward and backward when.
 
-Pure. The events carry the names and counts that the paged stash gives its groups, so that a list can be handed to it;
-nothing of it is imported.
+Pure. The events count as the paged stash counts its groups, so that a list can be handed to it (expert_schedule.py of
+megatron.training); nothing of it is imported.
 """
 
 import enum
@@ -23,14 +23,16 @@ class EventKind(enum.Enum):
 
 @dataclass(frozen=True)
 class ExpertEvent:
-    """A pass of one expert group. instance: which forward of that name in the step the group was, from 0."""
+    """A pass of one expert group. layer: from 1, over the whole model. instance: which forward of the layer
+    in the step it was, from 0.
+    """
 
     kind: EventKind
-    name: str
+    layer: int
     instance: int
 
     def __str__(self) -> str:
-        return f"{self.kind.value} {self.name}.{self.instance}"
+        return f"{self.kind.value} layer {self.layer}.{self.instance}"
 
 
 def expand(
@@ -43,28 +45,24 @@ def expand(
     again together, before the backward of the last of them.
     """
     recompute = recompute or {}
-    forwards: Counter[str] = Counter()
+    forwards: Counter[int] = Counter()
     instances: dict[tuple[int, int], int] = {}
     events = []
     for action in actions:
         layers = layer_map[action.chunk]
         if action.kind is ActionKind.FORWARD:
             for layer in layers:
-                instances[layer, action.microbatch] = forwards[_name(layer)]
-                forwards[_name(layer)] += 1
+                instances[layer, action.microbatch] = forwards[layer]
+                forwards[layer] += 1
         kinds = _forward(layers) if action.kind is ActionKind.FORWARD else _backward(layers, recompute)
-        events += [ExpertEvent(kind, _name(layer), instances[layer, action.microbatch]) for kind, layer in kinds]
+        events += [ExpertEvent(kind, layer, instances[layer, action.microbatch]) for kind, layer in kinds]
     return events
 
 
 def kept_events(events: Sequence[ExpertEvent]) -> list[ExpertEvent]:
     """Without the groups that run again: their first forward keeps nothing that could be stashed."""
-    again = {(event.name, event.instance) for event in events if event.kind is EventKind.RECOMPUTE}
-    return [event for event in events if (event.name, event.instance) not in again]
-
-
-def _name(layer: int) -> str:
-    return f"layer {layer}"
+    again = {(event.layer, event.instance) for event in events if event.kind is EventKind.RECOMPUTE}
+    return [event for event in events if (event.layer, event.instance) not in again]
 
 
 def _forward(layers: Sequence[int]) -> list[tuple[EventKind, int]]:

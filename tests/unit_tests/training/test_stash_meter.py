@@ -12,12 +12,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.core.pipeline_parallel.expansion import expand
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
-from megatron.core.transformer.moe.paged_stash import Counter, EventKind, PoolLayout, Priority, StashEvent, TensorSpec
+from megatron.core.transformer.moe.paged_stash import Counter, EventKind, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel
 from megatron.training.callbacks import RunStart, StashReport
 from megatron.training.callbacks.console_log import format_training_line
 from megatron.training.callbacks.jsonl_log import JsonlLog
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
+from megatron.training.expert_schedule import stash_events
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.stash_figures import StepFigures
 from megatron.training.stash_meter import StashMeter, stash_timeline
@@ -34,10 +35,7 @@ LAYERS = ([[1, 2]], [[4, 5]])
 def figures_of_step(rank: int, step: int, *, device_pages: int = 60, host_pages: int = 10) -> tuple[StepFigures, int]:
     """Random rows through a pool that is run event by event; also the most pages that it held at once."""
     chosen = random.Random(f"{rank} {step}")
-    events = tuple(
-        StashEvent(EventKind(event.kind.value), event.name, event.instance)
-        for event in expand(stage_orders(Pipeline(2, 1), 3)[rank], LAYERS[rank])
-    )
+    events = stash_events(expand(stage_orders(Pipeline(2, 1), 3)[rank], LAYERS[rank]))
     pool = PoolModel(PoolLayout(512, device_pages, host_pages))
     passes, rows, most = [], [], 0
     for event, following in zip(events, (*events[1:], None)):
@@ -56,6 +54,7 @@ def figures_of_step(rank: int, step: int, *, device_pages: int = 60, host_pages:
         rows=tuple(rows),
         passes=tuple(passes),
         balanced_rows=100,
+        buffer_rows=150,
         pages_wanted=100 * rank + step,
         balanced_pages=50,
         capacity_factor=1.5,

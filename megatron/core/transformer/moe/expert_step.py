@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.dispatch import RowDemand
 from megatron.core.transformer.moe.paged_stash import PagedStash, StashGroup
+from megatron.core.transformer.moe.paged_stash.stash_order import layer_name
 from megatron.core.transformer.recompute import Recorder
 
 
@@ -52,14 +53,14 @@ class ExpertStep(Recorder, torch.nn.Module):
         torch.maximum(self.factor_needed, demand.factor_needed, out=self.factor_needed)
 
     @contextmanager
-    def experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
+    def around_experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
         """Around the experts of a layer; num_rows: [1], int64, on the device: of max_rows rows so many are live."""
         if self._has_begun and self._recording and torch.is_grad_enabled():
             self._count(layer_number, num_rows)
         if self.stash is None:
             yield None
             return
-        with self.stash.context(f"layer {layer_number}", num_rows, max_rows=max_rows) as group:
+        with self.stash.context(layer_name(layer_number), num_rows, max_rows=max_rows) as group:
             yield group
 
     @contextmanager

@@ -111,7 +111,7 @@ class MoELayer(MegatronModule):
         assert dispatched.demand is not None, "static dispatchers say what they needed"
         self.expert_step.note(dispatched.demand)
         number, num_rows = self.router.layer_number, counts.sum(0, keepdim=True)
-        with self.expert_step.experts(number, num_rows, max_rows=len(rows.probs)) as group:
+        with self.expert_step.around_experts(number, num_rows, max_rows=len(rows.probs)) as group:
             output = self.experts(rows.hidden_states, counts, rows.probs, group=group)[0]
         return output
 

@@ -9,7 +9,8 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipelin
 from megatron.core.pipeline_parallel.timeline import bubble_share, timeline
 from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
 from megatron.core.pipeline_parallel.validation import validate_programs
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent, StashOrder
+from megatron.core.transformer.moe.paged_stash.stash_order import StashOrder
+from megatron.training.expert_schedule import stash_events
 
 
 @pytest.mark.slow  # 12 s
@@ -94,7 +95,7 @@ def test_expanded_lists_are_what_the_stash_sees(chunks: int) -> None:
     pipeline = Pipeline(2, chunks)
     for order in stage_orders(pipeline, 5):
         events = expand(order, [[1, 3], [5]][:chunks])
-        stash = [StashEvent(EventKind(event.kind.value), event.name, event.instance) for event in events]
+        stash = stash_events(events)
         follower = StashOrder(stash)
         for event in stash:
             follower.observe(event)

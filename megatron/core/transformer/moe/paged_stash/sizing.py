@@ -21,13 +21,13 @@ from megatron.core.transformer.moe.paged_stash.arithmetic import (
     resident_groups,
 )
 from megatron.core.transformer.moe.paged_stash.page_layout import ALIGNMENT, PoolLayout, Priority, TensorSpec
-from megatron.core.transformer.moe.paged_stash.stash_order import Group, StashEvent
+from megatron.core.transformer.moe.paged_stash.stash_order import Group, StashEvent, layer_name
 
 RowsOf = Callable[[Group], int]
 # A pool that was too small grows by this share of itself at least: a few reruns reach any size.
 _LEAST_GROWTH = Fraction(1, 2)
-# Room above what the step that failed needed.
-_HEADROOM = Fraction(1, 10)
+# Room for somewhat more than the step that failed needed.
+HEADROOM = Fraction(11, 10)
 
 
 class StashSettings(Protocol):
@@ -153,7 +153,7 @@ class StepNeeds:
 
     def measured_pages(self, learned: LearnedSizes) -> int:
         """If every pass has the most rows that its layer had so far; a layer without any has the balanced number."""
-        shares = {f"layer {layer}": share for layer, share in learned.rows_share.items()}
+        shares = {layer_name(layer): share for layer, share in learned.rows_share.items()}
 
         def rows(group: Group) -> int:
             return min(math.ceil(_exact(shares.get(group[0], 1.0)) * self.balanced_rows), self._max_rows)
@@ -214,7 +214,7 @@ def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> L
     """
     if layout.num_pages >= needs.most_pages:
         return None
-    enough = max(math.ceil(wanted_pages * (1 + _HEADROOM)), math.ceil(layout.num_pages * (1 + _LEAST_GROWTH)))
+    enough = max(math.ceil(wanted_pages * HEADROOM), math.ceil(layout.num_pages * (1 + _LEAST_GROWTH)))
     total, balanced = min(enough, needs.most_pages), max(needs.balanced_pages, 1)
     if layout.device_pages == 0:
         return LearnedSizes(host_factor=total / balanced)

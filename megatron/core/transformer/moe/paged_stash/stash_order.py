@@ -12,6 +12,16 @@ from itertools import islice
 Group = tuple[str, int]
 
 
+def layer_name(layer: int) -> str:
+    """What the expert group of a layer is called; layer: from 1, over the whole model."""
+    return f"layer {layer}"
+
+
+def layer_of(name: str) -> int:
+    """The layer that layer_name named."""
+    return int(name.removeprefix("layer "))
+
+
 class EventKind(enum.Enum):
     """Which pass of a group ran."""
 

@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
 )
 from megatron.core.transformer.moe.paged_stash_config import parse_bytes
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.expert_schedule import stash_events
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
 
 MOE: dict[str, Any] = {
@@ -50,10 +51,7 @@ def events_of(stages: int, layers: int, microbatches: int) -> list[list[StashEve
     """Of each stage, all layers with experts, spread evenly."""
     own = layers // stages
     return [
-        [
-            StashEvent(EventKind(event.kind.value), event.name, event.instance)
-            for event in expand(order, [range(stage * own + 1, stage * own + own + 1)])
-        ]
+        list(stash_events(expand(order, [range(stage * own + 1, stage * own + own + 1)])))
         for stage, order in enumerate(stage_orders(Pipeline(stages), microbatches))
     ]
 
