@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.agreement import all_ranks_agree
 from megatron.core.device import default_device
 from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -86,8 +87,11 @@ class ExpertMemory:
         self._learned = LearnedSizes(expert_ranks=expert_ranks)
         self._capacity_factor = config.moe_expert_rank_capacity_factor
         self._is_measured = False
+        # Whether steps keep to the schedule's order of groups.
+        self._is_planned = True
         self._is_training = True
         self._voids = 0
+        self._reserved_share = 0.0  # with which the stash was made
         # What the stash is planned for; None: it is to be made anew.
         self._num_microbatches: int | None = None
         self.needs = self._needs(None)
@@ -141,6 +145,10 @@ class ExpertMemory:
             self.last_step = self._figures_sync()
             self._remember(self.last_step)
             self._voids = 0
+            if self._is_planned and self.stash is not None and self.stash.order.departed:
+                # Layers that keep nothing, such as frozen ones below all that is trained: what runs says the order.
+                self._is_planned = False
+                self.step.stash = self._stash_over(self.stash.pool)
 
     def grow_sync(self, *, iteration: int) -> str:
         """More rows or pages on all ranks, after a verdict that any lacked them; returns a line for the log.
@@ -191,7 +199,8 @@ class ExpertMemory:
         if not self._config.moe_paged_stash:
             return
         pool = None if self.stash is None else self.stash.pool
-        layout = self._layout(None if pool is None else pool.layout)
+        with all_ranks_agree(), flags_named_in_errors():
+            layout = self._layout(None if pool is None else pool.layout)
         if pool is None or pool.layout != layout:
             # Before the new one is made: there may not be room for both.
             self.step.stash = pool = None
@@ -212,20 +221,21 @@ class ExpertMemory:
         return PoolLayout(layout.page_bytes, device, host)
 
     def _stash_over(self, pool: PagePool) -> PagedStash:
+        self._reserved_share = self._expected_share()
         return PagedStash(
             pool,
             prefetch_groups=self._config.moe_paged_stash_prefetch_layers,
-            events=self.needs.events,
-            reserved_share=self._reserved_share(),
+            events=self.needs.events if self._is_planned else None,
+            reserved_share=self._reserved_share,
             has_rungs=self._has_rungs,
-            specs=self.needs.specs,
+            specs=self.needs.specs if self._is_planned else (),
         )
 
     @property
     def _has_rungs(self) -> bool:
         return self._config.moe_paged_stash_overflow_policy == "recompute"
 
-    def _reserved_share(self) -> float:
+    def _expected_share(self) -> float:
         """Of C: the rows that a pass is expected to have, which are those of the fullest one so far."""
         expected = max([1.0, *self._learned.rows_share.values()]) * self._balanced_rows
         return min(_ALMOST_ALL, expected / self._max_rows)
@@ -239,12 +249,13 @@ class ExpertMemory:
         if self.stash is None or not self.stash.is_void_sync():
             return "", LearnedSizes()
         rows = rows_by_group(self.step.passes, self.step.rows.tolist())
-        wanted = self.needs.pages(rows.__getitem__, up_to=Priority.INPUT if self._has_rungs else Priority.ACT)
+        wanted = self.needs.pages(
+            lambda group: rows.get(group, 0), up_to=Priority.INPUT if self._has_rungs else Priority.ACT
+        )
         layout = self.stash.pool.layout
         words = f"rows that cannot be computed again needed {wanted} pages, of {layout.num_pages}"
-        reserved_share = self._reserved_share()
         self._learn_rows(rows.values())
-        if self._has_rungs and self._reserved_share() > reserved_share and wanted * HEADROOM <= layout.num_pages:
+        if self._has_rungs and self._expected_share() > self._reserved_share and wanted * HEADROOM <= layout.num_pages:
             # Others took the pages, as fewer rows were expected: the reserve that is made of these rows is enough.
             return words, LearnedSizes()
         return words, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
@@ -261,14 +272,14 @@ class ExpertMemory:
             passes=tuple(self.step.passes),
             balanced_rows=self._balanced_rows,
             buffer_rows=self._max_rows if self._dispatchers else 0,
-            pages_wanted=needs.pages(rows.__getitem__),
+            pages_wanted=needs.pages(lambda group: rows.get(group, 0)),
             balanced_pages=needs.balanced_pages,
             capacity_factor=self._capacity_factor,
             factor_needed=float(self.step.factor_needed),
             voids=self._voids,
             events=tuple(needs.events),
             specs=tuple(needs.specs),
-            reserve=self.stash.reserve if self.stash is not None and self._has_rungs else (),
+            reserve=self.stash.reserve if self.stash is not None and self._has_rungs and self._is_planned else (),
             prefetch_groups=self._config.moe_paged_stash_prefetch_layers,
         )
 

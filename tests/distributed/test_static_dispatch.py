@@ -110,6 +110,7 @@ def _with_and_without_poison(alignment: int) -> dict[str, list[list[Tensor]]]:
     for dispatcher in DISPATCHER_FIELDS:
         layer = build_layer(parallel_state.get_process_groups(), **fields, **dispatcher).float()
         layer.token_dispatcher.budget = replace(layer.token_dispatcher.budget, alignment=alignment)
+        layer.expert_step.begin()
         found = results.setdefault(str(dispatcher), [])
         for is_poisoned, layouts in ((False, dict(PART_LAYOUTS)), (True, dict(PART_LAYOUTS)), (True, {})):
             # Then torch fills memory that nobody has written yet with NaN.

@@ -127,6 +127,17 @@ def test_more_microbatches_keep_the_pool_and_a_measured_peak_sets_it() -> None:
     assert toy.memory.learned_sync().rows_share == dict.fromkeys(range(1, 5), 1.0)
 
 
+def test_a_stash_follows_what_runs_where_frozen_layers_keep_nothing() -> None:
+    toy = Toy.of()
+    toy.model.embedding.requires_grad_(False)
+    toy.model.decoder.layers[0].requires_grad_(False)
+    assert [toy.step() for _ in range(3)] == [1] * 3
+    figures = toy.memory.last_step
+    assert figures is not None
+    assert figures.counters[Counter.DROPPED_GATE_UP] == figures.counters[Counter.DROPPED_ACT] == 0
+    assert figures.counters[Counter.PLANNED_PAGES] > 0
+
+
 def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:
     toy = Toy.of(moe_paged_stash_buffer_size_factor_cuda=0.1, moe_paged_stash_overflow_policy="error")
     assert toy.passes(2) == [False, True]

@@ -25,11 +25,12 @@ class RowDemand(NamedTuple):
     """What the routing asked of this rank's buffers of a fixed size, all on the device.
 
     rows_missing: [1], int64, above 0 if they were too small, and rows were lost. factor_needed: [1], fp32: the
-    capacity factor with which none would have been.
+    capacity factor with which none would have been. can_lose: whether any routing could have lost rows here.
     """
 
     rows_missing: Tensor
     factor_needed: Tensor
+    can_lose: bool
 
 
 class Dispatched(NamedTuple):

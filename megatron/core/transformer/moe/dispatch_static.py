@@ -57,9 +57,7 @@ class StaticBudget:
 
     def rows_of_rank(self, num_tokens: int) -> int:
         """C, from all ranks to one; num_tokens: T, of each rank."""
-        # Each expert's rows may end with padding.
-        most = self.num_ranks * self._most(num_tokens) + self.num_experts * (self.alignment - 1)
-        rows = min(math.ceil(self._balanced_rows(num_tokens) * self.factor), most)
+        rows = min(math.ceil(self._balanced_rows(num_tokens) * self.factor), self._most_of_rank(num_tokens))
         return math.ceil(rows / self.alignment) * self.alignment
 
     def rows_of_pair(self, num_tokens: int) -> int:
@@ -70,17 +68,23 @@ class StaticBudget:
     def demand_on_rank(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
         """rows_needed: [1], int64, of the rows_of_rank."""
         missing = (rows_needed - self.rows_of_rank(num_tokens)).clamp(min=0)
-        return RowDemand(missing, rows_needed.float() / max(1, self._balanced_rows(num_tokens)))
+        can_lose = self.rows_of_rank(num_tokens) < self._most_of_rank(num_tokens)
+        return RowDemand(missing, rows_needed.float() / max(1, self._balanced_rows(num_tokens)), can_lose)
 
     def demand_on_pair(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
         """rows_needed: [1], int64, of the rows_of_pair."""
         missing = (rows_needed - self.rows_of_pair(num_tokens)).clamp(min=0)
         balanced = self._balanced_rows(num_tokens) / self.num_ranks
-        return RowDemand(missing, rows_needed.float() / (balanced or 1))
+        can_lose = self.rows_of_pair(num_tokens) < self._most(num_tokens)
+        return RowDemand(missing, rows_needed.float() / (balanced or 1), can_lose)
 
     def _balanced_rows(self, num_tokens: int) -> int:
         """Rows of a rank where all ranks get as many."""
         return num_tokens * self.topk * self.num_shards
+
+    def _most_of_rank(self, num_tokens: int) -> int:
+        # Each expert's rows may end with padding.
+        return self.num_ranks * self._most(num_tokens) + self.num_experts * (self.alignment - 1)
 
     def _most(self, num_tokens: int) -> int:
         """Rows that one rank's tokens can bring to another: a token comes to an expert once."""
@@ -248,11 +252,13 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         """Of the pairs that send and the rank that receives, which counts rows for which no pair had room too."""
         budget = self.budget
         on_rank = aligned_rows(begun.parts.counts.sum(0), budget.alignment).sum(0, keepdim=True)
-        demands = (
-            budget.demand_on_pair(begun.parts.sent.rows_needed, begun.num_tokens),
-            budget.demand_on_rank(on_rank, begun.num_tokens),
+        pair = budget.demand_on_pair(begun.parts.sent.rows_needed, begun.num_tokens)
+        rank = budget.demand_on_rank(on_rank, begun.num_tokens)
+        return RowDemand(
+            torch.maximum(pair.rows_missing, rank.rows_missing),
+            torch.maximum(pair.factor_needed, rank.factor_needed),
+            pair.can_lose or rank.can_lose,
         )
-        return RowDemand(*(torch.maximum(pair, rank) for pair, rank in zip(*demands, strict=True)))
 
     def combine(self, rows: Tensor, metadata: StaticExchanged) -> Tensor:
         """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""

@@ -48,7 +48,14 @@ class ExpertStep(Recorder, torch.nn.Module):
         self.passes, self._has_begun = [], True
 
     def note(self, demand: RowDemand) -> None:
-        """Takes what a dispatcher says."""
+        """Takes what a dispatcher says. Raises RuntimeError where rows could be lost and nobody has begun a step."""
+        if demand.can_lose and not self._has_begun:
+            raise RuntimeError(
+                "buffers of moe_expert_rank_capacity_factor may be too small for the routing, and nobody would see it: "
+                "train with megatron.training, or call begin() of the layers' expert_step before each step and run the "
+                "step again with set_capacity_factor of their token_dispatcher where rows_missing is above 0 on any "
+                "rank; see docs/library.md"
+            )
         torch.maximum(self.rows_missing, demand.rows_missing, out=self.rows_missing)
         torch.maximum(self.factor_needed, demand.factor_needed, out=self.factor_needed)
 

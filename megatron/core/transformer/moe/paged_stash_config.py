@@ -45,7 +45,7 @@ class PagedStashConfig:
     moe_paged_stash_buffer_size_factor_cuda: float = config_field(
         1.1,
         help="Pages on the device as a multiple of what a step needs if every rank gets as many rows; negative: of "
-        "the most that steps needed so far; 0: none, all rows wait on the host.",
+        "what the first step needed, or the steps before a checkpoint; 0: none, all rows wait on the host.",
     )
     moe_paged_stash_buffer_size_factor_cpu: float = config_field(
         0.0, help="Pages in page-locked host memory, for what the device has no page for; a multiple of the same need."

@@ -195,10 +195,11 @@ def pool_layout(
         device = max(device, _multiple(learned.device_factor or 0.0, balanced))
     if host:
         host = max(host, _multiple(learned.host_factor or 0.0, balanced))
-    for name, pages in (("cuda", device), ("cpu", host)):
+    of_device = "size_factor_cuda" if given is None else "bytes"
+    for name, pages in ((of_device, device), ("size_factor_cpu", host)):
         if pages >= 2**31:
             raise ValueError(
-                f"moe_paged_stash_buffer_size_factor_{name} asks for {pages} pages of {needs.page_bytes} bytes: must "
+                f"moe_paged_stash_buffer_{name} asks for {pages} pages of {needs.page_bytes} bytes: must "
                 f"be fewer than 2**31; full buffers fill {needs.most_pages}"
             )
     # A pool has a page, however small the factors.
