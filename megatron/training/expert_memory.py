@@ -145,10 +145,16 @@ class ExpertMemory:
             self.last_step = self._figures_sync()
             self._remember(self.last_step)
             self._voids = 0
-            if self._is_planned and self.stash is not None and self.stash.order.departed:
-                # Layers that keep nothing, such as frozen ones below all that is trained: what runs says the order.
-                self._is_planned = False
+            if self.stash is not None and self._is_stale(self.stash):
                 self.step.stash = self._stash_over(self.stash.pool)
+
+    def _is_stale(self, stash: PagedStash) -> bool:
+        """Whether the step departed from the plan, or had fuller passes than pages are kept back for."""
+        if self._is_planned and stash.order.departed:
+            # Layers that keep nothing, such as frozen ones below all that is trained: what runs says the order.
+            self._is_planned = False
+            return True
+        return self._expected_share() > self._reserved_share
 
     def grow_sync(self, *, iteration: int) -> str:
         """More rows or pages on all ranks, after a verdict that any lacked them; returns a line for the log.
@@ -245,7 +251,9 @@ class ExpertMemory:
         needed = float(self.step.factor_needed)
         if int(self.step.rows_missing) > 0:
             words = f"experts needed a capacity factor of {needed:.3f}, not {self._capacity_factor:.3f}"
-            return words, LearnedSizes(capacity_factor=needed * float(HEADROOM))
+            # More than any routing can bring would make no buffer larger.
+            largest = self._dispatchers[0].budget.largest_factor
+            return words, LearnedSizes(capacity_factor=max(needed, min(needed * float(HEADROOM), largest)))
         if self.stash is None or not self.stash.is_void_sync():
             return "", LearnedSizes()
         rows = rows_by_group(self.step.passes, self.step.rows.tolist())
@@ -253,7 +261,8 @@ class ExpertMemory:
             lambda group: rows.get(group, 0), up_to=Priority.INPUT if self._has_rungs else Priority.ACT
         )
         layout = self.stash.pool.layout
-        words = f"rows that cannot be computed again needed {wanted} pages, of {layout.num_pages}"
+        what = "the experts' inputs" if self._has_rungs else "all that waits for backward"
+        words = f"no pages for {what}: {wanted} are needed at once, of {layout.num_pages} that all share"
         self._learn_rows(rows.values())
         if self._has_rungs and self._expected_share() > self._reserved_share and wanted * HEADROOM <= layout.num_pages:
             # Others took the pages, as fewer rows were expected: the reserve that is made of these rows is enough.

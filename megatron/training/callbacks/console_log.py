@@ -103,7 +103,10 @@ def _pool_fields(pool: PoolReport) -> list[str]:
         ("stash gate_up again", pool.dropped_gate_up),
         ("stash act again", pool.dropped_act),
     ]
-    return [f" stash pages: {', '.join(held)}", *(f" {name}: {count}" for name, count in counts if count)]
+    return [
+        f" stash pages of rank {pool.rank}: {', '.join(held)}",
+        *(f" {name}: {count}" for name, count in counts if count),
+    ]
 
 
 def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:

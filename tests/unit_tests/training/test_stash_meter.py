@@ -135,7 +135,7 @@ def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:
     line = format_training_line([STEP, report], 100)
     share = f"{pool.device_high_water}/60 ({100 * pool.device_high_water / 60:.0f}%) device, {pool.host_high_water}/10 "
     assert f"| expert capacity factor needed: {max(report.stash.factors_needed):.2f} of 1.50 | void steps: 1 |" in line
-    assert f"| stash pages: {share}(" in line and f"| stash act again: {pool.dropped_act} |" in line
+    assert f"| stash pages of rank {pool.rank}: {share}(" in line and f"| stash act again: {pool.dropped_act} |" in line
     assert "stash" not in format_training_line([replace(report, stash=replace(report.stash, pool=None))], 100)
     seldom = LoggingConfig(tensorboard_log_interval=report.iteration + 1)
     logs = JsonlLog(tmp_path), TensorBoardLog(str(tmp_path), seldom)

@@ -55,6 +55,11 @@ class StaticBudget:
     num_shards: int
     alignment: int
 
+    @property
+    def largest_factor(self) -> float:
+        """With which, without alignment, no routing loses rows: all tokens come to one rank."""
+        return self.num_ranks * self._most(1) / self._balanced_rows(1)
+
     def rows_of_rank(self, num_tokens: int) -> int:
         """C, from all ranks to one; num_tokens: T, of each rank."""
         rows = min(math.ceil(self._balanced_rows(num_tokens) * self.factor), self._most_of_rank(num_tokens))

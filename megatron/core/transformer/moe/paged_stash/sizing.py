@@ -288,7 +288,8 @@ def gain_line(own: Footprint, layout: PoolLayout) -> str:
     if own.saving < 0:
         outcome = (
             f"COSTS {-own.saving:.0%}: less memory is needed here with a smaller "
-            "moe_paged_stash_buffer_size_factor_cuda or moe_paged_stash_page_size, or without moe_paged_stash"
+            "moe_paged_stash_buffer_size_factor_cuda, moe_paged_stash_page_size or moe_paged_stash_prefetch_layers, or "
+            "without moe_paged_stash"
         )
     return (
         f"paged stash: {where}; {_mib(own.arena_bytes)} of pages + {_mib(own.working_set_bytes)} of buffers "
