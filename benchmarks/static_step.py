@@ -1,11 +1,11 @@
-"""Static buffers of experts beside as many rows as come: a mixture-of-experts layer and a training step, interleaved.
+"""Static buffers of experts beside as many rows as come, and a paged stash beside static buffers, interleaved.
 
     python benchmarks/static_step.py [--rounds 10] [--steps 3] [--only LAYOUT ...] [--json FILE]
 
-Prints CPU seconds, wall time and peak memory, and the static sides over the dropless one as medians over the rounds.
+Prints CPU seconds, wall time and peak memory, and each side over the first one as medians over the rounds.
 The model is that of train_step.py. Layouts: one layer in one process; a training step of two ranks that both have all
-experts, and of two that share them, with either dispatcher. With one rank of experts a buffer is as large as all rows
-at any factor, as none can be missing.
+experts, and of two that share them, with either dispatcher; the latter with two microbatches and a stash, with pages
+for everything and for half. With one rank of experts a buffer is as large as all rows at any factor: none is missing.
 """
 
 import argparse
@@ -32,6 +32,7 @@ BASE = "dropless"
 # Passes of the layer that count as one of a side's steps.
 PASSES = 10
 FACTOR = "--moe-expert-rank-capacity-factor"
+STASH, PAGES = "--moe-paged-stash", "--moe-paged-stash-buffer-size-factor-cuda"
 # The routing that a trained router comes near to; one that loses rows would save their time.
 BALANCED = "--moe-router-force-load-balancing"
 
@@ -47,7 +48,7 @@ def main() -> None:
         sides = [start_side(name, build, ranks=ranks) for name, build in builds.items()]
         rounds = run_rounds(sides, rounds=options.rounds, steps=options.steps)
         print(f"\n{layout}")
-        figures[layout] = print_table(rounds, base=BASE)
+        figures[layout] = print_table(rounds, base=next(iter(builds)))
         measured.update({f"{layout}, {name}": some for name, some in rounds.items()})
     if options.json is not None:
         write_record(options.json, figures, measured=measured)
@@ -64,6 +65,15 @@ def layouts() -> dict[str, tuple[int, dict[str, Build]]]:
         found[f"training step, experts over 2 ranks, {dispatcher}"] = (
             RANKS,
             sides_of(build_ours, *shared, factors=("1.25", "2")),
+        )
+        static = partial(build_ours, *shared, FACTOR, "1.25", "--global-batch-size", str(4 * MICRO_BATCH))
+        found[f"stash, experts over 2 ranks, {dispatcher}"] = (
+            RANKS,
+            {
+                "static 1.25": static,
+                "with a stash": partial(static, STASH),
+                "half of the pages": partial(static, STASH, PAGES, "0.5"),
+            },
         )
     return found
 
