@@ -111,13 +111,15 @@ def second_levels(overlap):
     launched, seen = [], []
 
     def count(flat, *, group, **kwargs):
-        launched.extend([flat] if group is across else [])
-        return all_reduce(flat, group=group, **kwargs)
+        work = all_reduce(flat, group=group, **kwargs)
+        launched.extend([work] if group is across else [])
+        return work
 
     def wait_on_one_rank(grad):
-        # The others go on, and start all second levels at the end.
+        # The others go on, and may start all second levels at the end: of those that this rank has started none is
+        # waited for.
         if not seen and dist.get_rank() == 0:
-            for work in [work for group in groups for work in group.works(Traffic.REDUCE)]:
+            for work in [work for group in groups for work in group.works(Traffic.REDUCE) if work not in launched]:
                 work.wait()
 
     ddp.module.weights[1].register_hook(wait_on_one_rank)
