@@ -41,7 +41,7 @@ from megatron.training.console import print_rank_0
 from megatron.training.data_parallel import join_schedule, wrap_chunks
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
-from megatron.training.expert_memory import build_expert_memory
+from megatron.training.expert_memory import ExpertMemory, build_expert_memory
 from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.initialize import seed_ranks
@@ -81,22 +81,8 @@ def setup_run(
     size = count_parameters(model, args, mp_group=get_process_groups().mp)
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks, size=size)
-    finalize = DeferredFinalizer(get_model_config(model[0]).finalize_model_grads_func or finalize_model_grads)
-    for chunk in unwrap_model(model):
-        chunk.config.timers = timers
-        chunk.config.finalize_model_grads_func = finalize
-    statistics = StatisticsExchange(dist.group.WORLD)
     memory = build_expert_memory(model, args, groups=get_process_groups())
-    steps = StepRunner(
-        args=args,
-        model=model,
-        forward_step=forward_step_func,
-        groups=get_process_groups(),
-        finalize_model_grads=finalize,
-        statistics=statistics,
-        timers=timers,
-        memory=memory,
-    )
+    steps = setup_steps(args, model, forward_step_func=forward_step_func, timers=timers, memory=memory)
     run = TrainingRun(
         args=args,
         training=training,
@@ -105,7 +91,7 @@ def setup_run(
         optimizer=optimizer,
         scheduler=scheduler,
         batches=batches,
-        finalize_model_grads=finalize,
+        finalize_model_grads=steps.finalize_model_grads,
         steps=steps,
         expert_memory=memory,
         groups=get_process_groups(),
@@ -113,7 +99,7 @@ def setup_run(
         state=TrainState(),
         callbacks=every_callback,
         exit_conditions=ExitConditions(training),
-        statistics=statistics,
+        statistics=steps.statistics,
         timers=timers,
         meters=build_meters(
             logging,
@@ -129,6 +115,31 @@ def setup_run(
     run.load_checkpoint()
     prepare_expert_memory(run)
     return run
+
+
+def setup_steps(
+    args: argparse.Namespace,
+    model: list[nn.Module],
+    *,
+    forward_step_func: Callable[..., Any],
+    timers: Timers,
+    memory: ExpertMemory | None,
+) -> StepRunner:
+    """What runs the passes of a step over the chunks of `model`, whose schedules it joins with the loop."""
+    finalize = DeferredFinalizer(get_model_config(model[0]).finalize_model_grads_func or finalize_model_grads)
+    for chunk in unwrap_model(model):
+        chunk.config.timers = timers
+        chunk.config.finalize_model_grads_func = finalize
+    return StepRunner(
+        args=args,
+        model=model,
+        forward_step=forward_step_func,
+        groups=get_process_groups(),
+        finalize_model_grads=finalize,
+        statistics=StatisticsExchange(dist.group.WORLD),
+        timers=timers,
+        memory=memory,
+    )
 
 
 def prepare_expert_memory(run: TrainingRun) -> None:

@@ -33,6 +33,15 @@ FLAGS: Flags = {
     "moe-expert-rank-capacity-factor": 8,
     "log-num-zeros-in-grad": True,
 }
+# A router with all that has a record of its own.
+ROUTER: Flags = {
+    "moe-input-jitter-eps": 0.1,
+    "moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"],
+    "moe-aux-loss-coeff": [0.01, 0.01],
+    "moe-router-score-function": "sigmoid",
+    "moe-router-enable-expert-bias": True,
+    "moe-per-layer-logging": True,
+}
 ZERO1: Flags = {
     "use-distributed-optimizer": True,
     "overlap-grad-reduce": True,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,14 +20,13 @@ from megatron.training.evaluation import evaluate_validation
 from megatron.training.run import TrainingRun
 from tests.counts import long_count, slow
 from tests.distributed.parity import layout
-from tests.distributed.stash_runs import ZERO1, Trained, argv_of, stash, train_here
-from tests.distributed.test_paged_stash_training import AROUND
+from tests.distributed.stash_runs import ROUTER, ZERO1, Trained, argv_of, stash, train_here
 from tests.functional_tests.case import Flags
 from tests.functional_tests.expectations import assert_same_checkpoint
 from tests.harness import run_on_ranks
 
 STEPS = 4
-RUN: Flags = {**AROUND["router"], **ZERO1, "train-iters": STEPS, "save-interval": 1}
+RUN: Flags = {"hidden-dropout": 0.1, **ROUTER, **ZERO1, "train-iters": STEPS, "save-interval": 1}
 EVALUATED: Flags = {"eval-interval": 1, "eval-iters": 2}
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     "ep 2": (2, {**layout(ep=2), "global-batch-size": 6}),
@@ -170,9 +170,7 @@ def test_steps_void_on_one_rank_leave_no_trace(
         assert by_rank[0][steps[0]] == [(1, 1), (0, 1), (0, 0)]
 
 
-@pytest.mark.skipif(not long_count(0, soak=1), reason="long: make soak")
-@pytest.mark.parametrize("where", LAYOUTS)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("where", "plan"), list(product(LAYOUTS, PLANS))[: long_count(1, soak=16)])
 @pytest.mark.slow
 def test_no_lack_of_anything_at_any_time_leaves_a_trace(where: str, plan: str, tmp_path: Path) -> None:
     by_rank = _train_void(where, plan, list(LACKING), tmp_path)

@@ -21,6 +21,7 @@ from megatron.training.rng_state import capture_rng, restore_rng
 from megatron.training.run import TrainingRun
 from megatron.training.step_runner import ExpertOverflowError
 from megatron.training.training import train, train_step
+from tests.distributed.stash_runs import ROUTER, ZERO1
 from tests.distributed.tiny_runs import comparable, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.expectations import assert_same_checkpoint
@@ -40,22 +41,11 @@ RUN: Flags = {
     "exit-signal-handler": True,
     "hidden-dropout": 0.1,
     "attention-dropout": 0.1,
-    "moe-input-jitter-eps": 0.1,
-    "moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"],
-    "moe-aux-loss-coeff": [0.01, 0.01],
-    "moe-router-score-function": "sigmoid",
-    "moe-router-enable-expert-bias": True,
-    "moe-per-layer-logging": True,
-}
-SHARDED: Flags = {
-    "use-distributed-optimizer": True,
-    "overlap-grad-reduce": True,
-    "overlap-param-gather": True,
-    "ddp-bucket-size": 1001,
+    **ROUTER,
 }
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     # Microbatches of a growing batch; the sharded copies of experts and the rest have groups of their own.
-    "experts": (4, {"expert-model-parallel-size": 2, "global-batch-size": 8, **SHARDED}),
+    "experts": (4, {"expert-model-parallel-size": 2, "global-batch-size": 8, **ZERO1}),
     "stages": (
         2,
         {
@@ -67,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
             "recompute-granularity": "full",
             "recompute-method": "uniform",
             "recompute-num-layers": 1,
-            **SHARDED,
+            **ZERO1,
         },
     ),
     "replicas": (3, {"global-batch-size": 6, "bf16": True, "ddp-debug": True}),
@@ -196,7 +186,7 @@ def _fail_twice(argv: list[str], folder: str) -> list[tuple[str, int]]:
 
 
 def test_a_step_that_stays_void_ends_all_ranks_and_saves_nothing(tmp_path: Path) -> None:
-    flags = {**read_bases()["moe"], **RUN, **SHARDED, "save-interval": 1}
+    flags = {**read_bases()["moe"], **RUN, **ZERO1, "save-interval": 1}
     refused, in_vain = zip(*run_on_ranks(_fail_twice, 2, command_line(flags), str(tmp_path)))
     assert refused[0] == refused[1] == ("iteration 2: not allowed to grow", 2)
     assert in_vain[0] == in_vain[1] and in_vain[0][1] == 10
