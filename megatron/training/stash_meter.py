@@ -1,6 +1,6 @@
 """What expert buffers of a fixed size and the paged stash needed, over ranks: a meter of log lines.
 
-What a rank knows of a step is in stash_figures.py.
+What a rank knows of a step is in stash_figures.py, what its pool held when in stash_timeline.py.
 """
 
 import argparse
@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.group_collectives import all_gather_rows
-from megatron.core.transformer.moe.paged_stash import Counter, EventKind
-from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel, resident_groups
-from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent, StashOrder, layer_of
+from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.training.callbacks import PoolReport, StashReport, StepReport
-from megatron.training.stash_figures import StepFigures, rows_by_group
+from megatron.training.stash_figures import StepFigures
+from megatron.training.stash_timeline import stash_timeline
 
 
 class KnowsLastStep(Protocol):
@@ -215,35 +214,3 @@ def _timeline_of(rank: int, own: StepFigures | None) -> dict[str, Any]:
         dist.broadcast_object_list(found, src=rank)
     timeline: dict[str, Any] = found[0]
     return timeline
-
-
-def stash_timeline(step: StepFigures) -> dict[str, Any]:
-    """Which pages a step took and gave back when: counted from its live rows by the rules of the pool.
-
-    "passes": in order, the number of the layer that ran forward, or minus the number of the one that ran backward.
-    "changes": [place in passes, layer, pages of the device, pages of the host] each, below 0 where they were given
-    back. A backward gives back those of its own group, and of the groups whose rows then start on their way.
-    """
-    assert step.layout is not None, "without a pool there are no pages"
-    pool, order = PoolModel(step.layout), StashOrder(step.events)
-    rows, resident = rows_by_group(step.passes, step.rows), resident_groups(step.events)
-    reserve, changes = iter(step.reserve), []
-    for place, event in enumerate(step.events):
-        order.observe(event)
-        if event.kind is EventKind.FORWARD:
-            row = next(reserve, (0, 0, 0))
-            if event.group not in resident:
-                pool.plan(event.group, step.specs, num_rows=rows.get(event.group, 0), reserve=row)
-                changes.append([place, *_pages_of(event, pool, sign=1)])
-            continue
-        for done in (event, *order.upcoming_backwards(event, step.prefetch_groups)):
-            if done.group in pool.held:
-                changes.append([place, *_pages_of(done, pool, sign=-1)])
-                pool.release(done.group)
-    signs = {EventKind.FORWARD: 1, EventKind.BACKWARD: -1}
-    return {"passes": [signs[event.kind] * layer_of(event.name) for event in step.events], "changes": changes}
-
-
-def _pages_of(event: StashEvent, pool: PoolModel, *, sign: int) -> tuple[int, int, int]:
-    tensors = pool.held[event.group]
-    return layer_of(event.name), sign * sum(one.device for one in tensors), sign * sum(one.host for one in tensors)

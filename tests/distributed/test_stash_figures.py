@@ -8,7 +8,7 @@ import pytest
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.training.callbacks import RunStart
 from megatron.training.routing_trace import read_routing
-from megatron.training.stash_meter import stash_timeline
+from megatron.training.stash_timeline import stash_timeline
 from megatron.training.training import train_step
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases

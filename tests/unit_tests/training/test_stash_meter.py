@@ -21,7 +21,8 @@ from megatron.training.callbacks.tensorboard_log import TensorBoardLog
 from megatron.training.expert_schedule import stash_events
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.stash_figures import StepFigures
-from megatron.training.stash_meter import StashMeter, stash_timeline
+from megatron.training.stash_meter import StashMeter
+from megatron.training.stash_timeline import stash_timeline
 from tests.harness import run_on_ranks
 from tests.unit_tests.training.test_callbacks import STEP
 
