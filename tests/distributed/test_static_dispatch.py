@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAlltoAllTokenDispatcher,
     MoEStaticTokenDispatcher,
 )
-from megatron.core.transformer.moe.static_parts import PART_LAYOUTS
+from megatron.core.transformer.moe.static_parts import padded_parts
 from tests.distributed.test_expert_parallel import DISPATCHERS as DISPATCHER_FIELDS
 from tests.distributed.test_expert_parallel import KINDS, build_layer, rank_inputs, run_layer
 from tests.harness import run_on_ranks
@@ -112,11 +111,12 @@ def _with_and_without_poison(alignment: int) -> dict[str, list[list[Tensor]]]:
         layer.token_dispatcher.budget = replace(layer.token_dispatcher.budget, alignment=alignment)
         layer.expert_step.begin()
         found = results.setdefault(str(dispatcher), [])
-        for is_poisoned, layouts in ((False, dict(PART_LAYOUTS)), (True, dict(PART_LAYOUTS)), (True, {})):
+        own = layer.token_dispatcher.part_layout
+        for is_poisoned, layout in ((False, own), (True, own), (True, padded_parts)):
             # Then torch fills memory that nobody has written yet with NaN.
             torch.use_deterministic_algorithms(is_poisoned, warn_only=True)
-            with patch.dict(PART_LAYOUTS, layouts, clear=True):
-                output, x_grad, grads = run_layer(layer, *(one.float() for one in rank_inputs(dist.get_rank(), "even")))
+            layer.token_dispatcher.part_layout = layout
+            output, x_grad, grads = run_layer(layer, *(one.float() for one in rank_inputs(dist.get_rank(), "even")))
             found.append([output, x_grad, *grads.values()])
         torch.use_deterministic_algorithms(False)
     return results

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.device import default_device
 from megatron.core.group_collectives import all_gather_rows
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
@@ -29,7 +30,7 @@ from megatron.core.transformer.moe.dispatch import (
     own_experts,
 )
 from megatron.core.transformer.moe.dispatch_alltoall import to_every_shard
-from megatron.core.transformer.moe.static_parts import PART_LAYOUTS, Parts, PartSizes, padded_parts
+from megatron.core.transformer.moe.static_parts import Parts, PartSizes, part_layout
 from megatron.core.transformer.moe.static_rows import (
     StaticOrder,
     aligned_rows,
@@ -141,6 +142,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
         assert config.moe_expert_rank_capacity_factor is not None, "the layer chooses this dispatcher by it"
         self.group, self.experts = or_alone(groups.tp_ep), local
+        self.part_layout = part_layout(default_device())
         self.budget = StaticBudget(
             factor=config.moe_expert_rank_capacity_factor,
             topk=config.moe_router_topk,
@@ -228,9 +230,8 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
             probs, expert_indices = to_every_shard(
                 probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
             )
-        layout = PART_LAYOUTS.get(tokens.device.type, padded_parts)
         sizes = PartSizes(self.group, budget.num_ranks, num_experts, budget.rows_of_pair(len(tokens)))
-        parts = layout(expert_indices, sizes)
+        parts = self.part_layout(expert_indices, sizes)
         # What a part has no row for travels as zeros, which nobody reads.
         sent = StaticRows(parts.sent, expert_indices.new_full((1,), len(parts.sent.slot_of_row)))
         rows = sent.take(tokens, probs)

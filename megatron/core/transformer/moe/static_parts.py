@@ -1,7 +1,7 @@
 """Which rows a rank sends to each other rank, and what those are that come, for buffers of a fixed size.
 
 A *part* is what one rank sends to another: at most P rows, those that have no room are lost. How parts lie in the
-buffers that travel depends on the device; the rows of the experts do not. The registry is PART_LAYOUTS.
+buffers that travel depends on the device, see part_layout; the rows of the experts do not.
 """
 
 from collections.abc import Callable
@@ -53,6 +53,15 @@ class PartSizes:
         return exchange_counts(sent.rows_per_group.view(self.num_ranks, self.num_experts), self.group)
 
 
+# From [T, K], int64, over all ranks' experts.
+PartLayout = Callable[[Tensor, PartSizes], Parts]
+
+
+def part_layout(device: torch.device) -> PartLayout:
+    """How parts of tensors on this device travel."""
+    return packed_parts_sync if device.type == "cpu" else padded_parts
+
+
 def padded_parts(expert_indices: Tensor, sizes: PartSizes) -> Parts:
     """Parts of P rows, full or not, so that the host need not know how many are: [ranks * P, H] travels.
 
@@ -81,7 +90,3 @@ def packed_parts_sync(expert_indices: Tensor, sizes: PartSizes) -> Parts:
     )
     send, receive = torch.stack([flags.view(sizes.num_ranks, -1).sum(1) for flags in (is_sent, is_received)]).tolist()
     return Parts(order, parts.experts[is_received].unsqueeze(1), parts.counts, send, receive)
-
-
-# By the type of device; padded_parts on any other.
-PART_LAYOUTS: dict[str, Callable[[Tensor, PartSizes], Parts]] = {"cpu": packed_parts_sync}
