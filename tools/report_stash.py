@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.transformer.moe.paged_stash.sizing import factor_at
+from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at
 from tools.report_figures import layer_table_figure, run_names
 from tools.run_log import RunLog
 

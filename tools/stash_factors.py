@@ -24,13 +24,9 @@ from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders  # n
 from megatron.core.pipeline_split import layers_per_part  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import EventKind  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.arithmetic import resident_groups  # noqa: E402
-from megatron.core.transformer.moe.paged_stash.sizing import (  # noqa: E402
-    StepNeeds,
-    expert_specs,
-    factor_at,
-    page_bytes,
-)
+from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_of  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds, step_needs  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.training.expert_schedule import stash_events  # noqa: E402
 from megatron.training.routing_trace import RoutingHeader, RoutingStep, read_routing  # noqa: E402
@@ -175,11 +171,11 @@ class _Planner:
     def _needs(self, num_microbatches: int) -> list[StepNeeds]:
         orders = stage_orders(Pipeline(self._layout.num_stages, self._layout.num_chunks), num_microbatches)
         # No pass has more rows than all tokens bring.
-        specs = expert_specs(self._config, rows=self._balanced_rows * self._sharing)
+        most = self._balanced_rows * self._sharing
         needs = []
         for order, layers in zip(orders, self._layers):
             events = stash_events(expand(order, layers))
-            needs.append(StepNeeds(events, specs, self._balanced_rows, page_bytes(self._config)))
+            needs.append(step_needs(self._config, events, max_rows=most, balanced_rows=self._balanced_rows))
         return needs
 
 

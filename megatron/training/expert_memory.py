@@ -19,20 +19,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority
+from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
-    LearnedSizes,
-    StepNeeds,
     capacity_factor,
     check_effect,
-    expert_specs,
-    gain_line,
     grown_sizes,
     learned_lines,
-    page_bytes,
     pool_layout,
-    stash_footprint,
 )
+from megatron.core.transformer.moe.paged_stash.stash_gain import gain_line, stash_footprint
+from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds, step_needs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
@@ -115,8 +112,7 @@ class ExpertMemory:
         own = "no expert group waits for its backward here"
         if self.stash is not None:
             layout = self.stash.pool.layout
-            cost = stash_footprint(self._config, self.needs.events, specs=self.needs.specs, layout=layout)
-            own = gain_line(cost, layout)
+            own = gain_line(stash_footprint(self._config, self.needs, layout=layout), layout)
         stages = gather_objects((self.needs.events, own), pp_group)
         with flags_named_in_errors():
             check_effect(events for events, _ in stages)
@@ -196,8 +192,7 @@ class ExpertMemory:
         planned = self._config.moe_paged_stash and num_microbatches is not None
         events = self._schedule.events(num_microbatches) if planned else ()
         rows = self._max_rows if events else 0
-        specs = expert_specs(self._config, rows=rows) if events else ()
-        return StepNeeds(events, specs, self._balanced_rows, page_bytes(self._config))
+        return step_needs(self._config, events, max_rows=rows, balanced_rows=self._balanced_rows)
 
     def _plan(self, num_microbatches: int) -> None:
         """The stash for steps of so many microbatches; a pool that is large enough stays. Collective."""
@@ -217,10 +212,7 @@ class ExpertMemory:
         self.step.stash = None if pool is None else self._stash_over(pool)
 
     def _layout(self, old: PoolLayout | None) -> PoolLayout | None:
-        needs = self.needs
-        layout = pool_layout(
-            self._config, needs.events, balanced_rows=self._balanced_rows, specs=needs.specs, learned=self._learned
-        )
+        layout = pool_layout(self._config, self.needs, learned=self._learned)
         if layout is None or old is None:
             return layout
         device, host = max(layout.device_pages, old.device_pages), max(layout.host_pages, old.host_pages)

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megatron.core.transformer.moe.paged_stash import Counter, StashEvent
-from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
 from megatron.core.transformer.moe.paged_stash.stash_order import StashOrder
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
 from megatron.training.expert_memory import ExpertMemory

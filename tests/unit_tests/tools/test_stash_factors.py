@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.transformer.moe.paged_stash.sizing import peaks_of_trace
+from megatron.core.transformer.moe.paged_stash.peak_factors import peaks_of_trace
 from megatron.training.routing_trace import RoutingHeader, RoutingStep
 from tools.stash_factors import Layout, _Planner, demands, main, table
 

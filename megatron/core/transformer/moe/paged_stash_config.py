@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
+from megatron.core.transformer.moe.paged_stash.page_layout import page_bytes
 
 OVERFLOW_POLICIES = ("recompute", "rerun", "error")
 _UNITS = {"": 1, **{f"{name}B": 1000**power for power, name in enumerate(("", "K", "M", "G", "T"))}}
@@ -69,11 +70,6 @@ class PagedStashConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
-
-
-def page_bytes(page_size: int, *, hidden_size: int, itemsize: int) -> int:
-    """Bytes of a page of page_size tokens of hidden_size elements, in whole words of 16 bytes."""
-    return -(-page_size * hidden_size * itemsize // 16) * 16
 
 
 def validate_paged_stash(

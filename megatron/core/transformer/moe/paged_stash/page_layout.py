@@ -52,6 +52,11 @@ class Held(enum.IntEnum):
     DROPPED = 2  # 1: it got no pages and must be computed again
 
 
+def page_bytes(page_size: int, *, hidden_size: int, itemsize: int) -> int:
+    """Bytes of a page that holds page_size tokens of hidden_size elements, in whole words of ALIGNMENT bytes."""
+    return -(-page_size * hidden_size * itemsize // ALIGNMENT) * ALIGNMENT
+
+
 def is_whole(number: object) -> bool:
     """Whether it is an int; True and False do not count."""
     return isinstance(number, int) and not isinstance(number, bool)

@@ -9,21 +9,17 @@ import pytest
 from megatron.core.pipeline_parallel.expansion import expand
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.transformer.moe.paged_stash import EventKind, PoolLayout, Priority, StashEvent
+from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, peaks_of_trace
 from megatron.core.transformer.moe.paged_stash.sizing import (
-    LearnedSizes,
-    StepNeeds,
     capacity_factor,
     check_effect,
-    expert_specs,
-    factor_at,
-    gain_line,
     grown_sizes,
     learned_lines,
-    page_bytes,
-    peaks_of_trace,
     pool_layout,
-    stash_footprint,
 )
+from megatron.core.transformer.moe.paged_stash.stash_gain import gain_line, stash_footprint
+from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds, expert_specs, step_needs
 from megatron.core.transformer.moe.paged_stash_config import parse_bytes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.expert_schedule import stash_events
@@ -56,6 +52,11 @@ def events_of(stages: int, layers: int, microbatches: int) -> list[list[StashEve
     ]
 
 
+def needs_of(config: TransformerConfig, events: list[StashEvent]) -> StepNeeds:
+    """Of buffers of FULL rows."""
+    return step_needs(config, events, max_rows=FULL, balanced_rows=BALANCED)
+
+
 def walked_peak(events: list[StashEvent], rows: dict[str, int], *, widths: tuple[int, ...] = (128, 4, 384, 192)) -> int:
     held: dict[tuple[str, int], int] = {}
     peak = 0
@@ -83,13 +84,12 @@ def test_tiers_are_multiples_of_the_need_of_the_step(
     stages: int, layers: int, microbatches: int, fields: dict, learned: dict, factors: tuple[float, float, str]
 ) -> None:
     config = settings(**fields)
-    specs = expert_specs(config, rows=FULL)
     for events in events_of(stages, layers, microbatches):
         rows = {event.name: BALANCED for event in events}
         if factors[2] == "measured":
             rows |= {"layer 1": 137, "layer 2": FULL}
         needed = walked_peak(events, rows)
-        layout = pool_layout(config, events, balanced_rows=BALANCED, specs=specs, learned=LearnedSizes(**learned))
+        layout = pool_layout(config, needs_of(config, events), learned=LearnedSizes(**learned))
         if not needed:
             assert layout is None
         else:
@@ -100,15 +100,11 @@ def test_tiers_are_multiples_of_the_need_of_the_step(
 def test_bytes_overrule_the_factor_and_recomputed_act_takes_no_pages() -> None:
     (events,) = events_of(1, 3, 2)
     config = settings(cuda=0.0, moe_paged_stash_buffer_bytes=10 * PAGE + 5)
-    layout = pool_layout(
-        config, events, balanced_rows=BALANCED, specs=expert_specs(config, rows=FULL), learned=LearnedSizes()
-    )
+    layout = pool_layout(config, needs_of(config, events), learned=LearnedSizes())
     assert layout == PoolLayout(PAGE, 10)
     absurd = settings(cpu=1e9)
     with pytest.raises(ValueError, match="factor_cpu asks for .* pages of 8192 bytes: must be fewer than 2..31; full"):
-        pool_layout(
-            absurd, events, balanced_rows=BALANCED, specs=expert_specs(absurd, rows=FULL), learned=LearnedSizes()
-        )
+        pool_layout(absurd, needs_of(absurd, events), learned=LearnedSizes())
     config = settings(recompute_granularity="selective", recompute_modules=["moe_act"])
     assert [spec.priority for spec in expert_specs(config, rows=7)] == [
         Priority.INPUT,
@@ -117,17 +113,15 @@ def test_bytes_overrule_the_factor_and_recomputed_act_takes_no_pages() -> None:
     ]
     config = settings(expert_tensor_parallel_size=2, expert_model_parallel_size=2, num_attention_heads=2)
     assert [spec.row_bytes for spec in expert_specs(config, rows=7)] == [128, 4, 192, 96]
-    assert page_bytes(config) == PAGE
 
 
 def test_pools_grow_until_full_buffers_fit_and_a_resumed_run_starts_with_the_grown_one() -> None:
     (events,) = events_of(1, 4, 1)
     config = settings(cuda=0.3)
-    specs = expert_specs(config, rows=FULL)
-    needs, learned = StepNeeds(events, specs, BALANCED, page_bytes(config)), LearnedSizes()
+    needs, learned = needs_of(config, events), LearnedSizes()
     sizes = []
     while True:
-        layout = pool_layout(config, events, balanced_rows=BALANCED, specs=specs, learned=learned)
+        layout = pool_layout(config, needs, learned=learned)
         assert layout is not None
         sizes.append(layout.device_pages)
         grown = grown_sizes(layout, needs, wanted_pages=9)
@@ -177,10 +171,10 @@ def test_the_line_for_the_log_says_gains_and_costs() -> None:
     for layers, factor, word in ((12, 1.0, "saves 18%"), (2, 1.0, "COSTS"), (12, 0.0, "all on the host")):
         (events,) = events_of(1, layers, 1)
         config = settings(cuda=factor, cpu=float(factor == 0))
-        specs = expert_specs(config, rows=FULL)
-        layout = pool_layout(config, events, balanced_rows=BALANCED, specs=specs, learned=LearnedSizes())
+        needs = needs_of(config, events)
+        layout = pool_layout(config, needs, learned=LearnedSizes())
         assert layout is not None
-        own = stash_footprint(config, events, specs=specs, layout=layout)
+        own = stash_footprint(config, needs, layout=layout)
         assert own.working_set_bytes == min(2, layers - 1) * FULL * 708
         assert own.static_bytes == (layers - 1) * FULL * 708
         assert word in gain_line(own, layout)
@@ -195,7 +189,8 @@ def test_factor_at_a_quantile_is_an_order_statistic_of_recorded_steps() -> None:
         with pytest.raises(ValueError, match="quantile"):
             factor_at(quantile, sample)
     (events,) = events_of(1, 3, 1)
-    needs = StepNeeds(events, expert_specs(settings(), rows=FULL), BALANCED, PAGE)
+    needs = needs_of(settings(), events)
+    assert needs.page_bytes == PAGE
     rows = {"layer 1": 150, "layer 2": 120, "layer 3": 0}
     expected = walked_peak(events, rows) / walked_peak(events, dict.fromkeys(rows, BALANCED))
     assert peaks_of_trace(needs, [[150, 120, 0], [BALANCED] * 3]) == [expected, 1.0]

@@ -1,0 +1,63 @@
+"""LearnedSizes: what a run's steps taught about sizes, as ranks merge it and a checkpoint carries it.
+
+What follows from it is sizing.py's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LearnedSizes:
+    """What steps taught about sizes, the same on all ranks; a checkpoint carries it.
+
+    capacity_factor: what moe_expert_rank_capacity_factor grew to. device_factor, host_factor: what pools grew to, of
+    the balanced need. None: did not grow. rows_share: layer (from 1) -> the most rows that a pass of it had on any
+    rank, over the balanced case. expert_ranks: how many ranks shared the experts then; 0: unknown.
+    """
+
+    capacity_factor: float | None = None
+    device_factor: float | None = None
+    host_factor: float | None = None
+    rows_share: Mapping[int, float] = field(default_factory=dict)
+    expert_ranks: int = 0
+
+    def merged(self, other: "LearnedSizes") -> "LearnedSizes":
+        """The larger of each size, as of two ranks or of two moments of one run."""
+        layers = sorted({*self.rows_share, *other.rows_share})
+        shares = {layer: max(self.rows_share.get(layer, 0.0), other.rows_share.get(layer, 0.0)) for layer in layers}
+        return LearnedSizes(
+            _larger(self.capacity_factor, other.capacity_factor),
+            _larger(self.device_factor, other.device_factor),
+            _larger(self.host_factor, other.host_factor),
+            shares,
+            max(self.expert_ranks, other.expert_ranks),
+        )
+
+    def for_expert_ranks(self, expert_ranks: int) -> "LearnedSizes":
+        """What holds where that many ranks share the experts.
+
+        Ranks that take over others' experts get the mean of their shares, at most the largest. Of experts that are
+        spread further nothing is known of the single rank: rows are measured again.
+        """
+        is_known = 0 < expert_ranks <= self.expert_ranks
+        shares = self.rows_share if is_known else {}
+        return LearnedSizes(self.capacity_factor, self.device_factor, self.host_factor, shares, expert_ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**vars(self), "rows_share": {str(layer): share for layer, share in self.rows_share.items()}}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any] | None) -> "LearnedSizes":
+        """What to_json gave; None, as in a checkpoint without sizes: nothing learned."""
+        if values is None:
+            return cls()
+        known = {name: values[name] for name in vars(cls()) if name in values}
+        shares = {int(layer): share for layer, share in values.get("rows_share", {}).items()}
+        return cls(**{**known, "rows_share": shares})
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    return max((number for number in (one, other) if number is not None), default=None)
