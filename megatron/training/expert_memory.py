@@ -61,7 +61,7 @@ class ExpertMemory:
 
     1. prepare: pages for a step of the run, once the checkpoint has told what it learned.
     2. begin_step: the order of the step's passes is known, buffers and pages are empty.
-    3. flags: whether rows or pages were lacking; if they were on any rank, grow_sync and begin_step again.
+    3. void_flags: whether rows or pages were lacking; if they were on any rank, grow_sync and begin_step again.
     4. end_step: what the step needed is read and remembered.
     Attributes: step, what the layers share. last_step: the figures of the last complete training step.
     """
@@ -129,7 +129,7 @@ class ExpertMemory:
         if self.stash is not None:
             self.stash.reset(enabled=self._is_training)
 
-    def flags(self) -> Tensor:
+    def void_flags(self) -> Tensor:
         """Whether a buffer lacked rows, and whether an x lacked pages: [2], fp64, 0 or 1, on the device."""
         missing = self.step.rows_missing > 0
         void = torch.zeros_like(missing) if self.stash is None else self.stash.void.view(1) > 0
@@ -165,10 +165,10 @@ class ExpertMemory:
         if self._config.moe_paged_stash_overflow_policy == "error":
             raise ExpertOverflowError(
                 f"iteration {iteration} is void: {lacking}. --moe-paged-stash-overflow-policy is error: give "
-                f"{_flags_of(grown, self._config)}, or another policy"
+                f"{_as_flags(grown, self._config)}, or another policy"
             )
         self.adopt(grown)
-        growth = _flags_of(grown, self._config) or "more pages are kept back for the experts' inputs"
+        growth = _as_flags(grown, self._config) or "more pages are kept back for the experts' inputs"
         return f"from now on {growth}; {lacking}"
 
     def adopt(self, sizes: LearnedSizes) -> None:
@@ -304,8 +304,8 @@ class ExpertMemory:
         self._learned = self._learned.merged(LearnedSizes(rows_share=shares))
 
 
-def _flags_of(sizes: LearnedSizes, config: TransformerConfig) -> str:
-    """What the user would have given."""
+def _as_flags(sizes: LearnedSizes, config: TransformerConfig) -> str:
+    """The command line that would have given them."""
     in_bytes = config.moe_paged_stash_buffer_bytes is not None
     factors = (
         ("--moe-expert-rank-capacity-factor", sizes.capacity_factor, ""),

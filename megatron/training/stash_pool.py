@@ -4,6 +4,7 @@ import torch
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
+from megatron.core.transformer.moe.paged_stash.page_layout import Tier
 from megatron.core.transformer.moe.paged_stash.page_pool import TierMemoryError
 from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
 from megatron.training.command_line.config_builder import flags_named_in_errors
@@ -29,7 +30,7 @@ def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedS
 
 def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:
     wanted = f"{error.num_bytes} bytes ({error.num_bytes / 2**30:.2f} GiB)"
-    if error.tier == "host":
+    if error.tier is Tier.HOST:
         return (
             f"{_CPU} is {config.moe_paged_stash_buffer_size_factor_cpu}: {wanted} of page-locked host memory cannot be "
             "had; give a smaller factor, run fewer ranks on this machine, or raise its limit of locked memory "

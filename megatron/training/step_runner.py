@@ -47,7 +47,7 @@ class StepMemory(Protocol):
         """Before the passes of a step or of an iteration of an evaluation, also before they run again."""
         ...
 
-    def flags(self) -> torch.Tensor:
+    def void_flags(self) -> torch.Tensor:
         """[2], fp64, on the device: 1 where this rank's step is void, by rows over budget and by inputs without pages.
 
         After the passes, once or more.
@@ -138,7 +138,7 @@ class StepRunner:
         while True:
             self.memory.begin_step(num_microbatches=num_microbatches, forward_only=forward_only)
             reports = self._run_passes(batches, num_microbatches=num_microbatches, forward_only=forward_only)
-            statistics = judge(reports, self.memory.flags())
+            statistics = judge(reports, self.memory.void_flags())
             if not statistics.overflow.is_void:
                 self.memory.end_step()
                 return reports, statistics

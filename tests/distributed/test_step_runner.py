@@ -79,7 +79,7 @@ class PlannedMemory:
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
         self.number += 1
 
-    def flags(self) -> Tensor:
+    def void_flags(self) -> Tensor:
         return torch.tensor([self.is_void_here, self.is_void_here and self.number > 5], dtype=torch.float64)
 
     def grow_sync(self, *, iteration: int) -> str:

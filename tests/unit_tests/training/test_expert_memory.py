@@ -65,7 +65,7 @@ class Toy:
             model=self.model,
             num_microbatches=num_microbatches,
         )
-        return [flag > 0 for flag in self.memory.flags().tolist()]
+        return [flag > 0 for flag in self.memory.void_flags().tolist()]
 
     def step(self, num_microbatches: int = 2) -> int:
         """How often it ran."""

@@ -155,10 +155,8 @@ class AuxLossRecorder(Recorder, nn.Module):
 
     def take_passes(self) -> dict[int, list[Tensor]]:
         """What `count_tokens` got since the last call: layer number -> [E], int64, of each microbatch, in order."""
-        passes = self._passes
-        if passes is None:
-            return {}
-        self._passes = {}
+        passes = self._passes or {}
+        self._forget_passes()
         return passes
 
     def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int) -> Tensor:
@@ -195,7 +193,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         """Drops what a step recorded that is run again, or given up: it counts nowhere."""
         self._forget_losses()
         self._forget_tokens()
-        self.take_passes()
+        self._forget_passes()
 
     def layer_totals(self) -> LayerTotals:
         """What was recorded since losses were last taken and the last step ended, by layer, of this rank."""
@@ -208,6 +206,10 @@ class AuxLossRecorder(Recorder, nn.Module):
         totals = torch.stack([self.sums.double().sum(dim=1), self.counts.double().sum(dim=1)], dim=1)
         self._forget_losses()
         return dict(zip(self.names, totals.unbind(), strict=True))
+
+    def _forget_passes(self) -> None:
+        if self._passes is not None:
+            self._passes = {}
 
     def _forget_losses(self) -> None:
         self.sums.zero_()

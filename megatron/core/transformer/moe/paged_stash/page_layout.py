@@ -22,6 +22,13 @@ class Priority(enum.IntEnum):
     ACT = 2  # computed again from gate_up
 
 
+class Tier(enum.Enum):
+    """Where pages lie; kernels know a tier by the page's id."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 class Counter(enum.IntEnum):
     """Indices into a pool's counters, int64: sums and maxima since the last reset, written by the planning kernel."""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Held, PoolLayout, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Held, PoolLayout, Priority, TensorSpec, Tier
 from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup, PageTables
 
 
@@ -39,9 +39,9 @@ class Occupancy:
 
 
 class TierMemoryError(ValueError):
-    """The memory of a tier cannot be had; nothing of the pool is left. tier: "device" or "host"."""
+    """The memory of a tier cannot be had; nothing of the pool is left."""
 
-    def __init__(self, message: str, *, tier: str, num_bytes: int) -> None:
+    def __init__(self, message: str, *, tier: Tier, num_bytes: int) -> None:
         super().__init__(message)
         self.tier, self.num_bytes = tier, num_bytes
 
@@ -259,7 +259,7 @@ def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
         raise TierMemoryError(
             f"device_pages: {num_bytes} bytes cannot be had on {device} ({_first_line(error)}); fewer device_pages may"
             " help",
-            tier="device",
+            tier=Tier.DEVICE,
             num_bytes=num_bytes,
         ) from error
 
@@ -273,7 +273,7 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
         raise TierMemoryError(
             f"host_pages: {num_bytes} bytes of {'page-locked ' if locked else ''}host memory cannot be had"
             f" ({_first_line(error)}); fewer host_pages, or a higher limit of locked memory (ulimit -l), may help",
-            tier="host",
+            tier=Tier.HOST,
             num_bytes=num_bytes,
         ) from error
 
