@@ -89,7 +89,7 @@ class LayerTable:
 
 @dataclass
 class StashLog:
-    """Expert buffers and pages: rows over the balanced case by layer, and the last logged pool with its iteration."""
+    """Expert buffers and pages: rows over the balanced case by layer; the last pool with a timeline, its iteration."""
 
     rows: LayerTable = field(default_factory=LayerTable)
     pool: dict[str, Any] = field(default_factory=dict)
@@ -243,7 +243,9 @@ class _Reader:
         if pool:
             live = pool["live_bytes"] + pool["tail_bytes"]
             self._add("stash/tail_share", pool["tail_bytes"] / live if live else 0.0, step=step)
-            self.stash.pool, self.stash.pool_step = pool, step
+            # Lines between have none where no step was fuller.
+            if pool["timeline"] is not None:
+                self.stash.pool, self.stash.pool_step = pool, step
 
     def read_console_line(self, line: bytes) -> None:
         """Takes a step's or an evaluation's line; anything else is what programs print besides."""

@@ -33,6 +33,7 @@ from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds, step
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
+from megatron.training.expert_lack import Lack, lacking_words
 from megatron.training.expert_schedule import ExpertSchedule
 from megatron.training.stash_figures import StepFigures, rows_by_group
 from megatron.training.stash_pool import open_pool
@@ -160,7 +161,7 @@ class ExpertMemory:
         # Evaluations are in no step's figures.
         self._voids += self._is_training
         everyone = gather_objects(self._lacking_sync(), dist.group.WORLD)
-        lacking = "; ".join(f"rank {rank}: {words}" for rank, (words, _) in enumerate(everyone) if words)
+        lacking = lacking_words([lack for lack, _ in everyone])
         grown = functools.reduce(LearnedSizes.merged, (sizes for _, sizes in everyone))
         if self._config.moe_paged_stash_overflow_policy == "error":
             raise ExpertOverflowError(
@@ -238,28 +239,28 @@ class ExpertMemory:
         expected = max([1.0, *self._learned.rows_share.values()]) * self._balanced_rows
         return min(_ALMOST_ALL, expected / self._max_rows)
 
-    def _lacking_sync(self) -> tuple[str, LearnedSizes]:
-        """What this rank lacked, in words, and the sizes that would have been enough. NOTE: reads the device."""
+    def _lacking_sync(self) -> tuple[Lack | None, LearnedSizes]:
+        """What this rank lacked, and the sizes that would have been enough. NOTE: reads the device."""
         needed = float(self.step.factor_needed)
         if int(self.step.rows_missing) > 0:
-            words = f"experts needed a capacity factor of {needed:.3f}, not {self._capacity_factor:.3f}"
             # More than any routing can bring would make no buffer larger.
             largest = self._dispatchers[0].budget.largest_factor
-            return words, LearnedSizes(capacity_factor=max(needed, min(needed * float(HEADROOM), largest)))
+            grown = LearnedSizes(capacity_factor=max(needed, min(needed * float(HEADROOM), largest)))
+            return Lack(needed, self._capacity_factor), grown
         if self.stash is None or not self.stash.is_void_sync():
-            return "", LearnedSizes()
+            return None, LearnedSizes()
         rows = rows_by_group(self.step.passes, self.step.rows.tolist())
         wanted = self.needs.pages(
             lambda group: rows.get(group, 0), up_to=Priority.INPUT if self._has_rungs else Priority.ACT
         )
         layout = self.stash.pool.layout
         what = "the experts' inputs" if self._has_rungs else "all that waits for backward"
-        words = f"no pages for {what}: {wanted} are needed at once, of {layout.num_pages} that all share"
+        lack = Lack(wanted, layout.num_pages, pages_for=what)
         self._learn_rows(rows.values())
         if self._has_rungs and self._expected_share() > self._reserved_share and wanted * HEADROOM <= layout.num_pages:
             # Others took the pages, as fewer rows were expected: the reserve that is made of these rows is enough.
-            return words, LearnedSizes()
-        return words, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
+            return lack, LearnedSizes()
+        return lack, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 
     def _figures_sync(self) -> StepFigures:
         """NOTE: reads the device, which the verdict has just waited for."""
@@ -276,7 +277,8 @@ class ExpertMemory:
             pages_wanted=needs.pages(lambda group: rows.get(group, 0)),
             balanced_pages=needs.balanced_pages,
             capacity_factor=self._capacity_factor,
-            factor_needed=float(self.step.factor_needed),
+            # Buffers hold whole rows, so that a factor may be enough for a little more than it says.
+            factor_needed=min(float(self.step.factor_needed), self._capacity_factor),
             voids=self._voids,
             events=tuple(needs.events),
             specs=tuple(needs.specs),

@@ -50,6 +50,11 @@ class _Pool(NamedTuple):
         """Share of its pages that it held; tiers may have been fullest at different moments."""
         return (self.device_high_water + self.host_high_water) / max(1, self.device_pages + self.host_pages)
 
+    @property
+    def plan(self) -> "_Pool":
+        """Alike for two steps with the same pool and as many micro-batches."""
+        return self._replace(device_high_water=0, host_high_water=0)
+
 
 class _Buffers(NamedTuple):
     """Sizes, and how often a step ran anew."""
@@ -77,7 +82,8 @@ class _Interval:
         counters = Multiset(step.counters)
         own = _Totals(
             planned_pages=counters[Counter.PLANNED_PAGES],
-            spilled_pages=counters[Counter.SPILLED_PAGES],
+            # Where the device has no pages, the host is where they are meant to be.
+            spilled_pages=counters[Counter.SPILLED_PAGES] if step.layout and step.layout.device_pages else 0,
             live_bytes=counters[Counter.LIVE_BYTES],
             tail_bytes=step.tail_bytes,
             dropped_gate_up=counters[Counter.DROPPED_GATE_UP],
@@ -148,6 +154,8 @@ class StashMeter:
     def __init__(self, memory: KnowsLastStep, args: argparse.Namespace, *, device: torch.device) -> None:
         self._memory, self._args, self._device = memory, args, device
         self._since = _Interval()
+        # What the last logged timeline was of: the ranks' pools, and how full the fullest of them was.
+        self._shown: tuple[list[_Pool], float] = [], 0.0
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets stash."""
@@ -176,8 +184,21 @@ class StashMeter:
             balanced_rows=buffers.balanced_rows,
             buffer_rows=buffers.buffer_rows,
             rows={layer: rows for layer, rows in enumerate(most_rows, 1) if rows},
-            pool=_pool_report(ranks, since.fullest),
+            pool=self._with_timeline(_pool_report(ranks), ranks, own=since.fullest),
         )
+
+    def _with_timeline(
+        self, pool: PoolReport | None, ranks: list[_Rank], *, own: StepFigures | None
+    ) -> PoolReport | None:
+        """One, which is long, for each plan and for a step fuller than all before. own: fullest here. Collective."""
+        if pool is None:
+            return None
+        shown_plan, shown_fullness = self._shown
+        plan, fullness = [rank.pool.plan for rank in ranks], ranks[pool.rank].pool.fullness
+        if plan == shown_plan and fullness <= shown_fullness:
+            return pool
+        self._shown = plan, fullness
+        return replace(pool, timeline=_timeline_of(pool.rank, own))
 
 
 def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
@@ -185,8 +206,7 @@ def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
     return tuple(float(f"{max(step):.7g}") for step in zip(*ranks, strict=True))
 
 
-def _pool_report(ranks: list[_Rank], own: StepFigures | None) -> PoolReport | None:
-    """own: this rank's fullest step. Collective where any rank has a pool."""
+def _pool_report(ranks: list[_Rank]) -> PoolReport | None:
     with_pool = [number for number, rank in enumerate(ranks) if rank.pool.page_bytes]
     if not with_pool:
         return None
@@ -200,7 +220,6 @@ def _pool_report(ranks: list[_Rank], own: StepFigures | None) -> PoolReport | No
         **totals._asdict(),
         factor=min(one.device_pages / max(1, one.balanced_pages) for one in pools),
         factors_needed=_most_by_step([ranks[number].pages_factors for number in with_pool]),
-        timeline=_timeline_of(fullest, own),
     )
 
 

@@ -25,7 +25,8 @@ class PoolReport:
     """Pages of the paged stash in the steps since the last log line.
 
     rank, device_pages, host_pages, page_bytes, device_high_water, host_high_water: of the step and rank whose pool was
-    fullest, the sizes of its tiers and the most pages that each held at once; timeline: when, see stash_timeline.py.
+    fullest, the sizes of its tiers and the most pages that each held at once; timeline: when, see stash_timeline.py,
+    None where the plan is that of an earlier report whose step was as full.
     planned_pages, spilled_pages of them on the host, live_bytes in them and tail_bytes that no row filled,
     dropped_gate_up and dropped_act, tensors that were computed again: sums over ranks and steps.
     factor: device pages over those of a balanced step's peak, of the rank that has the fewest; factors_needed: the same
@@ -46,7 +47,7 @@ class PoolReport:
     dropped_act: int
     factor: float
     factors_needed: tuple[float, ...]
-    timeline: dict[str, Any]
+    timeline: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

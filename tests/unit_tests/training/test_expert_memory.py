@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
 from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.expert_lack import Lack, lacking_words
 from megatron.training.expert_memory import ExpertMemory, build_expert_memory
 from megatron.training.step_runner import ExpertOverflowError
 
@@ -124,6 +125,11 @@ def test_more_microbatches_keep_the_pool_and_a_measured_peak_sets_it() -> None:
     figures = toy.memory.last_step
     assert figures is not None and figures.layout is not None
     assert figures.layout.device_pages == 2 * figures.pages_wanted == 2 * figures.balanced_pages
+    # A row more than 1.5 x: where buffers have whole rows it may have fitted.
+    toy.passes(1)
+    toy.memory.step.factor_needed.fill_(1.51)
+    toy.memory.end_step()
+    assert toy.memory.last_step is not figures and toy.memory.last_step.factor_needed == 1.5
     assert toy.memory.learned_sync().rows_share == dict.fromkeys(range(1, 5), 1.0)
 
 
@@ -149,6 +155,15 @@ def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:
         toy.model(torch.zeros(1, TOKENS, dtype=torch.int64), torch.arange(TOKENS)[None], None)
         toy.memory.end_step()
     assert toy.memory.last_step is before and toy.memory.step.passes == []
+
+
+def test_what_was_lacking_is_said_once_with_the_ranks_and_the_worst_of_them() -> None:
+    rows, pages = Lack(1.06, 1.01), Lack(90, 60, pages_for="inputs")
+    lacking = lacking_words([rows, None, rows._replace(needed=1.3), pages])
+    assert lacking == (
+        "ranks 0, 2: experts needed a capacity factor of up to 1.300, not 1.010; "
+        "rank 3: no pages for inputs: 90 are needed at once, of 60 that all share"
+    )
 
 
 def test_a_model_without_a_trainer_keeps_nothing_from_forward_to_forward() -> None:

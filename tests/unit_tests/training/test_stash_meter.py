@@ -94,6 +94,10 @@ def most_rows(steps: list[StepFigures]) -> dict[int, int]:
     return rows
 
 
+def held_at_most(step: StepFigures) -> int:
+    return sum(step.counters[tier] for tier in HIGH_WATERS)
+
+
 def counted(steps: list[StepFigures]) -> list[int]:
     return [sum(step.counters[counter] for step in steps) for counter in COUNTED]
 
@@ -101,6 +105,7 @@ def counted(steps: list[StepFigures]) -> list[int]:
 def test_a_report_covers_all_ranks_and_steps_since_the_last() -> None:
     ranks = [[figures_of_step(rank, step)[0] for step in range(1, 6)] for rank in (0, 1)]
     seen = run_on_ranks(on_rank, 2, ranks)
+    most_held = max((step for steps in ranks for step in steps), key=held_at_most)
     assert seen[0] == seen[1] and [report is not None for report in seen[0]] == [False, False, True, False, True]
     for report, steps in ((seen[0][2], range(3)), (seen[0][4], range(3, 5))):
         own, pool = [ranks[rank][step] for rank in (0, 1) for step in steps], report.pool
@@ -111,10 +116,11 @@ def test_a_report_covers_all_ranks_and_steps_since_the_last() -> None:
         assert pool.factors_needed == tuple((100 + step + 1) / 50 for step in steps)
         assert [pool.spilled_pages, pool.planned_pages, pool.dropped_gate_up, pool.dropped_act] == counted(own)
         assert pool.tail_bytes == 2 * sum(step + 1 for step in steps)
-        fullest = max(own, key=lambda step: sum(step.counters[tier] for tier in HIGH_WATERS))
+        fullest = max(own, key=held_at_most)
         high_waters = [fullest.counters[tier] for tier in HIGH_WATERS]
         assert [pool.device_high_water, pool.host_high_water] == high_waters
-        assert pool.timeline in [stash_timeline(step) for step in ranks[pool.rank]]
+        assert fullest in ranks[pool.rank]
+        assert pool.timeline == (stash_timeline(fullest) if fullest is most_held else None)
 
 
 def test_the_timeline_is_what_a_pool_holds_pass_by_pass() -> None:
@@ -130,9 +136,14 @@ def test_the_timeline_is_what_a_pool_holds_pass_by_pass() -> None:
 
 
 def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:
-    steps = [[figures_of_step(0, step)[0] for step in range(1, 6)]]
-    report = replace(STEP, stash=reports_of_rank(steps, 0)[2])
-    pool = report.stash.pool
+    sizes = [{}] * 3 + [{"device_pages": 0, "host_pages": 900}] * 2
+    steps = [[figures_of_step(0, step, **size)[0] for step, size in enumerate(sizes, 1)]]
+    reports = reports_of_rank(steps, 0)
+    # Less full, but of another plan, in which all pages are to be on the host.
+    host = reports[4].pool
+    assert 0 < host.host_high_water < 800 and host.spilled_pages == 0
+    assert host.timeline == stash_timeline(max(steps[0][3:], key=held_at_most))
+    report, pool = replace(STEP, stash=reports[2]), reports[2].pool
     line = format_training_line([STEP, report], 100)
     share = f"{pool.device_high_water}/60 ({100 * pool.device_high_water / 60:.0f}%) device, {pool.host_high_water}/10 "
     assert f"| expert capacity factor needed: {max(report.stash.factors_needed):.2f} of 1.50 | void steps: 1 |" in line

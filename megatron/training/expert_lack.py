@@ -1,0 +1,28 @@
+"""What experts lacked in a void step, and how its message says so; who grows by how much is expert_memory.py's."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Lack(NamedTuple):
+    """What a rank's step needed, and what there was: a capacity factor, or pages for those tensors."""
+
+    needed: float
+    given: float
+    pages_for: str | None = None
+
+
+def lacking_words(ranks: Sequence[Lack | None]) -> str:
+    """What was lacking, each thing once, with the ranks that lacked it and the worst of them; ranks: by number."""
+    clauses = []
+    for pages_for in dict.fromkeys(lack.pages_for for lack in ranks if lack is not None):
+        found = {rank: lack for rank, lack in enumerate(ranks) if lack is not None and lack.pages_for == pages_for}
+        needed, given, _ = max(found.values(), key=lambda lack: lack.needed / max(1, lack.given))
+        who = f"{'rank' if len(found) == 1 else 'ranks'} {', '.join(map(str, found))}"
+        up_to = "" if len(found) == 1 else "up to "
+        if pages_for is None:
+            clauses.append(f"{who}: experts needed a capacity factor of {up_to}{needed:.3f}, not {given:.3f}")
+        else:
+            pages = f"{up_to}{needed} are needed at once, of {given} that all share"
+            clauses.append(f"{who}: no pages for {pages_for}: {pages}")
+    return "; ".join(clauses)
