@@ -26,7 +26,7 @@ fi
     --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope \
     --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights \
     --seq-length 128 --max-position-embeddings 128 --micro-batch-size 8 --global-batch-size 8 \
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 --adam-beta2 0.95 \
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 \
     --train-iters 100 --log-interval 20 --eval-iters 4 --num-workers 0 \
     "${DATA[@]}" --save "$OUT/checkpoints" "$@"
 

@@ -13,7 +13,7 @@ train() {
         --hidden-dropout 0.1 --attention-dropout 0.1 \
         --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --global-batch-size 8 \
         --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --num-workers 0 \
-        --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 5 \
+        --lr 1e-3 --lr-decay-style cosine --lr-warmup-fraction 0.25 \
         --train-iters 20 --log-interval 5 --eval-iters 0 "$@"
 }
 # Everything that steps.jsonl has of a step but its time.
@@ -21,8 +21,8 @@ numbers() { sed 's/, "seconds".*//' "$1/steps.jsonl"; }
 
 echo "== 20 steps without a stop"
 train --save "$OUT/whole" "$@"
-echo "== the same, stopped after step 7 ..."
-train --save "$OUT/parts" --exit-interval 7 "$@"
+echo "== the same, stopped after step 3 ..."
+train --save "$OUT/parts" --exit-interval 3 "$@"
 echo "== ... and resumed"
 train --save "$OUT/parts" --load "$OUT/parts" "$@"
 

@@ -40,7 +40,7 @@ TEMPLATE
     --num-layers 2 --hidden-size 128 --num-attention-heads 4 \
     --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope \
     --hidden-dropout 0 --attention-dropout 0 \
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 \
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 \
     --train-iters 120 --log-interval 20 --eval-iters 2 --num-workers 0 \
     --save "$OUT/checkpoints" "$@"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The command of moe_8ranks.sh on two machines with four GPUs each: sbatch examples/slurm.sh
+# The command of moe_8ranks.sh on two machines with four GPUs each: sbatch examples/slurm.sh [further flags]
 #
 # /checkpoints stands for a folder that both machines see. A job that is started again goes on from its last checkpoint.
 #SBATCH --job-name=moe
@@ -16,4 +16,4 @@ FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export LAUNCH="--nnodes $SLURM_JOB_NUM_NODES --nproc-per-node 4 --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $FIRST:29500"
 
 srun --kill-on-bad-exit=1 \
-    examples/moe_8ranks.sh --bf16 --save /checkpoints/moe --load /checkpoints/moe --save-interval 50 --exit-signal-handler
+    examples/moe_8ranks.sh --bf16 --save /checkpoints/moe --load /checkpoints/moe --save-interval 50 --exit-signal-handler "$@"
