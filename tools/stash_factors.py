@@ -28,6 +28,8 @@ from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at  # 
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_of  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds, step_needs  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.training.command_line.config_builder import with_flag_names  # noqa: E402
+from megatron.training.command_line.registry import flag_table  # noqa: E402
 from megatron.training.expert_schedule import stash_events  # noqa: E402
 from megatron.training.routing_trace import RoutingHeader, RoutingStep, read_routing  # noqa: E402
 
@@ -56,8 +58,8 @@ class Demand:
     pages: float
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the factors; exits with one line for a trace that cannot be read or does not fit the layout."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the factors; returns the exit status, 2 for a trace that cannot be read or does not fit the layout."""
     options = _parser().parse_args(argv)
     layout = Layout(
         expert_ranks=options.expert_model_parallel_size,
@@ -72,9 +74,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         if wrong:
             flag = f"--{wrong[0].replace('_', '-')}"
             raise ValueError(f"{flag} is {vars(options)[wrong[0]]}: must be at least 1")
+        if not 0 < options.quantile <= 1:
+            raise ValueError(f"--quantile is {options.quantile:g}: must be above 0 and at most 1")
         print(table(demands(read_routing(options.trace), layout), layout, quantile=options.quantile))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    except OSError as error:
+        print(f"error: {options.trace}: {error.strerror or error}: give what --record-routing wrote", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def demands(steps: Iterable[RoutingStep], layout: Layout) -> list[Demand]:
@@ -82,7 +91,7 @@ def demands(steps: Iterable[RoutingStep], layout: Layout) -> list[Demand]:
     found, planner = [], None
     for step in steps:
         if planner is None or step.header != planner.header:
-            planner = _Planner(step.header, layout)
+            planner = _planner(step.header, layout)
         found.append(planner.demand(step))
     return found
 
@@ -103,6 +112,17 @@ def table(found: Sequence[Demand], layout: Layout, *, quantile: float) -> str:
         # Upwards: a factor is to be enough.
         lines.append("  ".join([f"{name:{width}}", *(f"{math.ceil(100 * one - 1e-6) / 100:7.2f}" for one in figures)]))
     return "\n".join(lines)
+
+
+def _planner(header: RoutingHeader, layout: Layout) -> "_Planner":
+    try:
+        return _Planner(header, layout)
+    except ValueError as error:
+        # Here layers can be cut in no other way than evenly.
+        message = str(error).partition(", or give")[0]
+        message = message.replace("virtual_pipeline_model_parallel_size", "--virtual-pipeline-model-parallel-size")
+        message = with_flag_names(message, flag_table())
+        raise ValueError(f"the recorded model in that layout: {message}") from None
 
 
 class _Planner:
@@ -238,4 +258,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -78,11 +78,11 @@ class RoutingHeader:
         return _line({"routing_trace": FORMAT, "iteration": iteration, **asdict(self)})
 
     @classmethod
-    def from_record(cls, record: dict[str, Any], path: Path) -> "RoutingHeader":
-        """What `line` wrote, as JSON read it. Raises ValueError for another format."""
+    def from_record(cls, record: dict[str, Any], where: str) -> "RoutingHeader":
+        """What `line` wrote, as JSON read it; where: file and line. Raises ValueError for another format."""
         names = {field.name for field in fields(cls)}
         if record.get("routing_trace") != FORMAT or not names <= record.keys():
-            raise ValueError(f"{path} is not a routing trace of format {FORMAT}: its header is {record}")
+            raise ValueError(f"{where} is not the header of a routing trace of format {FORMAT}: {str(record)[:60]!r}")
         return cls(**{name: record[name] for name in names})
 
 
@@ -105,21 +105,24 @@ def step_line(iteration: int, tokens: dict[int, Tensor]) -> bytes:
 def read_routing(path: Path | str) -> Iterator[RoutingStep]:
     """The steps of a trace, one at a time; a last line that is cut short is left out.
 
-    Raises ValueError for a file that is no trace, OSError for one that cannot be read.
+    Raises ValueError, which names the line, for a file that is no trace, OSError for one that cannot be read.
     """
     header = None
-    for line in read_lines(Path(path)):
+    for number, line in enumerate(read_lines(Path(path)), 1):
+        where = f"{path}, line {number}"
         try:
             record = json.loads(line)
         except ValueError:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
             if header is None or line.endswith(b"\n"):
-                raise ValueError(f"{path} is not a routing trace: it has a line {line[:60]!r}")
+                raise ValueError(f"{where} is not of a routing trace: {line[:60]!r}")
             return
         if header is None or "routing_trace" in record:
-            header = RoutingHeader.from_record(record, Path(path))
+            header = RoutingHeader.from_record(record, where)
             continue
+        if not isinstance(record.get("tokens"), dict) or not record["tokens"]:
+            raise ValueError(f"{where} has no tokens of layers: {line[:60]!r}")
         tokens = {int(layer): np.array(counts, dtype=np.int64) for layer, counts in record["tokens"].items()}
         yield RoutingStep(header, record["iteration"], tokens)
 
@@ -127,10 +130,10 @@ def read_routing(path: Path | str) -> Iterator[RoutingStep]:
 def last_header(path: Path) -> RoutingHeader | None:
     """What steps that are appended to this trace would be taken for; None without a header. Raises as read_routing."""
     found = None
-    for line in read_lines(path):
+    for number, line in enumerate(read_lines(path), 1):
         # `line` puts the word first: steps, which are long, need not be parsed.
         if line.startswith(b'{"routing_trace"'):
-            found = RoutingHeader.from_record(json.loads(line), path)
+            found = RoutingHeader.from_record(json.loads(line), f"{path}, line {number}")
     return found
 
 

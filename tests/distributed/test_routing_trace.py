@@ -83,7 +83,7 @@ def test_a_file_that_is_no_trace_is_left_alone(tmp_path: Path, text: str) -> Non
         with pytest.raises(ValueError, match="--record-routing is"):
             RoutingLog(tmp_path / name, header)
     assert (tmp_path / "file").read_text() == text
-    with pytest.raises(ValueError, match="not a routing trace"):
+    with pytest.raises(ValueError, match="line 1 is not"):
         list(read_routing(tmp_path / "file"))
 
 

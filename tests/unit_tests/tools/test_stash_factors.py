@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.core.transformer.moe.paged_stash.peak_factors import peaks_of_trace
-from megatron.training.routing_trace import RoutingHeader, RoutingStep
+from megatron.training.routing_trace import RoutingHeader, RoutingStep, step_line
 from tools.stash_factors import Layout, _Planner, demands, main, table
 
 MICROBATCHES, RANKS, EXPERTS, TOKENS = 4, 2, 8, 32
@@ -58,7 +59,7 @@ def test_ranks_take_neighbours_tokens_and_then_those_of_later_microbatches(
         assert found.pages == pytest.approx(max(peaks))
 
 
-def test_the_table_rounds_up_and_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
+def test_the_table_rounds_up_and_too_few_tokens_are_an_error() -> None:
     steps = recorded(30)
     lines = table(demands(steps, Layout(expert_ranks=2)), Layout(expert_ranks=2), quantile=0.9).splitlines()
     assert lines[0].split() == ["of", "30", "steps", "p90", "median", "most"] and len(lines) == 4
@@ -66,12 +67,34 @@ def test_the_table_rounds_up_and_what_does_not_fit_is_one_line(tmp_path: Path) -
     assert 0 <= float(lines[1].split()[-3]) - peaks[26] < 0.01 and 0 <= float(lines[1].split()[-1]) - peaks[-1] < 0.01
     with pytest.raises(ValueError, match="16 ranks are to share .* too few to fill one pass"):
         demands(steps, Layout(expert_ranks=8, expert_shards=2))
-    trace = tmp_path / "trace.jsonl"
-    trace.write_bytes(HEADER.line(0))
-    for argv, words in (
-        ([str(tmp_path / "none")], "No such file"),
-        ([str(trace)], "the trace has no step yet"),
-        ([str(trace), "--num-microbatches", "0"], "--num-microbatches is 0: must be at least 1"),
+
+
+def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(tmp_path: Path, capsys) -> None:
+    step = step_line(1, {layer: torch.from_numpy(counts) for layer, counts in recorded(1)[0].tokens.items()})
+    (tmp_path / "trace").write_bytes(HEADER.line(0) + step)
+    (tmp_path / "empty").write_bytes(HEADER.line(0))
+    (tmp_path / "late").write_bytes(HEADER.line(0) + step + b"words\n")
+    (tmp_path / "log").write_text('{"iteration": 1, "lm_loss": 5.5}\n')
+    (tmp_path / "text").write_text("words\n")
+    (tmp_path / "text.gz").write_text("words\n")
+    for name, flags, words in (
+        ("none", "", "none: No such file or directory: give what --record-routing wrote"),
+        ("text.gz", "", "text.gz: Not a gzipped file"),
+        ("text", "", "text, line 1 is not of a routing trace: b'words"),
+        ("late", "", "late, line 3 is not of a routing trace: b'words"),
+        ("log", "", "log, line 1 is not the header of a routing trace of format 1"),
+        ("empty", "", "the trace has no step yet"),
+        ("trace", "--num-microbatches 0", "--num-microbatches is 0: must be at least 1"),
+        ("trace", "--quantile 2", "--quantile is 2: must be above 0 and at most 1"),
+        ("trace", "--moe-paged-stash-page-size 5", "--moe-paged-stash-page-size is 5: must be a power of two"),
+        ("trace", "--expert-model-parallel-size 3", "must be a multiple of --expert-model-parallel-size (3)"),
+        (
+            "trace",
+            "--virtual-pipeline-model-parallel-size 2",
+            "layout: --virtual-pipeline-model-parallel-size is 2: must",
+        ),
+        ("trace", "--pipeline-model-parallel-size 3", "--num-layers is 4: must be a multiple of --pipeline-model-"),
     ):
-        with pytest.raises(SystemExit, match=f"error: .*{words}"):
-            main(argv)
+        assert main([str(tmp_path / name), *flags.split()]) == 2, name
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and words in error and error.count("\n") == 1, error
