@@ -23,6 +23,7 @@ from tests.structure.measure import (
 
 # Packages that an import inside a function may name: they are not there on every machine.
 OPTIONAL_PACKAGES = {
+    "deep_ep",
     "triton",
     "transformer_engine",
     "sentencepiece",

@@ -13,9 +13,15 @@ from megatron.core.batch_schedule import build_batch_schedule
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
 from megatron.core.num_microbatches_calculator import NumMicroBatches
+from megatron.core.transformer.moe.flex_backends import require_flex_backend
 from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.core.transformer.moe.router_config import RouterConfig
-from megatron.training.command_line.config_builder import build_every_config, config_from_args, flags_named_in_errors
+from megatron.training.command_line.config_builder import (
+    build_every_config,
+    config_from_args,
+    core_transformer_config_from_args,
+    flags_named_in_errors,
+)
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flag_table import flags_of_class
 from megatron.training.command_line.layout_checks import check_layout
@@ -49,7 +55,14 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     derive_run_state(args)
     # Last, because it needs the derived values; a wrong field stops the run before any process group exists.
     build_every_config(args)
+    check_flex_backend(args)
     return args
+
+
+def check_flex_backend(args: argparse.Namespace) -> None:
+    """Here and not where layers are built, so that ranks without such a layer end with the others."""
+    with flags_named_in_errors():
+        require_flex_backend(core_transformer_config_from_args(args))
 
 
 def check_required(args: argparse.Namespace) -> None:

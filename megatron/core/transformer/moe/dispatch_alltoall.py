@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.permutation import (
     sort_by_expert,
     unpermute_tokens,
 )
-from megatron.core.transformer.moe.token_exchange import RowExchange, exchange_counts
+from megatron.core.transformer.moe.token_exchange import CollectiveTransport, RowExchange, exchange_counts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -99,7 +99,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         assert self.group is not None
         # Padded rows are the same number for every expert and rank: nobody has to be asked.
         splits = RowSplits(counts, len(rows)) if self.is_padded else _splits_sync(counts, self.group)
-        exchanges = tuple(RowExchange(self.group, splits.send, splits.receive) for _ in range(2))
+        transport = CollectiveTransport(self.group)
+        exchanges = tuple(RowExchange(transport, splits.send, splits.receive) for _ in range(2))
         return SentTokens(
             exchanges[0].start(rows), exchanges[1].start(weights), (exchanges[0], exchanges[1]), permutation, splits
         )
@@ -122,7 +123,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             rows = unpermute_tokens(rows, metadata.by_expert)
         if self.num_ranks > 1:
             assert self.group is not None
-            back = RowExchange(self.group, metadata.splits.receive, metadata.splits.send)
+            back = RowExchange(CollectiveTransport(self.group), metadata.splits.receive, metadata.splits.send)
             rows = back.wait(back.start(rows))
         return unpermute_tokens(rows, metadata.permutation)
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.device import default_device
@@ -38,7 +37,7 @@ from megatron.core.transformer.moe.static_rows import (
     order_by_expert,
     sum_rows,
 )
-from megatron.core.transformer.moe.token_exchange import RowExchange
+from megatron.core.transformer.moe.token_exchange import CollectiveTransport, RowExchange, RowTransport
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -143,6 +142,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         assert config.moe_expert_rank_capacity_factor is not None, "the layer chooses this dispatcher by it"
         self.group, self.experts = or_alone(groups.tp_ep), local
         self.part_layout = part_layout(default_device())
+        self.transport: RowTransport = CollectiveTransport(self.group)
         self.budget = StaticBudget(
             factor=config.moe_expert_rank_capacity_factor,
             topk=config.moe_router_topk,
@@ -235,7 +235,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         # What a part has no row for travels as zeros, which nobody reads.
         sent = StaticRows(parts.sent, expert_indices.new_full((1,), len(parts.sent.slot_of_row)))
         rows = sent.take(tokens, probs)
-        exchanges = _exchange(parts, self.group), _exchange(parts, self.group)
+        exchanges = self._exchange(parts), self._exchange(parts)
         return StaticSent(
             exchanges[0].start(rows.hidden_states),
             exchanges[1].start(rows.probs.unsqueeze(1)),
@@ -268,9 +268,8 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
 
     def combine(self, rows: Tensor, metadata: StaticExchanged) -> Tensor:
         """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
-        back = RowExchange(self.group, metadata.parts.receive, metadata.parts.send)
+        back = RowExchange(self.transport, metadata.parts.receive, metadata.parts.send)
         return metadata.sent.give_back(back.wait(back.start(metadata.received.give_back(rows))))
 
-
-def _exchange(parts: Parts, group: dist.ProcessGroup) -> RowExchange:
-    return RowExchange(group, parts.send, parts.receive)
+    def _exchange(self, parts: Parts) -> RowExchange:
+        return RowExchange(self.transport, parts.send, parts.receive)

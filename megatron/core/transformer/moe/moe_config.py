@@ -46,8 +46,13 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
     moe_token_dispatcher_type: str = config_field(
         "allgather",
         help="How tokens reach the ranks of their experts: every rank gathers all tokens, or each row is sent to its "
-        "rank. flex needs libraries that are not used here.",
+        "rank. flex leaves that to the library of --moe-flex-dispatcher-backend.",
         choices=("allgather", "alltoall", "flex"),
+    )
+    moe_flex_dispatcher_backend: str = config_field(
+        "deepep",
+        help="What sends rows with --moe-token-dispatcher-type flex: the package deep_ep, or torch's symmetric memory.",
+        choices=("deepep", "symm_mem"),
     )
     moe_permute_fusion: bool = config_field(
         False, help="Bring rows into expert order in one pass, which is how they are moved here with or without it."
@@ -101,12 +106,12 @@ def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -
 
 
 def validate_dispatcher(config: MoEConfig) -> None:
-    """Raises ValueError for a dispatcher that is not available, or that sends nothing beside which to compute."""
+    """Raises ValueError for a dispatcher without buffers to fill, or that sends nothing beside which to compute."""
     kind = config.moe_token_dispatcher_type
-    if kind == "flex":
+    if kind == "flex" and config.moe_expert_rank_capacity_factor is None:
         raise ValueError(
-            "moe_token_dispatcher_type is flex: there is no support for its libraries (DeepEP, HybridEP, NCCL EP), it "
-            "must be allgather or alltoall, which send rows by torch's collectives"
+            "moe_token_dispatcher_type is flex but moe_expert_rank_capacity_factor is not set: its back ends fill "
+            "buffers of a fixed size, give that factor or --moe-token-dispatcher-type alltoall"
         )
     if not config.moe_shared_expert_overlap:
         return

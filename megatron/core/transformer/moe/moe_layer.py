@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAlltoAllTokenDispatcher,
 )
 from megatron.core.transformer.moe.expert_step import ExpertStep
+from megatron.core.transformer.moe.flex_backends import build_flex_dispatcher, require_flex_backend
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,6 +29,7 @@ _DISPATCHERS: dict[tuple[str, bool], Callable[..., MoETokenDispatcher]] = {
     ("allgather", True): MoEStaticAllGatherTokenDispatcher,
     ("alltoall", False): MoEAlltoAllTokenDispatcher,
     ("alltoall", True): MoEStaticAlltoAllTokenDispatcher,
+    ("flex", True): build_flex_dispatcher,
 }
 
 
@@ -66,6 +68,7 @@ class MoELayer(MegatronModule):
             raise ValueError("num_moe_experts is None: a mixture-of-experts layer needs a number of experts")
         groups = pg_collection or existing_process_groups()
         _require_expert_ranks(config, groups)
+        require_flex_backend(config)
         local = local_experts(config, groups.ep)
         self.num_local_experts, self.local_expert_indices = len(local), list(local)
         self.router = TopKRouter(config, groups)

@@ -1,15 +1,48 @@
 """All-to-all of rows with its gradient: start and wait are two calls, forward and backward, so that others run between.
 
-Which rows go where is the dispatchers' matter; gathers are in tensor_parallel/mappings.py.
+Which rows go where is the dispatchers' matter; gathers are in tensor_parallel/mappings.py. What carries them is a
+RowTransport: torch's collectives here, memory that ranks share in symmetric_rows.py.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class RowsUnderWay:
+    """sent: [R, *], received: [R', *], any dtype; the second is full, on the current stream, after each of `works`."""
+
+    sent: Tensor
+    received: Tensor
+    works: tuple[dist.Work, ...] = ()
+
+
+class RowTransport(Protocol):
+    """Carries rows between the ranks of a group."""
+
+    def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
+        """rows: [R, *], any dtype, contiguous, by receiver. send, receive: rows to and from each rank; None: as many
+        for each. Collective.
+        """
+
+
+@dataclass(frozen=True)
+class CollectiveTransport:
+    """torch's all-to-all over `group`."""
+
+    group: dist.ProcessGroup
+
+    def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
+        """See RowTransport; rows: [R, *], any dtype."""
+        received = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
+        work = dist.all_to_all_single(received, rows, receive, send, group=self.group, async_op=True)
+        assert work is not None, "an asynchronous collective returns its work"
+        return RowsUnderWay(rows, received, (work,))
 
 
 @dataclass
@@ -19,10 +52,11 @@ class RowExchange:
     send, receive: rows to and from each rank; None: as many for each.
     """
 
-    group: dist.ProcessGroup
+    transport: RowTransport
     send: list[int] | None = None
     receive: list[int] | None = None
-    _running: tuple[dist.Work, Tensor, Tensor] | None = field(init=False, default=None)
+    # With the rows sent: without this reference their memory could be reused while they are still being sent.
+    _running: RowsUnderWay | None = field(init=False, default=None)
 
     def start(self, rows: Tensor) -> Tensor:
         """Launches the exchange of rows: [R, *], float, by receiver. Returns what `wait` wants. Collective."""
@@ -35,21 +69,16 @@ class RowExchange:
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> Tensor:
         """Starts one direction; rows: [R, *], any dtype. Returns the buffer that `finish` will find full: [R', *]."""
         assert self._running is None, "an exchange was started twice"
-        rows = rows.contiguous()
-        received = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
-        work = dist.all_to_all_single(received, rows, receive, send, group=self.group, async_op=True)
-        assert work is not None, "an asynchronous collective returns its work"
-        # The rows too: without this reference their memory could be reused while they are still being sent.
-        self._running = work, received, rows
-        return received
+        self._running = self.transport.launch(rows.contiguous(), send=send, receive=receive)
+        return self._running.received
 
     def finish(self) -> Tensor:
         """Waits for what was launched; returns the received rows: [R', *], any dtype."""
         assert self._running is not None, "an exchange was not started"
-        work, received, _ = self._running
-        work.wait()
-        self._running = None
-        return received
+        running, self._running = self._running, None
+        for work in running.works:
+            work.wait()
+        return running.received
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,0 +1,224 @@
+"""Back ends of the dispatcher flex, over stand-ins on the CPU: bit for bit what torch's collectives give."""
+
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import flex_backends
+from megatron.core.transformer.moe.dispatch_deepep import MoEDeepEPTokenDispatcher, deep_ep_buffer
+from megatron.core.transformer.moe.dispatch_static import (
+    MoEStaticAllGatherTokenDispatcher,
+    MoEStaticAlltoAllTokenDispatcher,
+    MoEStaticTokenDispatcher,
+)
+from megatron.core.transformer.moe.symmetric_rows import SymmetricTransport, build_symmetric_dispatcher
+from tests.distributed.test_expert_parallel import ALLTOALL, KINDS, build_layer, rank_inputs, run_layer
+from tests.distributed.test_static_dispatch import EXPERTS, ROUTINGS, TOKENS, TOPK, chosen_experts
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.models.small_models import small_config
+
+# With bytes of whole 16-byte words, as deep_ep wants them.
+WIDTH = 8
+
+
+class SharedFiles:
+    """torch's symmetric memory as files that all ranks have mapped; rank 0 is slow to write and to read."""
+
+    def __init__(self, folder: str, num_bytes: int) -> None:
+        self.rank = dist.get_rank()
+        names = [f"{folder}/{rank}" for rank in range(dist.get_world_size())]
+        self.files = [torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8) for name in names]
+
+    def get_buffer(self, rank: int, sizes: torch.Size, dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
+        if self.rank == 0:
+            time.sleep(0.002)
+        start = storage_offset * dtype.itemsize
+        return self.files[rank][start : start + math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        dist.barrier()
+
+
+class GlooBuffer:
+    """deep_ep.Buffer of deep_ep 1.0.0: its signatures, and what it demands of its arguments."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 1,
+    ) -> None:
+        assert (num_nvl_bytes, num_rdma_bytes) == (2 * WIDTH * group.size(), 5)
+        self.group = group
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Any:
+        assert num_ranks in (2, 4), f"Unsupported number of EP ranks: {num_ranks}"
+        return SimpleNamespace(get_nvl_buffer_size_hint=lambda size, ranks: size * ranks, get_rdma_buffer_size_hint=min)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Any:
+        return SimpleNamespace(get_nvl_buffer_size_hint=min, get_rdma_buffer_size_hint=lambda size, ranks: 5)
+
+    def get_dispatch_layout(self, topk_idx, num_experts, previous_event=None, async_finish=False, on_comm=False):
+        assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous()
+        ranks = topk_idx // (num_experts // self.group.size())
+        is_in_rank = torch.stack([(ranks == rank).any(1) for rank in range(self.group.size())], dim=1)
+        counts = topk_idx.flatten().bincount(minlength=num_experts)
+        return is_in_rank.sum(0).int(), None, counts.int(), is_in_rank, "event"
+
+    def dispatch(
+        self,
+        x,
+        handle=None,
+        num_tokens_per_rank=None,
+        num_tokens_per_rdma_rank=None,
+        is_token_in_rank=None,
+        num_tokens_per_expert=None,
+        topk_idx=None,
+        topk_weights=None,
+        expert_alignment=1,
+        config=None,
+    ):
+        assert x.dtype == torch.bfloat16 and x.dim() == 2 and x.is_contiguous()
+        if handle is not None:
+            assert topk_idx is None and topk_weights is None
+            return self._gather(x)[handle[0]], None, None, None, None, "event"
+        assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous()
+        assert num_tokens_per_rank.dtype == num_tokens_per_expert.dtype == torch.int32
+        chosen = self._gather(is_token_in_rank)[:, self.group.rank()].nonzero().view(-1)
+        share = len(num_tokens_per_expert) // self.group.size()
+        experts = self._gather(topk_idx)[chosen] - self.group.rank() * share
+        is_here = (experts >= 0) & (experts < share)
+        weights = self._gather(topk_weights)[chosen].where(is_here, math.nan)
+        counts = experts[is_here].bincount(minlength=share).tolist()
+        return self._gather(x)[chosen], experts.where(is_here, -1), weights, counts, (chosen, len(x)), "event"
+
+    def combine(self, x, handle, topk_weights=None, config=None):
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) == len(handle[0])
+        return self._sum(x, handle), None if topk_weights is None else self._sum(topk_weights, handle), "event"
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        parts: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(parts, tensor, group=self.group)
+        return torch.cat(parts)
+
+    def _sum(self, x: Tensor, handle: tuple[Tensor, int]) -> Tensor:
+        chosen, num_tokens = handle
+        whole = torch.zeros(self.group.size() * num_tokens, x.shape[1])
+        whole[chosen] = x.float()
+        dist.all_reduce(whole, group=self.group)
+        return whole[self.group.rank() * num_tokens :][:num_tokens].to(x.dtype)
+
+
+@contextmanager
+def stand_ins(folder: str) -> Iterator[None]:
+    """Inside, there are both libraries."""
+    files = SharedFiles(folder, 1 << 20)
+    with (
+        patch.object(SymmetricTransport, "workspace", lambda self, num_bytes: files),
+        patch.dict("sys.modules", deep_ep=SimpleNamespace(Buffer=GlooBuffer)),
+    ):
+        yield
+
+
+def step(dispatcher: MoEStaticTokenDispatcher, routing: str, factor: float) -> list[Tensor]:
+    """What comes and what is lost, the output and both gradients. Small whole numbers: no order of sums matters."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    integers = partial(torch.randint, -2, 3, (TOKENS, WIDTH), generator=generator)
+    tokens = integers().bfloat16().requires_grad_()
+    probs = (torch.randint(1, 5, (TOKENS, TOPK), generator=generator) / 4).requires_grad_()
+    dispatcher.set_capacity_factor(factor)
+    sent = dispatcher.dispatch(tokens, probs=probs, expert_indices=chosen_experts(dist.get_rank(), routing))
+    rows, counts = sent.rows, sent.tokens_per_expert
+    output = dispatcher.combine(rows.hidden_states * rows.probs.bfloat16().unsqueeze(1), sent.metadata)
+    output.backward(integers().bfloat16())
+    live = [rows.hidden_states[: counts.sum()], rows.probs[: counts.sum()]]
+    demand = [sent.demand.rows_missing, sent.demand.factor_needed]
+    return [tensor.detach() for tensor in (output, tokens.grad, probs.grad, counts, *live, *demand)]
+
+
+def on_rank(layout: tuple[int, int], folder: str) -> None:
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=layout[0], expert_tensor_parallel_size=layout[1]
+    )
+    groups, share = parallel_state.get_process_groups(), EXPERTS // layout[0]
+    config = small_config(
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        moe_grouped_gemm=True,
+        add_bias_linear=False,
+        moe_expert_rank_capacity_factor=1.0,
+        expert_model_parallel_size=layout[0],
+        expert_tensor_parallel_size=layout[1],
+    )
+    local = range(EXPERTS)[dist.get_rank() // layout[1] * share :][:share]
+    # Memory that nobody has written yet is NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with stand_ins(folder):
+        for ours, reference in (
+            (MoEDeepEPTokenDispatcher, MoEStaticAllGatherTokenDispatcher),
+            (build_symmetric_dispatcher, MoEStaticAlltoAllTokenDispatcher),
+        ):
+            kinds = [
+                kind(share, local, config=config, pg_collection=groups, row_alignment=4) for kind in (ours, reference)
+            ]
+            lost = torch.zeros(1, dtype=torch.int64)
+            for case in [(routing, factor) for routing in ROUTINGS for factor in (1.0, 8.0)]:
+                found, wanted = (step(kind, *case) for kind in kinds)
+                for number, (one, same) in enumerate(zip(found, wanted, strict=True)):
+                    assert one.isfinite().all() and torch.equal(one, same), (ours, case, number, one, same)
+                lost += found[-2]
+            dist.all_reduce(lost)
+            assert lost > 0, "rows without room were among the cases"
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)])
+def test_back_ends_give_what_the_collectives_give_with_rows_lost_too(layout: tuple[int, int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_on_ranks(on_rank, layout[0] * layout[1], layout, folder)
+
+
+def layer_on_rank(folder: str) -> None:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    build = partial(build_layer, parallel_state.get_process_groups())
+    flex = {**KINDS["static"], "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "symm_mem"}
+    with pytest.raises(ValueError, match="symm_mem, which needs a CUDA device .here is cpu.: give .*alltoall"):
+        build(**flex)
+    with stand_ins(folder):
+        with patch.object(flex_backends, "default_device", lambda: torch.device("cuda")):
+            layer = build(**flex)
+        assert isinstance(layer.token_dispatcher.transport, SymmetricTransport)
+        runs = [
+            run_layer(one, *rank_inputs(dist.get_rank(), "even"))
+            for one in (layer, build(**KINDS["static"], **ALLTOALL))
+        ]
+    for found, wanted in zip(*(([output, x_grad, *grads.values()]) for output, x_grad, grads in runs), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_layer_uses_the_back_end_that_is_there_and_refuses_one_that_is_not() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_on_ranks(layer_on_rank, 2, folder)
+
+
+def test_a_number_of_ranks_that_deep_ep_cannot_serve_is_named() -> None:
+    with patch.dict("sys.modules", deep_ep=SimpleNamespace(Buffer=GlooBuffer)):
+        with pytest.raises(ValueError, match="(?s)deepep with 1 ranks of experts: Unsupported.*alltoall"):
+            deep_ep_buffer(None, 16)
