@@ -42,16 +42,10 @@ ROUTER: Flags = {
     "moe-router-enable-expert-bias": True,
     "moe-per-layer-logging": True,
 }
-ZERO1: Flags = {
-    "use-distributed-optimizer": True,
-    "overlap-grad-reduce": True,
-    "overlap-param-gather": True,
-    "ddp-bucket-size": 1001,
-}
 
 
-def stash(device: float = 3.0, host: float = 0.0, **more: object) -> Flags:
-    """The flags of a stash whose pool has so many times the balanced pages."""
+def stash(device: float | None = 3.0, host: float = 0.0, **more: object) -> Flags:
+    """The flags of a stash whose pool has so many times the balanced pages; None: what `more` or the default says."""
     named = {f"moe-paged-stash-{name.replace('_', '-')}": value for name, value in more.items()}
     return {
         "moe-paged-stash": True,

@@ -29,7 +29,7 @@ from tests.distributed.parity import (
     put_together,
     relative_errors,
 )
-from tests.distributed.tiny_runs import comparable, gather_parameters, started_run
+from tests.distributed.tiny_runs import SHARDED, comparable, gather_parameters, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -49,12 +49,6 @@ FIRST_HALF = (*EMBEDDING, "decoder.layers.[01].*")
 LAST_HALF = ("decoder.layers.[23].*", "decoder.final_layernorm.*", "output_layer.*")
 EVERY_SECOND = (*EMBEDDING, "decoder.layers.[02].*")
 STEPS = 2
-SHARDED: Flags = {
-    "use-distributed-optimizer": True,
-    "overlap-grad-reduce": True,
-    "overlap-param-gather": True,
-    "ddp-bucket-size": 1001,
-}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import slow
 from tests.distributed.parity import layout
-from tests.distributed.tiny_runs import comparable, started_run
+from tests.distributed.tiny_runs import SHARDED, comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -32,12 +32,6 @@ NORM_BOUND = {"bf16": 6e-2, "fp16": 3e-2}
 SMALL: Flags = {"micro-batch-size": 1}  # on 4 ranks
 STEPS_OF_LAYOUTS = 8
 LAYOUTS = [layout(2), layout(pp=2), layout(cp=2), layout(ep=2), layout(2, pp=2, ep=2)]
-SHARDED: Flags = {
-    "use-distributed-optimizer": True,
-    "overlap-grad-reduce": True,
-    "overlap-param-gather": True,
-    "ddp-bucket-size": 1001,
-}
 
 
 @dataclass

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.paged_stash import PoolLayout
 from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
+from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -26,10 +27,7 @@ FLAGS: Flags = {
     "train-iters": STEPS,
     "expert-model-parallel-size": 2,
     "moe-expert-rank-capacity-factor": 1.0,
-    "moe-paged-stash": True,
-    "moe-paged-stash-page-size": 8,
-    "moe-paged-stash-buffer-bytes": FEW_PAGES * 8 * 32 * 4,
-    "moe-paged-stash-overflow-policy": "rerun",
+    **stash(None, page_size=8, buffer_bytes=FEW_PAGES * 8 * 32 * 4, overflow_policy="rerun"),
 }
 STAGES: Flags = {"expert-model-parallel-size": None, "pipeline-model-parallel-size": 2, "micro-batch-size": 1}
 

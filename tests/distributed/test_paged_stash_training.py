@@ -12,7 +12,8 @@ import pytest
 
 from tests.counts import long_count, slow
 from tests.distributed.parity import layout
-from tests.distributed.stash_runs import ROUTER, STEPS, ZERO1, StepPages, argv_of, stash, train_here
+from tests.distributed.stash_runs import ROUTER, STEPS, StepPages, argv_of, stash, train_here
+from tests.distributed.tiny_runs import SHARDED
 from tests.functional_tests.case import Flags
 from tests.harness import run_on_ranks
 
@@ -67,7 +68,7 @@ AROUND: dict[str, Flags] = {
         "offload-modules": ["attn_norm", "mlp_norm"],
         "min-offloaded-tensor-size": 1,
     },
-    "shards": ZERO1,
+    "shards": SHARDED,
     "dense layers": {"moe-layer-freq": "[0,1,1,1]", "moe-shared-expert-intermediate-size": 16},
     "ramp-up": {"global-batch-size": None},
 }

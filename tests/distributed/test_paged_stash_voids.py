@@ -20,17 +20,30 @@ from megatron.training.evaluation import evaluate_validation
 from megatron.training.run import TrainingRun
 from tests.counts import long_count, slow
 from tests.distributed.parity import layout
-from tests.distributed.stash_runs import ROUTER, ZERO1, Trained, argv_of, stash, train_here
+from tests.distributed.stash_runs import ROUTER, Trained, argv_of, stash, train_here
+from tests.distributed.tiny_runs import SHARDED
 from tests.functional_tests.case import Flags
 from tests.functional_tests.expectations import assert_same_checkpoint
 from tests.harness import run_on_ranks
 
 STEPS = 4
-RUN: Flags = {"hidden-dropout": 0.1, **ROUTER, **ZERO1, "train-iters": STEPS, "save-interval": 1}
+RUN: Flags = {"hidden-dropout": 0.1, **ROUTER, **SHARDED, "train-iters": STEPS, "save-interval": 1}
 EVALUATED: Flags = {"eval-interval": 1, "eval-iters": 2}
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     "ep 2": (2, {**layout(ep=2), "global-batch-size": 6}),
     "pp 2, ep 2": (4, {**layout(pp=2, ep=2), "global-batch-size": 6}),
+    # The first step overflows; the two after it do not, so that the scale grows, and the last one overflows again.
+    "ep 2, fp16": (
+        2,
+        {
+            **layout(ep=2),
+            "global-batch-size": 6,
+            "fp16": True,
+            "initial-loss-scale": 2.0**18,
+            "hysteresis": 1,
+            "loss-scale-window": 2,
+        },
+    ),
 }
 FEW_ROWS: Flags = {"moe-expert-rank-capacity-factor": 1.7}
 LACKING: dict[str, Flags] = {
@@ -74,6 +87,7 @@ CASES: list[tuple[str, str, str, list[int]]] = [
     ("ep 2", "evaluation", "rows", [-2]),
     ("pp 2, ep 2", "first layer", "rows", [2]),
     ("pp 2, ep 2", "last layer", "rows", [2]),
+    ("ep 2, fp16", "twice in a row", "pages", [2, 3]),
 ]
 
 
@@ -129,6 +143,7 @@ class Skewed:
 def _run_void(argvs: Sequence[Sequence[str]], plan: Sequence[Skew]) -> list[Raised]:
     """Of each run after the first, which equals them all, what lacked on this rank."""
     expected = train_here(argvs[0], Skewed(plan).setup)
+    assert "--fp16" not in argvs[0] or {step["skipped"] for step in expected.steps} == {False, True}
     raised = []
     for number, argv in enumerate(argvs[1:], 1):
         skewed = Skewed(plan)
@@ -170,7 +185,7 @@ def test_steps_void_on_one_rank_leave_no_trace(
         assert by_rank[0][steps[0]] == [(1, 1), (0, 1), (0, 0)]
 
 
-@pytest.mark.parametrize(("where", "plan"), list(product(LAYOUTS, PLANS))[: long_count(1, soak=16)])
+@pytest.mark.parametrize(("where", "plan"), list(product(LAYOUTS, PLANS))[: long_count(1, soak=24)])
 @pytest.mark.slow
 def test_no_lack_of_anything_at_any_time_leaves_a_trace(where: str, plan: str, tmp_path: Path) -> None:
     by_rank = _train_void(where, plan, list(LACKING), tmp_path)
@@ -198,8 +213,8 @@ def test_evaluations_leave_pages_order_and_training_as_they_were() -> None:
         evaluated.assert_same(plain, "with evaluations")
 
 
-def _resume(first: Sequence[str], others: Sequence[Sequence[str]]) -> list[Trained]:
-    return [train_here(argv) for argv in [first, *others]]
+def _train_all(argvs: Sequence[Sequence[str]]) -> list[Trained]:
+    return [train_here(argv) for argv in argvs]
 
 
 def test_a_run_of_few_pages_goes_on_in_any_layout_as_one_without_a_stash(tmp_path: Path) -> None:
@@ -208,7 +223,23 @@ def test_a_run_of_few_pages_goes_on_in_any_layout_as_one_without_a_stash(tmp_pat
     layouts = [layout(ep=2), layout(pp=2), layout(2, etp=2), {**layout(ep=2), "micro-batch-size": 3}]
     pools: list[Flags] = [{}, stash(0.15)]
     others = [argv_of(base, flags, pool, {"load": tmp_path}) for flags in layouts for pool in pools]
-    for _, *resumed in run_on_ranks(_resume, 2, first, others, timeout=300):
+    for _, *resumed in run_on_ranks(_train_all, 2, [first, *others], timeout=300):
         for flags, without, stashed in zip(layouts, resumed[::2], resumed[1::2], strict=True):
             assert [step["iteration"] for step in without.steps] == [3, 4]
             stashed.assert_same(without, str(flags))
+
+
+def test_a_run_goes_on_with_a_stash_as_without_whichever_it_began_with(tmp_path: Path) -> None:
+    base: Flags = {**RUN, **LAYOUTS["ep 2"][1], "save-interval": None}
+    pools: dict[str, Flags] = {"without": {}, "with": stash(0.15)}
+    whole = [argv_of(base, pool, {"save": tmp_path / name, "save-interval": 2}) for name, pool in pools.items()]
+    switched = [
+        argv_of(base, pool, {"load": tmp_path / name, "ckpt-step": 2})
+        for name, pool in zip(pools, reversed(pools.values()))
+    ]
+    for expected, stashed, *resumed in run_on_ranks(_train_all, 2, [*whole, *switched]):
+        stashed.assert_same(expected, "never stopped")
+        expected.steps = expected.steps[2:]
+        for name, one in zip(pools, resumed, strict=True):
+            one.assert_same(expected, f"began {name}")
+        assert [len(one.pages) for one in resumed] == [2, 0] and stashed.pages[0].voids > 0

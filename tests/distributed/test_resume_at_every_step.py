@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.training.training import train_step
-from tests.distributed.tiny_runs import comparable, record_run, started_run, state_of
+from tests.distributed.tiny_runs import SHARDED, comparable, record_run, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -36,15 +36,9 @@ PRECISIONS: dict[str, Flags] = {
     "fp16_unscaled": {"fp16": True},
 }
 # Each rank has the state of its shards alone; what a step leaves is gathered while the next one, or a save, begins.
-SHARDED: Flags = {
-    "use-distributed-optimizer": True,
-    "overlap-grad-reduce": True,
-    "overlap-param-gather": True,
-    "overlap-param-gather-with-optimizer-step": True,
-    "ddp-bucket-size": 1001,
-}
+IN_STEP: Flags = {**SHARDED, "overlap-param-gather-with-optimizer-step": True}
 CASES: list[tuple[str, str, Flags]] = [(base, precision, {}) for base in ("dense", "moe") for precision in PRECISIONS]
-CASES += [("moe", "fp32", SHARDED), ("moe", "bf16", SHARDED), ("dense", "fp16", SHARDED)]
+CASES += [("moe", "fp32", IN_STEP), ("moe", "bf16", IN_STEP), ("dense", "fp16", IN_STEP)]
 Steps = list[dict[str, Any]]
 State = dict[str, str]
 

@@ -10,6 +10,7 @@ from megatron.training.callbacks import RunStart
 from megatron.training.routing_trace import read_routing
 from megatron.training.stash_timeline import stash_timeline
 from megatron.training.training import train_step
+from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -20,8 +21,6 @@ FLAGS: Flags = {
     "micro-batch-size": 1,
     "global-batch-size": 8,
     "moe-expert-rank-capacity-factor": 2.0,
-    "moe-paged-stash": True,
-    "moe-paged-stash-page-size": 4,
     "log-interval": 1,
 }
 # Pools that are too small: pages are spilled, and tensors computed again.
@@ -30,16 +29,11 @@ PLANNED = {
     "stages": Layout(num_stages=2, num_chunks=2, page_size=4),
 }
 LAYOUTS: dict[str, Flags] = {
-    "experts": {
-        "expert-model-parallel-size": 2,
-        "moe-paged-stash-buffer-size-factor-cuda": 0.6,
-        "moe-paged-stash-buffer-size-factor-cpu": 0.2,
-    },
+    "experts": {"expert-model-parallel-size": 2, **stash(0.6, 0.2, page_size=4)},
     "stages": {
         "pipeline-model-parallel-size": 2,
         "num-layers-per-virtual-pipeline-stage": 1,
-        "moe-paged-stash-buffer-size-factor-cuda": 0.5,
-        "moe-paged-stash-prefetch-layers": 2,
+        **stash(0.5, page_size=4, prefetch_layers=2),
     },
 }
 

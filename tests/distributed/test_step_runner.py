@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from megatron.training.rng_state import capture_rng, restore_rng
 from megatron.training.run import TrainingRun
 from megatron.training.step_runner import ExpertOverflowError
 from megatron.training.training import train, train_step
-from tests.distributed.stash_runs import ROUTER, ZERO1
-from tests.distributed.tiny_runs import comparable, started_run, state_of
+from tests.distributed.stash_runs import ROUTER, stash
+from tests.distributed.tiny_runs import SHARDED, comparable, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.expectations import assert_same_checkpoint
 from tests.harness import run_on_ranks
@@ -45,7 +46,7 @@ RUN: Flags = {
 }
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     # Microbatches of a growing batch; the sharded copies of experts and the rest have groups of their own.
-    "experts": (4, {"expert-model-parallel-size": 2, "global-batch-size": 8, **ZERO1}),
+    "experts": (4, {"expert-model-parallel-size": 2, "global-batch-size": 8, **SHARDED}),
     "stages": (
         2,
         {
@@ -57,7 +58,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
             "recompute-granularity": "full",
             "recompute-method": "uniform",
             "recompute-num-layers": 1,
-            **ZERO1,
+            **SHARDED,
         },
     ),
     "replicas": (3, {"global-batch-size": 6, "bf16": True, "ddp-debug": True}),
@@ -186,7 +187,7 @@ def _fail_twice(argv: list[str], folder: str) -> list[tuple[str, int]]:
 
 
 def test_a_step_that_stays_void_ends_all_ranks_and_saves_nothing(tmp_path: Path) -> None:
-    flags = {**read_bases()["moe"], **RUN, **ZERO1, "save-interval": 1}
+    flags = {**read_bases()["moe"], **RUN, **SHARDED, "save-interval": 1}
     refused, in_vain = zip(*run_on_ranks(_fail_twice, 2, command_line(flags), str(tmp_path)))
     assert refused[0] == refused[1] == ("iteration 2: not allowed to grow", 2)
     assert in_vain[0] == in_vain[1] and in_vain[0][1] == 10
@@ -198,20 +199,20 @@ class BrokenOffError(Exception):
     """What a script catches in a step."""
 
 
-def _break_next_pass(run: TrainingRun, where: str) -> None:
+def _break_next_pass(run: TrainingRun, where: str, error: type[BaseException]) -> None:
     """The second layer's forward, or the first one's backward, raises once."""
     first, second = unwrap_model(run.model)[0].decoder.layers
 
     def fail(*unused: Any) -> None:
         handle.remove()
-        raise BrokenOffError
+        raise error
 
     handle = (
         second.register_forward_pre_hook(fail) if where == "forward" else first.mlp.router.weight.register_hook(fail)
     )
 
 
-def _train_over_error(argv: list[str], where: str | None) -> Any:
+def _train_over_error(argv: list[str], where: str | None, error: type[BaseException] = BrokenOffError) -> Any:
     """Three steps; the second raises in its passes, and is made again after what docs tell a script to do."""
     with started_run(argv) as run:
         reports = [comparable(train_step(run)[0])]
@@ -219,8 +220,8 @@ def _train_over_error(argv: list[str], where: str | None) -> Any:
         run.train_iterator = batches = KeptBatches(run.train_iterator)
         if where is not None:
             generators = capture_rng()
-            _break_next_pass(run, where)
-            with pytest.raises(BrokenOffError):
+            _break_next_pass(run, where, error)
+            with pytest.raises(error):
                 train_step(run)
             for chunk in run.model:
                 chunk.reset_iteration()  # type: ignore[operator]
@@ -234,11 +235,16 @@ def _train_over_error(argv: list[str], where: str | None) -> Any:
 
 def _train_over_errors(argv: list[str]) -> None:
     plain = _train_over_error(argv, None)
-    for where in ("forward", "backward"):
-        assert _train_over_error(argv, where) == plain, where
+    for where, error in product(("forward", "backward"), (BrokenOffError, KeyboardInterrupt)):
+        assert _train_over_error(argv, where, error) == plain, (where, error)
 
 
 def test_an_error_in_the_passes_leaves_stash_and_counts_as_they_were() -> None:
-    flags: Flags = {"moe-expert-rank-capacity-factor": 3, "moe-paged-stash": True, "moe-paged-stash-page-size": 4}
-    flags = {**read_bases()["moe"], **RUN, "save-interval": None, **flags}
+    flags = {
+        **read_bases()["moe"],
+        **RUN,
+        "save-interval": None,
+        "moe-expert-rank-capacity-factor": 3,
+        **stash(1.1, page_size=4),
+    }
     run_on_ranks(_train_over_errors, 1, command_line(flags))

@@ -26,8 +26,16 @@ from megatron.training.rng_state import rng_sharded_state
 from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run
 from megatron.training.training import train_step
+from tests.functional_tests.case import Flags
 
 Batch = dict[str, Tensor]
+# The optimizer's state is cut over ranks, in small buckets whose gathers and reductions run beside the passes.
+SHARDED: Flags = {
+    "use-distributed-optimizer": True,
+    "overlap-grad-reduce": True,
+    "overlap-param-gather": True,
+    "ddp-bucket-size": 1001,
+}
 
 
 @contextmanager
