@@ -4,8 +4,9 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +32,15 @@ from tests.unit_tests.core.models.small_models import small_config
 
 # With bytes of whole 16-byte words, as deep_ep wants them.
 WIDTH = 8
+FIELDS = {
+    "hidden_size": WIDTH,
+    "num_attention_heads": 1,
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": TOPK,
+    "moe_grouped_gemm": True,
+    "add_bias_linear": False,
+    "moe_expert_rank_capacity_factor": 1.0,
+}
 
 
 class SharedFiles:
@@ -54,14 +64,7 @@ class SharedFiles:
 class GlooBuffer:
     """deep_ep.Buffer of deep_ep 1.0.0: its signatures, and what it demands of its arguments."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        num_nvl_bytes: int = 0,
-        num_rdma_bytes: int = 0,
-        low_latency_mode: bool = False,
-        num_qps_per_rank: int = 1,
-    ) -> None:
+    def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=1):
         assert (num_nvl_bytes, num_rdma_bytes) == (2 * WIDTH * group.size(), 5)
         self.group = group
 
@@ -157,17 +160,7 @@ def on_rank(layout: tuple[int, int], folder: str) -> None:
         expert_model_parallel_size=layout[0], expert_tensor_parallel_size=layout[1]
     )
     groups, share = parallel_state.get_process_groups(), EXPERTS // layout[0]
-    config = small_config(
-        hidden_size=WIDTH,
-        num_attention_heads=1,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=TOPK,
-        moe_grouped_gemm=True,
-        add_bias_linear=False,
-        moe_expert_rank_capacity_factor=1.0,
-        expert_model_parallel_size=layout[0],
-        expert_tensor_parallel_size=layout[1],
-    )
+    config = small_config(**FIELDS, expert_model_parallel_size=layout[0], expert_tensor_parallel_size=layout[1])
     local = range(EXPERTS)[dist.get_rank() // layout[1] * share :][:share]
     # Memory that nobody has written yet is NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -222,3 +215,27 @@ def test_a_number_of_ranks_that_deep_ep_cannot_serve_is_named() -> None:
     with patch.dict("sys.modules", deep_ep=SimpleNamespace(Buffer=GlooBuffer)):
         with pytest.raises(ValueError, match="(?s)deepep with 1 ranks of experts: Unsupported.*alltoall"):
             deep_ep_buffer(None, 16)
+
+
+def test_gpus_that_share_no_memory_are_refused_before_the_first_step() -> None:
+    config = small_config(**FIELDS)
+    with patch.object(SymmetricTransport, "workspace", side_effect=RuntimeError("no peer access")):
+        with pytest.raises(ValueError, match="symm_mem, but the GPUs .*no peer access.*alltoall"):
+            build_symmetric_dispatcher(EXPERTS, range(EXPERTS), config=config)
+
+
+@pytest.mark.parametrize("backend", ["deepep", "symm_mem"])
+def test_a_back_end_is_refused_for_what_it_lacks_and_for_nothing_else(backend: str) -> None:
+    flex = {**FIELDS, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+    devices, packages = (torch.device("cuda"), torch.device("cpu")), (object(), None)
+    for device, package, dtype in product(devices, packages, (torch.bfloat16, torch.float32)):
+        lacks = ["a CUDA device"] * (device.type == "cpu")
+        if backend == "deepep":
+            lacks += ["the package deep_ep"] * (package is None) + ["--bf16"] * (dtype is torch.float32)
+        config = small_config(**flex, params_dtype=dtype)
+        with (
+            patch.object(flex_backends, "default_device", lambda device=device: device),
+            patch("importlib.util.find_spec", lambda name, package=package: package),
+            pytest.raises(ValueError, match=f"which needs {'.*, '.join(lacks)}") if lacks else nullcontext(),
+        ):
+            flex_backends.require_flex_backend(config)

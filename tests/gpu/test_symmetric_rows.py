@@ -1,0 +1,41 @@
+"""Rows through symmetric memory on all GPUs that there are, one too; skipped without one, or without such memory.
+
+Not yet run.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.transformer.moe.symmetric_rows import SymmetricTransport
+from megatron.core.transformer.moe.token_exchange import CollectiveTransport
+from tests.gpu.test_data_parallel_on_gpu import join
+from tests.harness import run_on_ranks
+
+pytestmark = pytest.mark.gpu
+
+
+def on_rank() -> str:
+    """Why there is no symmetric memory here; nothing where the rows came as the collective brings them."""
+    device, group = join(), dist.group.WORLD
+    transport = SymmetricTransport(group)
+    try:
+        transport.workspace(1)
+    except RuntimeError as error:
+        return str(error)
+    pairs = []
+    # Weights and rows in turn, as a dispatch sends them; the buffer grows twice, and is used again without a wait.
+    for rows_per_part, width in [(3, 1), (3, 64), (500, 1), (500, 2048)] * 3:
+        rows = torch.randn(dist.get_world_size() * rows_per_part, width, device=device, dtype=torch.bfloat16)
+        collective = CollectiveTransport(group).launch(rows, send=None, receive=None)
+        for work in collective.works:
+            work.wait()
+        pairs.append((transport.launch(rows, send=None, receive=None).received, collective.received))
+    assert all(torch.equal(found, wanted) for found, wanted in pairs)
+    return ""
+
+
+def test_rows_come_as_the_collective_brings_them_and_stay_when_the_buffer_is_used_again() -> None:
+    reasons = run_on_ranks(on_rank, torch.cuda.device_count(), backend=None)
+    if any(reasons):
+        pytest.skip(reasons[0])
