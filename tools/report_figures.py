@@ -19,6 +19,7 @@ SMOOTHED_FROM = 60  # steps from which on a noisy line gets its running median
 MAX_LINES_OF_LAYERS = 8  # more layers are drawn as a heat map
 PERPLEXITY_LIMIT = 20.0  # as in the log: exp of at most this
 DASHES = ("solid", "dash", "dot", "dashdot")
+MAX_DASHED_FIELDS = 3
 GIB = 1 / 2**30
 
 
@@ -175,7 +176,7 @@ FIGURES = (
     Figure(
         *("stash-counts", "Expert memory", "Where pages or rows were lacking", "since the last log line"),
         (
-            ("stash/spilled_pages", "pages on the host"),
+            ("stash/spilled_pages", "pages spilled to the host"),
             ("stash/dropped_gate_up", "gate_up computed again"),
             ("stash/dropped_act", "act computed again"),
             ("stash/void_steps", "steps run again"),
@@ -225,12 +226,15 @@ def _varies(run: RunLog, name: str) -> bool:
 
 def _draw(figure: Figure, runs: Sequence[RunLog]) -> dict[str, Any]:
     traces: list[dict[str, Any]] = []
+    fields = list(dict.fromkeys(field for run in runs for field in _fields_of(figure, run)))
     for index, run in enumerate(runs):
         prefix = f"{run_names(runs)[index]}: " if len(runs) > 1 else ""
-        for place, (name, label) in enumerate(_fields_of(figure, run)):
-            # Several runs: a colour for each run, a dash for each field.
-            color, dash = (index, DASHES[place % len(DASHES)]) if len(runs) > 1 else (place, "solid")
-            style = {"name": prefix + label, "color": color, "dash": dash}
+        for name, label in _fields_of(figure, run):
+            place = fields.index((name, label))
+            # Several runs: a colour for each run, a dash for each field; of many fields dashes look alike.
+            of_fields = len(runs) == 1 or len(fields) > MAX_DASHED_FIELDS
+            color, number = (place, index) if of_fields else (index, place)
+            style = {"name": prefix + label, "color": color, "dash": DASHES[number % len(DASHES)]}
             traces += _lines(_values(figure, run.series[name]), style=style, noisy=figure.noisy)
         if figure.id in ("loss", "loss-scale"):
             traces += _skipped(figure, run, style={"name": f"{prefix}skipped", "color": index if prefix else 3})

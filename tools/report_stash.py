@@ -21,8 +21,8 @@ def stash_section(run: RunLog) -> dict[str, Any] | None:
     """Lines of text, and the occupancy of the last step that was logged; None where experts have no such buffers."""
     lines = [
         line
-        for factor in FACTORS
-        if (line := factor_line(run, factor[0], given=factor[1], needed=factor[2])) is not None
+        for flag, given, needed in FACTORS
+        if (line := factor_line(run, flag, given=given, needed=needed)) is not None
     ]
     return {"lines": lines, "timeline": occupancy(run)} if lines else None
 
@@ -34,10 +34,13 @@ def factor_line(run: RunLog, flag: str, *, given: str, needed: str) -> str | Non
     peaks = run.series[needed].values.tolist()
     # Upwards: the figure is to be enough.
     factor = math.ceil(100 * factor_at(QUANTILE, peaks) - 1e-6) / 100
-    value = (run.record.get("flags") or {}).get(flag)
     in_use = f"{run.series[given].values[-1]:.4g}"
+    if in_use == "0":
+        # No pages on the device: what is needed is needed on the host, whose factor no field tells.
+        flag = flag.replace("_cuda", "_cpu")
+    value = (run.record.get("flags") or {}).get(flag)
     you_gave = f"buffers have {in_use}" if value is None else f"you gave {value:g}"
-    if value is not None and not math.isclose(value, run.series[given].values[-1], rel_tol=5e-3):
+    if value is not None and in_use != "0" and not math.isclose(value, run.series[given].values[-1], rel_tol=5e-3):
         you_gave += f", which came to {in_use}"
     few = "" if len(peaks) * (1 - QUANTILE) >= 1 - 1e-6 else "; of so few steps it is the largest"
     name = flag.replace("_", "-")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.counts import slow
 from tools import report
-from tools.report_figures import MAX_POINTS, make_figures, running_median, thinned
+from tools.report_figures import DASHES, MAX_POINTS, make_figures, running_median, thinned
 from tools.report_stash import stash_section
 from tools.run_log import MAX_BINS, LayerTable, Series, read_run
 
@@ -146,6 +146,19 @@ def test_a_field_of_another_shape_costs_its_line_alone(tmp_path: Path, fields: s
     run = read_run(write_run(tmp_path / "a", 3, extra=f'{{"iteration": 4, {fields}}}\n{{"iteration": {2**70}}}\n'))
     assert run.num_unreadable == (1 if "null" in fields else 2) and run.steps.tolist() == [1, 2, 3]
     assert "Loss" in report.page([run], javascript="")
+
+
+def test_no_two_lines_of_a_diagram_look_alike(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name, 4)) for name in "ab"]
+    figures = {figure["id"]: figure["traces"] for figure in make_figures(runs)}
+    for name, traces in figures.items():
+        looks = [(trace["color"], trace["dash"]) for trace in traces if "dash" in trace and "symbol" not in trace]
+        assert len(set(looks)) == len(looks), name
+    # Four lines of a run are told apart by colours, the two of another diagram by dashes.
+    assert [{trace["color"] for trace in figures["stash-counts"] if trace["dash"] == dash} for dash in DASHES[:2]] == [
+        {0, 1, 2, 3}
+    ] * 2
+    assert {trace["color"] for trace in figures["pool-factor"]} == {0, 1}
 
 
 def test_a_run_is_found_by_its_checkpoints_and_by_the_folder_around_it(tmp_path: Path) -> None:
