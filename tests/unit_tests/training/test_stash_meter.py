@@ -3,18 +3,20 @@
 import argparse
 import json
 import random
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.core.device import memory_bytes
 from megatron.core.pipeline_parallel.expansion import expand
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.transformer.moe.paged_stash import Counter, EventKind, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel
-from megatron.training.callbacks import RunStart, StashReport
+from megatron.training.callbacks import RankTimes, RunStart, StashReport, StepReport
 from megatron.training.callbacks.console_log import format_training_line
 from megatron.training.callbacks.jsonl_log import JsonlLog
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
@@ -24,7 +26,9 @@ from megatron.training.stash_figures import StepFigures
 from megatron.training.stash_meter import StashMeter
 from megatron.training.stash_timeline import stash_timeline
 from tests.harness import run_on_ranks
+from tests.structure.measure import ROOT
 from tests.unit_tests.training.test_callbacks import STEP
+from tools.run_log import read_run
 
 ARGS = argparse.Namespace(log_interval=3, num_layers=5)
 SPECS = tuple(TensorSpec(width, width, 150, priority) for width, priority in zip((64, 128, 64), Priority))
@@ -162,3 +166,26 @@ def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:
     assert "lm loss" not in events.Tags()["scalars"]
     assert events.Scalars("stash/device-high-water")[0].value == pool.device_high_water
     assert events.Scalars("experts/rows_layer_0")[0].value == report.stash.rows[1]
+
+
+def test_every_field_of_a_line_and_every_name_of_its_readers_stands_in_the_page(tmp_path: Path) -> None:
+    one = {field.name: 1.0 for field in fields(StepReport) if vars(STEP).get(field.name) is None}
+    tables = {"expert_load": {1: [2]}, "per_layer": {"z_loss": {1: 0.5}}, "timers": {}, "overlap": {}, "routing": {}}
+    tables |= {
+        "memory": memory_bytes(torch.device("cpu")),
+        "rank_times": RankTimes(min_ms=1, min_rank=0, max_ms=2, max_rank=1),
+    }
+    log = JsonlLog(tmp_path)
+    log.on_train_start(RunStart(iteration=0, train_iters=9))
+    stash = reports_of_rank([[figures_of_step(0, step)[0] for step in range(1, 6)]], 0)[2]
+    log.on_step_end(replace(STEP, **{**one, **tables, "stash": stash}))
+    log.on_run_end()
+    line = json.loads(log.path.read_text())
+    pool = line["stash"]["pool"]
+    written = {*line, *line["stash"], *pool, *pool["timeline"], *line["rank_times"]}
+    assert len(written) > 50 and {*one} - {*line} == {"routing"}
+    read = {
+        name for name in read_run(tmp_path).series if name.partition("/")[2] not in written | tables["memory"].keys()
+    }
+    page = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
+    assert {*written, *tables["memory"], *read} - {*re.findall(r"`([\w/]+)`", page)} == set()
