@@ -5,12 +5,14 @@
 Prints CPU seconds, wall time and peak memory, and each side over the first one as medians over the rounds.
 The model is that of train_step.py. Layouts: one layer in one process; a training step of two ranks that both have all
 experts, and of two that share them, with either dispatcher; the latter with two microbatches and a stash, with pages
-for everything and for half. With one rank of experts a buffer is as large as all rows at any factor: none is missing.
+for everything and for half; and one with and without --record-routing, meters and log of a run on both sides. With one
+rank of experts a buffer is as large as all rows at any factor: none is missing.
 """
 
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,13 +24,16 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.sides import Build, print_table, run_rounds, start_side, write_record  # noqa: E402
-from benchmarks.train_step import FLAGS, MICRO_BATCH, RANKS, SEQUENCE, build_ours  # noqa: E402
+from benchmarks.train_step import FLAGS, MICRO_BATCH, RANKS, SEQUENCE, build_ours, build_run  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
+from megatron.training.callbacks import RunStart  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
+from megatron.training.training import train_step  # noqa: E402
 
 BASE = "dropless"
+TRACE = Path(tempfile.gettempdir()) / "static_step_routing.jsonl"
 # Passes of the layer that count as one of a side's steps.
 PASSES = 10
 FACTOR = "--moe-expert-rank-capacity-factor"
@@ -50,6 +55,7 @@ def main() -> None:
         print(f"\n{layout}")
         figures[layout] = print_table(rounds, base=next(iter(builds)))
         measured.update({f"{layout}, {name}": some for name, some in rounds.items()})
+    TRACE.unlink(missing_ok=True)
     if options.json is not None:
         write_record(options.json, figures, measured=measured)
 
@@ -75,6 +81,11 @@ def layouts() -> dict[str, tuple[int, dict[str, Build]]]:
                 "half of the pages": partial(static, STASH, PAGES, "0.5"),
             },
         )
+    logged = partial(build_logged, "--global-batch-size", str(4 * MICRO_BATCH), "--expert-model-parallel-size", "2")
+    found["routing trace, experts over 2 ranks"] = (
+        RANKS,
+        {"without": logged, "--record-routing": partial(logged, "--record-routing", str(TRACE))},
+    )
     return found
 
 
@@ -82,6 +93,18 @@ def sides_of(build: Callable[..., Callable[[], None]], *flags: str, factors: tup
     """The base and a side for each factor, each with the flags."""
     static: dict[str, Build] = {f"static {factor}": partial(build, *flags, FACTOR, factor) for factor in factors}
     return {BASE: partial(build, *flags), **static}
+
+
+def build_logged(*flags: str) -> Callable[[], None]:
+    """A training step with its meters and callbacks, as a run has them; flags: beside train_step.py's."""
+    run = build_run(*flags)
+    run.callbacks.on_train_start(RunStart(iteration=0, train_iters=1))
+
+    def step() -> None:
+        report, _ = train_step(run)
+        run.callbacks.on_step_end(run.measured(report))
+
+    return step
 
 
 def build_layer(*flags: str) -> Callable[[], None]:
