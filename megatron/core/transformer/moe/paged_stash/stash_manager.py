@@ -32,6 +32,9 @@ from megatron.core.transformer.moe.paged_stash.side_streams import main_waits_fo
 from megatron.core.transformer.moe.paged_stash.stash_group import PageKeeper, Phase, StashedGroup, tensor_of
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent, StashOrder
 
+# Phases that do not change any more once backward has begun.
+_SETTLED = (Phase.KEPT, Phase.READY)
+
 
 class PagedStash:
     """Keeps in pages the live rows of what expert groups save for backward; their gradients stay the same bit for bit.
@@ -203,16 +206,20 @@ class PagedStash:
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
         group: StashedGroup = saved.group
-        with self._keeper.exclusive():
-            if group.phase is Phase.LOST:
-                raise RuntimeError(f"backward of the expert group {group.event.name!r}, whose forward did not end well")
-            if group.phase is not Phase.RECORDING:
-                self._reach(group)
-            if saved.memory is not None:
-                # The backward of this tensor may run on another stream than that of the group's first one.
-                main_waits_for(group.ready, self.pool.device)
-                return tensor_of(saved)
-        return saved.kept()
+        # A group has many tensors: those after the first find everything settled, for which they need no lock.
+        if not group.has_backward_begun or group.phase not in _SETTLED:
+            with self._keeper.exclusive():
+                if group.phase is Phase.LOST:
+                    raise RuntimeError(
+                        f"backward of the expert group {group.event.name!r}, whose forward did not end well"
+                    )
+                if group.phase is not Phase.RECORDING:
+                    self._reach(group)
+        if saved.memory is None:
+            return saved.kept()
+        # The backward of this tensor may run on another stream than that of the group's first one.
+        main_waits_for(group.ready, self.pool.device)
+        return tensor_of(saved)
 
     def _reach(self, group: StashedGroup) -> None:
         """Backward has come to a group: brings its rows back, and starts on those of the groups after it."""
