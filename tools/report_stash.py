@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at
+from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, rounded_up
 from tools.report_figures import layer_table_figure, run_names
 from tools.run_log import RunLog
 
@@ -32,16 +32,15 @@ def factor_line(run: RunLog, flag: str, *, given: str, needed: str) -> str | Non
     if needed not in run.series or given not in run.series:
         return None
     peaks = run.series[needed].values.tolist()
-    # Upwards: the figure is to be enough.
-    factor = math.ceil(100 * factor_at(QUANTILE, peaks) - 1e-6) / 100
-    in_use = f"{run.series[given].values[-1]:.4g}"
-    if in_use == "0":
+    factor = rounded_up(factor_at(QUANTILE, peaks))
+    in_use = float(run.series[given].values[-1])
+    if in_use == 0:
         # No pages on the device: what is needed is needed on the host, whose factor no field tells.
         flag = flag.replace("_cuda", "_cpu")
     value = (run.record.get("flags") or {}).get(flag)
-    you_gave = f"buffers have {in_use}" if value is None else f"you gave {value:g}"
-    if value is not None and in_use != "0" and not math.isclose(value, run.series[given].values[-1], rel_tol=5e-3):
-        you_gave += f", which came to {in_use}"
+    you_gave = f"buffers have {in_use:.4g}" if value is None else f"you gave {value:g}"
+    if value is not None and in_use != 0 and not math.isclose(value, in_use, rel_tol=5e-3):
+        you_gave += f", which came to {in_use:.4g}"
     few = "" if len(peaks) * (1 - QUANTILE) >= 1 - 1e-6 else "; of so few steps it is the largest"
     name = flag.replace("_", "-")
     return f"--{name}: factor needed at p99.9: {factor:.2f} (of {len(peaks):,} steps; {you_gave}{few})"

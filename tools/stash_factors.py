@@ -6,12 +6,11 @@ ranks that share experts take neighbours' tokens, and those of later micro-batch
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,10 +20,9 @@ if str(ROOT) not in sys.path:
 
 from megatron.core.pipeline_parallel.expansion import expand  # noqa: E402
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders  # noqa: E402
-from megatron.core.pipeline_split import layers_per_part  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import EventKind  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.arithmetic import resident_groups  # noqa: E402
-from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, rounded_up  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_of  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds, step_needs  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -51,7 +49,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Demand:
-    """What one step needed, over the balanced case: rows of a rank, rows from one rank to another, pages."""
+    """What one step needed, over the balanced case: rows of a rank, rows from one rank to another, pages.
+
+    The balanced case of pages is the longest step of the trace, as pools are planned for the longest of a run.
+    """
 
     rows: float
     pairs: float
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         expert_ranks=options.expert_model_parallel_size,
         expert_shards=options.expert_tensor_parallel_size,
         num_stages=options.pipeline_model_parallel_size,
-        num_chunks=options.virtual_pipeline_model_parallel_size,
+        num_chunks=options.num_virtual_stages_per_pipeline_rank,
         num_microbatches=options.num_microbatches,
         page_size=options.moe_paged_stash_page_size,
     )
@@ -88,12 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def demands(steps: Iterable[RoutingStep], layout: Layout) -> list[Demand]:
     """What each step would have needed in that layout. Raises ValueError where the trace does not fit it."""
-    found, planner = [], None
+    planners: list[_Planner] = []
+    counted = []
     for step in steps:
-        if planner is None or step.header != planner.header:
+        planner = next((one for one in planners if one.header == step.header), None)
+        if planner is None:
             planner = _planner(step.header, layout)
-        found.append(planner.demand(step))
-    return found
+            planners.append(planner)
+        counted.append((planner, planner.counted(step)))
+    # Only now every length is known: batches may grow.
+    return [planner.demand(counts) for planner, counts in counted]
 
 
 def table(found: Sequence[Demand], layout: Layout, *, quantile: float) -> str:
@@ -108,20 +113,24 @@ def table(found: Sequence[Demand], layout: Layout, *, quantile: float) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"{f'of {len(found):,} steps':{width}}  {f'p{100 * quantile:g}':>7}  {'median':>7}  {'most':>7}"]
     for name, peaks in rows:
-        figures = (factor_at(share, peaks) for share in (quantile, 0.5, 1.0))
-        # Upwards: a factor is to be enough.
-        lines.append("  ".join([f"{name:{width}}", *(f"{math.ceil(100 * one - 1e-6) / 100:7.2f}" for one in figures)]))
+        figures = (rounded_up(factor_at(share, peaks)) for share in (quantile, 0.5, 1.0))
+        lines.append("  ".join([f"{name:{width}}", *(f"{one:7.2f}" for one in figures)]))
     return "\n".join(lines)
+
+
+class _Counts(NamedTuple):
+    """Of one step: most rows of a rank, most from one rank to another, pages of each stage's neediest rank."""
+
+    rows: int
+    pairs: int
+    pages: list[int]
 
 
 def _planner(header: RoutingHeader, layout: Layout) -> "_Planner":
     try:
         return _Planner(header, layout)
     except ValueError as error:
-        # Here layers can be cut in no other way than evenly.
-        message = str(error).partition(", or give")[0]
-        message = message.replace("virtual_pipeline_model_parallel_size", "--virtual-pipeline-model-parallel-size")
-        message = with_flag_names(message, flag_table())
+        message = with_flag_names(str(error), flag_table())
         raise ValueError(f"the recorded model in that layout: {message}") from None
 
 
@@ -133,21 +142,47 @@ class _Planner:
         self._sharing = layout.expert_ranks * layout.expert_shards
         self._config = _config_of(header, layout)
         self._balanced_rows = header.tokens_of_microbatch * header.topk * layout.expert_shards
-        self._most_needs: list[StepNeeds] = []
-        counts = layers_per_part(self._config, num_layers=header.num_layers)
-        ends = [0, *accumulate(counts)]
-        parts = [[one for one in header.layers if start < one <= end] for start, end in zip(ends, ends[1:])]
+        self._needs: dict[int, list[StepNeeds]] = {}
+        num_parts = layout.num_stages * layout.num_chunks
+        size = header.num_layers // num_parts
+        parts = [[layer for layer in header.layers if (layer - 1) // size == part] for part in range(num_parts)]
         self._layers = [parts[stage :: layout.num_stages] for stage in range(layout.num_stages)]
 
-    def demand(self, step: RoutingStep) -> Demand:
+    def counted(self, step: RoutingStep) -> _Counts:
         pairs = {layer: self._rows_of_pairs(counts) for layer, counts in step.tokens.items()}
         rows = {layer: of_pairs.sum(axis=2) for layer, of_pairs in pairs.items()}
-        balanced = self._balanced_rows
-        return Demand(
-            rows=max(int(one.max()) for one in rows.values()) / balanced,
-            pairs=max(int(one.max()) for one in pairs.values()) * self._sharing / balanced,
-            pages=self._pages(rows),
+        num_microbatches = len(next(iter(rows.values())))
+        return _Counts(
+            rows=max(int(one.max()) for one in rows.values()),
+            pairs=max(int(one.max()) for one in pairs.values()),
+            pages=[peak_of_ranks(needs, rows) for needs in self.needs(num_microbatches)],
         )
+
+    def demand(self, counts: _Counts) -> Demand:
+        """Of a step once all have been counted."""
+        balanced = [max(needs.balanced_pages for needs in of_stage) for of_stage in zip(*self._needs.values())]
+        return Demand(
+            rows=counts.rows / self._balanced_rows,
+            pairs=counts.pairs * self._sharing / self._balanced_rows,
+            pages=max(pages / max(1, of_stage) for pages, of_stage in zip(counts.pages, balanced)),
+        )
+
+    def needs(self, num_microbatches: int) -> list[StepNeeds]:
+        """Of each stage, in a step of so many micro-batches."""
+        if num_microbatches not in self._needs:
+            orders = stage_orders(Pipeline(self._layout.num_stages, self._layout.num_chunks), num_microbatches)
+            # No pass has more rows than all tokens bring.
+            most = self._balanced_rows * self._sharing
+            self._needs[num_microbatches] = [
+                step_needs(
+                    self._config,
+                    stash_events(expand(order, layers)),
+                    max_rows=most,
+                    balanced_rows=self._balanced_rows,
+                )
+                for order, layers in zip(orders, self._layers)
+            ]
+        return self._needs[num_microbatches]
 
     def _rows_of_pairs(self, tokens: np.ndarray) -> np.ndarray:
         """tokens: [M, R, E], int64 -> rows of each pass [M', groups of ranks, from a rank, to a rank], int64."""
@@ -170,34 +205,6 @@ class _Planner:
         summed: np.ndarray = by_rank.sum(axis=-1)
         return summed
 
-    def _pages(self, rows: dict[int, np.ndarray]) -> float:
-        """The peak of the rank that needs the most, over that of its balanced step with the most micro-batches."""
-        num_microbatches = len(next(iter(rows.values())))
-        worst = 0.0
-        for stage, needs in enumerate(self._needs(num_microbatches)):
-            balanced = self._largest(stage, needs).balanced_pages
-            if balanced:
-                worst = max(worst, peak_of_ranks(needs, rows) / balanced)
-        return worst
-
-    def _largest(self, stage: int, needs: StepNeeds) -> StepNeeds:
-        """Pools are planned for the longest step."""
-        while len(self._most_needs) <= stage:
-            self._most_needs.append(needs)
-        if len(needs.events) > len(self._most_needs[stage].events):
-            self._most_needs[stage] = needs
-        return self._most_needs[stage]
-
-    def _needs(self, num_microbatches: int) -> list[StepNeeds]:
-        orders = stage_orders(Pipeline(self._layout.num_stages, self._layout.num_chunks), num_microbatches)
-        # No pass has more rows than all tokens bring.
-        most = self._balanced_rows * self._sharing
-        needs = []
-        for order, layers in zip(orders, self._layers):
-            events = stash_events(expand(order, layers))
-            needs.append(step_needs(self._config, events, max_rows=most, balanced_rows=self._balanced_rows))
-        return needs
-
 
 def peak_of_ranks(needs: StepNeeds, rows: dict[int, np.ndarray]) -> int:
     """StepNeeds.pages of all ranks at once, of the one that needs the most; rows: layer -> [M, ...ranks], int64."""
@@ -216,6 +223,17 @@ def peak_of_ranks(needs: StepNeeds, rows: dict[int, np.ndarray]) -> int:
 
 def _config_of(header: RoutingHeader, layout: Layout) -> TransformerConfig:
     """As much of a model's configuration as sizes follow from. Raises ValueError where it cannot be cut like that."""
+    if layout.num_chunks > 1 and layout.num_stages == 1:
+        raise ValueError(
+            f"--pipeline-model-parallel-size is 1: --num-virtual-stages-per-pipeline-rank {layout.num_chunks} needs at "
+            "least 2"
+        )
+    num_parts = layout.num_stages * layout.num_chunks
+    if header.num_layers % num_parts:
+        raise ValueError(
+            f"it has {header.num_layers} layers: must be a multiple of --pipeline-model-parallel-size x "
+            f"--num-virtual-stages-per-pipeline-rank ({num_parts})"
+        )
     return TransformerConfig(
         num_layers=header.num_layers,
         hidden_size=header.hidden_size,
@@ -246,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
         ("expert-model-parallel-size", "ranks that share the experts"),
         ("expert-tensor-parallel-size", "ranks that share each expert"),
         ("pipeline-model-parallel-size", "stages"),
-        ("virtual-pipeline-model-parallel-size", "chunks of a stage"),
+        ("num-virtual-stages-per-pipeline-rank", "chunks of a stage"),
     ):
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what} (default: 1)")
     parser.add_argument("--num-microbatches", type=int, metavar="N", help="of a step (default: all that were recorded)")

@@ -5,7 +5,6 @@ What a layer does in a step is expert_step.py's, sizes are sizing.py's, when a s
 
 import argparse
 import functools
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -20,6 +19,7 @@ from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatch
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority
 from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.peak_factors import rounded_up
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
     capacity_factor,
@@ -92,6 +92,7 @@ class ExpertMemory:
         self._reserved_share = 0.0  # with which the stash was made
         # What the stash is planned for; None: it is to be made anew.
         self._num_microbatches: int | None = None
+        self._longest_pages = 0  # of a balanced step, the longest so far: factors of pools are multiples of it
         self.needs = self._needs(None)
 
     @property
@@ -198,6 +199,7 @@ class ExpertMemory:
     def _plan(self, num_microbatches: int) -> None:
         """The stash for steps of so many microbatches; a pool that is large enough stays. Collective."""
         self._num_microbatches, self.needs = num_microbatches, self._needs(num_microbatches)
+        self._longest_pages = max(self._longest_pages, self.needs.balanced_pages)
         if not self._config.moe_paged_stash:
             return
         pool = None if self.stash is None else self.stash.pool
@@ -275,7 +277,7 @@ class ExpertMemory:
             balanced_rows=self._balanced_rows,
             buffer_rows=self._max_rows if self._dispatchers else 0,
             pages_wanted=needs.pages(lambda group: rows.get(group, 0)),
-            balanced_pages=needs.balanced_pages,
+            balanced_pages=self._longest_pages,
             capacity_factor=self._capacity_factor,
             # Buffers hold whole rows, so that a factor may be enough for a little more than it says.
             factor_needed=min(float(self.step.factor_needed), self._capacity_factor),
@@ -318,7 +320,6 @@ def _as_flags(sizes: LearnedSizes, config: TransformerConfig) -> str:
         ),
         ("--moe-paged-stash-buffer-size-factor-cpu", sizes.host_factor, ""),
     )
-    # Rounded up: what is printed must be enough.
     return ", ".join(
-        f"{flag} {math.ceil(factor * 1000) / 1000:.3f}{rest}" for flag, factor, rest in factors if factor is not None
+        f"{flag} {rounded_up(factor, decimals=3):.3f}{rest}" for flag, factor, rest in factors if factor is not None
     )

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, Flags] = {
     "stages": {
         "pipeline-model-parallel-size": 2,
         "num-layers-per-virtual-pipeline-stage": 1,
+        "rampup-batch-size": [2, 6, 2],
         **stash(0.5, page_size=4, prefetch_layers=2),
     },
 }

@@ -29,8 +29,9 @@ class PoolReport:
     None where the plan is that of an earlier report whose step was as full.
     planned_pages, spilled_pages of them on the host, live_bytes in them and tail_bytes that no row filled,
     dropped_gate_up and dropped_act, tensors that were computed again: sums over ranks and steps.
-    factor: device pages over those of a balanced step's peak, of the rank that has the fewest; factors_needed: the same
-    of the pages that would have sufficed, of the rank that needed the most in each step, oldest first.
+    factor: device pages over those of a balanced step's peak, the longest step of the run, of the rank that has the
+    fewest; factors_needed: the same of the pages that would have sufficed, of the rank that needed the most in each
+    step, oldest first.
     """
 
     rank: int

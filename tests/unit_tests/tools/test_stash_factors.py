@@ -1,12 +1,12 @@
 """stash_factors.py: rows and pages of layouts that were not recorded, against sums over ranks one by one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.core.transformer.moe.paged_stash.peak_factors import peaks_of_trace
 from megatron.training.routing_trace import RoutingHeader, RoutingStep, step_line
 from tools.stash_factors import Layout, _Planner, demands, main, table
 
@@ -50,13 +50,24 @@ def test_ranks_take_neighbours_tokens_and_then_those_of_later_microbatches(
         # Every rank's own passes, in the order of its stage's events.
         side_by_side = max(1, RANKS // (expert_ranks * shards))
         peaks = []
-        for needs in planner._needs(len(passes[2]) // side_by_side):
+        for needs in planner.needs(len(passes[2]) // side_by_side):
             groups = list(dict.fromkeys(event.group for event in needs.events))
             for place in range(side_by_side):
                 for rank in range(expert_ranks):
                     own = [passes[int(name[6:])][instance * side_by_side + place][rank] for name, instance in groups]
-                    peaks += peaks_of_trace(needs, [own])
+                    peaks.append(needs.pages(dict(zip(groups, own)).__getitem__) / needs.balanced_pages)
         assert found.pages == pytest.approx(max(peaks))
+
+
+def test_pages_of_a_growing_batch_are_over_those_of_its_longest_step_in_any_order() -> None:
+    header, layout = replace(HEADER, layers=[1, 2, 3]), Layout(num_stages=2, page_size=2)
+    tokens = [{layer - 1: counts for layer, counts in step.tokens.items()} for step in recorded(3)]
+    long = [RoutingStep(header, 1, of_step) for of_step in tokens]
+    short = [RoutingStep(header, 1, {layer: counts[:1] for layer, counts in step.items()}) for step in tokens]
+    growing, shrinking = demands([*short, *long], layout), demands([*long, *short], layout)
+    assert growing == shrinking[3:] + shrinking[:3] and growing[3:] == demands(long, layout)
+    # Alone, the first stage keeps a layer of one micro-batch; else both layers of two. The last stage never keeps any.
+    assert growing[:3] == [replace(alone, pages=alone.pages / 4) for alone in demands(short, layout)]
 
 
 def test_the_table_rounds_up_and_too_few_tokens_are_an_error() -> None:
@@ -88,12 +99,8 @@ def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(tmp_pat
         ("trace", "--quantile 2", "--quantile is 2: must be above 0 and at most 1"),
         ("trace", "--moe-paged-stash-page-size 5", "--moe-paged-stash-page-size is 5: must be a power of two"),
         ("trace", "--expert-model-parallel-size 3", "must be a multiple of --expert-model-parallel-size (3)"),
-        (
-            "trace",
-            "--virtual-pipeline-model-parallel-size 2",
-            "layout: --virtual-pipeline-model-parallel-size is 2: must",
-        ),
-        ("trace", "--pipeline-model-parallel-size 3", "--num-layers is 4: must be a multiple of --pipeline-model-"),
+        ("trace", "--num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank 2 needs at"),
+        ("trace", "--pipeline-model-parallel-size 3", "it has 4 layers: must be a multiple of --pipeline-model-"),
     ):
         assert main([str(tmp_path / name), *flags.split()]) == 2, name
         error = capsys.readouterr().err

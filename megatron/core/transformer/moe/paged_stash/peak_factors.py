@@ -1,8 +1,9 @@
 """Which factor a pool needs for a share of recorded steps: order statistics of their peaks, for tools and users."""
 
+import math
 from collections.abc import Sequence
 
-from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds, multiple
+from megatron.core.transformer.moe.paged_stash.step_needs import multiple
 
 
 def factor_at(quantile: float, peaks: Sequence[float]) -> float:
@@ -18,15 +19,7 @@ def factor_at(quantile: float, peaks: Sequence[float]) -> float:
     return sorted(peaks)[multiple(quantile, len(peaks)) - 1]
 
 
-def peaks_of_trace(needs: StepNeeds, steps: Sequence[Sequence[int]]) -> list[float]:
-    """Of each recorded step, pages of its peak over those of the balanced step, as factor_at takes them.
-
-    steps: live rows of each forward of the needs' events, in their order. Raises ValueError for another number.
-    """
-    groups = list(dict.fromkeys(event.group for event in needs.events))
-    peaks = []
-    for number, rows in enumerate(steps):
-        if len(rows) != len(groups):
-            raise ValueError(f"step {number} has {len(rows)} passes: must have {len(groups)}, one a forward")
-        peaks.append(needs.pages(dict(zip(groups, rows)).__getitem__) / max(needs.balanced_pages, 1))
-    return peaks
+def rounded_up(factor: float, *, decimals: int = 2) -> float:
+    """A factor that is enough, for a user to copy; what a quotient is off by (1e-6 of the last decimal) does not count."""
+    units = 10**decimals
+    return math.ceil(factor * units - 1e-6) / units

@@ -1,18 +1,17 @@
 """What a stage's stash saves on the device, or costs: in bytes, and as a line for the log."""
 
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint
-from megatron.core.transformer.moe.paged_stash.page_layout import ALIGNMENT, PoolLayout
+from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout
 from megatron.core.transformer.moe.paged_stash.step_needs import StashSettings, StepNeeds
 
 
-def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayout | None) -> Footprint:
+def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayout) -> Footprint:
     """Bytes that wait on the device at the peak of a step, without and with a pool of this layout."""
     one_group = sum(spec.max_bytes for spec in needs.specs)
-    empty = PoolLayout(ALIGNMENT, device_pages=0, host_pages=1)
     return footprint(
         needs.events,
         lambda group: one_group,
-        layout=layout or empty,
+        layout=layout,
         prefetch_groups=config.moe_paged_stash_prefetch_layers,
     )
 

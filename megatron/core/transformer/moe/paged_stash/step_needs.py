@@ -99,17 +99,17 @@ def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows:
     return StepNeeds(events, expert_specs(config, rows=max_rows), balanced_rows, one_page)
 
 
-def expert_specs(config: StashSettings, *, rows: int, weight_itemsize: int = 4) -> tuple[TensorSpec, ...]:
+def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
     """What the experts of one layer leave for backward in buffers of `rows` rows: x, weights, gate_up and act.
 
-    weight_itemsize: bytes of a routing weight. With moe_act recomputed there is no act.
+    Routing weights are fp32. With moe_act recomputed there is no act.
     """
     assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
     itemsize = config.params_dtype.itemsize
     ffn = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
     widths = [
         (config.hidden_size * itemsize, Priority.INPUT),
-        (weight_itemsize, Priority.INPUT),
+        (torch.float32.itemsize, Priority.INPUT),
         (ffn * (2 if config.gated_linear_unit else 1) * itemsize, Priority.GATE_UP),
     ]
     if "moe_act" not in (config.recompute_modules or []):

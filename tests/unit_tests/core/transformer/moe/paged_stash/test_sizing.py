@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.expansion import expand
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.transformer.moe.paged_stash import EventKind, PoolLayout, Priority, StashEvent
 from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
-from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, peaks_of_trace
+from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, rounded_up
 from megatron.core.transformer.moe.paged_stash.sizing import (
     capacity_factor,
     check_effect,
@@ -188,14 +188,11 @@ def test_factor_at_a_quantile_is_an_order_statistic_of_recorded_steps() -> None:
     for quantile, sample in ((0.0, [1.0]), (1.5, [1.0]), (0.5, [])):
         with pytest.raises(ValueError, match="quantile"):
             factor_at(quantile, sample)
+    assert [rounded_up(one) for one in (1.1, 11 * 0.1, 1.101, 0.0)] == [1.1, 1.1, 1.11, 0.0]
+    assert rounded_up(1.1001, decimals=3) == 1.101
     (events,) = events_of(1, 3, 1)
-    needs = needs_of(settings(), events)
-    assert needs.page_bytes == PAGE
-    rows = {"layer 1": 150, "layer 2": 120, "layer 3": 0}
-    expected = walked_peak(events, rows) / walked_peak(events, dict.fromkeys(rows, BALANCED))
-    assert peaks_of_trace(needs, [[150, 120, 0], [BALANCED] * 3]) == [expected, 1.0]
-    with pytest.raises(ValueError, match="step 0 has 2 passes: must have 3"):
-        peaks_of_trace(needs, [[1, 2]])
+    needs, rows = needs_of(settings(), events), {"layer 1": 150, "layer 2": 120, "layer 3": 0}
+    assert needs.pages(lambda group: rows[group[0]]) == walked_peak(events, rows) and needs.page_bytes == PAGE
 
 
 DENSE: dict[str, Any] = {"num_moe_experts": None, "moe_grouped_gemm": False}
