@@ -20,6 +20,6 @@ def factor_at(quantile: float, peaks: Sequence[float]) -> float:
 
 
 def rounded_up(factor: float, *, decimals: int = 2) -> float:
-    """A factor that is enough, for a user to copy; what a quotient is off by (1e-6 of the last decimal) does not count."""
+    """A factor that is enough, for a user to copy; what a quotient is off by, 1e-6 of the last decimal, is ignored."""
     units = 10**decimals
     return math.ceil(factor * units - 1e-6) / units
