@@ -70,10 +70,13 @@ class Side:
 
 
 def run_rounds(sides: list[Side], *, rounds: int, steps: int) -> dict[str, list[Measurement]]:
-    """Measures each side once a round, after a round that warms up, and ends the processes; by the sides' names."""
+    """Measures each side once a round, after a round that warms up, and ends the processes; by the sides' names.
+
+    Every other round goes the other way, so that who comes first has no advantage.
+    """
     measured: dict[str, list[Measurement]] = {side.name: [] for side in sides}
     for number in range(rounds + 1):
-        for side in sides:
+        for side in sides if number % 2 else sides[::-1]:
             measurement = side.measure(steps)
             if number > 0:
                 measured[side.name].append(measurement)

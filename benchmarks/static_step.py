@@ -1,6 +1,6 @@
 """Static buffers of experts beside as many rows as come, and a paged stash beside static buffers, interleaved.
 
-    python benchmarks/static_step.py [--rounds 10] [--steps 3] [--only LAYOUT ...] [--json FILE]
+    python benchmarks/static_step.py [--rounds 30] [--steps 1] [--only LAYOUT ...] [--json FILE]
 
 Prints CPU seconds, wall time and peak memory, and each side over the first one as medians over the rounds.
 The model is that of train_step.py. Layouts: one layer in one process; a training step of two ranks that both have all
@@ -129,8 +129,8 @@ def build_layer(*flags: str) -> Callable[[], None]:
 def parse_options() -> argparse.Namespace:
     """The command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10, help="counted rounds of each side (default: 10)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
+    parser.add_argument("--rounds", type=int, default=30, help="counted rounds of each side (default: 30)")
+    parser.add_argument("--steps", type=int, default=1, help="steps of one round (default: 1)")
     parser.add_argument("--only", nargs="+", default=[], choices=[*layouts()], help="these layouts alone")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
