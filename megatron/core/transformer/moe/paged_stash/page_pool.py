@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.moe.paged_stash.huge_pages import use_huge_pages
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Held, PoolLayout, Priority, TensorSpec, Tier
 from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup, PageTables
 
@@ -254,7 +255,7 @@ class PagePool:
 def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
     """[num_bytes], uint8, on the device."""
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise TierMemoryError(
             f"device_pages: {num_bytes} bytes cannot be had on {device} ({_first_line(error)}); fewer device_pages may"
@@ -262,13 +263,15 @@ def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
             tier=Tier.DEVICE,
             num_bytes=num_bytes,
         ) from error
+    use_huge_pages(memory)
+    return memory
 
 
 def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """[num_bytes], uint8, page-locked unless the device is the CPU itself."""
     locked = device.type != "cpu" and num_bytes > 0
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=locked)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=locked)
     except RuntimeError as error:
         raise TierMemoryError(
             f"host_pages: {num_bytes} bytes of {'page-locked ' if locked else ''}host memory cannot be had"
@@ -276,6 +279,9 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
             tier=Tier.HOST,
             num_bytes=num_bytes,
         ) from error
+    if not locked:
+        use_huge_pages(memory)
+    return memory
 
 
 def _first_line(error: Exception) -> str:

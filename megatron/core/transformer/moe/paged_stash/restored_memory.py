@@ -5,6 +5,8 @@ because fresh memory costs 5 to 7 times as much as the copy into it: the kernel 
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.moe.paged_stash.huge_pages import use_huge_pages
+
 # Restored rows start as many bytes after a multiple of this as the original ones did: kernels choose their vector loops
 # by alignment, and another loop may give other bits.
 ALIGNMENT = 64
@@ -27,6 +29,7 @@ class RestoredMemory:
         found = next((number for number, buffer in enumerate(buffers) if _is_free(buffer)), len(buffers))
         if found == len(buffers):
             buffers.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+            use_huge_pages(buffers[found])
         self._most_used[num_bytes] = max(self._most_used.get(num_bytes, 0), found + 1)
         # Not the buffer itself: the caller's tensor must be another one for its life to be seen.
         return buffers[found].view(-1)

@@ -64,9 +64,9 @@ def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> L
     return LearnedSizes(device_factor=(total - layout.host_pages) / balanced)
 
 
-def capacity_factor(flag: float, learned: LearnedSizes) -> float:
-    """The factor of the static buffers: what was asked for, or what an earlier step of the run needed."""
-    return max(flag, learned.capacity_factor or flag)
+def capacity_factor(factor: float, learned: LearnedSizes) -> float:
+    """The factor of the static buffers: what it was until now, or what an earlier step of the run needed."""
+    return max(factor, learned.capacity_factor or factor)
 
 
 def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:

@@ -206,7 +206,8 @@ class PagedStash:
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
         group: StashedGroup = saved.group
-        # A group has many tensors: those after the first find everything settled, for which they need no lock.
+        # A group has many tensors: those after the first find everything settled, and need neither the lock nor its
+        # modes to look at memory that is back.
         if not group.has_backward_begun or group.phase not in _SETTLED:
             with self._keeper.exclusive():
                 if group.phase is Phase.LOST:
