@@ -23,7 +23,7 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
             )
     for chunk in run.model:
         chunk.train()
-    return run.statistics.reduce_sync(total_reports(reports)).losses
+    return run.steps.statistics.reduce_sync(total_reports(reports)).losses
 
 
 def evaluate_validation(run: TrainingRun, *, final: bool = False) -> None:

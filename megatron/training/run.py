@@ -16,12 +16,10 @@ from megatron.core.timers import Timers
 from megatron.training.callbacks import CallbackList, StepReport
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig, TrainingConfig
-from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.expert_memory import ExpertMemory
 from megatron.training.meters import Meter
 from megatron.training.step_runner import StepRunner
-from megatron.training.step_statistics import StatisticsExchange
 from megatron.training.train_state import TrainState
 
 
@@ -36,7 +34,6 @@ class TrainingRun:
     optimizer: MegatronOptimizer | None  # None: the run only evaluates
     scheduler: OptimizerParamScheduler | None
     batches: NumMicroBatches
-    finalize_model_grads: DeferredFinalizer
     steps: StepRunner
     expert_memory: ExpertMemory | None  # None: experts have as many rows as come
     groups: ProcessGroupCollection
@@ -44,7 +41,6 @@ class TrainingRun:
     state: TrainState
     callbacks: CallbackList
     exit_conditions: ExitConditions
-    statistics: StatisticsExchange
     timers: Timers = field(default_factory=Timers)
     meters: Sequence[Meter] = ()
     train_iterator: Iterator[Any] | None = None

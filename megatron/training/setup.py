@@ -91,7 +91,6 @@ def setup_run(
         optimizer=optimizer,
         scheduler=scheduler,
         batches=batches,
-        finalize_model_grads=steps.finalize_model_grads,
         steps=steps,
         expert_memory=memory,
         groups=get_process_groups(),
@@ -99,7 +98,6 @@ def setup_run(
         state=TrainState(),
         callbacks=every_callback,
         exit_conditions=ExitConditions(training),
-        statistics=steps.statistics,
         timers=timers,
         meters=build_meters(
             logging,

@@ -123,7 +123,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
     with run.timers("all-grads-sync", log_level=1):
-        run.finalize_model_grads.finish()
+        run.steps.finalize_model_grads.finish()
 
     loss_scale = run.optimizer.get_loss_scale()
     with run.timers("optimizer", log_level=1):

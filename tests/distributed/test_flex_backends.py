@@ -197,7 +197,7 @@ def layer_on_rank(folder: str) -> None:
     with stand_ins(folder):
         with patch.object(flex_backends, "default_device", lambda: torch.device("cuda")):
             layer = build(**flex)
-        assert isinstance(layer.token_dispatcher.transport, SymmetricTransport)
+        assert isinstance(layer.token_dispatcher.wire.transport, SymmetricTransport)
         runs = [
             run_layer(one, *rank_inputs(dist.get_rank(), "even"))
             for one in (layer, build(**KINDS["static"], **ALLTOALL))

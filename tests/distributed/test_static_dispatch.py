@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import parallel_state
+from megatron.core.device import default_device
 from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAllGatherTokenDispatcher,
     MoEStaticAlltoAllTokenDispatcher,
     MoEStaticTokenDispatcher,
 )
-from megatron.core.transformer.moe.static_parts import padded_parts
+from megatron.core.transformer.moe.static_parts import padded_parts, part_layout
 from tests.distributed.test_expert_parallel import DISPATCHERS as DISPATCHER_FIELDS
 from tests.distributed.test_expert_parallel import KINDS, build_layer, rank_inputs, run_layer
 from tests.harness import run_on_ranks
@@ -111,11 +112,12 @@ def _with_and_without_poison(alignment: int) -> dict[str, list[list[Tensor]]]:
         layer.token_dispatcher.budget = replace(layer.token_dispatcher.budget, alignment=alignment)
         layer.expert_step.begin()
         found = results.setdefault(str(dispatcher), [])
-        own = layer.token_dispatcher.part_layout
+        own = part_layout(default_device())
         for is_poisoned, layout in ((False, own), (True, own), (True, padded_parts)):
             # Then torch fills memory that nobody has written yet with NaN.
             torch.use_deterministic_algorithms(is_poisoned, warn_only=True)
-            layer.token_dispatcher.part_layout = layout
+            if isinstance(layer.token_dispatcher, MoEStaticAlltoAllTokenDispatcher):
+                layer.token_dispatcher.wire = replace(layer.token_dispatcher.wire, layout=layout)
             output, x_grad, grads = run_layer(layer, *(one.float() for one in rank_inputs(dist.get_rank(), "even")))
             found.append([output, x_grad, *grads.values()])
         torch.use_deterministic_algorithms(False)

@@ -40,7 +40,6 @@ _CHATS = "tools/preprocess_data.py makes tokens and loss masks of chats (docs/ch
 _ROUTING_TRACE = "use --record-routing, which writes the routing of a run to a file"
 _FUSED_KERNELS = "kernels are chosen by the device here, not by flags: remove it"
 _DEEPEP = "the dispatcher is chosen by --moe-token-dispatcher-type; its back ends have no flags of their own here"
-_FLEX = "give deepep or symm_mem, or --moe-token-dispatcher-type alltoall"
 _OFFLOAD_PINNED = "host copies always live in pinned memory with a GPU: remove it"
 
 REFUSALS: tuple[tuple[str, str], ...] = (
@@ -185,8 +184,6 @@ GROUP_REFUSALS = {"biencoder": _RETRIEVAL, "vision": _VISION, "rl": _RL, "infere
 # Values that Megatron's flag takes and this one never will, with what to do instead.
 VALUE_REFUSALS = {
     ("--tokenizer-type", "SFTTokenizer"): f"give the tokenizer itself; {_CHATS}",
-    ("--moe-flex-dispatcher-backend", "hybridep"): f"its interface is in no package that is published; {_FLEX}",
-    ("--moe-flex-dispatcher-backend", "ncclep"): f"its interface is in no package that is published; {_FLEX}",
     ("--optimizer", "dist_muon"): "give muon, with --use-distributed-optimizer to shard it",
 }
 

@@ -60,7 +60,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:
-    """Here and not where layers are built, so that ranks without such a layer end with the others."""
+    """As layers do, but on ranks without such a layer too, which would wait for the others."""
     with flags_named_in_errors():
         require_flex_backend(core_transformer_config_from_args(args))
 

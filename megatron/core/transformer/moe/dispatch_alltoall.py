@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
 from megatron.core.transformer.moe.capacity import build_row_order
 from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, own_experts
 from megatron.core.transformer.moe.permutation import (
@@ -76,7 +76,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     ) -> None:
         groups = pg_collection or existing_process_groups()
         own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
-        self.group, self.num_ranks = groups.tp_ep, group_size(groups.tp_ep)
+        self.transport, self.num_ranks = CollectiveTransport(or_alone(groups.tp_ep)), group_size(groups.tp_ep)
         self.num_shards, self.num_local_experts = group_size(groups.expt_tp), num_local_experts
         self.is_padded = config.moe_pad_expert_input_to_capacity
         # Megatron's scripts pass the settings to every dispatcher: how many tokens an expert takes is one of them.
@@ -87,20 +87,17 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 
         The rows of a rank are sent as soon as it is known how many there are.
         """
-        if self.num_shards > 1:
-            probs, expert_indices = to_every_shard(
-                probs, expert_indices, num_local_experts=self.num_local_experts, num_shards=self.num_shards
-            )
+        probs, expert_indices = to_every_shard(
+            probs, expert_indices, num_local_experts=self.num_local_experts, num_shards=self.num_shards
+        )
         permutation, counts = self.row_order(probs, expert_indices)
         rows, weights = permute_tokens(tokens, permutation), permute_probs(probs, permutation)
         counts = counts.view(self.num_ranks, self.num_local_experts)
         if self.num_ranks == 1:
             return SentTokens(rows, weights, None, permutation, RowSplits(counts, len(rows)))
-        assert self.group is not None
         # Padded rows are the same number for every expert and rank: nobody has to be asked.
-        splits = RowSplits(counts, len(rows)) if self.is_padded else _splits_sync(counts, self.group)
-        transport = CollectiveTransport(self.group)
-        exchanges = tuple(RowExchange(transport, splits.send, splits.receive) for _ in range(2))
+        splits = RowSplits(counts, len(rows)) if self.is_padded else _splits_sync(counts, self.transport.group)
+        exchanges = tuple(RowExchange(self.transport, splits.send, splits.receive) for _ in range(2))
         return SentTokens(
             exchanges[0].start(rows), exchanges[1].start(weights), (exchanges[0], exchanges[1]), permutation, splits
         )
@@ -122,8 +119,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         if metadata.by_expert is not None:
             rows = unpermute_tokens(rows, metadata.by_expert)
         if self.num_ranks > 1:
-            assert self.group is not None
-            back = RowExchange(CollectiveTransport(self.group), metadata.splits.receive, metadata.splits.send)
+            back = RowExchange(self.transport, metadata.splits.receive, metadata.splits.send)
             rows = back.wait(back.start(rows))
         return unpermute_tokens(rows, metadata.permutation)
 
@@ -135,6 +131,8 @@ def to_every_shard(
 
     The numbers of experts are then in the order of the ranks, of which shards are neighbours.
     """
+    if num_shards == 1:
+        return probs, expert_indices
     rank, within = expert_indices // num_local_experts, expert_indices % num_local_experts
     ranks = rank.unsqueeze(-1) * num_shards + torch.arange(num_shards, device=expert_indices.device)  # [T, K, shards]
     copies = ranks * num_local_experts + within.unsqueeze(-1)

@@ -60,10 +60,9 @@ class MoEDeepEPTokenDispatcher(MoEStaticTokenDispatcher):
     def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> DeepEPReceived:
         """tokens: [T, H], bf16; probs: [T, K], float; expert_indices: [T, K], int64."""
         budget, num_experts = self.budget, len(self.experts)
-        if budget.num_shards > 1:
-            probs, expert_indices = to_every_shard(
-                probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
-            )
+        probs, expert_indices = to_every_shard(
+            probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
+        )
         # The package takes weights in fp32 alone.
         sent = _Sent(
             *_Send.apply(
@@ -88,7 +87,8 @@ class MoEDeepEPTokenDispatcher(MoEStaticTokenDispatcher):
         return _Return.apply(metadata.rows.give_back(rows), self.buffer, metadata.handle)
 
 
-# Each costs GPU memory: the layers of a model, which have the same ranks and width, share the one of the last call.
+# Each costs GPU memory: the layers of a model, which have the same ranks and width, share the one of the last call. It
+# goes with the last of them, after a call for others.
 @functools.lru_cache(maxsize=1)
 def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
     """deep_ep's buffers of `group` for tokens of so many bytes. Collective when it makes them.

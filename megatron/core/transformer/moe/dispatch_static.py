@@ -29,7 +29,7 @@ from megatron.core.transformer.moe.dispatch import (
     own_experts,
 )
 from megatron.core.transformer.moe.dispatch_alltoall import to_every_shard
-from megatron.core.transformer.moe.static_parts import Parts, PartSizes, part_layout
+from megatron.core.transformer.moe.static_parts import PartLayout, Parts, PartSizes, part_layout
 from megatron.core.transformer.moe.static_rows import (
     StaticOrder,
     aligned_rows,
@@ -141,8 +141,6 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
         assert config.moe_expert_rank_capacity_factor is not None, "the layer chooses this dispatcher by it"
         self.group, self.experts = or_alone(groups.tp_ep), local
-        self.part_layout = part_layout(default_device())
-        self.transport: RowTransport = CollectiveTransport(self.group)
         self.budget = StaticBudget(
             factor=config.moe_expert_rank_capacity_factor,
             topk=config.moe_router_topk,
@@ -220,18 +218,47 @@ class StaticExchanged:
     received: StaticRows
 
 
+@dataclass(frozen=True)
+class Wire:
+    """What carries rows, and how its parts lie in the buffers that travel."""
+
+    transport: RowTransport
+    layout: PartLayout
+
+
 class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
     """Every rank sends its rows to the ranks of their experts, at most as many to each as a part has room for."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        *,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        row_alignment: int = 1,
+        wire: Wire | None = None,
+    ) -> None:
+        """row_alignment: rows of zeros fill up each expert's to a multiple of this. wire: torch's collectives, and
+        the device's way to lay out parts, unless given.
+        """
+        super().__init__(
+            num_local_experts,
+            local_expert_indices,
+            config=config,
+            pg_collection=pg_collection,
+            row_alignment=row_alignment,
+        )
+        self.wire = wire or Wire(CollectiveTransport(self.group), part_layout(default_device()))
 
     def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> StaticSent:
         """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64."""
         budget, num_experts = self.budget, len(self.experts)
-        if budget.num_shards > 1:
-            probs, expert_indices = to_every_shard(
-                probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
-            )
+        probs, expert_indices = to_every_shard(
+            probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
+        )
         sizes = PartSizes(self.group, budget.num_ranks, num_experts, budget.rows_of_pair(len(tokens)))
-        parts = self.part_layout(expert_indices, sizes)
+        parts = self.wire.layout(expert_indices, sizes)
         # What a part has no row for travels as zeros, which nobody reads.
         sent = StaticRows(parts.sent, expert_indices.new_full((1,), len(parts.sent.slot_of_row)))
         rows = sent.take(tokens, probs)
@@ -268,8 +295,8 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
 
     def combine(self, rows: Tensor, metadata: StaticExchanged) -> Tensor:
         """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
-        back = RowExchange(self.transport, metadata.parts.receive, metadata.parts.send)
+        back = RowExchange(self.wire.transport, metadata.parts.receive, metadata.parts.send)
         return metadata.sent.give_back(back.wait(back.start(metadata.received.give_back(rows))))
 
     def _exchange(self, parts: Parts) -> RowExchange:
-        return RowExchange(self.transport, parts.send, parts.receive)
+        return RowExchange(self.wire.transport, parts.send, parts.receive)

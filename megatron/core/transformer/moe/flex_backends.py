@@ -19,9 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class FlexBackend:
-    """missing: what a run with these settings lacks for it here, in words; nothing if it can be used."""
+    """missing: what a run with these settings lacks for it here, in words; nothing if it can be used. dispatcher: None
+    where something always is.
+    """
 
-    dispatcher: Callable[..., MoEStaticTokenDispatcher]
+    dispatcher: Callable[..., MoEStaticTokenDispatcher] | None
     missing: Callable[[TransformerConfig], list[str]]
 
 
@@ -44,10 +46,10 @@ def build_flex_dispatcher(
     config: TransformerConfig,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> MoEStaticTokenDispatcher:
-    """The dispatcher of the back end that the settings name. Raises ValueError where it is absent. Collective."""
-    require_flex_backend(config)
-    backend = FLEX_BACKENDS[config.moe_flex_dispatcher_backend]
-    return backend.dispatcher(num_local_experts, local_expert_indices, config=config, pg_collection=pg_collection)
+    """The dispatcher of the back end that the settings name, which is there: see require_flex_backend. Collective."""
+    build = FLEX_BACKENDS[config.moe_flex_dispatcher_backend].dispatcher
+    assert build is not None, "required above"
+    return build(num_local_experts, local_expert_indices, config=config, pg_collection=pg_collection)
 
 
 def _missing_for_symm_mem(config: TransformerConfig) -> list[str]:
@@ -64,8 +66,14 @@ def _missing_for_deepep(config: TransformerConfig) -> list[str]:
     return missing
 
 
+def _missing_for_unpublished(config: TransformerConfig) -> list[str]:
+    return ["an interface that no published package has"]
+
+
 # By the value of --moe-flex-dispatcher-backend.
 FLEX_BACKENDS = {
     "deepep": FlexBackend(MoEDeepEPTokenDispatcher, _missing_for_deepep),
+    "hybridep": FlexBackend(None, _missing_for_unpublished),
+    "ncclep": FlexBackend(None, _missing_for_unpublished),
     "symm_mem": FlexBackend(build_symmetric_dispatcher, _missing_for_symm_mem),
 }

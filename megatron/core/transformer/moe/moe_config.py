@@ -51,8 +51,9 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
     )
     moe_flex_dispatcher_backend: str = config_field(
         "deepep",
-        help="What sends rows with --moe-token-dispatcher-type flex: the package deep_ep, or torch's symmetric memory.",
-        choices=("deepep", "symm_mem"),
+        help="What sends rows with --moe-token-dispatcher-type flex, without which it has no effect: the package "
+        "deep_ep, or torch's symmetric memory. hybridep and ncclep have no published interface.",
+        choices=("deepep", "hybridep", "ncclep", "symm_mem"),
     )
     moe_permute_fusion: bool = config_field(
         False, help="Bring rows into expert order in one pass, which is how they are moved here with or without it."

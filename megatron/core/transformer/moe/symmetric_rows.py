@@ -11,8 +11,9 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
+from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher, Wire
 from megatron.core.transformer.moe.static_parts import padded_parts
 from megatron.core.transformer.moe.token_exchange import RowsUnderWay
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -68,14 +69,8 @@ def build_symmetric_dispatcher(
 
     Raises ValueError where the group's GPUs have no such memory.
     """
-    dispatcher = MoEStaticAlltoAllTokenDispatcher(
-        num_local_experts,
-        local_expert_indices,
-        config=config,
-        pg_collection=pg_collection,
-        row_alignment=row_alignment,
-    )
-    transport = SymmetricTransport(dispatcher.group)
+    groups = pg_collection or existing_process_groups()
+    transport = SymmetricTransport(or_alone(groups.tp_ep))
     try:
         transport.workspace(1)
     except RuntimeError as error:
@@ -83,6 +78,12 @@ def build_symmetric_dispatcher(
             f"moe_flex_dispatcher_backend is symm_mem, but the GPUs of the experts share no memory ({error}): give "
             "--moe-token-dispatcher-type alltoall"
         ) from error
-    # The host must not have to know how many rows a part has.
-    dispatcher.transport, dispatcher.part_layout = transport, padded_parts
-    return dispatcher
+    return MoEStaticAlltoAllTokenDispatcher(
+        num_local_experts,
+        local_expert_indices,
+        config=config,
+        pg_collection=pg_collection,
+        row_alignment=row_alignment,
+        # The host must not have to know how many rows a part has.
+        wire=Wire(transport, padded_parts),
+    )
