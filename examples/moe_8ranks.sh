@@ -13,6 +13,9 @@ LAUNCH=${LAUNCH:---standalone --nproc-per-node 8}
 DATA=${DATA:---mock-data --tokenizer-type NullTokenizer --vocab-size 256}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+# A warm-up for any number of steps, unless another is given.
+[[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.1
+
 # Both hold several words.
 # shellcheck disable=SC2086
 exec "$PYTHON" -m torch.distributed.run $LAUNCH "$ROOT/pretrain_gpt.py" \
@@ -24,6 +27,6 @@ exec "$PYTHON" -m torch.distributed.run $LAUNCH "$ROOT/pretrain_gpt.py" \
     --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope \
     --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 \
     --seq-length 256 --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 32 \
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --clip-grad 1.0 \
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 \
     --train-iters 200 --log-interval 10 --eval-iters 4 --num-workers 0 \
     $DATA "$@"

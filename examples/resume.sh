@@ -13,9 +13,11 @@ train() {
         --hidden-dropout 0.1 --attention-dropout 0.1 \
         --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --global-batch-size 8 \
         --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --num-workers 0 \
-        --lr 1e-3 --lr-decay-style cosine --lr-warmup-fraction 0.25 \
+        --lr 1e-3 --lr-decay-style cosine \
         --train-iters 20 --log-interval 5 --eval-iters 0 "$@"
 }
+# A warm-up for any number of steps, unless another is given.
+[[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.25
 # Everything that steps.jsonl has of a step but its time.
 numbers() { sed 's/, "seconds".*//' "$1/steps.jsonl"; }
 

@@ -33,6 +33,9 @@ TEMPLATE
     --tokenizer-type ByteLevelTokenizer --chat-key messages --chat-template "$OUT/template.jinja" \
     --pack-length "$SEQUENCE"
 
+# A warm-up for any number of steps, unless another is given.
+[[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.1
+
 "$PYTHON" "$ROOT/pretrain_gpt.py" \
     --data-path "$OUT/chats_messages_document" --tokenizer-type ByteLevelTokenizer --split 90,10,0 \
     --reset-position-ids --reset-attention-mask \
@@ -40,7 +43,7 @@ TEMPLATE
     --num-layers 2 --hidden-size 128 --num-attention-heads 4 \
     --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope \
     --hidden-dropout 0 --attention-dropout 0 \
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 \
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine \
     --train-iters 120 --log-interval 20 --eval-iters 2 --num-workers 0 \
     --save "$OUT/checkpoints" "$@"
 

@@ -23,6 +23,6 @@ def lacking_words(ranks: Sequence[Lack | None]) -> str:
         if pages_for is None:
             clauses.append(f"{who}: experts needed a capacity factor of {up_to}{needed:.3f}, not {given:.3f}")
         else:
-            pages = f"{up_to}{needed} are needed at once, of {given} that all share"
+            pages = f"{up_to}{needed} are needed at once, of {given} in the pool"
             clauses.append(f"{who}: no pages for {pages_for}: {pages}")
     return "; ".join(clauses)

@@ -83,6 +83,10 @@ class RoutingHeader:
         names = {field.name for field in fields(cls)}
         if record.get("routing_trace") != FORMAT or not names <= record.keys():
             raise ValueError(f"{where} is not the header of a routing trace of format {FORMAT}: {str(record)[:60]!r}")
+        sizes = {field.name: record[field.name] for field in fields(cls) if field.type is int}
+        wrong = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
+        if wrong:
+            raise ValueError(f"{where} has {wrong}: must be whole numbers of at least 1")
         return cls(**{name: record[name] for name in names})
 
 
@@ -121,10 +125,23 @@ def read_routing(path: Path | str) -> Iterator[RoutingStep]:
         if header is None or "routing_trace" in record:
             header = RoutingHeader.from_record(record, where)
             continue
-        if not isinstance(record.get("tokens"), dict) or not record["tokens"]:
-            raise ValueError(f"{where} has no tokens of layers: {line[:60]!r}")
-        tokens = {int(layer): np.array(counts, dtype=np.int64) for layer, counts in record["tokens"].items()}
-        yield RoutingStep(header, record["iteration"], tokens)
+        yield RoutingStep(header, record["iteration"], _tokens_of(record, header, where=where))
+
+
+def _tokens_of(record: dict[str, Any], header: RoutingHeader, *, where: str) -> dict[int, np.ndarray]:
+    """Layer number -> [M, R, E], int64, as `step_line` wrote it. Raises ValueError for anything else."""
+    refusal = ValueError(
+        f"{where} must have, for each of the layers {header.layers}, tokens [M][R][{header.num_experts}], whole numbers"
+    )
+    try:
+        tokens = {int(layer): np.array(counts) for layer, counts in record["tokens"].items()}
+    except (KeyError, AttributeError, ValueError):
+        raise refusal from None
+    shapes = {counts.shape for counts in tokens.values()}
+    is_counted = all(counts.dtype == np.int64 and counts.size and counts.min() >= 0 for counts in tokens.values())
+    if sorted(tokens) != header.layers or not is_counted or [shape[2:] for shape in shapes] != [(header.num_experts,)]:
+        raise refusal
+    return tokens
 
 
 def last_header(path: Path) -> RoutingHeader | None:

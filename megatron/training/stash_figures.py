@@ -16,14 +16,14 @@ class StepFigures:
     """One step of one rank.
 
     layout, counters, tail_bytes: of the pool, counters as at the end of the step; None, empty and 0 without a stash.
-    tail_bytes: of the pages given out in the step, what no row fills. rows: live rows of each expert forward, in
-    order; passes: their layers, from 1 over the whole model. balanced_rows: live rows of a pass if all experts were
-    chosen equally often. pages_wanted: the step's peak of held pages, had every tensor got its own; balanced_pages: the
-    same if every pass had balanced_rows. capacity_factor: that of this step's buffers; buffer_rows: C, 0 on a stage
-    without experts; factor_needed: the least that its most demanding dispatch would have done with. voids: how often
-    the step ran anew because rows or pages were lacking. events: the stage's passes of expert groups in order; specs:
-    what one group stashes; reserve: pages that each forward leaves free, () for none; prefetch_groups: how many groups
-    give their pages back ahead of their backward. Empty and 0 without a stash.
+    tail_bytes: of the pages given out in the step, what no row fills. rows: live rows of each expert forward, in order;
+    passes: their layers, from 1 over the whole model. balanced_rows: live rows of a pass if all experts were chosen
+    equally often. pages_wanted: the step's peak of held pages, had every tensor got its own; balanced_pages: the same
+    of the longest step planned so far, if every pass had balanced_rows. capacity_factor: that of this step's buffers;
+    buffer_rows: C, 0 on a stage without experts; factor_needed: the least that its most demanding dispatch would have
+    done with. voids: how often the step ran anew because rows or pages were lacking. events: the stage's passes of
+    expert groups in order; specs: what one group stashes; reserve: pages that each forward leaves free, () for none;
+    prefetch_groups: how many groups give their pages back ahead of their backward. Empty and 0 without a stash.
     """
 
     layout: PoolLayout | None

@@ -27,8 +27,8 @@ class PoolReport:
     rank, device_pages, host_pages, page_bytes, device_high_water, host_high_water: of the step and rank whose pool was
     fullest, the sizes of its tiers and the most pages that each held at once; timeline: when, see stash_timeline.py,
     None where the plan is that of an earlier report whose step was as full.
-    planned_pages, spilled_pages of them on the host, live_bytes in them and tail_bytes that no row filled,
-    dropped_gate_up and dropped_act, tensors that were computed again: sums over ranks and steps.
+    planned_pages, spilled_pages of them that found no room on the device, live_bytes in them and tail_bytes that no row
+    filled, dropped_gate_up and dropped_act, tensors that were computed again: sums over ranks and steps.
     factor: device pages over those of a balanced step's peak, the longest step of the run, of the rank that has the
     fewest; factors_needed: the same of the pages that would have sufficed, of the rank that needed the most in each
     step, oldest first.

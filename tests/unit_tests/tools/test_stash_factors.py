@@ -81,11 +81,15 @@ def test_the_table_rounds_up_and_too_few_tokens_are_an_error() -> None:
 
 
 def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(tmp_path: Path, capsys) -> None:
-    step = step_line(1, {layer: torch.from_numpy(counts) for layer, counts in recorded(1)[0].tokens.items()})
+    counts = {layer: torch.from_numpy(counts) for layer, counts in recorded(1)[0].tokens.items()}
+    step = step_line(1, counts)
     (tmp_path / "trace").write_bytes(HEADER.line(0) + step)
     (tmp_path / "empty").write_bytes(HEADER.line(0))
     (tmp_path / "late").write_bytes(HEADER.line(0) + step + b"words\n")
     (tmp_path / "log").write_text('{"iteration": 1, "lm_loss": 5.5}\n')
+    (tmp_path / "negative").write_bytes(HEADER.line(0) + step_line(1, {**counts, 3: -counts[3]}))
+    (tmp_path / "of two layers").write_bytes(HEADER.line(0) + step_line(1, {2: counts[2], 4: counts[4]}))
+    (tmp_path / "without tokens").write_bytes(replace(HEADER, tokens_of_microbatch=0).line(0) + step)
     (tmp_path / "text").write_text("words\n")
     (tmp_path / "text.gz").write_text("words\n")
     for name, flags, words in (
@@ -94,6 +98,9 @@ def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(tmp_pat
         ("text", "", "text, line 1 is not of a routing trace: b'words"),
         ("late", "", "late, line 3 is not of a routing trace: b'words"),
         ("log", "", "log, line 1 is not the header of a routing trace of format 1"),
+        ("negative", "", "negative, line 2 must have, for each of the layers [2, 3, 4], tokens [M][R][8], whole"),
+        ("of two layers", "", "of two layers, line 2 must have, for each of the layers [2, 3, 4]"),
+        ("without tokens", "", "without tokens, line 1 has {'tokens_of_microbatch': 0}: must be whole numbers"),
         ("empty", "", "the trace has no step yet"),
         ("trace", "--num-microbatches 0", "--num-microbatches is 0: must be at least 1"),
         ("trace", "--quantile 2", "--quantile is 2: must be above 0 and at most 1"),

@@ -162,7 +162,7 @@ def test_what_was_lacking_is_said_once_with_the_ranks_and_the_worst_of_them() ->
     lacking = lacking_words([rows, None, rows._replace(needed=1.3), pages])
     assert lacking == (
         "ranks 0, 2: experts needed a capacity factor of up to 1.300, not 1.010; "
-        "rank 3: no pages for inputs: 90 are needed at once, of 60 that all share"
+        "rank 3: no pages for inputs: 90 are needed at once, of 60 in the pool"
     )
 
 

@@ -93,9 +93,15 @@ class MoEDeepEPTokenDispatcher(MoEStaticTokenDispatcher):
 def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
     """deep_ep's buffers of `group` for tokens of so many bytes. Collective when it makes them.
 
-    Raises ValueError for a number of ranks that deep_ep has no settings for.
+    Raises ValueError for a number of ranks that deep_ep has no settings for, and where it cannot be imported.
     """
-    import deep_ep
+    try:
+        import deep_ep
+    except ImportError as error:
+        raise ValueError(
+            f"moe_flex_dispatcher_backend is deepep, but its package deep_ep cannot be imported ({error}): give "
+            "--moe-token-dispatcher-type alltoall"
+        ) from error
 
     num_ranks = group_size(group)
     try:

@@ -63,17 +63,19 @@ def _missing_for_deepep(config: TransformerConfig) -> list[str]:
         missing.append("the package deep_ep (not installed)")
     if config.params_dtype is not torch.bfloat16:
         missing.append("--bf16 (it sends no other tokens)")
+    if config.moe_router_dtype == "fp64":
+        missing.append("--moe-router-dtype fp32 (it sends weights in fp32)")
     return missing
 
 
-def _missing_for_unpublished(config: TransformerConfig) -> list[str]:
-    return ["an interface that no published package has"]
+def _missing_for_unsupported(config: TransformerConfig) -> list[str]:
+    return ["support that this version has not"]
 
 
 # By the value of --moe-flex-dispatcher-backend.
 FLEX_BACKENDS = {
     "deepep": FlexBackend(MoEDeepEPTokenDispatcher, _missing_for_deepep),
-    "hybridep": FlexBackend(None, _missing_for_unpublished),
-    "ncclep": FlexBackend(None, _missing_for_unpublished),
+    "hybridep": FlexBackend(None, _missing_for_unsupported),
+    "ncclep": FlexBackend(None, _missing_for_unsupported),
     "symm_mem": FlexBackend(build_symmetric_dispatcher, _missing_for_symm_mem),
 }

@@ -52,7 +52,7 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
     moe_flex_dispatcher_backend: str = config_field(
         "deepep",
         help="What sends rows with --moe-token-dispatcher-type flex, without which it has no effect: the package "
-        "deep_ep, or torch's symmetric memory. hybridep and ncclep have no published interface.",
+        "deep_ep, or torch's symmetric memory. hybridep and ncclep are not supported.",
         choices=("deepep", "hybridep", "ncclep", "symm_mem"),
     )
     moe_permute_fusion: bool = config_field(

@@ -16,7 +16,7 @@ def factor_at(quantile: float, peaks: Sequence[float]) -> float:
         raise ValueError(f"quantile is {quantile}: must be above 0 and at most 1")
     if not peaks:
         raise ValueError("peaks is empty: a quantile needs a step at least")
-    return sorted(peaks)[multiple(quantile, len(peaks)) - 1]
+    return sorted(peaks)[max(multiple(quantile, len(peaks)), 1) - 1]
 
 
 def rounded_up(factor: float, *, decimals: int = 2) -> float:
