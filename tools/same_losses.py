@@ -47,6 +47,8 @@ SEQUENTIAL = f"""
 """
 GROUPED = f"{SEQUENTIAL} --moe-grouped-gemm"
 SECOND_LAYERS = "--moe-layer-freq 2 --deterministic-mode --global-batch-size 12"
+EACH_LAYER = "--recompute-method uniform --recompute-num-layers 1"
+PARTS = "--recompute-modules core_attn layernorm moe_act"
 BLEND = "--data-path 0.3 {data}/a 0.7 {data}/b --split 80,10,10 --data-cache-path {folder}/cache"
 
 
@@ -71,6 +73,9 @@ CASES = (
     Case("experts, sequential", (f"{MOCK} {SEQUENTIAL}",)),
     Case("experts in every second layer, deterministic", (f"{MOCK} {GROUPED} {SECOND_LAYERS}",), processes=3),
     Case("SGD, constant rate, no clipping", (f"{MOCK} --optimizer sgd --lr-decay-style constant --clip-grad 0",)),
+    Case("recompute of layers, dropout", (f"{MOCK} --recompute-granularity full {EACH_LAYER}",)),
+    Case("recompute of layers, experts", (f"{MOCK} {GROUPED} --recompute-granularity full {EACH_LAYER}",)),
+    Case("recompute of parts, experts", (f"{MOCK} {GROUPED} --recompute-granularity selective {PARTS}",)),
     Case("one corpus", ("--data-path {data}/a --split 80,10,10 --data-cache-path {folder}/cache",)),
     Case("blend of two corpora", (BLEND,), processes=2),
     Case("resume", (f"{BLEND} --save ckpt --exit-interval 3", f"{BLEND} --save ckpt --load ckpt")),

@@ -133,19 +133,27 @@ def recompute(
     function: Callable[..., Any],
     *args: Any,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    draws_numbers: bool = True,
     **kwargs: Any,
 ) -> Any:
     """As `checkpoint`; around: a context for the second run. Dropout draws the same numbers in both runs.
 
+    draws_numbers: False where nothing is drawn: then no generator is asked for its state, which takes time, and which
+    the capture of a CUDA graph forbids.
     args, kwargs: tensors of any shape and dtype, or anything else. A parameter's gradient comes once, complete, as
     without recompute: autograd sees one graph, the second run only fills in what it saved.
     """
     # Without gradients nothing would be saved, and states would be kept in vain.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    second_run = _SecondRun(get_cuda_rng_tracker().get_states(), around)
+    second_run = _SecondRun(get_cuda_rng_tracker().get_states() if draws_numbers else None, around)
     return torch.utils.checkpoint.checkpoint(
-        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), second_run), **kwargs
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=draws_numbers,
+        context_fn=lambda: (nullcontext(), second_run),
+        **kwargs,
     )
 
 
@@ -157,7 +165,9 @@ class CheckpointWithoutOutput:
     3. discard_output_and_register_recompute: frees the output's memory, until the gradient of the result arrives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws_numbers: bool = True) -> None:
+        """draws_numbers: as `recompute` takes it."""
+        self._draws_numbers = draws_numbers
         self._second_run: Callable[[], tuple[Tensor, ...]] | None = None
         self._num_saved = 0
         self._saved: dict[int, Tensor] = {}
@@ -169,8 +179,8 @@ class CheckpointWithoutOutput:
         """run_function(*args): a tensor or a tuple of them, any shape and dtype; args: tensors, or anything else."""
         if not torch.is_grad_enabled():
             return run_function(*args)
-        rng = _RngSnapshot()
-        self._second_run = functools.partial(self._run_again, run_function, _Kept(args), rng=rng)
+        drawn_again = _RngSnapshot().drawn_again if self._draws_numbers else nullcontext
+        self._second_run = functools.partial(self._run_again, run_function, _Kept(args), drawn_again=drawn_again)
         with torch.autograd.graph.saved_tensors_hooks(self._number, self._take):
             output = run_function(*args)
         self._outputs = [tensor.untyped_storage() for tensor in _as_tuple(output)]
@@ -216,10 +226,12 @@ class CheckpointWithoutOutput:
                 storage.copy_(tensor.untyped_storage())
         self._outputs, self._output_bytes = [], []
 
-    def _run_again(self, function: Callable[..., Any], kept: "_Kept", *, rng: "_RngSnapshot") -> tuple[Tensor, ...]:
+    def _run_again(
+        self, function: Callable[..., Any], kept: "_Kept", *, drawn_again: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[Tensor, ...]:
         saved: list[Tensor] = []
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never_unpacked)
-        with rng.drawn_again(), torch.enable_grad(), hooks:
+        with drawn_again(), torch.enable_grad(), hooks:
             output = function(*kept.detached())
         assert len(saved) == self._num_saved, f"{len(saved)} tensors saved, {self._num_saved} the first time"
         self._saved = dict(enumerate(saved))
@@ -241,16 +253,20 @@ class _RngSnapshot:
 
 
 class _SecondRun:
-    """Named streams as they were in the first run, and what the caller wants around the second. May be used again."""
+    """Named streams as they were in the first run, and what the caller wants around the second. May be used again.
 
-    def __init__(self, streams: RngStates, around: Callable[[], AbstractContextManager[Any]]) -> None:
+    streams: None leaves them alone.
+    """
+
+    def __init__(self, streams: RngStates | None, around: Callable[[], AbstractContextManager[Any]]) -> None:
         self._streams, self._around = streams, around
 
     def __enter__(self) -> None:
         tracker = get_cuda_rng_tracker()
         with ExitStack() as stack:
-            stack.callback(tracker.set_states, tracker.get_states())
-            tracker.set_states(self._streams)
+            if self._streams is not None:
+                stack.callback(tracker.set_states, tracker.get_states())
+                tracker.set_states(self._streams)
             stack.enter_context(self._around())
             self._leave = stack.pop_all()
 

@@ -15,11 +15,12 @@ from megatron.core.device import default_device
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.packed_attention import attend_by_segment, attend_varlen, has_varlen_kernel
+from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.window_attention import attend_in_blocks, attend_in_window
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(Drawing, nn.Module):
     """Attention of query heads over shared key/value heads; the kernel is chosen at construction.
 
     layer_number: counts from 1; layers may differ in whether they have a window.
@@ -51,6 +52,11 @@ class DotProductAttention(nn.Module):
             self.attend = partial(windowed, attend=self.attend, window=self.window)
         self.samples: dict[tuple[int, int], PackedSeqParams] = {}
         self.may_use_varlen = config.attention_backend in (AttnBackend.auto, AttnBackend.flash)
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether probabilities have dropout."""
+        return self.dropout > 0
 
     def forward(
         self,

@@ -14,7 +14,7 @@ from megatron.core.transformer.activation_offload import ActivationOffloader, Of
 from megatron.core.transformer.activation_offload.plan import WHOLE_LAYER, plan_offload
 from megatron.core.transformer.layer_parts import LayerParts, Run, run
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.recompute import LayerRecompute, Recomputed, plan_recompute, recomputed_parts
+from megatron.core.transformer.recompute import LayerRecompute, Recomputed, may_draw, plan_recompute, recomputed_parts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -58,7 +58,10 @@ def _segments(layers: nn.ModuleList, plan: Sequence[LayerRecompute]) -> tuple[Se
     segments: list[Segment] = []
     for number, indices in groupby(range(len(plan)), key=lambda index: plan[index].segment):
         members = list(indices)
-        again: Run = run if number is None else Recomputed(tuple(layers[index] for index in members))
+        again: Run = run
+        if number is not None:
+            owners = tuple(layers[index] for index in members)
+            again = Recomputed(owners, draws_numbers=may_draw(owners))
         segments.append(Segment(range(members[0], members[-1] + 1), again))
     return tuple(segments)
 

@@ -4,7 +4,7 @@ The mechanism is tensor_parallel/random.py's; nothing here looks at tensors.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,15 @@ from megatron.core.transformer.recompute_config import RecomputeConfig
 _OF_DENSE_LAYERS = {"mlp"}
 _OF_EXPERT_LAYERS = {"moe", "moe_act", "shared_experts"}
 _INSIDE_MOE = {"moe_act", "shared_experts"}
+# Where the modules of a part are in a layer.
+_PLACES = {"core_attn": "self_attention", "mlp": "mlp", "shared_experts": "mlp.shared_experts"}
+# Python modules whose classes draw no random numbers, or are Drawing.
+_KNOWN = (
+    "megatron.core.",
+    "torch.nn.modules.container",
+    "torch.nn.modules.linear",
+    "torch.nn.modules.normalization",
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,10 @@ def plan_recompute(config: RecomputeConfig, has_experts: Sequence[bool]) -> list
 
 def recomputed_parts(layer: nn.Module, modules: frozenset[str]) -> dict[str, Any]:
     """Runners of LayerParts, by name, for the parts of a layer that run again."""
-    again = Recomputed((layer,))
-    runners: dict[str, Any] = {name: again for name in ("core_attn", "shared_experts") if name in modules}
-    if modules & {"mlp", "moe"}:
-        runners["mlp"] = again
+    whole = modules & {"core_attn", "shared_experts"} | ({"mlp"} if modules & {"mlp", "moe"} else set())
+    runners: dict[str, Any] = {
+        name: Recomputed((layer,), draws_numbers=may_draw([_module_at(layer, _PLACES[name])])) for name in whole
+    }
     if "layernorm" in modules:
         runners |= {"attn_norm": run_and_recompute, "mlp_norm": run_and_recompute}
     if "moe_act" in modules:
@@ -66,14 +75,17 @@ class Recomputed:
     """A Run that keeps the arguments alone. owners: modules whose recorders must not count the second run."""
 
     owners: tuple[nn.Module, ...]
+    draws_numbers: bool
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return recompute(function, *args, around=partial(_counted_already, self.owners), **kwargs)
+        around = partial(_counted_already, self.owners)
+        return recompute(function, *args, around=around, draws_numbers=self.draws_numbers, **kwargs)
 
 
 def run_and_recompute(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Tensor], None]]:
     """A RunAndRelease whose output is freed when released and computed again for backward; any shape and dtype."""
-    part = CheckpointWithoutOutput()
+    # Norms and activation functions draw nothing.
+    part = CheckpointWithoutOutput(draws_numbers=False)
     return part.checkpoint(function, *args), part.discard_output_and_register_recompute
 
 
@@ -84,6 +96,33 @@ class Recorder(ABC):
     @abstractmethod
     def recomputing(self) -> AbstractContextManager[None]:
         """Inside, nothing is counted."""
+
+
+class Drawing(ABC):
+    """A module that may draw random numbers in forward; those inside it answer for themselves."""
+
+    @property
+    @abstractmethod
+    def draws_numbers(self) -> bool:
+        """Whether it does, in training."""
+
+
+def may_draw(modules: Iterable[nn.Module]) -> bool:
+    """Whether a forward of these may draw random numbers. Modules from elsewhere are taken to: they cannot be asked."""
+    inner = (one for module in modules for one in module.modules())
+    return any(
+        not type(one).__module__.startswith(_KNOWN) or (isinstance(one, Drawing) and one.draws_numbers) for one in inner
+    )
+
+
+def _module_at(module: nn.Module, place: str) -> nn.Module:
+    """The module at that place, or the last one on the way there."""
+    for name in place.split("."):
+        children = dict(module.named_children())
+        if name not in children:
+            break
+        module = children[name]
+    return module
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.rope import RotaryTable
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,7 +29,7 @@ class TransformerLayerSubmodules:
     mlp_bda: Any = IdentityFuncOp
 
 
-class TransformerLayer(MegatronModule):
+class TransformerLayer(Drawing, MegatronModule):
     """x + attention(norm(x)), then x + mlp(norm(x)); the mlp may be a mixture of experts."""
 
     def __init__(
@@ -57,6 +58,11 @@ class TransformerLayer(MegatronModule):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
         self.mlp_bda = build_module(submodules.mlp_bda)
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether what is added to the residual stream has dropout."""
+        return self.hidden_dropout > 0
 
     def forward(
         self,

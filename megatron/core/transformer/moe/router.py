@@ -1,6 +1,6 @@
 """The router: its weights, bias and losses; what becomes of logits is in routing.py, balance in load_balancing.py."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from megatron.core.transformer.moe.load_balancing import (
     with_even_loads,
 )
 from megatron.core.transformer.moe.routing import Route, build_route, build_sinkhorn_routes
+from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-class Router(ABC, MegatronModule):
+class Router(Drawing, MegatronModule):
     """Scores every expert for every token; a subclass turns scores into choices."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
@@ -40,6 +41,11 @@ class Router(ABC, MegatronModule):
         initialize_weight(self.weight, self.init_method, config=config)
         self.dtype = None if config.moe_router_dtype is None else _DTYPES[config.moe_router_dtype]
         self.jitter_eps = config.moe_input_jitter_eps or 0.0
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether tokens are jittered."""
+        return self.jitter_eps > 0
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the random parameters start, by name."""

@@ -1,17 +1,21 @@
 """Recomputed and offloaded models: the same numbers as plain ones, bit for bit, from as many bytes as planned."""
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.live_bytes import LiveBytes
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.activation_offload.plan import plan_offload
 from megatron.core.transformer.offload_config import OffloadConfig
-from megatron.core.transformer.recompute import LayerRecompute, plan_recompute
+from megatron.core.transformer.recompute import LayerRecompute, may_draw, plan_recompute
 from megatron.core.transformer.recompute_config import RecomputeConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, gradients, loss_of, small_config, small_model
 
 DENSE: dict[str, Any] = {"num_layers": 4, "hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -127,6 +131,50 @@ def test_recompute_keeps_the_bytes_it_should() -> None:
     act = NUM_LAYERS * 2 * HIDDEN_BYTES * 48 // 32  # two rows a token
     assert live_bytes(**moe, **selective("moe_act")) == live_bytes(**moe) - act
     assert live_bytes(**moe, **selective("moe")) < live_bytes(**moe) - 2 * act
+
+
+class Forbidden:
+    """A generator that is asked for nothing."""
+
+
+class OwnLayer(TransformerLayer):
+    """Nobody knows whether it draws."""
+
+
+NOTHING_DRAWN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+DRAWERS: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    (full("block", 2), {}, False),
+    (selective("core_attn", "moe", "layernorm"), {}, False),
+    (selective("moe_act", "shared_experts"), {"moe_input_jitter_eps": 0.1, "hidden_dropout": 0.1}, False),
+    (full("uniform", 3), {"moe_input_jitter_eps": 0.1}, True),
+    (full("block", 1), {"hidden_dropout": 0.1}, True),
+    (selective("moe"), {"moe_input_jitter_eps": 0.1}, True),
+    (selective("core_attn"), {"attention_dropout": 0.1}, True),
+]
+
+
+@pytest.mark.parametrize(("saver", "draws", "is_asked"), DRAWERS)
+def test_generators_are_asked_for_states_only_where_what_runs_again_draws(
+    saver: dict[str, Any], draws: dict[str, Any], is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**MOE, **NOTHING_DRAWN, **draws}
+    plain, saved = trained(fields), trained({**fields, **saver})
+    torch.testing.assert_close(saved["grads"], plain["grads"], rtol=0, atol=0)
+    model = small_model(small_config(**fields, **saver))
+    # All of torch's functions for states go through this name.
+    monkeypatch.setattr(torch.random, "default_generator", Forbidden())
+    with pytest.raises(AttributeError, match="get_state") if is_asked else nullcontext():
+        step(model)
+
+
+def test_layers_from_elsewhere_are_taken_to_draw() -> None:
+    config = small_config()
+    layer = TransformerLayer(config, get_gpt_layer_local_submodules())
+    own = OwnLayer(config, get_gpt_layer_local_submodules())
+    assert [may_draw([one]) for one in (layer, own, nn.ModuleList([layer, own]), nn.Dropout(0.5))] == [
+        False,
+        *[True] * 3,
+    ]
 
 
 def test_offloading_frees_all_but_the_last_layer() -> None:
