@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.device import default_device, rng_state_bytes, set_rng_state_bytes
+from megatron.core.device import RandomStream, default_device, rng_state_bytes, set_rng_state_bytes
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 
@@ -28,52 +28,55 @@ class CudaRNGStatesTracker:
     """Random-number streams by name beside the default one; on the CPU too, whatever the name says."""
 
     def __init__(self) -> None:
-        self.states_: RngStates = {}
+        self._streams: dict[str, RandomStream] = {}
 
     def reset(self) -> None:
         """Forgets all streams."""
-        self.states_ = {}
+        self._streams = {}
 
     def get_states(self) -> RngStates:
         """Name to the states of the device's generators: each [N], uint8, on the CPU."""
-        return dict(self.states_)
+        return {name: stream.state_bytes() for name, stream in self._streams.items()}
 
     def set_states(self, states: RngStates) -> None:
-        """Takes what get_states returned: each [N], uint8, on the CPU."""
-        self.states_ = dict(states)
+        """Takes what get_states returned: each [N], uint8, on the CPU. Streams of these names stay the same objects."""
+        self._streams = {name: self._streams.get(name) or RandomStream(0, default_device()) for name in states}
+        for name, stream in self._streams.items():
+            stream.set_state_bytes(states[name])
 
     def add(self, name: str, seed: int) -> None:
         """A new stream; ValueError if the name is taken."""
-        if name in self.states_:
+        if name in self._streams:
             raise ValueError(f"the random-number stream {name!r} exists already: reset the tracker first")
-        with _default_stream_kept():
-            torch.manual_seed(seed)
-            self.states_[name] = rng_state_bytes(default_device())
+        self._streams[name] = RandomStream(seed, default_device())
+
+    def generators(self) -> list[torch.Generator]:
+        """A GPU's generators of all streams, in the order they were added: CUDAGraph.register_generator_state must have
+        each before a graph is captured. The default one a graph knows by itself. Empty on the CPU.
+        """
+        return [stream.gpu for stream in self._streams.values() if stream.gpu is not None]
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside, torch draws from the stream `name`, which goes on where it was left."""
-        if name not in self.states_:
+        """Inside, torch draws from the stream `name`, which goes on where it was left; under capture of a CUDA graph
+        too, if it knows `generators`.
+        """
+        if name not in self._streams:
             raise ValueError(
                 f"there is no random-number stream {name!r}: call model_parallel_cuda_manual_seed, or add it"
             )
-        with _default_stream_kept():
-            set_rng_state_bytes(self.states_[name], default_device())
-            try:
-                yield
-            finally:
-                self.states_[name] = rng_state_bytes(default_device())
+        with self._streams[name].drawn():
+            yield
 
 
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, *, use_cudagraphable_rng: bool = False
 ) -> CudaRNGStatesTracker:
-    """The streams of this process. Raises ValueError for Megatron's other trackers, of which there are none here."""
-    _require_own_tracker(
-        use_te_rng_tracker=use_te_rng_tracker,
-        inference_rng_tracker=inference_rng_tracker,
-        use_cudagraphable_rng=use_cudagraphable_rng,
-    )
+    """The streams of this process. use_cudagraphable_rng: a GPU's streams may be drawn from in CUDA graphs either way.
+
+    Raises ValueError for Megatron's other trackers, of which there are none here.
+    """
+    _require_own_tracker(use_te_rng_tracker=use_te_rng_tracker, inference_rng_tracker=inference_rng_tracker)
     return _tracker()
 
 
