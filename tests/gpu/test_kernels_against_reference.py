@@ -1,0 +1,167 @@
+"""Every kernel of experts on a GPU against its operator on the CPU: the same bytes where it moves, one rounding where
+it computes. Random orders of operations are in test_stash_kernels.py, captured rungs in test_stash_rungs.py.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec, page_bytes
+from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
+from megatron.core.transformer.moe.paged_stash.rung_operators import ops
+from megatron.core.transformer.moe.static_rows.row_operators import ops as row_ops
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+WIDTHS = [1, 7, 16, 1000, 7168]
+# Of one rounding of the sums, relative to the norm of the exact result.
+ERROR = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+BYTES = [*ERROR, torch.float8_e4m3fn, torch.int8]
+MAX_ROWS, EXPERTS = 192, 3
+# Rows of each expert: none, some, one that ends beyond a tile, all that the buffers have.
+COUNTS = [[0, 0, 0], [1, 0, 70], [129, 2, 30], [60, 64, 68]]
+
+
+def made(*shape: int, rows: int | None = None, seed: int = 0) -> Tensor:
+    """Random values, fp32, NaN from row `rows` on; on the CPU."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed)) / shape[-1] ** 0.25
+    values[shape[0] if rows is None else rows :] = math.nan
+    return values
+
+
+def near(found: Tensor, exact: Tensor, error: float) -> bool:
+    return bool((found.double().cpu() - exact).norm() <= error * exact.norm())
+
+
+def worn_pool(device: str, layout: PoolLayout) -> PagePool:
+    """Rings in any order, and heads so far along that both ends wrap around soon."""
+    pool, generator = PagePool(device, layout), torch.Generator().manual_seed(1)
+    for tier, (pages, head) in enumerate(((layout.device_pages, 2**31 - 5), (layout.host_pages, 2**62 - 1))):
+        start = tier * layout.device_pages
+        pool.ring[start : start + pages] = (torch.randperm(pages, generator=generator) + start).to(pool.ring)
+        pool.heads[tier], pool.tails[tier] = head, head + pages
+    for memory in (pool.device_pages, pool.host_pages):
+        memory.fill_(0xA5)
+    return pool
+
+
+def run_groups(device: str, specs: list[TensorSpec], *, page: int, rows: list[int]) -> tuple[PagePool, dict[str, Any]]:
+    """Groups of so many rows through a pool that holds two of them, most of the second on the host; what came back."""
+    pages = sum(-(-spec.max_bytes // page) for spec in specs)
+    pool = worn_pool(device, PoolLayout(page, device_pages=pages + 1, host_pages=pages))
+    generator = torch.Generator().manual_seed(2)
+    waiting, restored = [], {}
+    for number, count in enumerate(rows):
+        sources = [
+            torch.randint(256, (spec.max_rows * spec.pitch_bytes,), dtype=torch.uint8, generator=generator)
+            for spec in specs
+        ]
+        group = pool.open_group(specs)
+        pool.plan(group, torch.tensor([count], device=device), reserve=torch.tensor([0, 1, 2], device=device))
+        pool.stash(group, [source.to(device) for source in sources], num_programs=number)
+        waiting.append(group)
+        if number:
+            older = waiting.pop(0)
+            targets = [torch.full_like(source, 7, device=device) for source in sources]
+            pool.restore(older, targets, num_programs=3 * number)
+            restored |= {f"group {number}, tensor {index}": target.cpu() for index, target in enumerate(targets)}
+            pool.release(older)
+    torch.accelerator.synchronize() if device != "cpu" else None
+    names = ("heads", "tails", "ring", "counters", "device_pages", "host_pages")
+    tables = {"table": waiting[0].slab.table.cpu(), "held": waiting[0].slab.held.cpu()}
+    return pool, restored | tables | {name: vars(pool)[name].cpu() for name in names}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
+def test_pages_rings_and_rows_have_the_cpus_bytes(dtype: torch.dtype, width: int) -> None:
+    row, gap = width * dtype.itemsize, dtype.itemsize
+    specs = [TensorSpec(row, row, MAX_ROWS), TensorSpec(2 * row, 2 * row + gap, MAX_ROWS, Priority.GATE_UP)]
+    specs += [TensorSpec(row, row, MAX_ROWS, Priority.ACT), TensorSpec(4, 4, MAX_ROWS // 32, tokens_per_row=32)]
+    page = page_bytes(16, hidden_size=width, itemsize=dtype.itemsize)
+    rows = [MAX_ROWS, MAX_ROWS, 0, 33, MAX_ROWS, MAX_ROWS - 1, 1, MAX_ROWS]
+    pool, expected = run_groups("cpu", specs, page=page, rows=rows)
+    counters = pool.occupancy_sync().counters
+    # The test means something: tensors were on the host and on both tiers, and one found no pages.
+    assert counters[Counter.SPILLED_PAGES] and counters[Counter.DROPPED_ACT] and not counters[Counter.VOID]
+    _, found = run_groups(DEVICE, specs, page=page, rows=rows)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(("inner", "outer"), [(72, width) for width in WIDTHS] + [(width, 72) for width in WIDTHS])
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_products_agree_and_rungs_have_their_bits(
+    dtype: torch.dtype, inner: int, outer: int, counts: list[int]
+) -> None:
+    rows, offsets = sum(counts), torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    x, grad = made(MAX_ROWS, inner, rows=rows).to(dtype), made(MAX_ROWS, outer, rows=rows).to(dtype)
+    weight = made(EXPERTS, outer, inner).to(dtype).transpose(1, 2)  # as Hugging Face keeps them
+    sources, on_device = (x.to(DEVICE), weight.to(DEVICE)), offsets.to(DEVICE)
+    forward, again = (torch.full((MAX_ROWS, outer), 7, dtype=dtype, device=DEVICE) for _ in range(2))
+    ops.grouped_gemm(*sources, offsets=on_device, out=forward)
+    exact = torch.zeros(MAX_ROWS, outer, dtype=torch.float64)
+    ops.grouped_gemm(x.double(), weight.double(), offsets=offsets, out=exact)
+    assert near(forward[:rows], exact[:rows], ERROR[dtype]) and (forward[rows:] == 7).all()
+    for needed in (0, 1):
+        flag = torch.tensor([needed], device=DEVICE)
+        ops.gate_up_from_x(*sources, offsets=on_device, needed=flag, out=again)
+        assert torch.equal(again, forward if needed else torch.full_like(forward, 7))
+    found = torch.full((EXPERTS, inner, outer), 7, dtype=dtype, device=DEVICE)
+    ops.grouped_gemm_weight_grad(sources[0], grad.to(DEVICE), offsets=on_device, out=found)
+    exact = torch.zeros(EXPERTS, inner, outer, dtype=torch.float64)
+    ops.grouped_gemm_weight_grad(x.double(), grad.double(), offsets=offsets, out=exact)
+    assert near(found, exact, ERROR[dtype])
+
+
+@pytest.mark.parametrize("rows", [0, 5, 33])
+@pytest.mark.parametrize(
+    ("activation", "ffn"),
+    [*(("swiglu", width) for width in WIDTHS)]
+    + [(name, 1000) for name in ("geglu", "geglu_tanh", "quick_geglu", "silu", "gelu", "squared_relu")],
+)
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_activations_agree_and_rungs_have_their_bits(dtype: torch.dtype, activation: str, ffn: int, rows: int) -> None:
+    capacity, num_rows = 33, torch.tensor([rows])
+    gate_up = made(capacity, ffn * (1 + ("glu" in activation)), rows=rows).to(dtype)
+    scale, grad = made(capacity, 1, rows=rows, seed=1).view(-1), made(capacity, ffn, rows=rows, seed=2).to(dtype)
+    named: dict[str, Any] = {"num_rows": num_rows.to(DEVICE), "activation": activation}
+    on_device = gate_up.to(DEVICE), scale.to(DEVICE)
+    forward, again = (torch.full((capacity, ffn), 7, dtype=dtype, device=DEVICE) for _ in range(2))
+    ops.gated_activation(*on_device, out=forward, **named)
+    for needed in (0, 1):
+        ops.act_from_gate_up(*on_device, needed=torch.tensor([needed], device=DEVICE), out=again, **named)
+        assert torch.equal(again, forward if needed else torch.full_like(forward, 7))
+    grads = [torch.full_like(value, 7) for value in on_device]
+    out = {"grad_gate_up": grads[0], "grad_scale": grads[1]}
+    ops.gated_activation_backward(grad.to(DEVICE), on_device[0], scale=on_device[1], **out, **named)
+    exact = [torch.zeros(value.shape, dtype=torch.float64) for value in (forward, gate_up, scale)]
+    named["num_rows"] = num_rows
+    ops.gated_activation(gate_up.double(), scale.double(), out=exact[0], **named)
+    out = {"grad_gate_up": exact[1], "grad_scale": exact[2]}
+    ops.gated_activation_backward(grad.double(), gate_up.double(), scale=scale.double(), **out, **named)
+    for value, right in zip((forward, *grads), exact, strict=True):
+        assert near(value[:rows], right[:rows], ERROR[dtype]) and (value[rows:] == 7).all()
+
+
+@pytest.mark.parametrize("live", [0, 90, MAX_ROWS])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_rows_are_gathered_and_summed_as_on_the_cpu(dtype: torch.dtype, width: int, live: int) -> None:
+    generator, tokens, choices = torch.Generator().manual_seed(live), 50, 8
+    x, source = made(tokens, width).to(dtype), torch.randint(-1, tokens, (MAX_ROWS,), generator=generator)
+    found, expected = (torch.full((MAX_ROWS, width), 7, dtype=dtype, device=device) for device in (DEVICE, "cpu"))
+    for out in (found, expected):
+        on_device = x.to(out.device), source.to(out.device)
+        row_ops.gather_rows(*on_device, num_rows=torch.tensor([live], device=out.device), out=out)
+    assert torch.equal(found.cpu(), expected)
+    rows = made(MAX_ROWS, width, rows=live).to(dtype)
+    row_of_slot = torch.randint(-1, max(live, 1), (tokens, choices), generator=generator)
+    row_of_slot = row_of_slot.where(row_of_slot < live, -1)
+    found = row_ops.sum_rows(rows.to(DEVICE), row_of_slot.to(DEVICE))
+    assert near(found, row_ops.sum_rows(rows.double(), row_of_slot), ERROR[dtype])

@@ -1,0 +1,130 @@
+"""Races between the stash's streams on a GPU: whichever of them is late, and whatever memory is handed out again
+meanwhile, gradients are those of a run that waits after each operation.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.stash_step import PAGE_BYTES, Bench, Rows, Sizes, Way
+from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, PagePool, PoolLayout
+from megatron.core.transformer.moe.paged_stash.side_streams import SideStream
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+SIZES = Sizes(tokens=512, hidden=256, ffn=384)
+LAYERS, STEPS = 6, 4
+CYCLES = (0, 20_000, 500_000)  # up to a third of a millisecond, in which the others do a whole layer
+
+
+@dataclass
+class LateStream:
+    """A side stream whose work begins after `delay`, which runs on it."""
+
+    stream: SideStream
+    delay: Callable[[], None]
+
+    @contextmanager
+    def behind_main(self, *events: torch.Event | None) -> Iterator[None]:
+        with self.stream.behind_main(*events):
+            self.delay()
+            yield
+
+    def record(self) -> torch.Event | None:
+        return self.stream.record()
+
+
+class WaitAlways(TorchDispatchMode):
+    """Inside, the host waits for the GPU after each operation, in backward too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        torch.cuda.synchronize()
+        return result
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Sums in one order; besides, memory that is handed out is filled with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def sleeper(seed: int) -> Callable[[], None]:
+    rng = random.Random(seed)
+    return lambda: torch.cuda._sleep(rng.choice(CYCLES))
+
+
+def way_of(bench: Bench, share: float, *, prefetch: int, num_programs: int) -> Way:
+    """With a pool of this share of the pages that are needed, half of them on the host."""
+    pages = int(share * bench.pages_needed())
+    pool = PagePool(bench.device, PoolLayout(PAGE_BYTES, pages - pages // 2, pages // 2))
+    return Way("stash", stash=PagedStash(pool, prefetch_groups=prefetch, num_programs=num_programs), pool=pool)
+
+
+def make_late(way: Way, bench: Bench, *, delays: dict[str, Callable[[], None]], seed: int) -> None:
+    """Delays streams; behind each layer, forward and backward, overwrites memory that autograd let go of."""
+    assert way.stash is not None
+    keeper, rng = way.stash._keeper, random.Random(seed)
+    for name in ("stash", "restore"):
+        if name in delays:
+            vars(keeper)[f"_{name}_stream"] = LateStream(vars(keeper)[f"_{name}_stream"], delays[name])
+    held: list[Tensor] = []
+
+    def disturb() -> None:
+        delays.get("main", lambda: None)()
+        # As large as what the stash keeps: the allocator's free blocks of these sizes are the first to be taken.
+        for width in rng.sample(SIZES.widths, 3) * 2:
+            size = SIZES.capacity * width
+            held.append(torch.full((size,), torch.nan, device=bench.device, dtype=bench.hidden.dtype))
+        del held[: rng.randint(3, len(held))]
+
+    def behind(layer: Any, inputs: Any, output: Tensor) -> None:
+        disturb()
+        output.register_hook(lambda grad: disturb())
+
+    for layer in bench.layers:
+        layer.register_forward_hook(behind)
+
+
+def gradients_of(
+    routings: list[list[Rows]], *, share: float, seed: int, late: tuple[str, ...] | None
+) -> tuple[list[list[Tensor]], Way]:
+    """Of each step. late: the streams that are; None: nothing is, and the host waits after each operation."""
+    bench = Bench(LAYERS, torch.device(DEVICE), sizes=SIZES)
+    way = way_of(bench, share, prefetch=1 + seed % 2, num_programs=(0, 3)[seed % 2])
+    around: AbstractContextManager[Any] = WaitAlways()
+    if late is not None:
+        around = nullcontext()
+        make_late(way, bench, delays={name: sleeper(seed + number) for number, name in enumerate(late)}, seed=seed)
+    with around:
+        return [bench.step(way, routing) for routing in routings], way
+
+
+@pytest.mark.parametrize("share", [0.55, 1.2])
+@pytest.mark.parametrize("late", [(), ("main",), ("stash",), ("restore",), ("stash", "restore"), ("main", "stash")])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_are_those_of_a_run_that_waits(seed: int, late: tuple[str, ...], share: float) -> None:
+    draws = Bench(LAYERS, torch.device(DEVICE), sizes=SIZES)
+    routings = [draws.draw() for _ in range(STEPS)]
+    expected, _ = gradients_of(routings, share=share, seed=seed, late=None)
+    found, way = gradients_of(routings, share=share, seed=seed, late=late)
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert all(not right.isnan().any() for right in theirs)
+        assert [index for index, pair in enumerate(zip(ours, theirs)) if not torch.equal(*pair)] == [], f"step {step}"
+    assert way.pool is not None
+    way.pool.check_integrity_sync()
+    totals = [sum(column) for column in zip(*way.counters)]
+    assert totals[Counter.VOID] == 0
+    # The test means something: rows were in pages, and with few pages things were computed again.
+    assert totals[Counter.PLANNED_PAGES] > 0 and totals[Counter.SPILLED_PAGES] > 0
+    assert share > 1 or totals[Counter.DROPPED_ACT] > 0
