@@ -54,7 +54,7 @@ LAYERS = (
     Layer(4, "distributed", r"megatron\.core\.distributed(\..+)?"),
     Layer(4, "pipeline_parallel", r"megatron\.core\.pipeline_parallel(\..+)?"),
     Layer(4, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),
-    Layer(4, "graph_safety", r"megatron\.core\.graph_safety"),
+    Layer(4, "graph_safety", r"megatron\.core\.graph_(safety|refusals)"),
     Layer(5, "models", r"megatron\.core\.models(\..+)?"),
     Layer(5, "optimizer", r"megatron\.core\.optimizer(_param_scheduler|\..+)?", never=("transformer",)),
     Layer(5, "extensions", r"megatron\.core\.extensions(\..+)?"),

@@ -1,0 +1,302 @@
+"""What a CUDA graph cannot hold, as tables: Python functions, torch's functions, its operators, each with why and what
+to do instead. Who looks for them, and names the line, is graph_safety.py.
+
+The reasons are of CUDA. On the CPU many of these wait for nothing; they are refused there too, so that a model that was
+written without a GPU can be captured on one.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why something cannot be captured, and what to do instead."""
+
+    why: str
+    instead: str
+
+
+READ = Reason(
+    "the host waits for the device to read a value, which fails in a capture; a replay would not read it again",
+    "compute on the device (torch.where, masks, index_select), or read it after the replay",
+)
+SHAPE = Reason(
+    "the shape of the result depends on values, so that the host has to wait for them and every replay would differ",
+    "give the result a fixed size: torch.where, a mask, output_size=",
+)
+CHECK = Reason(
+    "on a GPU the host reads back whether the values are valid, or how many there are",
+    "take a variant that reads nothing back (linalg *_ex, scatter_add, sort), or do it outside the region",
+)
+SCALAR = Reason(
+    "on a GPU the host reads the value out of its tensor", "give a Python number, or torch.where with the tensor"
+)
+HOST_DATA = Reason(
+    "data of the host come to the device through pageable memory: the host waits, and a replay sees the old data",
+    "make the tensor before the region and copy into it between replays; torch.full makes constants on the device",
+)
+HOST_MEMORY = Reason(
+    "it allocates memory of the host, which a capture cannot do and a replay does not repeat",
+    "name the device (device=x.device), or allocate before the region",
+)
+COPY = Reason(
+    "a copy between host and device waits for the host's memory unless it is pinned and non_blocking",
+    "copy outside the region, or between device and pinned memory allocated before it, with non_blocking=True",
+)
+BAKED = Reason(
+    "a number on the host is read once, when the graph is captured, and every replay uses the old one",
+    "keep it in a tensor on the device that is written between replays",
+)
+WAIT = Reason(
+    "the host waits for the device, or asks it how far it is, which fails in a capture",
+    "order work with events that streams wait for (wait_event, wait_stream), and wait after the replay",
+)
+GENERATOR = Reason(
+    "a replay draws the same numbers again from a generator that the graph does not know",
+    "draw from the default generator, or register this one with the graph and name it in `generators`",
+)
+GENERATOR_STATE = Reason(
+    "the host reads or writes a generator's state, which fails in a capture; a replay would not do it again",
+    "seed before the region; where numbers must be drawn again use states that the graph knows",
+)
+HOST_RANDOM = Reason(
+    "a number drawn on the host is drawn once, when the graph is captured", "draw it on the device, or between replays"
+)
+OBJECTS = Reason(
+    "ranks wait for each other on the host, or exchange what the host has to read",
+    "do it between replays; collectives of tensors can be captured",
+)
+ALLOCATOR = Reason("the allocator waits for the device", "do it between replays")
+OUTLIVES = Reason(
+    "somebody still holds this memory at the end of the region; the next replay overwrites it unannounced",
+    "let go of it, allocate it before the region, or plan it with Region.keep",
+)
+RESIZED = Reason(
+    "memory from before the region gets another size in it; replays go on with the old address",
+    "give it its full size before the region",
+)
+
+Arguments = Mapping[str, Any]
+
+
+def _always(_: Arguments) -> bool:
+    return True
+
+
+# Operators without tags that read back on a GPU alone, by name without `aten::` and the last underscore -> when.
+_CHECKED: dict[str, Callable[[Arguments], bool]] = {
+    "histc": lambda given: given["min"] == given["max"],
+    "_histogramdd_bin_edges": _always,
+    "multinomial": lambda given: not given["replacement"] or given["num_samples"] == 1,
+    "normal": lambda given: isinstance(given.get("std"), Tensor),
+    "isin": lambda given: not given["assume_unique"] and isinstance(given.get("test_elements"), Tensor),
+    "mode": _always,
+    "segment_reduce": lambda given: not given["unsafe"],
+    "searchsorted": lambda given: given["sorter"] is not None,
+    "embedding_renorm": _always,
+    "_pack_padded_sequence": _always,
+    "_to_sparse": _always,
+    "_coalesce": _always,
+    "_linalg_check_errors": _always,
+    "_linalg_eigh": _always,
+    "_linalg_eigvals": _always,
+    "linalg_eig": _always,
+    "linalg_eigvals": _always,
+    "_linalg_svd": _always,
+    "linalg_matrix_exp": _always,
+    "linalg_lstsq": _always,
+    "cholesky": _always,
+    "cholesky_inverse": _always,
+}
+_INDEXING = frozenset(("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"))
+# Operators that take a tensor of one number and read it on the host.
+_SCALARS = {"masked_fill": "value", "index_fill": "value", "_foreach_addcdiv": "scalars", "_foreach_addcmul": "scalars"}
+
+
+def reason_against_operator(func: Any, given: Arguments) -> Reason | None:
+    """Of an operator overload with its arguments by name; those of copies between devices are in `reason_of_copy`."""
+    name = func._schema.name.split("::")[-1].rstrip("_")
+    if given.get("pin_memory") or name == "_pin_memory":
+        return HOST_MEMORY
+    if name == "lift_fresh" and given["self"].dim() > 0:
+        return HOST_DATA
+    if name in _INDEXING:
+        return SHAPE if any(_is_mask(index) for index in given["indices"]) else None
+    if name in _CHECKED:
+        return CHECK if _CHECKED[name](given) else None
+    value = given.get(_SCALARS.get(name, ""))
+    if isinstance(value, Tensor) and not (value.device.type == "cpu" and is_elsewhere(given)):
+        return SCALAR
+    return _reason_of_tags(func.tags, given)
+
+
+def _reason_of_tags(tags: Sequence[torch.Tag], given: Arguments) -> Reason | None:
+    if torch.Tag.data_dependent_output in tags:
+        return READ
+    if torch.Tag.dynamic_output_shape in tags:
+        # repeat_interleave may be told the size of its result.
+        return SHAPE if given.get("output_size") is None else None
+    if torch.Tag.cudagraph_unsafe in tags:
+        return Reason("torch marks this operator as unsafe in CUDA graphs", "do it outside the region")
+    return None
+
+
+def reason_of_copy(func: Any, given: Arguments) -> Reason | None:
+    """Of an operator whose tensors lie on the host and on a device; other libraries' operators know what they do."""
+    if func.namespace != "aten":
+        return None
+    if func._schema.name == "aten::_to_copy":
+        source, device = given["self"].device, given["device"]
+        return (
+            COPY if device is not None and "cpu" in (types := {source.type, device.type}) and len(types) > 1 else None
+        )
+    if not is_elsewhere(given):
+        return None
+    if func._schema.name == "aten::copy_" and _is_asynchronous(given):
+        return None
+    on_host = (tensor for tensor in tensors_in(given.values()) if tensor.device.type == "cpu")
+    reads_all = func._schema.name == "aten::copy_"
+    # A single number travels with the launch of the kernel.
+    return COPY if any(reads_all or tensor.dim() > 0 for tensor in on_host) else None
+
+
+def _is_asynchronous(given: Arguments) -> bool:
+    """Of copy_: nobody can ask a fake tensor whether it is pinned."""
+    host = given["self"] if given["self"].device.type == "cpu" else given["src"]
+    return bool(given["non_blocking"]) and (isinstance(host, torch._subclasses.FakeTensor) or host.is_pinned())
+
+
+def is_elsewhere(given: Arguments) -> bool:
+    """Whether any of the tensors does not lie on the CPU."""
+    return any(tensor.device.type != "cpu" for tensor in tensors_in(given.values()))
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors, any shape and dtype, among arguments or results and in lists of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+# Methods of a tensor that give its values to the host. The others end in an operator that does.
+_READS = frozenset(
+    "item tolist numpy cpu __array__ __bool__ __int__ __float__ __index__ __complex__ __repr__ __format__ "
+    "__contains__ is_nonzero".split()
+)
+_FACTORIES = frozenset(
+    "empty zeros ones full arange range linspace logspace eye rand randn randint randperm empty_strided tril_indices "
+    "triu_indices".split()
+)
+# Their backward counts zeros on the host, but not while a mode is on.
+_COUNTED_IN_BACKWARD = frozenset(("prod", "cumprod"))
+# What the CPU checks and a GPU does not: their results are those of the same kernels.
+_CHECKED_ON_CPU = frozenset(("quantile", "nanquantile"))
+
+
+def reason_against_function(name: str, given: Sequence[Any], *, named: Mapping[str, Any]) -> Reason | None:
+    """Of a function or method of torch, called with these arguments, that its operators do not give away on the CPU."""
+    if name in _READS:
+        return READ
+    if name == "pin_memory":
+        return HOST_MEMORY
+    if name == "tensor_split" and any(isinstance(value, Tensor) for value in (*given[1:], *named.values())):
+        return READ
+    if name == "new_tensor":
+        return HOST_DATA
+    if name in ("tensor", "as_tensor", "asarray") and not isinstance(given[0], Tensor):
+        # A number alone may stay on the host as an operand of operators on the device.
+        return HOST_DATA if named.get("device") is not None or not _is_number(given[0]) else None
+    return None
+
+
+def reads_only_on_cpu(name: str, given: Sequence[Any], *, named: Mapping[str, Any]) -> bool:
+    """Whether the values that this function of torch reads are read on the CPU alone."""
+    num_classes = named.get("num_classes", given[1] if len(given) > 1 else -1)
+    return name in _CHECKED_ON_CPU or (name == "one_hot" and num_classes >= 0)
+
+
+def fills_where_masked(name: str, given: Sequence[Any]) -> bool:
+    """Whether this is x[mask] = number, which a GPU does as masked_fill."""
+    if name != "__setitem__" or isinstance(given[2], Tensor):
+        return False
+    indices = given[1] if isinstance(given[1], tuple) else (given[1],)
+    return sum(_is_mask(index) for index in indices) == 1 and len(tensors_in(indices)) == 1
+
+
+def reason_against_result(name: str, result: Any, *, named: Mapping[str, Any]) -> Reason | None:
+    """Of a tensor that a function of torch has made, and of its backward."""
+    if name in _COUNTED_IN_BACKWARD and isinstance(result, Tensor) and result.requires_grad:
+        return CHECK
+    if name not in _FACTORIES or named.get("out") is not None or not isinstance(result, Tensor):
+        return None
+    is_told = named.get("device") is not None or torch.get_default_device().type != "cpu"
+    # Not told where: with a GPU it would lie on the host.
+    return None if is_told or math.prod(result.shape) == 0 or result.dim() == 0 else HOST_MEMORY
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, complex))
+
+
+# Functions by module and name; they are recognised as they are called, whoever imported them.
+PYTHON_CALLS: dict[str, Reason] = {
+    **dict.fromkeys(
+        (
+            "torch.cuda.synchronize",
+            "torch.accelerator.synchronize",
+            "torch.cpu.synchronize",
+            "megatron.core.device.synchronize",
+            "megatron.core.device.seconds_between",
+            "megatron.core.device.CopyStream.host_waits_for",
+        ),
+        WAIT,
+    ),
+    **dict.fromkeys(("torch.cuda.memory.empty_cache", "torch.accelerator.memory.empty_cache"), ALLOCATOR),
+    **dict.fromkeys(("megatron.core.device.host_bytes",), HOST_MEMORY),
+    "torch.serialization.save": READ,
+    **{
+        f"torch.distributed.distributed_c10d.{name}": OBJECTS
+        for name in (
+            "barrier",
+            "monitored_barrier",
+            "all_gather_object",
+            "gather_object",
+            "broadcast_object_list",
+            "scatter_object_list",
+            "send_object_list",
+            "recv_object_list",
+            "new_group",
+        )
+    },
+}
+# The last parts of their names.
+PYTHON_NAMES = frozenset(name.rsplit(".", 1)[1] for name in PYTHON_CALLS)
+
+
+def reason_against_method(owner: Any, name: str) -> Reason | None:
+    """Of a method or function in C that torch's modes do not see."""
+    if name in ("synchronize", "query", "elapsed_time") and isinstance(owner, (torch.Event, torch.Stream)):
+        return WAIT
+    if name == "is_completed":
+        return WAIT
+    if isinstance(owner, torch.Generator):
+        return GENERATOR_STATE
+    # Not its seed: torch imports parts of itself late, and with them generators of Python's.
+    if isinstance(owner, Random) and name in ("random", "getrandbits"):
+        return HOST_RANDOM
+    return READ if isinstance(owner, Tensor) and name in ("tolist", "numpy") else None
