@@ -6,6 +6,7 @@ What a layer does in a step is expert_step.py's, sizes are sizing.py's, when a s
 import argparse
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,8 @@ from megatron.training.stash_figures import StepFigures, rows_by_group
 from megatron.training.stash_pool import open_pool
 from megatron.training.step_runner import ExpertOverflowError
 
+# Steps of so many lengths keep their stashes: lengths that take turns come back, those of a ramp-up do not.
+_MAX_PLANS = 8
 # A reserve for all rows of a buffer is a guarantee, and counts on no page that comes back before the step ends.
 _ALMOST_ALL = 0.999
 
@@ -57,6 +60,14 @@ def build_expert_memory(
     return ExpertMemory(schedule, config, tokens_per_rank=tokens, expert_ranks=group_size(groups.tp_ep))
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Of a step of a certain number of microbatches. stash: None where nothing is stashed."""
+
+    needs: StepNeeds
+    stash: PagedStash | None
+
+
 class ExpertMemory:
     """Of one rank; all ranks of a run have one, whether their stages hold experts or not.
 
@@ -64,7 +75,10 @@ class ExpertMemory:
     2. begin_step: the order of the step's passes is known, buffers and pages are empty.
     3. void_flags: whether rows or pages were lacking; if they were on any rank, grow_sync and begin_step again.
     4. end_step: what the step needed is read and remembered.
-    Attributes: step, what the layers share. last_step: the figures of the last complete training step.
+    Attributes: step, what the layers share. last_step: the figures of the last complete training step. epoch: rises
+    whenever a step that was captured in a CUDA graph may not be replayed any more, as its shapes, the pool, the stash
+    for its number of microbatches or that one's order are others; ask after begin_step. A reserve that grows does not
+    count. Ranks may differ in it.
     """
 
     def __init__(
@@ -73,6 +87,7 @@ class ExpertMemory:
         """tokens_per_rank: T, of a microbatch. expert_ranks: how many share the experts."""
         assert config.moe_expert_rank_capacity_factor is not None, "without it experts have as many rows as come"
         self.last_step: StepFigures | None = None
+        self.epoch = 0
         self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
         self._device = default_device()
         self.step = ExpertStep(self._device)
@@ -89,9 +104,9 @@ class ExpertMemory:
         self._is_planned = True
         self._is_training = True
         self._voids = 0
-        self._reserved_share = 0.0  # with which the stash was made
-        # What the stash is planned for; None: it is to be made anew.
+        # What the stash is planned for; None: sizes may have changed since.
         self._num_microbatches: int | None = None
+        self._plans: dict[int, _Plan] = {}  # over the same pool, by number of microbatches, the latest at the end
         self._longest_pages = 0  # of a balanced step, the longest so far: factors of pools are multiples of it
         self.needs = self._needs(None)
 
@@ -129,7 +144,9 @@ class ExpertMemory:
         if self._is_training and num_microbatches != self._num_microbatches:
             self._plan(num_microbatches)
         if self.stash is not None:
+            order = self.stash.order.events
             self.stash.reset(enabled=self._is_training)
+            self.epoch += self.stash.order.events is not order
 
     def void_flags(self) -> Tensor:
         """Whether a buffer lacked rows, and whether an x lacked pages: [2], fp64, 0 or 1, on the device."""
@@ -143,16 +160,19 @@ class ExpertMemory:
             self.last_step = self._figures_sync()
             self._remember(self.last_step)
             self._voids = 0
-            if self.stash is not None and self._is_stale(self.stash):
-                self.step.stash = self._stash_over(self.stash.pool)
+            if self.stash is not None:
+                self._follow(self.stash)
 
-    def _is_stale(self, stash: PagedStash) -> bool:
-        """Whether the step departed from the plan, or had fuller passes than pages are kept back for."""
+    def _follow(self, stash: PagedStash) -> None:
+        """Where the step departed from the plan, or had fuller passes than pages are kept back for."""
         if self._is_planned and stash.order.departed:
             # Layers that keep nothing, such as frozen ones below all that is trained: what runs says the order.
             self._is_planned = False
-            return True
-        return self._expected_share() > self._reserved_share
+            self._forget_plans()
+            # Not by way of _plan: on other ranks nothing may have departed.
+            self._keep_plan(self._stash_over(stash.pool))
+        else:
+            stash.raise_reserved_share(max(stash.reserved_share, self._expected_share()))
 
     def grow_sync(self, *, iteration: int) -> str:
         """More rows or pages on all ranks, after a verdict that any lacked them; returns a line for the log.
@@ -176,7 +196,9 @@ class ExpertMemory:
     def adopt(self, sizes: LearnedSizes) -> None:
         """Takes over what earlier steps, other ranks or a checkpoint learned: nothing becomes smaller."""
         self._learned = self._learned.merged(sizes)
-        self._capacity_factor = capacity_factor(self._capacity_factor, self._learned)
+        before, self._capacity_factor = self._capacity_factor, capacity_factor(self._capacity_factor, self._learned)
+        if self._capacity_factor != before:
+            self._forget_plans()
         for dispatcher in self._dispatchers:
             dispatcher.set_capacity_factor(self._capacity_factor)
         self._num_microbatches = None
@@ -197,22 +219,52 @@ class ExpertMemory:
         return step_needs(self._config, events, max_rows=rows, balanced_rows=self._balanced_rows)
 
     def _plan(self, num_microbatches: int) -> None:
-        """The stash for steps of so many microbatches; a pool that is large enough stays. Collective."""
-        self._num_microbatches, self.needs = num_microbatches, self._needs(num_microbatches)
+        """The stash for steps of so many microbatches; a pool that is large enough stays, with its stashes.
+
+        Collective, whatever is kept here: other ranks may have kept less.
+        """
+        plan = self._plans.get(num_microbatches)
+        self._num_microbatches, self.needs = num_microbatches, plan.needs if plan else self._needs(num_microbatches)
         self._longest_pages = max(self._longest_pages, self.needs.balanced_pages)
         if not self._config.moe_paged_stash:
             return
-        pool = None if self.stash is None else self.stash.pool
+        pool = None
+        if self.stash is not None:
+            pool = self.stash.pool
+            # The next stash clears the pool: no release of this one may run after that.
+            self.stash.join()
+        old = None if pool is None else pool.layout
         with all_ranks_agree(), flags_named_in_errors():
-            layout = self._layout(None if pool is None else pool.layout)
-        if pool is None or pool.layout != layout:
+            layout = self._layout(old)
+        if layout != old:
+            if self._plans:
+                self._forget_plans()
             # Before the new one is made: there may not be room for both.
-            self.step.stash = pool = None
+            self.step.stash = pool = plan = None
             pool = open_pool(self._device, layout, config=self._config)
         else:
             # Other ranks may make theirs.
             open_pool(self._device, None, config=self._config)
-        self.step.stash = None if pool is None else self._stash_over(pool)
+        if plan is None:
+            stash = None if pool is None else self._stash_over(pool)
+        else:
+            stash = plan.stash
+            if stash is not None:
+                stash.raise_reserved_share(max(stash.reserved_share, self._expected_share()))
+        self._keep_plan(stash)
+
+    def _keep_plan(self, stash: PagedStash | None) -> None:
+        assert self._num_microbatches is not None, "planned, or in a step"
+        self.step.stash = stash
+        self._plans.pop(self._num_microbatches, None)
+        self._plans[self._num_microbatches] = _Plan(self.needs, stash)
+        if len(self._plans) > _MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+            self.epoch += 1
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self.epoch += 1
 
     def _layout(self, old: PoolLayout | None) -> PoolLayout | None:
         layout = pool_layout(self._config, self.needs, learned=self._learned)
@@ -222,12 +274,11 @@ class ExpertMemory:
         return PoolLayout(layout.page_bytes, device, host)
 
     def _stash_over(self, pool: PagePool) -> PagedStash:
-        self._reserved_share = self._expected_share()
         return PagedStash(
             pool,
             prefetch_groups=self._config.moe_paged_stash_prefetch_layers,
             events=self.needs.events if self._is_planned else None,
-            reserved_share=self._reserved_share,
+            reserved_share=self._expected_share(),
             has_rungs=self._has_rungs,
             specs=self.needs.specs if self._is_planned else (),
         )
@@ -259,7 +310,8 @@ class ExpertMemory:
         what = "the experts' inputs" if self._has_rungs else "all that waits for backward"
         lack = Lack(wanted, layout.num_pages, pages_for=what)
         self._learn_rows(rows.values())
-        if self._has_rungs and self._expected_share() > self._reserved_share and wanted * HEADROOM <= layout.num_pages:
+        is_short = self._expected_share() > self.stash.reserved_share
+        if self._has_rungs and is_short and wanted * HEADROOM <= layout.num_pages:
             # Others took the pages, as fewer rows were expected: the reserve that is made of these rows is enough.
             return lack, LearnedSizes()
         return lack, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
@@ -297,6 +349,7 @@ class ExpertMemory:
             and min(config.moe_paged_stash_buffer_size_factor_cuda, config.moe_paged_stash_buffer_size_factor_cpu) < 0
         ):
             # The next step makes a pool as large as this one's peak asks for.
+            self._forget_plans()
             self.step.stash = self._num_microbatches = None
         self._is_measured = True
 

@@ -35,7 +35,8 @@ class Toy:
     memory: ExpertMemory
 
     @classmethod
-    def of(cls, num_microbatches: int = 2, **settings: Any) -> "Toy":
+    def of(cls, num_microbatches: int = 2, *, balanced_rows: int = 2 * TOKENS, **settings: Any) -> "Toy":
+        """balanced_rows: fewer than all, as where others' experts have the fewer rows, the more these have."""
         torch.manual_seed(3)
         shape = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 4}
         experts = {"moe_ffn_hidden_size": 48, "moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 1.5}
@@ -46,6 +47,7 @@ class Toy:
         args = Namespace(seq_length=TOKENS, micro_batch_size=1)
         memory = build_expert_memory([model], args, groups=ProcessGroupCollection())
         assert memory is not None
+        memory._balanced_rows = balanced_rows
         memory.prepare(LearnedSizes(), num_microbatches=num_microbatches, pp_group=None)
         return cls(model, memory)
 
@@ -137,11 +139,57 @@ def test_a_stash_follows_what_runs_where_frozen_layers_keep_nothing() -> None:
     toy = Toy.of()
     toy.model.embedding.requires_grad_(False)
     toy.model.decoder.layers[0].requires_grad_(False)
-    assert [toy.step() for _ in range(3)] == [1] * 3
+    epochs = [(toy.step(), toy.memory.epoch) for _ in range(4)]
+    # After the first step: no plan any more; after the second one: its order is that of the third.
+    assert epochs == [(1, 1), (1, 1), (1, 2), (1, 2)]
     figures = toy.memory.last_step
     assert figures is not None
     assert figures.counters[Counter.DROPPED_GATE_UP] == figures.counters[Counter.DROPPED_ACT] == 0
     assert figures.counters[Counter.PLANNED_PAGES] > 0
+
+
+def test_lengths_that_come_again_find_their_stashes_and_only_growth_ends_an_epoch() -> None:
+    toy = Toy.of()
+    memory, seen, grads = toy.memory, [], []
+    for count in (2, 4, 2, 4):
+        assert toy.step(count) == 1
+        seen.append(memory.stash)
+        grads.append([grad.clone() for grad in toy.grads])
+    assert seen[0] is seen[2] and seen[1] is seen[3] and seen[0] is not seen[1] and memory.epoch == 0
+    torch.testing.assert_close(grads[2:], grads[:2], rtol=0, atol=0)
+    memory.adopt(LearnedSizes(capacity_factor=2.0))
+    assert toy.step(4) == toy.step(2) == 1 and memory.stash not in seen and memory.epoch == 1
+    for count in (*range(1, 9), *range(1, 9)):
+        memory.begin_step(num_microbatches=count, forward_only=False)
+    assert memory.epoch == 1
+    memory.begin_step(num_microbatches=9, forward_only=False)
+    assert memory.epoch == 2, "a step of 1 would have another stash"
+    small = Toy.of(moe_paged_stash_buffer_size_factor_cuda=0.1)
+    assert [(small.step(), small.memory.epoch) for _ in range(2)] == [(2, 1), (1, 1)]
+
+
+def test_fuller_passes_raise_the_reserve_in_place() -> None:
+    toy, fresh, whole = Toy.of(balanced_rows=48), Toy.of(), Toy.of(moe_paged_stash=False)
+    memory, stash = toy.memory, toy.memory.stash
+    assert stash is not None and stash.reserved_share == 48 / 64
+    before = stash.reserve
+    memory.begin_step(num_microbatches=4, forward_only=False)
+    other = memory.stash
+    shares = []
+    for count in (2, 4, 2):
+        assert toy.step(count) == fresh.step(count) == whole.step(count) == 1
+        torch.testing.assert_close(toy.grads, whole.grads, rtol=0, atol=0)
+        shares.append(stash.reserved_share)
+        assert memory.stash is (other if count == 4 else stash) and memory.epoch == 0
+    # All rows are expected from the end of the first step on.
+    assert shares == [0.999] * 3 and other is not None and other.reserved_share == 0.999
+    assert fresh.memory.stash is not None and before
+    for one in (toy, fresh):
+        one.memory.begin_step(num_microbatches=2, forward_only=False)
+    assert stash.reserve == fresh.memory.stash.reserve != before
+    for share in (0.75, 1.5):
+        with pytest.raises(ValueError, match="must be between 0.999, which must be above 0, and 1"):
+            stash.raise_reserved_share(share)
 
 
 def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.core.transformer.moe.paged_stash.huge_pages import use_huge_pages
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Held, PoolLayout, Priority, TensorSpec, Tier
 from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup, PageTables
+from megatron.core.transformer.moe.paged_stash.restored_memory import RestoredMemory
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class PagePool:
         self.generation = -1
         self._no_reserve = torch.zeros(len(Priority), dtype=torch.int64, device=self.device)
         self._tables = PageTables(layout, self.device)
+        # Here, as stashes that take turns over one pool need it once.
+        self.restored = RestoredMemory(self.device)
         self.reset()
 
     @property

@@ -36,6 +36,7 @@ class Reserve:
 
     def __init__(self, layout: PoolLayout, device: torch.device, *, share: float) -> None:
         self._layout, self._share = layout, share
+        self._stashed: dict[Group, tuple[Sequence[TensorSpec], int]] = {}  # what a group stashes, and of how many rows
         self._pages: dict[Group, PagesByPriority] = {}  # the most that a group takes
         self._droppable: set[str] = set()  # names of groups with gate_up or act
         self._events: tuple[StashEvent, ...] = ()
@@ -65,9 +66,22 @@ class Reserve:
     def learn(self, group: Group, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
         """Records what a group stashes. Empty specs change nothing for a group that stashed something before."""
         if specs or group not in self._pages:
-            self._pages[group] = pages_for(specs, int(max_rows * self._share), layout=self._layout)
+            self._stashed[group] = specs, max_rows
+            self._pages[group] = self._pages_of_share(group)
         if any(spec.priority is not Priority.INPUT for spec in specs):
             self._droppable.add(group[0])
+
+    @property
+    def share(self) -> float:
+        """Of max_rows: the rows that pages are kept back for."""
+        return self._share
+
+    def raise_share(self, share: float) -> None:
+        """More is kept back from the next begin_step on. The rows stay where they are in memory."""
+        self._share = share
+        self._pages = {group: self._pages_of_share(group) for group in self._stashed}
+        # Not written here: copies of the step that ends may still read the rows.
+        self._pages_of_table, self._is_written = {}, False
 
     def row(self, group: Group, forward_index: int | None) -> Tensor | None:
         """The reserve that a learned group's plan takes: [3], int64, on the device; None if nothing is kept back.
@@ -89,6 +103,10 @@ class Reserve:
     def table(self) -> tuple[ReserveRow, ...]:
         """Of each forward of the step, what its tensors leave free; () if nothing is kept back, or not known yet."""
         return tuple(self._table) if self._is_written and self._share else ()
+
+    def _pages_of_share(self, group: Group) -> PagesByPriority:
+        specs, max_rows = self._stashed[group]
+        return pages_for(specs, int(max_rows * self._share), layout=self._layout)
 
     def _all_known(self) -> bool:
         stashed = (self._events[place] for place in self._starts if self._events[place].group not in self._resident)

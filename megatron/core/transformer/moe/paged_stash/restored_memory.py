@@ -13,7 +13,10 @@ ALIGNMENT = 64
 
 
 class RestoredMemory:
-    """Hands out memory for one stash. A buffer is free again as soon as no other tensor shares its storage."""
+    """Hands out memory for the stashes of a pool, which take turns.
+
+    A buffer is free again as soon as no other tensor shares its storage.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

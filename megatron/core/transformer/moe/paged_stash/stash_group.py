@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority
 from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
-from megatron.core.transformer.moe.paged_stash.restored_memory import ALIGNMENT, RestoredMemory
+from megatron.core.transformer.moe.paged_stash.restored_memory import ALIGNMENT
 from megatron.core.transformer.moe.paged_stash.saved_tensors import Block, SavedTensor, StorageView, block_with
 from megatron.core.transformer.moe.paged_stash.side_streams import SideStream, main_waits_for, record_main
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
@@ -108,7 +108,6 @@ class PageKeeper:
     def __init__(self, pool: PagePool, *, num_programs: int) -> None:
         self.pool, self.generation = pool, 0
         self._num_programs = num_programs
-        self._memory = RestoredMemory(pool.device)
         self._stash_stream, self._restore_stream = SideStream(pool.device), SideStream(pool.device)
         self._reading: list[tuple[torch.Event | None, list[Tensor]]] = []  # copies into pages, and what they read
         self._lock, self._depth = threading.RLock(), 0
@@ -160,7 +159,7 @@ class PageKeeper:
         """Starts the copy back of a group that is in pages; without memory for it, raises and leaves it in pages."""
         pages = self._current(group)
         ends = [place.lead + place.num_bytes for place in group.places]
-        targets = [self._memory.take(end) for end in ends]
+        targets = [self.pool.restored.take(end) for end in ends]
         rows = [target[place.lead : end] for target, place, end in zip(targets, group.places, ends, strict=True)]
         # Kept until the main stream has waited for the copy: it would overwrite memory that the allocator handed out
         # earlier.
@@ -212,7 +211,7 @@ class PageKeeper:
         self.join_all()
         self.pool.reset()
         self.generation += 1
-        self._memory.trim()
+        self.pool.restored.trim()
 
     def is_waiting(self, group: StashedGroup) -> bool:
         """Whether rows of the group are in pages or on their way."""

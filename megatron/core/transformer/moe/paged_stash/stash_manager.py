@@ -161,6 +161,23 @@ class PagedStash:
         """Pages that each forward of the step leaves free, as arithmetic.simulate takes them; () if none are kept."""
         return self._reserve.table
 
+    @property
+    def reserved_share(self) -> float:
+        """Rows of later groups for which pages are kept back, as a share of max_rows."""
+        return self._reserve.share
+
+    def raise_reserved_share(self, share: float) -> None:
+        """Between steps, before `reset`: later steps keep back more. Their plans read it from the memory that they read
+        until now, so that a captured step stays valid. Raises ValueError for a smaller share, and where it was 0.
+        """
+        if not 0.0 < self.reserved_share <= share <= 1.0:
+            raise ValueError(
+                f"reserved_share ({share}) must be between {self.reserved_share}, which must be above 0, and 1"
+            )
+        if share > self.reserved_share:
+            with self._keeper.exclusive():
+                self._reserve.raise_share(share)
+
     def join(self) -> None:
         """Makes the main stream wait for all copies, as a CUDA graph's capture needs at its end; reset does so too."""
         with self._keeper.exclusive():

@@ -121,6 +121,23 @@ def test_a_share_counts_on_what_open_groups_give_back() -> None:
     assert dropped[0.5] == [0, 0, 0] and dropped[1.0][0] == 0 < dropped[1.0][2]
 
 
+@pytest.mark.parametrize("share", [0.75, 1.0])
+def test_a_raised_share_is_written_to_the_same_memory_when_the_next_step_begins(share: float) -> None:
+    events = tuple(stash_events(SCHEDULES[0](0, 4, 12), layers=2))
+    raised, other = (Reserve(PoolLayout(PAGE, 1), CPU, share=one) for one in (0.5, share))
+    for reserve in (raised, other):
+        for event in events:
+            reserve.learn(event.group, [TensorSpec(PAGE, PAGE, 2 * ROWS, kind) for kind in Priority], max_rows=2 * ROWS)
+        reserve.begin_step(events)
+    rows = [raised.row(events[0].group, index) for index in range(len(events) // 2)]
+    before = [row.tolist() for row in rows if row is not None]
+    raised.raise_share(share)
+    assert [row.tolist() for row in rows if row is not None] == before
+    raised.begin_step(events)
+    after = [row.tolist() for row in rows if row is not None]
+    assert after == [list(row) for row in other.table] != before
+
+
 def test_unknown_orders_keep_everything_back_and_no_share_nothing() -> None:
     specs = [TensorSpec(PAGE, PAGE, ROWS, kind) for kind in Priority]
     for share, kept in ((1.0, [0, 2**62, 2**62]), (0.1, [0, 2**62, 2**62]), (0.0, None)):
