@@ -4,6 +4,7 @@ The only file that asks torch.cuda anything; kernels are chosen elsewhere by the
 """
 
 import ctypes
+import gc
 import os
 import random
 import resource
@@ -357,6 +358,11 @@ class Arrival:
             self._event.record(current)
             self._told = {current}
 
+    def forget(self) -> None:
+        """There is nothing to wait for."""
+        self._event = None
+        self._told.clear()
+
     def wait(self) -> None:
         """Lets the current stream wait as well, unless it has; the host does not."""
         if self._event is not None:
@@ -364,6 +370,44 @@ class Arrival:
             if current not in self._told:
                 current.wait_event(self._event)
                 self._told.add(current)
+
+
+class CudaGraphs:
+    """CUDA graphs of a GPU: see GraphDevice. Not run on a GPU yet.
+
+    generators: those beside the default one that captured work draws from, asked for at each capture.
+    """
+
+    def __init__(self, device: torch.device, *, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> None:
+        """Raises ValueError where there is no GPU."""
+        if device.type != "cuda":
+            raise ValueError(f"device is {device}: CUDA graphs need a GPU")
+        self._device, self._generators = device, generators
+        # Captures need a stream of their own, as the default one takes part in no capture. One for all of them: memory
+        # that one graph has freed goes to the next only on the same stream.
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """See GraphDevice: on the stream that captures, for which cuBLAS and others keep memory."""
+        main = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            yield
+        main.wait_stream(self._stream)
+
+    @contextmanager
+    def capturing(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """See GraphDevice."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators():
+            graph.register_generator_state(generator)
+        # What only a cycle of references keeps alive would be freed in the middle of the capture, and hold its memory.
+        gc.collect()
+        # "thread_local": the threads of NCCL and of data loaders may go on asking the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            yield graph
 
 
 class SideStream:

@@ -120,11 +120,11 @@ class Timers:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Measures nothing in the body: evaluation shares code with the training step."""
-        self._paused = True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = before
 
     def seconds_by_rank(self, names: Sequence[str], *, reset: bool = True) -> dict[str, list[float]]:
         """Seconds of each rank by timer, 0 where a rank has none of that name. Collective: equal names everywhere."""

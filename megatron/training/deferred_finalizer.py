@@ -19,8 +19,17 @@ class DeferredFinalizer:
         """Drops what the last backward handed over: its gradients count nowhere."""
         self._waiting = None
 
+    def replayed(self, handed_over: tuple[Any, ...]) -> None:
+        """Says that a CUDA graph has run the passes whose schedule handed this over, in the same memory."""
+        self._waiting = handed_over
+
+    @property
+    def handed_over(self) -> tuple[Any, ...]:
+        """What the schedule gave after the last backward."""
+        assert self._waiting is not None, "no backward pass since the last step"
+        return self._waiting
+
     def finish(self) -> None:
         """Finalizes the gradients of the last backward. Collective."""
-        assert self._waiting is not None, "no backward pass since the last step"
-        arguments, self._waiting = self._waiting, None
+        arguments, self._waiting = self.handed_over, None
         self._finalize(*arguments)

@@ -52,6 +52,14 @@ def restore_rng(rows: RngState) -> None:
     tracker.set_states({name: [rows[key] for key in keys if key in rows] for name, keys in streams.items()})
 
 
+def same_rng(one: RngState, other: RngState) -> bool:
+    """Whether nothing was drawn between two calls of capture_rng."""
+    # By bytes: "gauss" has NaN for nothing.
+    return one.keys() == other.keys() and all(
+        torch.equal(state.view(torch.uint8), other[name].view(torch.uint8)) for name, state in one.items()
+    )
+
+
 def capture_rng() -> RngState:
     """This rank's generators: Python's, numpy's, torch's and the device's, and the streams of the tracker."""
     _, python, python_gauss = random.getstate()

@@ -17,6 +17,7 @@ from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterator
 from megatron.core.device import default_device
 from megatron.core.distributed import check_weights_agree, finalize_model_grads
 from megatron.core.enums import ModelType
+from megatron.core.graph_capture import GraphDevice
 from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
@@ -44,6 +45,7 @@ from megatron.training.exit_conditions import ExitConditions
 from megatron.training.expert_memory import ExpertMemory, build_expert_memory
 from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
+from megatron.training.graphed_step import build_step_graph, graph_device
 from megatron.training.initialize import seed_ranks
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
@@ -65,6 +67,8 @@ def setup_run(
     """Builds everything but the data and loads the checkpoint, which sets the data position in `run.state`."""
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
     logging = config_from_args(LoggingConfig, args)
+    # Before anything is built: without a GPU nothing that the flags ask for can be had.
+    graphs = None if args.cuda_graph_impl == "none" else graph_device()
     check_folders(args)
     publish_tokenizer(setup_tokenizer(args))
     timers = Timers(logging.timing_log_level, logging.timing_log_option, device=default_device())
@@ -82,7 +86,7 @@ def setup_run(
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks, size=size)
     memory = build_expert_memory(model, args, groups=get_process_groups())
-    steps = setup_steps(args, model, forward_step_func=forward_step_func, timers=timers, memory=memory)
+    steps = setup_steps(args, model, forward_step_func=forward_step_func, timers=timers, memory=memory, graphs=graphs)
     run = TrainingRun(
         args=args,
         training=training,
@@ -122,8 +126,12 @@ def setup_steps(
     forward_step_func: Callable[..., Any],
     timers: Timers,
     memory: ExpertMemory | None,
+    graphs: GraphDevice | None,
 ) -> StepRunner:
-    """What runs the passes of a step over the chunks of `model`, whose schedules it joins with the loop."""
+    """What runs the passes of a step over the chunks of `model`, whose schedules it joins with the loop.
+
+    graphs: what captures them, where the flags ask for it.
+    """
     finalize = DeferredFinalizer(get_model_config(model[0]).finalize_model_grads_func or finalize_model_grads)
     for chunk in unwrap_model(model):
         chunk.config.timers = timers
@@ -137,6 +145,7 @@ def setup_steps(
         statistics=StatisticsExchange(dist.group.WORLD),
         timers=timers,
         memory=memory,
+        graph=build_step_graph(args, model, device=graphs, finalize=finalize, timers=timers),
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.full_cuda_graph import CaptureFailedError, FullCudaGraphWrapper
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
@@ -70,7 +71,8 @@ class StepMemory(Protocol):
 class StepRunner:
     """Runs the passes of steps and evaluations over this rank's chunks.
 
-    memory: None where nothing can be lost; then passes run once, and nothing of the step's start is kept.
+    memory: None where nothing can be lost. graph: None where passes are launched one by one. With neither, passes run
+    once, and nothing of the step's start is kept.
     """
 
     args: argparse.Namespace
@@ -81,6 +83,7 @@ class StepRunner:
     statistics: StatisticsExchange
     timers: Timers
     memory: StepMemory | None = None
+    graph: FullCudaGraphWrapper | None = None
 
     def train_sync(
         self,
@@ -130,15 +133,18 @@ class StepRunner:
         iteration: int,
         forward_only: bool = False,
     ) -> tuple[Reports, StepStatistics]:
-        if self.memory is None:
+        if self.memory is None and (forward_only or not self._may_capture):
             reports = self._run_passes(iterator, num_microbatches=num_microbatches, forward_only=forward_only)
             return reports, judge(reports, None)
-        batches, generators = None if iterator is None else KeptBatches(iterator), capture_rng()
+        start = _Start(iterator)
         grown: list[str] = []
         while True:
-            self.memory.begin_step(num_microbatches=num_microbatches, forward_only=forward_only)
-            reports = self._run_passes(batches, num_microbatches=num_microbatches, forward_only=forward_only)
-            statistics = judge(reports, self.memory.void_flags())
+            reports = self._run_from(
+                start, num_microbatches=num_microbatches, iteration=iteration, forward_only=forward_only
+            )
+            statistics = judge(reports, None if self.memory is None else self.memory.void_flags())
+            if self.memory is None:
+                return reports, statistics
             if not statistics.overflow.is_void:
                 self.memory.end_step()
                 return reports, statistics
@@ -150,9 +156,30 @@ class StepRunner:
             what = "an evaluation after iteration" if forward_only else "iteration"
             print_rank_0(f"  {what} {iteration} was void and runs again ({statistics.overflow}): {grown[-1]}")
             # Last, as whatever grew may have drawn numbers.
-            restore_rng(generators)
-            if batches is not None:
-                batches.rewind()
+            start.go_back()
+
+    @property
+    def _may_capture(self) -> bool:
+        return self.graph is not None and self.graph.failure is None
+
+    def _run_from(self, start: "_Start", *, num_microbatches: int, iteration: int, forward_only: bool) -> Reports:
+        """Runs the passes over the batches of `start`; eagerly where they could not be captured. Collective."""
+
+        def run() -> Reports:
+            if self.memory is not None:
+                self.memory.begin_step(num_microbatches=num_microbatches, forward_only=forward_only)
+            return self._run_passes(start.batches, num_microbatches=num_microbatches, forward_only=forward_only)
+
+        try:
+            return run()
+        except CaptureFailedError as error:
+            print_rank_0(
+                f"  iteration {iteration} could not be captured as a CUDA graph ({error}): it and all that follow run "
+                "without one. tools/check_capture.py with these flags names the lines"
+            )
+        self._forget_gradients()
+        start.go_back()
+        return run()
 
     def _forget_gradients(self) -> None:
         """Drops those of void passes, also what is on its way to other ranks. Collective."""
@@ -169,7 +196,7 @@ class StepRunner:
             if isinstance(inner, RecordsAuxLosses):
                 inner.aux_losses.forget_step()
         with self.timers("forward-backward", log_level=1):
-            return get_forward_backward_func()(
+            return (self.graph or get_forward_backward_func())(
                 forward_step_func=self.forward_step,
                 data_iterator=self._of_chunks(iterator),
                 model=self.model,
@@ -194,6 +221,20 @@ class StepRunner:
         # All have read equally far when the step ends, so that the copies of one step suffice.
         copies = dict(zip(readers, (map(with_own_containers, copy) for copy in tee(iterator, len(readers)))))
         return [copies.get(chunk) for chunk in range(num_chunks)]
+
+
+class _Start:
+    """Where a step began: its batches, None for a stage that reads none, and the generators of random numbers."""
+
+    def __init__(self, iterator: Iterator[Any] | None) -> None:
+        self.batches = None if iterator is None else KeptBatches(iterator)
+        self._generators = capture_rng()
+
+    def go_back(self) -> None:
+        """Whoever runs the step again reads and draws the same."""
+        restore_rng(self._generators)
+        if self.batches is not None:
+            self.batches.rewind()
 
 
 def _growth_in_vain(overflow: Overflow, grown: Sequence[str], *, iteration: int) -> str:

@@ -5,6 +5,7 @@ from megatron.core.distributed.ddp_debug import DdpDebugError
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.graphed_reductions import GraphedReductions
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.ledger import CollectiveMismatchError
 from megatron.core.distributed.replica_checks import NonFiniteGradientError, check_weights_agree
@@ -14,6 +15,7 @@ __all__ = [
     "DdpDebugError",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "GraphedReductions",
     "LaunchOrder",
     "NonFiniteGradientError",
     "build_launch_order",

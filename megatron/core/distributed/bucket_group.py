@@ -245,6 +245,18 @@ class _ParamAndGradBucketGroup:
         self.is_late = False
         self.grad_state = GradState.COLLECTING
 
+    def drop_captured(self) -> None:
+        """Begins an iteration after a CUDA graph's capture: what was launched in it has not run."""
+        self.reset()
+        self._gathers.clear()
+        self.arrival.forget()
+
+    def note_replayed(self) -> None:
+        """Says that a CUDA graph has reduced the gradients, and gathered parameters if it does."""
+        self.grad_state = GradState.REDUCED
+        # Streams other than the one that the graph ran on have to wait for what it gathered.
+        self.arrival.note()
+
     # Parameters.
 
     @record_function("_ParamAndGradBucketGroup.launch_gathers")

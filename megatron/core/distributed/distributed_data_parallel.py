@@ -17,11 +17,12 @@ from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.bucket_group import GradState, _ParamAndGradBucketGroup
 from megatron.core.distributed.buffer_setup import build_buffers, build_launch_order, check_settings
+from megatron.core.distributed.chunk_sync import ChunkSync
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer, partition_buckets
 from megatron.core.distributed.forward_waits import ForwardWaits
 from megatron.core.distributed.grad_checks import GradChecks
-from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder, all_current
+from megatron.core.distributed.launch_order import LaunchOrder, all_current
 from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.distributed.tied_weights import follow_owner
 from megatron.core.distributed.wrap_agreement import check_wraps_agree
@@ -90,7 +91,7 @@ class DistributedDataParallel(ModelWrapper):
         self.buffers = dense  # type: ignore[assignment,method-assign]
         self.expert_parallel_buffers = [buffer for buffer in built if buffer.is_expert]
         self.all_buffers = built
-        self._checks = GradChecks.of(ddp_config)
+        self.checks = GradChecks.of(ddp_config)
         self.bucket_groups = self._build_groups("dense", dense, force_single=disable_bucketing)
         self.expert_parallel_bucket_groups = self._build_groups(
             "experts", self.expert_parallel_buffers, force_single=disable_bucketing
@@ -100,7 +101,7 @@ class DistributedDataParallel(ModelWrapper):
         self._params_at_start = dict(module.named_parameters())
         self._addresses = {param: param.data_ptr() for param in self.param_to_bucket_group}
         self.launch_order.attach(
-            ChunkSync(self._in_order_of_backward(), module, self._find_problem, self._zero_grads, self._checks)
+            ChunkSync(self._in_order_of_backward(), module, self._find_problem, self._zero_grads, self.checks)
         )
         self._grad_hooks = self._own_gradients()
         self._waits = ForwardWaits(module, self.param_to_bucket_group)
@@ -362,7 +363,7 @@ class DistributedDataParallel(ModelWrapper):
         chunk = self.launch_order.num_chunks
         parts = partition_buckets(buffers, force_single_bucket_group=force_single)
         return [
-            _ParamAndGradBucketGroup(buckets, name=f"chunk {chunk} {kind} {index}", checks=self._checks)
+            _ParamAndGradBucketGroup(buckets, name=f"chunk {chunk} {kind} {index}", checks=self.checks)
             for index, buckets in enumerate(parts)
         ]
 

@@ -5,6 +5,7 @@ Measured on the device without waiting for it; raises nothing itself, since all 
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,14 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 _LARGE_FACTOR, _LARGE_AFTER_STEPS = 10.0, 5
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """On the device: of each bucket [1 or 2, parameters], fp64, with their names; by name, of sums so far [], bool."""
+
+    by_bucket: list[tuple[list[str], torch.Tensor]]
+    finite_so_far: dict[str, list[torch.Tensor]]
 
 
 class GradChecks:
@@ -54,6 +63,16 @@ class GradChecks:
     def measure_sum(self, name: str, total: torch.Tensor) -> None:
         """Notes whether the sum of a parameter's gradients is finite so far: any shape, floating point."""
         self._finite_so_far.setdefault(name, []).append(total.isfinite().all())
+
+    def taken(self) -> "Measured":
+        """What was measured since the last iteration, which is forgotten: of passes that a CUDA graph captures."""
+        measured = Measured(list(self._measured), dict(self._finite_so_far))
+        self.forget()
+        return measured
+
+    def measured_again(self, measured: "Measured") -> None:
+        """Says that a CUDA graph has measured anew what `taken` returned."""
+        self._measured, self._finite_so_far = list(measured.by_bucket), dict(measured.finite_so_far)
 
     def forget(self) -> None:
         """Drops what was measured."""

@@ -9,10 +9,8 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +19,8 @@ from torch.profiler import record_function
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.bucket_group import GradState, ParamState, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
-from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.chunk_sync import ChunkSync
+from megatron.core.distributed.iteration_phase import Phase
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.replica_checks import raise_non_finite
@@ -33,34 +32,6 @@ from megatron.core.tensor_parallel.weight_grads import WeightGrad
 logger = logging.getLogger(__name__)
 
 _RESET = "reset_iteration() was called after an error"
-
-
-class Phase(Enum):
-    """Where an iteration is; it begins with zero_grad_buffer and ends with finish_grad_sync.
-
-    STEPPED: all ranks know that no rank has broken it off, and update. CLOSED: the wrappers were taken off.
-    """
-
-    COLLECTING = "collecting"
-    FINISHED = "finished"
-    STEPPED = "stepped"
-    ABORTED = "aborted"
-    CLOSED = "closed"
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkSync:
-    """What a DistributedDataParallel puts under a launch order.
-
-    module: the chunk itself. find_problem: what has changed in it so that its buffers are wrong, in words, or None.
-    zero_grads: forgets its gradients.
-    """
-
-    groups: Sequence[_ParamAndGradBucketGroup]
-    module: nn.Module
-    find_problem: Callable[[], str | None]
-    zero_grads: Callable[[], None]
-    checks: GradChecks | None = None
 
 
 class LaunchOrder:
@@ -188,7 +159,9 @@ class LaunchOrder:
             return
         self._check_usable()
         problem = next((found for chunk in self._chunks if (found := chunk.find_problem())), None)
-        self._launch_rest()
+        is_replayed = self._phase is Phase.REPLAYED
+        if not is_replayed:
+            self._launch_rest()
         non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
         seen = self._sequence.seen({group.number for group in self._groups if not group.readiness.is_complete})
         decides = self._overlap and group_rank(self.stage_group) == 0
@@ -206,9 +179,10 @@ class LaunchOrder:
         if verdict.is_non_finite:
             self._abandon()
             raise_non_finite(non_finite, [self.stage_group, self._pp_group])
-        self._wait_for_reductions(verdict.late)
-        self._warn_of_unused()
-        self._learn(seen, is_reordered=verdict.is_reordered)
+        if not is_replayed:
+            self._wait_for_reductions(verdict.late)
+            self._warn_of_unused()
+            self._learn(seen, is_reordered=verdict.is_reordered)
         self._phase = Phase.FINISHED
         self.observers.end_iteration()
 
@@ -252,6 +226,47 @@ class LaunchOrder:
             self._break_off("release() was called")
         self._end_finished(is_reset=False)
         self._phase = Phase.CLOSED
+
+    # In a CUDA graph, whose capture ranks begin and end alike.
+
+    @contextmanager
+    def captured_iteration(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> Iterator[None]:
+        """Around passes that a graph captures: their gathers and reductions start and end in it, in a frozen order.
+
+        gathered: groups whose gathers belong to it, as forward waits for them. What ranks tell each other at the end
+        of an iteration is no part of it: `finish` follows each replay. Observers see nothing. Raises RuntimeError for
+        a gradient that comes when its bucket is on its way. In the end an iteration begins: nothing has run yet.
+        """
+        self.freeze()
+        observers, self.observers = self.observers, Observers()
+        for group in self._groups:
+            # Of a gather before the capture, which the main stream has waited for: a graph cannot wait for it.
+            group.arrival.forget()
+        for group in gathered:
+            group.param_state = ParamState.STALE
+        try:
+            yield
+            self._launch_rest()
+            late = self._late_here()
+            if any(late):
+                names = [group.name for group in self._groups if group.is_late]
+                raise RuntimeError(f"gradients of {', '.join(names)} came after they were sent: no graph can repeat it")
+            self._wait_for_reductions(late)
+        finally:
+            self.observers = observers
+            self._sequence.start()
+            self._launched.clear()
+            for group in self._groups:
+                group.drop_captured()
+
+    def note_replayed(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
+        """Says that a graph has run a captured iteration; gathered: as when it was captured."""
+        self._check_usable()
+        for group in self._groups:
+            group.note_replayed()
+        for group in gathered:
+            group.param_state = ParamState.CURRENT
+        self._phase = Phase.REPLAYED
 
     # Parameters.
 

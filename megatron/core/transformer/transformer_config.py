@@ -18,6 +18,7 @@ from megatron.core.model_parallel_config import (
 from megatron.core.parallel_layout_config import check_multiple, validate_parallel_layout
 from megatron.core.pipeline_split import layers_per_part, validate_pipeline_split
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
+from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.moe_config import (
     MoEConfig,
@@ -44,7 +45,9 @@ from megatron.core.transformer.recompute_config import (
 
 
 @dataclass(kw_only=True)
-class TransformerConfig(ModelParallelConfig, AttentionConfig, MoEConfig, RecomputeConfig, OffloadConfig):
+class TransformerConfig(
+    ModelParallelConfig, AttentionConfig, MoEConfig, RecomputeConfig, OffloadConfig, CudaGraphConfig
+):
     """Everything a transformer block is built from.
 
     activation_func, gated_linear_unit: the feed-forward layers compute act(x W), or act(x W_gate) * (x W_up). An

@@ -24,6 +24,7 @@ from megatron.training.command_line.config_builder import (
 )
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flag_table import flags_of_class
+from megatron.training.command_line.graph_checks import check_graphs
 from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.registry import flag_table
 
@@ -51,6 +52,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_experts(args)
     check_schedule(args)
     check_logging(args)
+    check_graphs(args)
     derive_shapes(args)
     derive_run_state(args)
     # Last, because it needs the derived values; a wrong field stops the run before any process group exists.

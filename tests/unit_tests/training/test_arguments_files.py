@@ -107,6 +107,7 @@ def _printed(words: list[str], provider: Any = None) -> str:
 
 
 _PARSED_WORDS = {
+    "moe_paged_stash_buffer_bytes": ["512MB", "1000000"],
     "moe_layer_freq": ["2", "[0]+[1]*3"],
     "window_attn_skip_freq": ["2", "[0]+[1]*3"],
     "window_size": ["128,0", "(-1, 0)"],

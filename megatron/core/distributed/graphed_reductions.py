@@ -1,0 +1,57 @@
+"""GraphedReductions: the gathers and reductions of a stage's chunks as part of a step that a CUDA graph holds.
+
+What is launched when is launch_order.py's; what a participant is, graph_capture.py's.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron.core.distributed.bucket_group import ParamState
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.grad_checks import Measured
+
+
+class GraphedReductions:
+    """A GraphParticipant for wrapped chunks that share a launch order.
+
+    With overlap_param_gather the graph begins with stale shards: each replay gathers the parameters of the moment, also
+    where an evaluation in between has done so.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._chunks, self._order = list(chunks), chunks[0].launch_order
+        self._gathered = [
+            group
+            for chunk in chunks
+            if chunk.ddp_config.overlap_param_gather
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            if group.is_sharded
+        ]
+
+    def fingerprint(self) -> Hashable:
+        """See GraphParticipant: the order is frozen, and buckets are never cut anew."""
+        return None
+
+    def prepare(self) -> None:
+        """See GraphParticipant. Collective, where anything has been gathered since the last update, on all ranks alike:
+        the rest of it would pair with gathers of the graph.
+        """
+        if any(group.param_state is not ParamState.STALE for group in self._gathered):
+            self._order.finish_param_sync(self._gathered)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """See GraphParticipant."""
+        with self._order.captured_iteration(self._gathered):
+            yield
+
+    def captured(self) -> list[Measured | None]:
+        """See GraphParticipant: what was measured of gradients, of each chunk."""
+        return [None if chunk.checks is None else chunk.checks.taken() for chunk in self._chunks]
+
+    def replayed(self, account: list[Measured | None]) -> None:
+        """See GraphParticipant."""
+        self._order.note_replayed(self._gathered)
+        for chunk, measured in zip(self._chunks, account):
+            if chunk.checks is not None and measured is not None:
+                chunk.checks.measured_again(measured)

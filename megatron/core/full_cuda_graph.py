@@ -1,0 +1,171 @@
+"""FullCudaGraphWrapper: the passes of all microbatches of a step as one CUDA graph, captured once and replayed.
+
+Knows a callable that runs passes, static inputs and participants; no experts and no optimizer. See graph_capture.py.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+from torch.utils._pytree import tree_map
+
+from megatron.core.agreement import all_ranks_agree
+from megatron.core.device import CudaGraphs, default_device
+from megatron.core.graph_capture import (
+    Graph,
+    GraphDevice,
+    GraphParticipant,
+    StaticTree,
+    fingerprints,
+    signature,
+)
+
+
+class CaptureFailedError(RuntimeError):
+    """A step could not be captured on some rank; raised on all, with nothing executed of what was to be captured."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph, the memory that it reads and writes, and what each participant's account was after it."""
+
+    graph: Graph
+    inputs: StaticTree
+    reports: list[Any]
+    accounts: list[Any]
+
+
+class FullCudaGraphWrapper:
+    """Takes the place of the function that get_forward_backward_func returns, with the same keywords.
+
+    1. The first cuda_graph_warmup_steps training steps run as they do without it.
+    2. The next one is captured, for its number of microbatches and the shapes of its batches, and replayed at once.
+    3. Each later step with a known number of microbatches copies its batches into place and replays: its losses and
+       gradients have the bits of the eager passes. Another number runs eagerly once and is captured the time after, as
+       is a known one when what a participant's fingerprint names has changed. max_graphs are kept, the last used ones.
+    4. Passes with forward_only run eagerly, also between replays.
+
+    If a capture fails on any rank, all raise CaptureFailedError: the batches were read, and nothing was executed. From
+    then on this runs everything eagerly; `failure` says why.
+    device: None for the GPU of this process. participants: see GraphParticipant. Not run on a GPU yet.
+    """
+
+    def __init__(
+        self,
+        forward_backward_func: Callable[..., list[Any]],
+        cuda_graph_warmup_steps: int = 1,
+        *,
+        device: GraphDevice | None = None,
+        participants: Sequence[GraphParticipant] = (),
+        max_graphs: int = 4,
+    ) -> None:
+        for name, number in (("cuda_graph_warmup_steps", cuda_graph_warmup_steps), ("max_graphs", max_graphs)):
+            if number < 1:
+                raise ValueError(f"{name} is {number}: must be at least 1")
+        self.failure: str | None = None
+        self._run = forward_backward_func
+        self._device = device or CudaGraphs(default_device())
+        self._participants = list(participants)
+        self._max_graphs = max_graphs
+        self._steps_to_warm_up = cuda_graph_warmup_steps
+        self._warm: set[Hashable] = set()
+        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._given: Hashable = None  # what participants took for given in the last step
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are kept."""
+        return len(self._graphs)
+
+    def __call__(self, *, data_iterator: Any, forward_only: bool = False, **keywords: Any) -> list[Any]:
+        """Runs the passes; returns what the losses of the last stage report, in memory of the caller's own.
+
+        data_iterator: an iterator or None, or a list with one a chunk. Collective where the passes are. Raises
+        CaptureFailedError.
+        """
+        if forward_only or self.failure is not None:
+            return self._run(data_iterator=data_iterator, forward_only=forward_only, **keywords)
+        self._drop_stale()
+        batches = _read(data_iterator, keywords["num_microbatches"])
+        key = (keywords["num_microbatches"], signature(batches))
+        if key not in self._graphs and self._must_warm_up(key):
+            with self._device.warming_up():
+                return self._run_eagerly(batches, keywords)
+        for participant in self._participants:
+            participant.prepare()
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(batches, keywords)
+            while len(self._graphs) > self._max_graphs:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return self._replay(self._graphs[key], batches)
+
+    def drop_graphs(self) -> None:
+        """Lets go of all graphs and their memory; later steps are captured anew."""
+        self._graphs.clear()
+        self._warm.clear()
+
+    def _drop_stale(self) -> None:
+        given = fingerprints(self._participants)
+        if self._warm and self._given != given:
+            self.drop_graphs()
+        self._given = given
+
+    def _must_warm_up(self, key: Hashable) -> bool:
+        """Whether a step is still to run eagerly before one like it is captured; counts it."""
+        if self._steps_to_warm_up == 0 and key in self._warm:
+            return False
+        # Of a number of microbatches, or sizes, that are new: one step, in which kernels are built and tables grow.
+        self._steps_to_warm_up = max(0, self._steps_to_warm_up - 1)
+        self._warm.add(key)
+        return True
+
+    @record_function("FullCudaGraphWrapper.capture")
+    def _capture(self, batches: list[Any], keywords: dict[str, Any]) -> _Captured:
+        inputs = StaticTree(batches, default_device())
+        inputs.fill(batches)
+        try:
+            with all_ranks_agree():
+                with self._device.capturing() as graph, ExitStack() as stack:
+                    for participant in self._participants:
+                        stack.enter_context(participant.capturing())
+                    reports = self._run_eagerly(inputs.values, keywords)
+        except (ValueError, OSError, RuntimeError) as error:
+            self.failure = _first_cause(error)
+            self.drop_graphs()
+            raise CaptureFailedError(self.failure) from error
+        return _Captured(graph, inputs, reports, [participant.captured() for participant in self._participants])
+
+    def _run_eagerly(self, batches: Any, keywords: dict[str, Any]) -> list[Any]:
+        chunks = [None if of_chunk is None else iter(of_chunk) for of_chunk in batches]
+        return self._run(data_iterator=chunks, forward_only=False, **keywords)
+
+    @record_function("FullCudaGraphWrapper.replay")
+    def _replay(self, captured: _Captured, batches: list[Any]) -> list[Any]:
+        captured.inputs.fill(batches)
+        captured.graph.replay()
+        for participant, account in zip(self._participants, captured.accounts):
+            participant.replayed(account)
+        # The next replay overwrites them.
+        return [tree_map(_own, report) for report in captured.reports]
+
+
+def _read(data_iterator: Any, num_microbatches: int) -> list[Any]:
+    """The step's batches of each chunk, None for those that read nothing."""
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    return [None if one is None else [next(one) for _ in range(num_microbatches)] for one in iterators]
+
+
+def _first_cause(error: BaseException) -> str:
+    """One line. Ending a capture that an error broke raises another one, which says nothing of the first."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,101 @@
+"""What capture of a device's work needs to know of the device, of those who take part, and of the memory that stays.
+
+Which work is captured is full_cuda_graph.py's (a step's passes) and transformer/cuda_graphs.py's (single modules); what
+must not happen in it is graph_safety.py's.
+
+[Note: graphs] A graph repeats what was launched while it was captured: the same kernels on the same memory, with the
+numbers that the host gave them then. Nothing of it runs in Python again. So inputs are copied into memory that stays,
+numbers that change are read from the device, and whoever keeps account on the host of what passes did is told that
+they ran once more.
+"""
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class Graph(Protocol):
+    """Work that was captured; torch.cuda.CUDAGraph is one."""
+
+    def replay(self) -> None:
+        """Launches all of it, on the memory of the capture, behind what the current stream has; the host goes on."""
+        ...
+
+
+class GraphDevice(Protocol):
+    """What captures the work of a device. Its graphs share the memory that they free inside: one runs at a time."""
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Around work that runs as usual before it is captured: what libraries set up once, they set up in it."""
+        ...
+
+    def capturing(self) -> AbstractContextManager[Graph]:
+        """Inside nothing runs: it becomes part of the graph. Raises RuntimeError for what no graph can hold."""
+        ...
+
+
+class GraphParticipant(Protocol):
+    """Who keeps account on the host of what captured passes do; see [Note: graphs]."""
+
+    def fingerprint(self) -> Hashable:
+        """What a capture takes for given: a graph is of no use once this has changed. The same on all ranks."""
+        ...
+
+    def prepare(self) -> None:
+        """Before each capture and replay, outside of it: what is under way ends."""
+        ...
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around the passes, as part of the graph: before its end all other streams have to be waited for."""
+        ...
+
+    def captured(self) -> Any:
+        """The account after a capture, which `replayed` is given each time."""
+        ...
+
+    def replayed(self, account: Any) -> None:
+        """The graph has run: from now on the account is what it was after the capture."""
+        ...
+
+
+class StaticTree:
+    """Device memory that stays, for values of one structure: tensors in dicts, lists and tuples.
+
+    What is no tensor must be equal whenever the memory is filled, as it is part of the graph.
+    """
+
+    def __init__(self, values: Any, device: torch.device) -> None:
+        leaves, self._structure = tree_flatten(values)
+        self._leaves = [
+            torch.empty_like(leaf, device=device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+
+    @property
+    def values(self) -> Any:
+        """The tensors that stay, in dicts, lists and tuples of the caller's own."""
+        return tree_unflatten(self._leaves, self._structure)
+
+    def fill(self, values: Any) -> None:
+        """Copies values in, behind what reads the last ones; of page-locked tensors without waiting for the device.
+
+        They must have the shapes, dtypes and other values that this was made for: see `signature`.
+        """
+        for own, new in zip(self._leaves, tree_flatten(values)[0], strict=True):
+            if isinstance(own, torch.Tensor):
+                own.copy_(new, non_blocking=True)
+
+
+def signature(values: Any) -> Hashable:
+    """What values of one StaticTree have in common: structure, shapes and dtypes of tensors, and all other values."""
+    leaves, structure = tree_flatten(values)
+    return str(structure), tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    )
+
+
+def fingerprints(participants: Sequence[GraphParticipant]) -> Hashable:
+    """What all of them take for given."""
+    return tuple(participant.fingerprint() for participant in participants)

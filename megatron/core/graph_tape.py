@@ -1,0 +1,182 @@
+"""TapeGraphs: what CUDA graphs do to a program, done on the CPU, so that a replay can be compared with eager passes.
+
+For tests and tools/check_capture.py: it makes nothing faster. Knows operators and memory; what may not be captured at
+all is graph_safety.py's, of which the reads of the device are refused here too.
+
+[Note: tape] A capture writes down each operator that PyTorch dispatches, with its arguments. As with a GPU, the capture
+itself leaves no trace: memory and random numbers are what they were before, and memory that was made inside holds
+garbage (NaN) until the first replay. A replay runs the operators again on the very same memory; nothing of Python runs.
+So a value that Python carried from one pass to the next, a number that the host baked in, or an account that nobody
+keeps shows up as another loss.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from megatron.core.device import rng_state_bytes, set_rng_state_bytes
+
+_CPU = torch.device("cpu")
+# Operators that only make memory: a replay finds there what was left.
+_MAKE_MEMORY = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+)
+# Whose partner may come later: with what is launched after them.
+_SENDS = frozenset({torch.ops.c10d.send.default, torch.ops.c10d.recv_.default})
+_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """An operator as it was called, and what of its results is memory of its own: (position, tensor)."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    storages: frozenset[int]
+    made: list[tuple[int, Tensor]]
+
+
+class Tape:
+    """A captured part of a program; see Graph."""
+
+    def __init__(self) -> None:
+        self._launches: list[_Launch] = []
+        # Collectives of which nobody has needed the result yet, and the storages that they work on.
+        self._under_way: list[tuple[Any, frozenset[int]]] = []
+
+    @property
+    def num_operators(self) -> int:
+        """How many operators a replay runs."""
+        return len(self._launches)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Runs all operators again, on the same memory."""
+        for launch in self._launches:
+            if launch.operator not in _SENDS:
+                self._wait_for(launch.storages)
+            results = tree_leaves(launch.operator(*launch.args, **launch.kwargs))
+            for place, tensor in launch.made:
+                tensor.copy_(results[place])
+            if launch.operator.namespace == "c10d":
+                self._under_way.append((results[-1], launch.storages))
+        self._wait_for(None)
+
+    def add(self, launch: "_Launch") -> None:
+        """Another operator."""
+        self._launches.append(launch)
+
+    def _wait_for(self, storages: frozenset[int] | None) -> None:
+        """For collectives that work on any of these; None: for all."""
+        left = []
+        for work, used in self._under_way:
+            if storages is None or used & storages:
+                work.wait()
+            else:
+                left.append((work, used))
+        self._under_way = left
+
+
+class TapeGraphs:
+    """A GraphDevice for the CPU; see [Note: tape]. Random numbers are those of torch's default generator alone."""
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """See GraphDevice: nothing is kept by stream here."""
+        yield
+
+    @contextmanager
+    def capturing(self) -> Iterator[Tape]:
+        """See GraphDevice. Raises RuntimeError for operators whose result the host would have to read."""
+        tape, drawn = Tape(), rng_state_bytes(_CPU)
+        recorder = _Recorder(tape)
+        try:
+            # Some of gloo's collectives copy their result within `wait`, which a replay's own `wait` does too.
+            with patch.object(dist.Work, "wait", _unrecorded(dist.Work.wait)), recorder:
+                yield tape
+        finally:
+            recorder.undo()
+            set_rng_state_bytes(drawn, _CPU)
+        recorder.spoil()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # bytes of older storages that were written to, and a copy
+        self._made: dict[int, tuple[Tensor, int]] = {}  # storages made here, as bytes, and how many these were
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _READS & set(func.tags):
+            raise RuntimeError(f"{func} reads the device, or has a shape that depends on values: no graph can hold it")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        launch = _Launch(func, args, kwargs, frozenset(map(_key, tensors)), [])
+        # Collectives do not say what they write to.
+        for tensor in tensors if func.namespace == "c10d" else _written(func, args, kwargs=kwargs):
+            self._keep(tensor)
+        results = func(*args, **kwargs)
+        for place, leaf in enumerate(tree_leaves(results)):
+            if isinstance(leaf, Tensor) and _key(leaf) not in launch.storages:
+                # Another tensor than the caller's, which may come to stand for other memory.
+                launch.made.append((place, leaf.detach()))
+                self._made[_key(leaf)] = (_bytes(leaf), leaf.untyped_storage().nbytes())
+        if func._schema.name in _MAKE_MEMORY:
+            launch.made.clear()
+        self._tape.add(launch)
+        return results
+
+    def undo(self) -> None:
+        """Gives memory from before the capture what it held then."""
+        for current, before in self._before.values():
+            current.copy_(before)
+
+    def spoil(self) -> None:
+        """Fills memory that was made inside with NaN; what was freed for good gets memory again."""
+        for data, num_bytes in self._made.values():
+            if data.untyped_storage().nbytes() < num_bytes:
+                data.untyped_storage().resize_(num_bytes)
+            data.fill_(0xFF)
+
+    def _keep(self, tensor: Tensor) -> None:
+        if _key(tensor) not in self._made and _key(tensor) not in self._before:
+            data = _bytes(tensor)
+            self._before[_key(tensor)] = (data, data.clone())
+
+
+def _unrecorded(wait: Callable[..., bool]) -> Callable[..., bool]:
+    def wait_unrecorded(work: dist.Work, *timeout: Any) -> bool:
+        with _disable_current_modes():
+            return wait(work, *timeout)
+
+    return wait_unrecorded
+
+
+def _key(tensor: Tensor) -> int:
+    # Tensors on the tape keep the storages alive, so that no two have one number.
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's storage: [N], uint8, a view."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _written(func: Any, args: tuple[Any, ...], *, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator says it writes to."""
+    found: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name) if argument.name in kwargs else (*args, *[None] * 64)[position]
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found

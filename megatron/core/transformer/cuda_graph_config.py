@@ -1,0 +1,32 @@
+"""Which parts of a step run as CUDA graphs, and which combinations make no sense; the graphs are in cuda_graphs.py."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "experts")
+
+
+@dataclass(kw_only=True)
+class CudaGraphConfig:
+    """What is captured once and launched as a whole from then on."""
+
+    cli_group: ClassVar[str] = "CUDA graphs"
+
+    cuda_graph_impl: str = config_field(
+        "none",
+        choices=("none", "local", "full_iteration"),
+        help="local: forward and backward of --cuda-graph-modules are graphs of their own, between eager parts; "
+        "full_iteration: all passes of a step are one graph.",
+    )
+    cuda_graph_modules: list[str] = config_field(
+        default_factory=list,
+        nargs="+",
+        choices=MODULES,
+        help="Parts of each layer that --cuda-graph-impl local captures; unset: attn, and mlp or moe.",
+    )
+    cuda_graph_warmup_steps: int = config_field(3, help="Training steps that run eagerly before a capture.", at_least=1)
+
+    def __post_init__(self) -> None:
+        validate_fields(self)

@@ -1,0 +1,73 @@
+"""Which flags contradict CUDA graphs; that there is a GPU is graphed_step.py's matter, as tools may do without."""
+
+import argparse
+from typing import Any
+
+from megatron.training.command_line.errors import CommandLineError
+
+
+def check_graphs(args: argparse.Namespace) -> None:
+    """Raises CommandLineError where a part of what would be captured reads the device, or changes from step to step."""
+    if args.cuda_graph_modules and args.cuda_graph_impl != "local":
+        raise CommandLineError(
+            f"--cuda-graph-modules is {' '.join(args.cuda_graph_modules)} and --cuda-graph-impl is "
+            f"{args.cuda_graph_impl}: modules are captured by local alone; set it, or leave the modules out"
+        )
+    if args.cuda_graph_impl == "none":
+        return
+    for name, is_set, why in _contradictions(args):
+        if is_set:
+            flag = f"--{name.replace('_', '-')}"
+            raise CommandLineError(f"{flag} is given and --cuda-graph-impl is {args.cuda_graph_impl}: {why}")
+
+
+def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """Of flags that one of the two kinds of graphs, or both, cannot have: name, whether it is set, and why not."""
+    draws = args.hidden_dropout > 0 or args.attention_dropout > 0 or args.moe_input_jitter_eps is not None
+    common: list[tuple[str, Any, str]] = [
+        (
+            "recompute_granularity",
+            args.recompute_granularity is not None and draws,
+            "what is computed again draws the numbers of dropout or jitter again, which a graph cannot; set "
+            "--hidden-dropout 0 and --attention-dropout 0 without --moe-input-jitter-eps, or compute nothing again",
+        ),
+        (
+            "cpu_offloading_num_layers",
+            args.cpu_offloading_num_layers,
+            "activations on the host get memory while a step runs; leave it out",
+        ),
+        (
+            "fine_grained_activation_offloading",
+            args.fine_grained_activation_offloading,
+            "activations on the host get memory while a step runs; leave it out, --moe-paged-stash can do what it does",
+        ),
+    ]
+    if args.cuda_graph_impl == "local":
+        return common
+    reads_counts = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
+    return [
+        *common,
+        (
+            "num_experts",
+            reads_counts and args.expert_model_parallel_size > 1,
+            "with --expert-model-parallel-size above 1 the host reads how many tokens each rank gets; give the "
+            "experts' buffers a fixed size by --moe-expert-rank-capacity-factor (2, say, with --moe-paged-stash)",
+        ),
+        (
+            "moe_flex_dispatcher_backend",
+            args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "deepep",
+            "deepep lets the host wait for the number of tokens; use symm_mem, or another --moe-token-dispatcher-type",
+        ),
+        (
+            "reset_attention_mask",
+            args.reset_attention_mask,
+            "borders of documents, and with them the shapes in attention, change from batch to batch; use "
+            "--cuda-graph-impl local with --cuda-graph-modules moe, which leaves attention eager",
+        ),
+        (
+            "record_routing",
+            args.record_routing,
+            "the host writes down each micro-batch; record without graphs",
+        ),
+        ("ddp_debug", args.ddp_debug, "the host looks at each gradient; debug without graphs"),
+    ]

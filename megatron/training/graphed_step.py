@@ -1,0 +1,77 @@
+"""What of a training step keeps account on the host while a CUDA graph runs its passes, and the graph of a run.
+
+What a participant is, is graph_capture.py's; how passes are captured, full_cuda_graph.py's.
+"""
+
+import argparse
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from megatron.core.device import CudaGraphs, default_device
+from megatron.core.distributed import DistributedDataParallel, GraphedReductions
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.graph_capture import GraphDevice, GraphParticipant
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.timers import Timers
+from megatron.training.deferred_finalizer import DeferredFinalizer
+
+
+def build_step_graph(
+    args: argparse.Namespace,
+    model: Sequence[nn.Module],
+    *,
+    device: GraphDevice | None,
+    finalize: DeferredFinalizer,
+    timers: Timers,
+) -> FullCudaGraphWrapper | None:
+    """The graph of a run's training steps; None unless the flags ask for one."""
+    if device is None or args.cuda_graph_impl != "full_iteration":
+        return None
+    chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    participants: list[GraphParticipant] = [PassesOfStep(finalize, timers), GraphedReductions(chunks)]
+    return FullCudaGraphWrapper(
+        get_forward_backward_func(), args.cuda_graph_warmup_steps, device=device, participants=participants
+    )
+
+
+def graph_device() -> GraphDevice:
+    """What captures on this process's GPU, with the model's streams of random numbers; ValueError without a GPU."""
+    if default_device().type != "cuda":
+        raise ValueError(
+            "--cuda-graph-impl is given: CUDA graphs need a GPU, and this process has none. Leave it out, or set it to "
+            "none, to train here with the same results; tools/check_capture.py with these flags says here whether a "
+            "GPU could capture them"
+        )
+    return CudaGraphs(default_device(), generators=get_cuda_rng_tracker().generators)
+
+
+class PassesOfStep:
+    """A GraphParticipant for what the schedule hands over to the loop, and for timers, which no graph can hold."""
+
+    def __init__(self, finalize: DeferredFinalizer, timers: Timers) -> None:
+        self._finalize, self._timers = finalize, timers
+
+    def fingerprint(self) -> Hashable:
+        """See GraphParticipant."""
+        return None
+
+    def prepare(self) -> None:
+        """See GraphParticipant."""
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """See GraphParticipant."""
+        with self._timers.paused():
+            yield
+
+    def captured(self) -> tuple[Any, ...]:
+        """See GraphParticipant: what finalizes gradients after the step, tensors of the graph among it."""
+        return self._finalize.handed_over
+
+    def replayed(self, account: tuple[Any, ...]) -> None:
+        """See GraphParticipant."""
+        self._finalize.replayed(account)
