@@ -40,6 +40,11 @@ class LayerRecompute:
     segment: int | None = None
     modules: frozenset[str] = frozenset()
 
+    @property
+    def has_router(self) -> bool:
+        """Whether the router of the layer's experts runs again."""
+        return self.segment is not None or "moe" in self.modules
+
 
 def plan_recompute(config: RecomputeConfig, has_experts: Sequence[bool]) -> list[LayerRecompute]:
     """One entry a layer, in order; has_experts: for each layer, whether it is a mixture of experts."""

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.recompute import plan_recompute
 from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -261,9 +262,11 @@ class GPTModel(MegatronModule):
             dtype=torch.promote_types(self.config.params_dtype, torch.float32),
             groups=groups,
         )
-        for number, layer in enumerate(self.decoder.layers, start=self.decoder.layers.offset + 1):
+        layers = self.decoder.layers
+        plan = plan_recompute(self.config, [isinstance(layer.mlp, MoELayer) for layer in layers])
+        for number, (layer, again) in enumerate(zip(layers, plan), start=layers.offset + 1):
             if isinstance(layer.mlp, MoELayer):
-                layer.mlp.router.report_to(self.aux_losses, layer_number=number)
+                layer.mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=again.has_router)
 
     def _initialize(self) -> None:
         with torch.no_grad():

@@ -159,18 +159,20 @@ class AuxLossRecorder(Recorder, nn.Module):
         self._forget_passes()
         return passes
 
-    def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int) -> Tensor:
+    def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int, runs_again: bool = True) -> Tensor:
         """The mean of `tokens_per_expert`, [E], int64, over the micro-batches of all ranks so far. Collective.
 
         Returns [E], fp64; when a layer runs again in backward, what its first forward had: by then later microbatches
-        of a pipeline have been counted. layer_number: from 1.
+        of a pipeline have been counted. layer_number: from 1. runs_again: False where none does, and nothing is kept.
         """
         layer, averages = layer_number - 1, self._averages[layer_number]
         if self._recording:
             self.global_tokens_per_expert[layer] += summed_counts(tokens_per_expert, self.groups.tp_dp_cp)
             self.num_microbatches[layer] += group_size(self.groups.tp_dp_cp) // group_size(self.groups.tp_cp)
-            averages.append(self.global_tokens_per_expert[layer].double() / self.num_microbatches[layer])
-            return averages[-1]
+            average = self.global_tokens_per_expert[layer].double() / self.num_microbatches[layer]
+            if runs_again:
+                averages.append(average)
+            return average
         # Microbatches go through backward in the order in which they went through forward.
         return averages.popleft()
 

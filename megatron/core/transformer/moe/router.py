@@ -111,9 +111,12 @@ class TopKRouter(Router):
         )
         self.report_to(own, layer_number=layer_number)
 
-    def report_to(self, recorder: AuxLossRecorder, *, layer_number: int) -> None:
-        """Hands the losses and counts of this router to the model's recorder; layer_number: from 1."""
-        self.aux_losses, self.layer_number = recorder, layer_number
+    def report_to(self, recorder: AuxLossRecorder, *, layer_number: int, runs_again: bool = True) -> None:
+        """Hands the losses and counts of this router to the model's recorder; layer_number: from 1.
+
+        runs_again: whether the router may have a second forward, for its backward.
+        """
+        self.aux_losses, self.layer_number, self.runs_again = recorder, layer_number, runs_again
         if self.expert_bias is not None:
             recorder.update_bias_with(self.update_expert_bias, layer_number=layer_number)
 
@@ -160,7 +163,9 @@ class TopKRouter(Router):
         return weights
 
     def _average_counts(self, tokens_per_expert: Tensor) -> Tensor:
-        return self.aux_losses.average_counts(tokens_per_expert, layer_number=self.layer_number)
+        return self.aux_losses.average_counts(
+            tokens_per_expert, layer_number=self.layer_number, runs_again=self.runs_again
+        )
 
     def _add_loss(self, activation: Tensor, loss: Tensor, *, name: str, coeff: float) -> Tensor:
         """activation: [T, E] or [T, K], float; loss: [], this rank's share. Returns the same, with an edge to it."""
