@@ -287,6 +287,9 @@ PYTHON_CALLS: dict[str, Reason] = {
 # The last parts of their names.
 PYTHON_NAMES = frozenset(name.rsplit(".", 1)[1] for name in PYTHON_CALLS)
 
+# Functions that touch a generator's state on the CPU alone; on a GPU they use objects that graphs know.
+GRAPH_SAFE_STATES = frozenset({"megatron.core.device.RandomStream.drawn"})
+
 
 def reason_against_method(owner: Any, name: str) -> Reason | None:
     """Of a method or function in C that torch's modes do not see."""

@@ -14,9 +14,9 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.graph_refusals import (
     BAKED,
     GENERATOR,
+    GENERATOR_STATE,
+    GRAPH_SAFE_STATES,
     OUTLIVES,
     PYTHON_CALLS,
     PYTHON_NAMES,
@@ -75,19 +77,34 @@ class CaptureError(RuntimeError):
         self.operation, self.why, self.line, self.instead = operation, why, line, instead
 
 
-@dataclass
 class Region:
     """What is watched. refusals: what was found so far, each operation of a line once; one alone unless collected."""
 
-    refusals: list[CaptureError] = field(default_factory=list)
-    _planned: set[int] = field(default_factory=set)
+    def __init__(self, memory: "_Memory") -> None:
+        self.refusals: list[CaptureError] = []
+        self._memory = memory
 
     def keep(self, *tensors: Tensor) -> None:
         """Plans that these live on, any shape and dtype: outputs that are read after a replay, memory of an owner.
 
         A replay overwrites them in place.
         """
-        self._planned |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._memory.planned |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def check_memory(self) -> None:
+        """Adds what somebody holds unplanned to the refusals. After the region; who collects calls it himself, once
+        what the region hands over has been used.
+        """
+        if self._memory.left_over():
+            # Cycles of Python objects hold nothing on purpose.
+            gc.collect()
+        for operation, line in self._memory.left_over():
+            self.add(CaptureError(f"the memory of {operation}", OUTLIVES.why, line=line, instead=OUTLIVES.instead))
+
+    def add(self, error: CaptureError) -> None:
+        """Another refusal, unless the same operation of the line is there."""
+        if all((one.operation, one.line) != (error.operation, error.line) for one in self.refusals):
+            self.refusals.append(error)
 
 
 @contextmanager
@@ -105,19 +122,27 @@ def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Re
     Memory made inside that somebody still holds at the end, unless Region.keep plans it: replays overwrite it.
     Memory from before that is resized inside: replays use the old address.
     """
-    with _watched(_Watch(generators, Region(), stops=True)) as region:
-        yield region
+    watch = _Watch(generators, stops=True)
+    with _watched(watch):
+        yield watch.region
+    watch.region.check_memory()
+    if watch.region.refusals:
+        # Or one that somebody caught inside.
+        raise watch.region.refusals[0]
 
 
 @contextmanager
 def collect_refusals(generators: Sequence[torch.Generator] = ()) -> Iterator[Region]:
-    """As assert_capturable, but goes on, and leaves all that it would refuse in Region.refusals."""
-    with _watched(_Watch(generators, Region(), stops=False)) as region:
-        yield region
+    """As assert_capturable, but goes on, and leaves all that it would refuse in Region.refusals; memory that lives on
+    only when Region.check_memory is called.
+    """
+    watch = _Watch(generators, stops=False)
+    with _watched(watch):
+        yield watch.region
 
 
 @contextmanager
-def _watched(watch: "_Watch") -> Iterator[Region]:
+def _watched(watch: "_Watch") -> Iterator[None]:
     functions = _Functions(watch)
     with ExitStack() as stack:
         stack.enter_context(_on_in_backward(functions))
@@ -125,8 +150,7 @@ def _watched(watch: "_Watch") -> Iterator[Region]:
         stack.enter_context(functions)
         stack.callback(sys.setprofile, sys.getprofile())
         sys.setprofile(_Calls(watch))
-        yield watch.region
-    watch.finish()
+        yield
 
 
 @contextmanager
@@ -145,73 +169,62 @@ def _on_in_backward(functions: TorchFunctionMode) -> Iterator[None]:
         torch.autograd._engine_run_backward = run_backward
 
 
-class _Watch:
-    """What the modes share: what was refused, and which memory is whose."""
+class _Memory:
+    """Storages by address, weakly held: of those that are, no other one gets the address."""
 
-    def __init__(self, generators: Sequence[torch.Generator], region: Region, *, stops: bool) -> None:
-        self.region = region
+    def __init__(self) -> None:
+        self.planned: set[int] = set()
+        self._older: dict[int, tuple[StorageWeakRef, int]] = {}  # from before the region, with their sizes
+        self._made: dict[int, tuple[StorageWeakRef, str, SourceLine]] = {}
+
+    def is_made(self, storage: torch.UntypedStorage) -> bool:
+        """Whether an operator of the region has made it."""
+        return storage._cdata in self._made
+
+    def meet(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Arguments: what nobody has seen being made is from before the region."""
+        for storage in storages:
+            if storage._cdata not in self._made and storage._cdata not in self._older:
+                self._older[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def make(self, operation: str, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Results: what nobody has seen before was made by that operator."""
+        for storage in storages:
+            if storage._cdata not in self._made and storage._cdata not in self._older:
+                self._made[storage._cdata] = StorageWeakRef(storage), operation, user_line()
+
+    def is_resized(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is from before the region, and had another size then."""
+        _, num_bytes = self._older.get(storage._cdata, (None, storage.nbytes()))
+        return num_bytes != storage.nbytes()
+
+    def left_over(self) -> list[tuple[str, SourceLine]]:
+        """The operators that made what is still held unplanned, and their lines."""
+        made = ((number, *one) for number, one in self._made.items() if number not in self.planned)
+        return [(operation, line) for _, storage, operation, line in made if not storage.expired()]
+
+
+class _Watch:
+    """What the modes share: the region, and what they let through at the moment."""
+
+    def __init__(self, generators: Sequence[torch.Generator], *, stops: bool) -> None:
+        self.memory = _Memory()
+        self.region = Region(self.memory)
         # By address: an operator is given another object of Python's for the same generator.
         self.generators = {one._cdata for one in (torch.default_generator, *generators)}  # type: ignore[attr-defined]
         # Inside an operator, and inside what was refused; reads of the CPU alone; x[mask] = number.
         self.is_quiet = self.in_check = self.in_masked_fill = False
-        self.host_devices: list[torch.device] = []
+        self.host_devices: list[tuple[torch.device, SourceLine]] = []
         self._stops = stops
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}  # from before the region, with their sizes
-        self._made: dict[int, tuple[StorageWeakRef, str, SourceLine]] = {}
 
     def refuse(self, operation: str, reason: Reason, *, line: SourceLine | None = None) -> None:
         """Raises, or notes and goes on."""
         if self.is_quiet:
             return
         error = CaptureError(operation, reason.why, line=line or user_line(), instead=reason.instead)
-        if all((one.operation, one.line) != (operation, error.line) for one in self.region.refusals):
-            self.region.refusals.append(error)
+        self.region.add(error)
         if self._stops:
             raise error
-
-    def finish(self) -> None:
-        """After the region: what is left over of it. Raises what somebody caught inside, too."""
-        if self._stops and self.region.refusals:
-            raise self.region.refusals[0]
-        if self._left_over():
-            # Cycles of Python objects hold nothing on purpose.
-            gc.collect()
-        for operation, line in self._left_over():
-            self.refuse(f"the memory of {operation}", OUTLIVES, line=line)
-
-    def _left_over(self) -> list[tuple[str, SourceLine]]:
-        return [
-            (operation, line)
-            for number, (storage, operation, line) in self._made.items()
-            if number not in self.region._planned and not storage.expired()
-        ]
-
-    def meets(self, tensors: Sequence[Tensor], storages: Sequence[torch.UntypedStorage]) -> None:
-        """Arguments of an operator: memory that nobody has seen being made is from before the region."""
-        for storage in (*(tensor.untyped_storage() for tensor in tensors), *storages):
-            if storage._cdata not in self._made and storage._cdata not in self._known:
-                self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-
-    def made(self, operation: str, results: Sequence[Tensor]) -> None:
-        """Results of an operator: memory that nobody has seen before was made by it."""
-        for tensor in results:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._made and storage._cdata not in self._known:
-                self._made[storage._cdata] = StorageWeakRef(storage), operation, user_line()
-
-    def check_sizes(self, operation: str, tensors: Sequence[Tensor]) -> None:
-        """After an operator that writes to these."""
-        for storage in (tensor.untyped_storage() for tensor in tensors):
-            known = self._known.get(storage._cdata)
-            if known is not None and known[1] != storage.nbytes():
-                self.refuse(operation, RESIZED)
-
-    def is_from_before(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._known
-
-    def refuse_resize(self, storage: torch.UntypedStorage, *, frame: FrameType) -> None:
-        if storage._cdata not in self._made:
-            self.refuse("torch.UntypedStorage.resize_", RESIZED, line=user_line(frame))
 
 
 class _Calls:
@@ -230,11 +243,15 @@ class _Calls:
         elif event == "c_call":
             owner, name = arg.__self__, arg.__name__
             reason = reason_against_method(owner, name)
+            if reason is GENERATOR_STATE and _caller(frame) in GRAPH_SAFE_STATES:
+                return
             if reason is not None:
                 operation = f"{type(owner).__module__}.{type(owner).__name__}.{name}"
                 self._watch.refuse(operation, reason, line=user_line(frame))
-            elif name == "resize_" and isinstance(owner, torch.UntypedStorage):
-                self._watch.refuse_resize(owner, frame=frame)
+            elif (
+                name == "resize_" and isinstance(owner, torch.UntypedStorage) and not self._watch.memory.is_made(owner)
+            ):
+                self._watch.refuse("torch.UntypedStorage.resize_", RESIZED, line=user_line(frame))
 
 
 class _Functions(TorchFunctionMode):
@@ -260,7 +277,7 @@ class _Functions(TorchFunctionMode):
         finally:
             watch.is_quiet, watch.in_check, watch.in_masked_fill = before
         if func is torch.device:
-            watch.host_devices += [result] if result.type == "cpu" else []
+            watch.host_devices.append((result, user_line()))
         given = {key: value for key, value in named.items() if key != "device" or not self._names_host((value,), {})}
         unplaced = reason_against_result(name, result, named=given)
         if unplaced is not None:
@@ -269,13 +286,12 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _names_host(self, args: Sequence[Any], named: dict[str, Any]) -> bool:
-        """Whether an argument is "cpu", or a device that the region itself made so; x.device may be any."""
+        """Whether an argument is "cpu", or torch.device("cpu") as written in this line; x.device may be any."""
         values = (*args, named.get("device"))
-        return any(
-            (isinstance(value, str) and value.split(":")[0] == "cpu")
-            or any(value is device for device in self._watch.host_devices)
-            for value in values
-        )
+        if any(isinstance(value, str) and value.split(":")[0] == "cpu" for value in values):
+            return True
+        lines = [line for value in values for device, line in self._watch.host_devices if value is device]
+        return any(line == user_line() for line in lines)
 
 
 class _Operators(TorchDispatchMode):
@@ -289,8 +305,8 @@ class _Operators(TorchDispatchMode):
         watch, named = self._watch, kwargs or {}
         with torch._C.DisableTorchFunction():
             given = _by_name(func, args, named=named)
-            tensors = tensors_in(given.values())
-            watch.meets(tensors, [value for value in given.values() if isinstance(value, torch.UntypedStorage)])
+            storages = [tensor.untyped_storage() for tensor in tensors_in(given.values())]
+            watch.memory.meet([*storages, *(one for one in given.values() if isinstance(one, torch.UntypedStorage))])
             reason = self._reason(func, given)
             if reason is not None:
                 watch.refuse(str(func), reason)
@@ -299,9 +315,9 @@ class _Operators(TorchDispatchMode):
                 result = func(*args, **named)
             finally:
                 watch.is_quiet = before
-            watch.made(str(func), tensors_in((result,)))
-            if func._schema.is_mutable:
-                watch.check_sizes(str(func), tensors)
+            watch.memory.make(str(func), (tensor.untyped_storage() for tensor in tensors_in((result,))))
+            if func._schema.is_mutable and any(watch.memory.is_resized(storage) for storage in storages):
+                watch.refuse(str(func), RESIZED)
         return result
 
     def _reason(self, func: Any, given: dict[str, Any]) -> Reason | None:
@@ -313,7 +329,7 @@ class _Operators(TorchDispatchMode):
             return None
         if reason is None and func.namespace == "aten" and is_elsewhere(given):
             on_host = (tensor for tensor in tensors_in(given.values()) if tensor.device.type == "cpu")
-            return BAKED if any(watch.is_from_before(number) for number in on_host) else None
+            return BAKED if not all(watch.memory.is_made(number.untyped_storage()) for number in on_host) else None
         return reason
 
 
@@ -326,7 +342,8 @@ def _by_name(func: Any, args: Sequence[Any], *, named: dict[str, Any]) -> dict[s
 def _note_forward_line(result: Any) -> None:
     """Leaves the line with autograd's node, for messages about its backward."""
     for tensor in tensors_in((result,)):
-        if tensor.grad_fn is not None:
+        # A view's node may have to be made anew, which fails for some that nobody asks for it.
+        if not tensor._is_view() and tensor.grad_fn is not None:
             # torch's stubs call it a method.
             metadata: Any = tensor.grad_fn.metadata
             metadata.setdefault(_FORWARD_LINE, user_line())
@@ -344,6 +361,13 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
         return SourceLine(here.f_code.co_filename, here.f_lineno)
     forward = node.metadata.get(_FORWARD_LINE) or SourceLine(here.f_code.co_filename, here.f_lineno)
     return SourceLine(forward.file, forward.number, f"the backward of {node.name()}")
+
+
+def _caller(frame: FrameType) -> str:
+    """Module and name of the innermost function that is neither torch's nor Python's own."""
+    while frame.f_back is not None and _is_not_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
 
 
 def _is_not_users(file: str) -> bool:

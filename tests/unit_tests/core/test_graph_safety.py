@@ -23,6 +23,7 @@ from megatron.core.graph_refusals import Reason
 from megatron.core.graph_safety import CaptureError, assert_capturable, collect_refusals
 
 Snippet = Callable[[Any], Any]
+STREAM = device.RandomStream(1, torch.device("cpu"))
 REASONS = {name: value for name, value in vars(graph_refusals).items() if isinstance(value, Reason)}
 
 
@@ -196,6 +197,7 @@ GOOD: list[Snippet] = [
     lambda t: F.dropout(t.x, 0.5),
     lambda t: torch.rand(4, device=t.x.device),
     lambda t: torch.rand(4, generator=t.known, device=t.x.device),
+    lambda t: drawn_from_a_stream(t.x),
     lambda t: torch.ops.graph_zoo.reads(t.x),
     lambda t: t.x.to(t.x.device, torch.float64).to(t.ints),
     lambda t: t.x.copy_(t.x + 1),
@@ -206,6 +208,11 @@ GOOD: list[Snippet] = [
     lambda t: dist.all_gather_into_tensor(torch.empty_like(t.x), t.x),
     lambda t: t.x.size(0) if t.x.shape[0] == t.x.dim() + 3 else len(t.x),
 ]
+
+
+def drawn_from_a_stream(x: torch.Tensor) -> torch.Tensor:
+    with STREAM.drawn():
+        return F.dropout(x, 0.5)
 
 
 def zoo_loss(t: Any) -> None:
@@ -370,6 +377,7 @@ def test_everything_is_collected_once_a_line_and_nothing_stops() -> None:
         for _ in range(2):
             t.held += [t.i.item(), t.x.tolist()]
         t.held.append(t.x + 1)
+    region.check_memory()
     assert [refusal.operation for refusal in region.refusals] == [
         "torch.Tensor.item",
         "torch.Tensor.tolist",

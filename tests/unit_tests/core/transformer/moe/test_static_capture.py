@@ -1,0 +1,44 @@
+"""Layers with experts in buffers of a fixed size can be part of a CUDA graph; those that count tokens cannot."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from megatron.core.graph_safety import CaptureError, assert_capturable
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, SEQ, VOCAB, small_config, small_model
+
+EXPERTS = {**LLAMA_LIKE, "num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.01}
+STATIC = {"moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 4.0}
+
+
+def checked_twice(model: torch.nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Once to warm up; gradients have memory from before."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    loss().backward()
+    with assert_capturable():
+        loss().backward()
+
+
+@pytest.mark.parametrize("is_fake", [False, True])
+def test_a_static_layer_and_its_model_are_capturable_on_real_and_on_fake_tensors(is_fake: bool) -> None:
+    # Torch knows the shapes of grouped products of fake tensors in bf16 alone.
+    dtype = {"params_dtype": torch.bfloat16, "perform_initialization": False}
+    with FakeTensorMode() if is_fake else nullcontext():
+        model = small_model(small_config(**EXPERTS, **STATIC, **dtype))
+        layer = model.decoder.layers[0].mlp
+        rows = torch.ones(SEQ, 2, 32, dtype=torch.bfloat16)
+        checked_twice(layer, lambda: layer(rows)[0].float().square().sum())
+        tokens = torch.zeros(2, SEQ, dtype=torch.int64)
+        checked_twice(model, lambda: model(tokens, tokens, None, labels=tokens).mean())
+
+
+def test_experts_that_run_one_by_one_are_refused_with_the_line_that_counts() -> None:
+    model = small_model(small_config(**EXPERTS))
+    tokens = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(1))
+    with pytest.raises(CaptureError, match=r"tolist at .*experts\.py"):
+        checked_twice(model, lambda: model(tokens, tokens, None, labels=tokens).mean())

@@ -1,0 +1,198 @@
+"""Says without a GPU whether the passes of a training step can be one CUDA graph: `python tools/check_capture.py` with
+the flags of pretrain_gpt.py. Exit status 0: they can; 1: the lines that break it are printed, all of them.
+
+Trains two steps on made-up tokens, and looks at the third as --cuda-graph-impl full_iteration would capture it; nothing
+is loaded or written. A layout needs its processes: start it with torchrun, as the training. What can be captured does
+not depend on sizes: where the model is too large for this machine append smaller ones, as the last of a flag counts.
+All runs on the CPU. Of code that chooses by device the CPU's choice is looked at, except in how experts' rows travel.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+import pretrain_gpt  # noqa: E402
+from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators  # noqa: E402
+from megatron.core.device import default_device  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.graph_safety import Region, collect_refusals  # noqa: E402
+from megatron.core.group_collectives import gather_objects  # noqa: E402
+from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+from megatron.core.parallel_state import get_process_groups  # noqa: E402
+from megatron.core.process_groups_config import group_rank, group_size  # noqa: E402
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
+from megatron.core.timers import Timers  # noqa: E402
+from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes  # noqa: E402
+from megatron.core.transformer.moe.static_parts import padded_parts  # noqa: E402
+from megatron.training.command_line.errors import CommandLineError  # noqa: E402
+from megatron.training.command_line.graph_checks import check_graphs  # noqa: E402
+from megatron.training.console import print_rank_0  # noqa: E402
+from megatron.training.errors import exit_on_user_error, message_for_other_ranks  # noqa: E402
+from megatron.training.expert_memory import build_expert_memory  # noqa: E402
+from megatron.training.failure_board import FailureBoard  # noqa: E402
+from megatron.training.global_vars import publish_timers, publish_tokenizer  # noqa: E402
+from megatron.training.initialize import initialize_megatron, leave_process_group, seed_ranks  # noqa: E402
+from megatron.training.setup import (  # noqa: E402
+    setup_batches,
+    setup_model_and_optimizer,
+    setup_steps,
+    setup_tokenizer,
+)
+from megatron.training.step_runner import StepRunner  # noqa: E402
+
+_WARMUP_STEPS, _ASKED = 2, "--cuda-graph-impl full_iteration"
+_GRAPH_FLAGS = ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-warmup-steps")
+_DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the verdict on the command line `argv`, or the process's own, and exits with its status."""
+    with exit_on_user_error():
+        breaks = breaks_of(sys.argv[1:] if argv is None else argv)
+    if not breaks:
+        print_rank_0(f"CAPTURABLE: the passes of a step can be one CUDA graph ({_ASKED})")
+        return
+    print_rank_0(f"NOT CAPTURABLE: the passes of a step cannot be one CUDA graph ({_ASKED})")
+    for number, one in enumerate(breaks, 1):
+        print_rank_0(f"{number}. {one}")
+    raise SystemExit(1)
+
+
+def breaks_of(argv: Sequence[str]) -> list[str]:
+    """What breaks a graph of the command line's passes, on any rank: flags, operations with their lines. Collective."""
+    with FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
+        args = initialize_megatron(argv=_without_graphs(argv), board=board)
+        refused = _refused(args)
+        steps, optimizer, graphs = _setup(args)
+        batches = _made_up_batches(args)
+        for number in range(1, _WARMUP_STEPS + 2):
+            _train_step(steps, optimizer, batches=batches, number=number)
+        every_rank = gather_objects(graphs.breaks(steps), dist.group.WORLD)
+    return list(dict.fromkeys(one for of_rank in [refused, *every_rank] for one in of_rank))
+
+
+@dataclass
+class LintedGraphs:
+    """A GraphDevice that captures nothing: the passes run, and are looked at."""
+
+    regions: list[Region] = field(default_factory=list)
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """See GraphDevice."""
+        yield
+
+    @contextmanager
+    def capturing(self) -> Iterator["LintedGraphs"]:
+        """See GraphDevice."""
+        with collect_refusals(get_cuda_rng_tracker().generators()) as region:
+            self.regions.append(region)
+            yield self
+
+    def replay(self) -> None:
+        """See Graph: what was to be captured has run already."""
+
+    def breaks(self, steps: StepRunner) -> list[str]:
+        """What was found in the last step, whose results have been used."""
+        assert steps.graph is not None and self.regions, "no step was looked at"
+        failure = steps.graph.failure
+        steps.graph.drop_graphs()
+        region = self.regions[-1]
+        region.check_memory()
+        return [str(one) for one in region.refusals] + ([] if failure is None else [f"the passes failed: {failure}"])
+
+
+def _without_graphs(argv: Sequence[str]) -> list[str]:
+    """The command line without the flags that are refused where there is no GPU, or with what is to be explained."""
+    kept, is_dropped = [], False
+    for word in argv:
+        if word.startswith("--"):
+            is_dropped = word.partition("=")[0] in _GRAPH_FLAGS
+        if not is_dropped:
+            kept.append(word)
+    return kept
+
+
+def _refused(args: argparse.Namespace) -> list[str]:
+    args.cuda_graph_impl, args.cuda_graph_warmup_steps = "full_iteration", _WARMUP_STEPS
+    try:
+        check_graphs(args)
+    except CommandLineError as error:
+        return [str(error)]
+    return []
+
+
+def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, LintedGraphs]:
+    """As pretrain does, without checkpoints, logs and data."""
+    publish_tokenizer(setup_tokenizer(args))
+    timers = Timers(0, "minmax", device=default_device())
+    publish_timers(timers)
+    batches = setup_batches(args)
+    model, optimizer, _ = setup_model_and_optimizer(
+        pretrain_gpt.model_provider, ModelType.encoder_or_decoder, args=args
+    )
+    groups, graphs = get_process_groups(), LintedGraphs()
+    memory = build_expert_memory(model, args, groups=groups)
+    steps = setup_steps(
+        args, model, forward_step_func=pretrain_gpt.forward_step, timers=timers, memory=memory, graphs=graphs
+    )
+    seed_ranks(args.seed, groups)
+    if memory is not None:
+        memory.prepare(LearnedSizes(), num_microbatches=batches.final_num_microbatches, pp_group=groups.pp)
+    _send_as_a_gpu_does(model)
+    return steps, optimizer, graphs
+
+
+def _send_as_a_gpu_does(model: Sequence[nn.Module]) -> None:
+    """Rows of a fixed number for each rank: on the CPU, where that is no wait, the host reads how many there are."""
+    for module in (module for chunk in model for module in chunk.modules()):
+        dispatcher = vars(module).get("token_dispatcher")
+        if isinstance(dispatcher, MoEStaticAlltoAllTokenDispatcher):
+            dispatcher.wire = replace(dispatcher.wire, layout=padded_parts)
+
+
+def _made_up_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
+    """The microbatches of a step of this rank, as data iterators give them."""
+    for name in _DATA:
+        vars(args)[name] = None
+    args.mock_data = True
+    groups, count = get_process_groups(), get_num_microbatches()
+    plan = BatchPlan(
+        micro_batch_size=args.micro_batch_size,
+        dp_rank=group_rank(groups.dp),
+        dp_size=group_size(groups.dp),
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    samples = count * plan.micro_batch_size * plan.dp_size
+    datasets = pretrain_gpt.train_valid_test_datasets_provider([samples, 0, 0])
+    iterator, _, _ = build_data_iterators(datasets, plan)
+    # Of stages that read nothing.
+    return [] if iterator is None else [next(iterator) for _ in range(count)]
+
+
+def _train_step(
+    steps: StepRunner, optimizer: MegatronOptimizer, *, batches: list[dict[str, torch.Tensor]], number: int
+) -> None:
+    optimizer.zero_grad()
+    iterator = iter(batches) if batches else None
+    count = get_num_microbatches()
+    steps.train_sync(iterator, num_microbatches=count, iteration=number, exit_reasons=list)
+    steps.finalize_model_grads.finish()
+    optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
