@@ -64,6 +64,12 @@ def clip_coefficient(max_norm: float, total_norm: float) -> float:
     return min(1.0, max_norm / (total_norm + _CLIP_EPS))
 
 
+def clip_coefficient_on_device(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
+    """clip_coefficient of a norm on its device, the same bits: [], fp64 -> [], fp64."""
+    # Of two tensors: a GPU divides a number by a tensor, and a tensor by a number, by way of a rounded reciprocal.
+    return (torch.full_like(total_norm, max_norm) / (total_norm + _CLIP_EPS)).clamp(max=1.0)
+
+
 def clip_grad_by_total_norm_fp32(
     parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float
 ) -> None:
@@ -92,7 +98,7 @@ def count_zeros_fp32(
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = (gradient_of(tensor) for tensor in tensors if owns_elements(tensor, tp_group))
-    return count_zeros((grad for grad in grads if grad is not None), [grad_stats_parallel_group])
+    return read_count_sync(total_zeros((grad for grad in grads if grad is not None), [grad_stats_parallel_group]))
 
 
 def owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bool:
@@ -101,17 +107,23 @@ def owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bo
     return not facts.shared and (facts.tensor_model_parallel or group_rank(tp_group) == 0)
 
 
-def count_zeros(grads: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]) -> float:
-    """Number of exact zeros in `grads`: any shapes, floating point, other elements on each rank of the groups, over
-    the ranks of the first, then over those of the next.
+def total_zeros(grads: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+    """Number of exact zeros in `grads`, left on the device: [], int64.
+
+    grads: any shapes, floating point, other elements on each rank of the groups, over the ranks of the first, then over
+    those of the next.
     """
-    # [] each, added up on the device so that it is read once.
     counts = [grad.numel() - torch.count_nonzero(grad) for grad in grads]
     total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=default_device())
     for group in groups:
         if group_size(group) > 1:
             dist.all_reduce(total, group=group)
-    return _read_count_sync(total)
+    return total
+
+
+def read_count_sync(total: torch.Tensor) -> float:
+    """A count, [], int64, as a number. NOTE: reads the device, where zeros are counted."""
+    return float(total.item())
 
 
 def _local_norm(grads: list[torch.Tensor], norm_type: float, *, accumulate_in: torch.dtype) -> torch.Tensor:
@@ -139,8 +151,3 @@ def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.Proce
     norms = [torch.empty_like(local) for _ in range(group_size(group))]
     dist.all_gather(norms, local, group=group)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-def _read_count_sync(total: torch.Tensor) -> float:
-    """NOTE: reads the device, where zeros are counted."""
-    return float(total.item())

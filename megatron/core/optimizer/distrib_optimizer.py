@@ -15,7 +15,7 @@ from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
-from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.optimizer.update_rules import GradScale, UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -76,28 +76,42 @@ class DistributedOptimizer(MegatronOptimizer):
             for chunk in self._sharded_chunks:
                 chunk.start_param_sync(force_sync=True, force_dispatch=True)
 
-    def _update(self, divisor: float) -> None:
+    def _update(self, scale: GradScale) -> None:
         # First of all: a gather that is still under way would write over what is updated.
-        for chunk in self._sharded_chunks:
-            chunk.mark_params_stale()
+        self._mark_params_stale()
         if self._gathers_in_step:
             with self._updating():
-                self._update_and_gather_buckets(divisor)
+                self._update_and_gather_buckets(scale)
+            self._note_update()
             return
-        super()._update(divisor)
+        super()._update(scale)
         if self._gathers_after_step:
-            for chunk in self._sharded_chunks:
-                chunk.start_param_sync()
+            self._start_gathers()
 
-    def _update_and_gather_buckets(self, divisor: float) -> None:
+    def _after_device_update(self) -> None:
+        self._mark_params_stale()
+        super()._after_device_update()
+        # Whole buckets, where `step` gathers each as soon as it is updated: nobody knew whether it would be.
+        if self._gathers_in_step or self._gathers_after_step:
+            self._start_gathers()
+
+    def _mark_params_stale(self) -> None:
+        for chunk in self._sharded_chunks:
+            chunk.mark_params_stale()
+
+    def _start_gathers(self) -> None:
+        for chunk in self._sharded_chunks:
+            chunk.start_param_sync()
+
+    def _update_and_gather_buckets(self, scale: GradScale) -> None:
         together = [rule for rule in self._rules if rule.is_collective]
-        self._update_runs(divisor, self._every_run, rules=together)
+        self._update_runs(scale, self._every_run, rules=together)
         rest = [rule for rule in self._rules if not rule.is_collective]
         for order in self._orders:
             for group in order.gather_order:
                 places = [(bucket.buffer, bucket.layout.index) for bucket in group.buckets]
                 runs = frozenset(run for place in places for run in self._runs_in.get(place, []))
-                self._update_runs(divisor, runs, rules=rest)
+                self._update_runs(scale, runs, rules=rest)
                 order.start_param_sync([group])
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.optimizer.clip_grads import count_zeros, owns_elements, read_norm_sync, total_norm
+from megatron.core.optimizer.clip_grads import owns_elements, read_norm_sync, total_norm, total_zeros
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
 from megatron.core.optimizer.stored_floats import Plain, pieces
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -95,8 +95,8 @@ class OwnedElements:
                     parts.append(OwnedPart(run, spans[0].start, spans[-1].padded_end, with_experts))
         return parts
 
-    def norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> float:
-        """2-norm over all ranks, rounded to fp32. Collective.
+    def norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> Tensor:
+        """2-norm over all ranks, left on the device: [], fp64. Collective.
 
         owned: tensors that this rank counts, any shapes, contiguous, floating point; and with_experts of each.
         """
@@ -105,21 +105,21 @@ class OwnedElements:
         if not self._one_group:
             of_experts = total_norm(experts, 2, groups=self._expert_groups, accumulate_in=accumulate_in)
             total = torch.linalg.vector_norm(torch.stack([total, of_experts]), 2)
-        return read_norm_sync(total)
+        return total
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
         """2-norm of parameters, any shapes and dtypes, over all ranks, summed in fp64. Collective."""
         owned = ((param.detach(), self._with_experts(param)) for param in params if self.owns(param))
-        return self.norm(owned, accumulate_in=torch.float64)
+        return read_norm_sync(self.norm(owned, accumulate_in=torch.float64))
 
-    def count_zeros(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> float:
-        """Exact zeros over all ranks. Collective. grads: parameters and what there is of their gradients, any shape and
-        floating dtype.
+    def count_zeros(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> Tensor:
+        """Exact zeros over all ranks, left on the device: [], int64. Collective. grads: parameters and what there is of
+        their gradients, any shape and floating dtype.
         """
         owned = ((param, parts) for param, parts in grads if self.owns(param))
         dense, experts = self._by_group((part, self._with_experts(param)) for param, parts in owned for part in parts)
-        total = count_zeros(dense, self._dense_groups)
-        return total if self._one_group else total + count_zeros(experts, self._expert_groups)
+        total = total_zeros(dense, self._dense_groups)
+        return total if self._one_group else total + total_zeros(experts, self._expert_groups)
 
     def _with_experts(self, param: Tensor) -> bool:
         return not self._one_group and param_facts(param).is_expert

@@ -20,6 +20,7 @@ from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam, RunParam
 from megatron.core.optimizer.shard_map import range_views
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
+from megatron.core.optimizer.update_rules import GradScale
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.weight_matrices import MatrixWindow
 
@@ -109,10 +110,15 @@ class MuonRule:
         # torch takes over these very dictionaries, and refuses to have none.
         return list(groups.values()) or [{"params": []}]
 
+    def refresh_rates(self) -> None:
+        """See UpdateRule: nothing, `update` reads them where the schedule writes them."""
+
     @torch.no_grad()
-    def update(self, divisor: float, runs: Set[ParamRun]) -> None:
+    def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
         """See UpdateRule; all runs at once. Collective over the ranks that shards are spread over."""
         assert runs >= set(self.runs), "matrices reach over ranks' runs: they are stepped together"
+        divisor = scale.divisor
+        assert isinstance(divisor, float), "the host decides whether Muon steps: see OptimizerConfig"
         grads = {}
         for run in self.runs:
             # 16-bit gradients become wider ones; the others are divided where they stand.

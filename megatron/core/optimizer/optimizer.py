@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from megatron.core.device import default_device
+from megatron.core.device import default_device, is_capturing
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.optimizer.clip_grads import clip_coefficient
+from megatron.core.optimizer.clip_grads import clip_coefficient, read_count_sync, read_norm_sync
+from megatron.core.optimizer.device_step import DeviceStep, decide
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.grad_stats import OwnedElements, ShardGroups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -24,7 +25,7 @@ from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, RunParam
 from megatron.core.optimizer.shard_map import range_tensors, range_views
 from megatron.core.optimizer.state_keys import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
-from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.optimizer.update_rules import GradScale, UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -77,6 +78,9 @@ class MegatronOptimizer:
     3. otherwise each rule divides by loss scale and clip factor while it updates its runs (fused: no pass of its own);
     4. 16-bit parameters are written from their fp32 masters.
 
+    `step` decides 2 on the host, which waits for the norm. A graph holds step_on_device instead, which decides there:
+    prepare_device_step, then that or a replay of it, then settle_step_sync come to the same bits as `step`.
+
     pg_collection: the groups that parameters are spread over. device: the model's; None: default_device().
     logical_pieces: by parameter name, those whose padding is not to be counted. State exists from the start, so that a
     run whose every step was skipped can be saved and resumed.
@@ -107,6 +111,7 @@ class MegatronOptimizer:
             order.has_optimizer = True
         buffers = [buffer for chunk in model_chunks for buffer in chunk.all_buffers]
         groups, device = pg_collection or ProcessGroupCollection(), device or default_device()
+        self._device = device
         self._owned = OwnedElements(groups, ShardGroups.of(buffers), device=device)
         # Of parameters that are nobody's to step every rank has the whole.
         self._replicated = OwnedElements(groups, ShardGroups(), device=device)
@@ -114,6 +119,10 @@ class MegatronOptimizer:
         self._owned_parts = self._owned.parts_of(self._runs)
         # Here and not read from torch's state: a rank may have nothing to train, and steps with the others.
         self._num_steps = 0
+        # Standing, so that graphs multiply losses and divide gradients by the scale of their replay.
+        self._device_scale = torch.full((), self._loss_scale, dtype=torch.float64, device=device)
+        # What a graph has taken as plain numbers; None before the first step on the device.
+        self._decays_on_device: list[float] | None = None
         # From the beginning of an update to its end, and for good if an error comes between.
         self._is_half_updated = False
         # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
@@ -146,9 +155,12 @@ class MegatronOptimizer:
         return torch.tensor(self._loss_scale, dtype=torch.float32)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, any shape, floating point, times the loss scale: same shape, fp32 or wider."""
+        """The loss, any shape, floating point, times the loss scale, if there is one: same shape, then fp32.
+
+        The scale is read on the device: in a graph, it is that of the replay.
+        """
         # In fp32, or a scaled fp16 loss would overflow before its gradients do.
-        return loss if self.grad_scaler is None else loss.float() * self._loss_scale
+        return loss if self.grad_scaler is None else loss.float() * self._device_scale.float()
 
     @record_function("MegatronOptimizer.step")
     def step(self) -> tuple[bool, float, float | None]:
@@ -159,35 +171,78 @@ class MegatronOptimizer:
         inside it parameters and states are of two steps, and this raises RuntimeError until a checkpoint is loaded. So
         it does without finish_grad_sync, and RemoteRankError where another rank has called reset_iteration since.
         """
-        self._check_whole()
-        # Else the kernel would update memory that the model no longer reads, silently.
-        for run in self._runs:
-            run.check_attached()
+        self._prepare()
         # Before anything of this rank changes: others may have caught an error since their gradients were reduced.
         for order in self._gradient_orders:
             order.step()
         # One pass for both: a norm is finite only if every gradient is.
         with self.config.timers("optimizer-clip-main-grad", log_level=1):
-            scaled_norm = self._grad_norm()
+            scaled_norm = read_norm_sync(self._grad_norm())
         found_inf = not math.isfinite(scaled_norm)
         grad_norm = scaled_norm / self._loss_scale
         divisor = self._loss_scale / self._clip_coefficient(grad_norm)
         # After the divisor: these gradients carry the old scale.
-        if self.grad_scaler is not None:
-            self.grad_scaler.update(found_inf)
+        self._update_scale(found_inf)
         if found_inf:
             return False, grad_norm, None
         # Before the update, which may overwrite gradients with unscaled ones.
         with self.config.timers("optimizer-count-zeros", log_level=1):
-            num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
+            num_zeros = read_count_sync(self._count_zeros()) if self.config.log_num_zeros_in_grad else None
         with self.config.timers("optimizer-inner-step", log_level=1):
             self._num_steps += 1
-            self._update(divisor)
+            self._update(GradScale(divisor))
         return True, grad_norm, num_zeros
+
+    def prepare_device_step(self) -> None:
+        """What the host does before step_on_device, and before each replay of it: fills in the learning rates.
+
+        Raises RuntimeError and ValueError where `step` would, ValueError where the graph has another weight decay.
+        """
+        self._prepare()
+        decays = self._weight_decays()
+        if self._decays_on_device not in (None, decays):
+            raise ValueError(
+                f"weight decays of the parameter groups were {self._decays_on_device} in the first step on the device "
+                f"and are {decays}: graphs keep the first, so weight_decay must not change (or step without a graph)"
+            )
+
+    @record_function("MegatronOptimizer.step_on_device")
+    def step_on_device(self, void: torch.Tensor | None = None) -> DeviceStep:
+        """A step of which the device alone knows whether it updates; for graphs, as it never waits for the device.
+
+        void: any shape and dtype, on the device, alike on all ranks: where any of it is above 0, nothing changes. Call
+        it after finish_grad_sync, when no gather is under way; the launch order's `step` is the caller's. Collective as
+        `step`. Raises ValueError for settings that need the host.
+        """
+        self.config.validate_device_step()
+        self._decays_on_device = self._weight_decays()
+        decision = decide(self._grad_norm(), loss_scale=self._device_scale, void=void, clip_grad=self.config.clip_grad)
+        # Before the update, as in `step`.
+        num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
+        with self._updating():
+            self._update_runs(decision.scale, self._every_run, rules=self._rules)
+        return decision.for_host(num_zeros)
+
+    def settle_step_sync(self, done: DeviceStep) -> tuple[bool, float, float | None]:
+        """Takes note of a step on the device, or of a replay of it, and returns what `step` does; once for each.
+
+        Scale, step count and sharded parameters are then as after `step`; after a void step they are as before. NOTE:
+        waits until the device has done the step. Collective where `step` gathers parameters.
+        """
+        outcome = done.read_sync()
+        if outcome.is_void:
+            return False, outcome.grad_norm, None
+        self._update_scale(outcome.found_inf)
+        if outcome.found_inf:
+            return False, outcome.grad_norm, None
+        self._num_steps += 1
+        self._after_device_update()
+        return True, outcome.grad_norm, outcome.num_zeros if self.config.log_num_zeros_in_grad else None
 
     def params_norm(self) -> float:
         """2-norm of all parameters as they are stepped (masters), summed in fp64. Collective, as `step`."""
-        return self._owned.norm((part.of_main() for part in self._owned_parts), accumulate_in=torch.float64)
+        parts = (part.of_main() for part in self._owned_parts)
+        return read_norm_sync(self._owned.norm(parts, accumulate_in=torch.float64))
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
         """2-norm of parameters that it does not step, any shapes and dtypes, summed in fp64. Collective, as `step`."""
@@ -244,12 +299,21 @@ class MegatronOptimizer:
         # A run may change its precision between save and load.
         if self.grad_scaler is not None and state_dict["grad_scaler"] is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+            self._device_scale.fill_(self._loss_scale)
 
     @property
     def _loss_scale(self) -> float:
         return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
 
-    def _grad_norm(self) -> float:
+    def _update_scale(self, found_inf: bool) -> None:
+        if self.grad_scaler is not None:
+            self.grad_scaler.update(found_inf)
+            self._device_scale.fill_(self._loss_scale)
+
+    def _weight_decays(self) -> list[float]:
+        return [group["weight_decay"] for group in self.param_groups]
+
+    def _grad_norm(self) -> torch.Tensor:
         grads = (part.of_grad() for part in self._owned_parts)
         return self._owned.norm(grads, accumulate_in=self._norm_dtype)
 
@@ -259,7 +323,7 @@ class MegatronOptimizer:
             return 1.0
         return clip_coefficient(self.config.clip_grad, grad_norm)
 
-    def _count_zeros(self) -> float:
+    def _count_zeros(self) -> torch.Tensor:
         # By logical piece: zeros of padding, between parameters and of the vocabulary, are nobody's.
         members = ((member, member.view_of(run.grad)) for run in self._runs for member in run.params)
         return self._owned.count_zeros((member.param, self._without_padding(member, grad)) for member, grad in members)
@@ -268,18 +332,34 @@ class MegatronOptimizer:
         pieces = self._logical_pieces.get(member.name)
         return [flat] if pieces is None else range_views(pieces, flat, start=member.start)
 
-    def _update(self, divisor: float) -> None:
+    def _update(self, scale: GradScale) -> None:
         with self._updating():
-            self._update_runs(divisor, self._every_run, rules=self._rules)
+            self._update_runs(scale, self._every_run, rules=self._rules)
+        self._note_update()
+
+    def _after_device_update(self) -> None:
+        """What `_update` does besides updating."""
+        self._note_update()
+
+    def _note_update(self) -> None:
+        for chunk in self._model_chunks:
+            chunk.note_update()
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
         """Around all that must be done as a whole, or not at all."""
-        self._is_half_updated = True
+        # A graph whose capture breaks off has not done anything.
+        self._is_half_updated = not is_capturing(self._device)
         yield
         self._is_half_updated = False
-        for chunk in self._model_chunks:
-            chunk.note_update()
+
+    def _prepare(self) -> None:
+        self._check_whole()
+        # Else the kernel would update memory that the model no longer reads, silently.
+        for run in self._runs:
+            run.check_attached()
+        for rule in self._rules:
+            rule.refresh_rates()
 
     def _check_whole(self) -> None:
         if self._is_half_updated:
@@ -288,9 +368,9 @@ class MegatronOptimizer:
                 "are no longer of one step: load a checkpoint"
             )
 
-    def _update_runs(self, divisor: float, runs: Set[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
+    def _update_runs(self, scale: GradScale, runs: Set[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
         for rule in rules:
-            rule.update(divisor, runs)
+            rule.update(scale, runs)
 
     def _step_counts(self) -> list[torch.Tensor]:
         # One a run of rules that count, all moved together.

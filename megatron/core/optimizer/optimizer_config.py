@@ -65,6 +65,9 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig):
         None, flags=(), help="Whether states are sharded, as DistributedDataParallelConfig says; unset: as that says."
     )
     log_num_zeros_in_grad: bool = config_field(False, flags=(), help="Let step() count zeros in the gradient.")
+    optimizer_cuda_graph: bool = config_field(
+        False, help="The step belongs to the graph of --cuda-graph-impl full_iteration as well."
+    )
     timers: Timers = field(default_factory=Timers)
 
     def __post_init__(self) -> None:
@@ -73,6 +76,8 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig):
         self.validate_precision()
         self.validate_stored_types(self.optimizer)
         self.validate_offload(self.optimizer)
+        if self.optimizer_cuda_graph:
+            self.validate_device_step()
 
     def validate_learning_rate(self) -> None:
         # A configuration without a rate is fine until an optimizer is built from it.
@@ -99,3 +104,23 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig):
                 f"OptimizerConfig.min_loss_scale is {self.min_loss_scale}: "
                 f"must be at most initial_loss_scale, which is {self.initial_loss_scale}"
             )
+
+    def validate_device_step(self) -> None:
+        """Raises ValueError for what a step needs the host for, and so cannot be in a graph (optimizer_cuda_graph)."""
+        if self.optimizer == "muon":
+            raise ValueError(
+                "OptimizerConfig.optimizer is muon, whose step the host decides on: with optimizer_cuda_graph it must "
+                "be adam or sgd"
+            )
+        if self.optimizer_cpu_offload:
+            raise ValueError(
+                "OptimizerConfig.optimizer_cpu_offload is set, and the host updates what it keeps: leave it out with "
+                "optimizer_cuda_graph"
+            )
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            # A skipped step writes back what it has read, and a block's scale may come out as another one.
+            if vars(self)[name] == "fp16":
+                raise ValueError(
+                    f"OptimizerConfig.{name} is fp16, which a skipped step may round anew: with optimizer_cuda_graph "
+                    "it must be fp32" + ("" if name == "main_params_dtype" else " or bf16")
+                )

@@ -19,6 +19,25 @@ from megatron.core.optimizer.precision_config import DTYPES
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats, piece_elements, zeros_beside
 
 
+@dataclass(frozen=True)
+class GradScale:
+    """What a step divides gradients by, and whether it changes anything.
+
+    divisor: a number, or [], fp32, on the gradients' device. skip: [], fp32, there too, where the device decides: 1 if
+    nothing is to change, else 0.
+    """
+
+    divisor: float | torch.Tensor
+    skip: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> torch.Tensor | None:
+        """What kernels divide by while they read a gradient, as for torch.amp.GradScaler: [], fp32; None: by one."""
+        if isinstance(self.divisor, torch.Tensor):
+            return self.divisor
+        # Filled on the device: a copy from the host would wait for all that the stream has yet to do.
+        return None if self.divisor == 1.0 else torch.full((), self.divisor, device=device)
+
+
 class UpdateRule(Protocol):
     """What an optimizer needs of a rule. is_collective: ranks exchange something in `update`, for all runs at once."""
 
@@ -26,8 +45,12 @@ class UpdateRule(Protocol):
     optimizer: torch.optim.Optimizer
     runs: list[ParamRun]
 
-    def update(self, divisor: float, runs: Set[ParamRun]) -> None:
-        """Steps those of the rule's runs that are in `runs` by their gradients / divisor, and writes their parameters;
+    def refresh_rates(self) -> None:
+        """Takes the learning rates that the groups have now, for the updates that follow; graphs of them as well."""
+        ...
+
+    def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
+        """Steps those of the rule's runs that are in `runs` by their scaled gradients, and writes their parameters;
         each once a step.
         """
         ...
@@ -75,40 +98,58 @@ class FusedRule:
             run: {name: zeros_beside(run.main, dtype) for name, dtype in dtypes.items()} for run in self.runs
         }
         # Beside the masters, which may be in the host's memory.
-        self._steps = {run: run.main.read(0, 0).new_zeros((), dtype=torch.float32) for run in self.runs}
-        on_host = [run for run in self.runs if run.main.read(0, 0).device.type == "cpu"]
+        places = {run: run.main.read(0, 0).device for run in self.runs}
+        self._steps = {run: torch.zeros((), dtype=torch.float32, device=place) for run, place in places.items()}
+        self._rates = [{place: _rate_on(place) for place in {places[run] for run in of}} for of in self._members]
+        self.refresh_rates()
+        on_host = [run for run in self.runs if places[run].type == "cpu"]
         self._copies = HostCopies(on_host if config.overlap_cpu_optimizer_d2h_h2d else [])
 
     @torch.no_grad()
-    def update(self, divisor: float, runs: Set[ParamRun]) -> None:
+    def refresh_rates(self) -> None:
         """See UpdateRule."""
-        # Rates are plain numbers in the group, read at this moment.
-        for group, every in zip(self.optimizer.param_groups, self._members):
-            members = [run for run in every if run in runs and run not in self._copies.runs]
-            self._update_members(members, group, divisor=divisor)
-        # Last: what is updated on a GPU runs while the host is busy.
-        self._update_overlapped([run for run in self.runs if run in runs and run in self._copies.runs], divisor)
+        # Groups have plain numbers, since a schedule calculates with them; graphs read the same memory in each replay.
+        for group, rates in zip(self.optimizer.param_groups, self._rates):
+            for rate in rates.values():
+                rate.fill_(group["lr"])
 
-    def _update_members(self, members: Sequence[ParamRun], group: dict[str, Any], *, divisor: float) -> None:
+    @torch.no_grad()
+    def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
+        """See UpdateRule; what is kept as scaled fp16, or on the host, cannot be skipped on the device."""
+        for settings, every in zip(self._settings(), self._members):
+            members = [run for run in every if run in runs and run not in self._copies.runs]
+            self._update_members(members, settings, scale=scale)
+        # Last: what is updated on a GPU runs while the host is busy.
+        self._update_overlapped([run for run in self.runs if run in runs and run in self._copies.runs], scale)
+
+    def _settings(self) -> "list[_Settings]":
+        return [_Settings(group, rates) for group, rates in zip(self.optimizer.param_groups, self._rates)]
+
+    def _update_members(self, members: Sequence[ParamRun], settings: "_Settings", *, scale: GradScale) -> None:
         operands = {run: self._whole(run) for run in members}
         whole = [one for one in operands.values() if one is not None]
         if whole:
-            self._kernel(whole, group, grad_scale=_grad_scale(divisor, whole[0]))
+            self._kernel(whole, settings, scale=scale)
         for run, one in operands.items():
             if one is None:
                 step = piece_elements(run.main)
                 for start in range(0, run.main.numel, step):
                     chunk = Chunk(run, start, min(start + step, run.main.numel))
-                    self._update_chunk(chunk, run.grad[chunk.start : chunk.end], group=group, divisor=divisor)
-                self._steps[run].add_(1)
+                    self._update_chunk(chunk, run.grad[chunk.start : chunk.end], settings=settings, scale=scale)
+                self._count(run, scale)
             run.write_model()
 
-    def _update_overlapped(self, runs: Sequence[ParamRun], divisor: float) -> None:
-        group_of = {run: group for group, every in zip(self.optimizer.param_groups, self._members) for run in every}
+    def _update_overlapped(self, runs: Sequence[ParamRun], scale: GradScale) -> None:
+        settings_of = {run: settings for settings, every in zip(self._settings(), self._members) for run in every}
         for chunk, grad in self._copies.chunks(runs):
-            self._update_chunk(chunk, grad, group=group_of[chunk.run], divisor=divisor)
+            self._update_chunk(chunk, grad, settings=settings_of[chunk.run], scale=scale)
         for run in runs:
-            self._steps[run].add_(1)
+            self._count(run, scale)
+
+    def _count(self, run: ParamRun, scale: GradScale) -> None:
+        self._steps[run].add_(1)
+        if scale.skip is not None:
+            self._steps[run].sub_(scale.skip)
 
     def _whole(self, run: ParamRun) -> "_Operands | None":
         """All of a run as the kernel takes it, if it is kept so."""
@@ -119,13 +160,13 @@ class FusedRule:
         is_beside = (run.grad.dtype, run.grad.device) == (main.dtype, main.device)
         return _Operands(main, run.grad, moments, self._steps[run]) if is_beside else None
 
-    def _update_chunk(self, chunk: Chunk, grad: torch.Tensor, *, group: dict[str, Any], divisor: float) -> None:
+    def _update_chunk(self, chunk: Chunk, grad: torch.Tensor, *, settings: "_Settings", scale: GradScale) -> None:
         run, states = chunk.run, self._states[chunk.run]
         main = run.main.read(chunk.start, chunk.end)
         moments = {name: stored.read(chunk.start, chunk.end) for name, stored in states.items()}
         # The kernel counts: every piece is at the same step.
         piece = _Operands(main, grad.to(main), moments, self._steps[run].clone())
-        self._kernel([piece], group, grad_scale=_grad_scale(divisor, piece))
+        self._kernel([piece], settings, scale=scale)
         run.main.write(chunk.start, main)
         for name, stored in states.items():
             stored.write(chunk.start, moments[name])
@@ -149,14 +190,22 @@ class _Operands:
     step: torch.Tensor
 
 
-def _grad_scale(divisor: float, operands: _Operands) -> torch.Tensor | None:
-    # The kernels divide by this tensor while they read the gradient, as for torch.amp.GradScaler.
-    # Filled on the device: a copy from the host would wait for all that the stream has yet to do.
-    return None if divisor == 1.0 else torch.full((), divisor, device=operands.grad.device)
+@dataclass(frozen=True)
+class _Settings:
+    """A torch parameter group as kernels read it. rates: its learning rate where there are runs of it, see _rate_on."""
+
+    group: dict[str, Any]
+    rates: dict[torch.device, torch.Tensor]
+
+
+def _rate_on(device: torch.device) -> torch.Tensor:
+    """A learning rate as the kernels of a device read it, to be filled: [], fp64 on the CPU, elsewhere fp32."""
+    return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
 
 
 # torch's own functions under torch.optim.Optimizer.step, which would always step everything, and only as it is kept.
-def _adamw_kernel(operands: list[_Operands], group: dict[str, Any], *, grad_scale: torch.Tensor | None) -> None:
+def _adamw_kernel(operands: list[_Operands], settings: _Settings, *, scale: GradScale) -> None:
+    group, device = settings.group, operands[0].main.device
     beta1, beta2 = group["betas"]
     adamw(
         [one.main for one in operands],
@@ -166,27 +215,30 @@ def _adamw_kernel(operands: list[_Operands], group: dict[str, Any], *, grad_scal
         [],
         [one.step for one in operands],
         fused=True,
-        grad_scale=grad_scale,
+        grad_scale=scale.on(device),
+        found_inf=scale.skip,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=group["lr"],
+        lr=settings.rates[device],
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,
     )
 
 
-def _sgd_kernel(operands: list[_Operands], group: dict[str, Any], *, grad_scale: torch.Tensor | None) -> None:
+def _sgd_kernel(operands: list[_Operands], settings: _Settings, *, scale: GradScale) -> None:
+    group, device = settings.group, operands[0].main.device
     sgd(
         [one.main for one in operands],
         [one.grad for one in operands],
         [one.moments.get("momentum_buffer") for one in operands],
         fused=True,
-        grad_scale=grad_scale,
+        grad_scale=scale.on(device),
+        found_inf=scale.skip,
         weight_decay=group["weight_decay"],
         momentum=group["momentum"],
-        lr=group["lr"],
+        lr=settings.rates[device],  # type: ignore[arg-type]  # torch.optim.SGD gives it tensors, too
         dampening=0.0,
         nesterov=False,
         maximize=False,

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, host_copies, param_runs
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.param_runs import ParamRun, build_runs
 from megatron.core.optimizer.stored_floats import Plain
-from megatron.core.optimizer.update_rules import FusedRule
+from megatron.core.optimizer.update_rules import FusedRule, GradScale
 from tests.unit_tests.core.optimizer.reference import assert_same_parameters, tiny_model
 
 GRID = 64
@@ -114,5 +114,5 @@ def _step(buffer: Shard, config: OptimizerConfig) -> list[ParamRun]:
     grads = buffer.grad_data.clone()
     for _ in range(3):
         buffer.grad_data.copy_(grads)  # which an update may have changed
-        rule.update(1.7, set(runs))
+        rule.update(GradScale(1.7), set(runs))
     return runs
