@@ -26,6 +26,7 @@ from megatron.core.device import keep_cpu_heap  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer.update_rules import GradScale  # noqa: E402
 
 FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "flat": (torch.float32, {}),
@@ -98,7 +99,7 @@ def flat_step(shape: tuple[int, int], dtype: torch.dtype, *, settings: dict[str,
         buffer.grad_data.normal_()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-4, clip_grad=0.0, **own), [wrapped])
     # Without the norm, which torch's step does not have either.
-    return lambda: optimizer._update(1.0)
+    return lambda: optimizer._update(GradScale(1.0))
 
 
 if __name__ == "__main__":

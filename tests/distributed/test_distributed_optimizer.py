@@ -1,5 +1,7 @@
 """ZeRO-1 against plain data parallelism, bit for bit, at 3 and 4 ranks; what each rank holds, saves and loads."""
 
+import itertools
+import math
 import tracemalloc
 from collections.abc import Iterator
 from functools import partial
@@ -35,11 +37,19 @@ STEPS = 5
 
 
 class Run:
-    """A small model in training; settings are OptimizerConfig's."""
+    """A small model in training, by steps on the device or the host's; settings are OptimizerConfig's."""
 
     def __init__(
-        self, model: nn.Module, *, zero1: bool, bucket_size: int | None = None, overlap: str = "none", **settings: Any
+        self,
+        model: nn.Module,
+        *,
+        zero1: bool,
+        bucket_size: int | None = None,
+        overlap: str = "none",
+        on_device: bool = False,
+        **settings: Any,
     ) -> None:
+        self.on_device = on_device
         self.dtype = next(model.parameters()).dtype
         fp32_grads = settings.pop("grad_reduce_in_fp32", True)
         ddp_config = DistributedDataParallelConfig(
@@ -60,7 +70,13 @@ class Run:
         loss = self.model(x * factor).float().square().mean()
         self.optimizer.scale_loss(loss).backward()
         finalize_model_grads([self.model])
-        return loss.item(), *self.optimizer.step(), float(self.optimizer.get_loss_scale()), self.optimizer.params_norm()
+        report = self._step_on_device() if self.on_device else self.optimizer.step()
+        return loss.item(), *report, float(self.optimizer.get_loss_scale()), self.optimizer.params_norm()
+
+    def _step_on_device(self) -> tuple[bool, float, float | None]:
+        self.model.launch_order.step()
+        self.optimizer.prepare_device_step()
+        return self.optimizer.settle_step_sync(self.optimizer.step_on_device())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All parameters, as modules see them."""
@@ -137,6 +153,32 @@ def _overflow_on_one_rank() -> None:
         runs[2].model.enable_forward_pre_hook()
     weights = [run.weights() for run in runs]
     assert all(torch.equal(w, weights[0][name]) for other in weights for name, w in other.items())
+
+
+def test_steps_decided_on_the_device_leave_what_the_hosts_leave() -> None:
+    run_on_ranks(_compare_with_steps_on_device, 3)
+
+
+def _compare_with_steps_on_device() -> None:
+    half = {"initial_loss_scale": 64.0, "hysteresis": 1}
+    kinds = [(torch.float16, half), (torch.bfloat16, {**PRECISE, "exp_avg_sq_dtype": "bf16"}), (torch.float32, {})]
+    for (dtype, given), overlap in itertools.product(kinds, OVERLAPS):
+        settings: dict[str, Any] = {**given, "overlap": overlap, "bucket_size": 37, "log_num_zeros_in_grad": True}
+        host, device = (Run(tiny_model(dtype), zero1=True, on_device=chosen, **settings) for chosen in (False, True))
+        for step in range(STEPS):
+            # One rank's inputs are not numbers.
+            factor = math.inf if step in (1, 3) and dist.get_rank() == 1 else 1.0
+            reports = [run.step(step, factor) for run in (host, device)]
+            assert repr(reports[0]) == repr(reports[1]), (dtype, overlap, step)
+            assert reports[0][1] == (step not in (1, 3))
+        assert host.optimizer.state_dict() == device.optimizer.state_dict()
+        # Before they are gathered by hand: the step has left that to others, or not.
+        due = [[group.param_state.name for group in run.model.launch_order.gather_order] for run in (host, device)]
+        assert due[0] == due[1], (overlap, due)
+        weights, others = host.weights(), device.weights()
+        assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+        for a, b in zip(host.tensors(), device.tensors(), strict=True):
+            assert a.key == b.key and torch.equal(a.data, b.data), a.key
 
 
 class Borrower(nn.Module):

@@ -80,29 +80,23 @@ class FusedRule:
             for key, members in zip(groups, self._members)
         ]
         assert config.lr is not None
-        dtypes: dict[str, torch.dtype] = {}
         if config.optimizer == "sgd":
             # Its decay is added to the gradient, as in Megatron; only Adam decays apart from it.
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
                 torch_groups, lr=config.lr, momentum=config.sgd_momentum, fused=True
             )
-            # A momentum of zeros gives the first step that torch takes without one.
-            if config.sgd_momentum > 0:
-                dtypes = {"momentum_buffer": torch.float32}
         else:
             betas = (config.adam_beta1, config.adam_beta2)
             self.optimizer = torch.optim.AdamW(torch_groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
-            dtypes = {"exp_avg": DTYPES[config.exp_avg_dtype], "exp_avg_sq": DTYPES[config.exp_avg_sq_dtype]}
         self._kernel = _sgd_kernel if config.optimizer == "sgd" else _adamw_kernel
+        dtypes = _moment_dtypes(config)
         self._states = {
             run: {name: zeros_beside(run.main, dtype) for name, dtype in dtypes.items()} for run in self.runs
         }
-        # Beside the masters, which may be in the host's memory.
-        places = {run: run.main.read(0, 0).device for run in self.runs}
-        self._steps = {run: torch.zeros((), dtype=torch.float32, device=place) for run, place in places.items()}
-        self._rates = [{place: _rate_on(place) for place in {places[run] for run in of}} for of in self._members]
+        self._steps = {run: torch.zeros((), dtype=torch.float32, device=_place(run)) for run in self.runs}
+        self._rates = [_rates_of(members) for members in self._members]
         self.refresh_rates()
-        on_host = [run for run in self.runs if places[run].type == "cpu"]
+        on_host = [run for run in self.runs if _place(run).type == "cpu"]
         self._copies = HostCopies(on_host if config.overlap_cpu_optimizer_d2h_h2d else [])
 
     @torch.no_grad()
@@ -192,15 +186,29 @@ class _Operands:
 
 @dataclass(frozen=True)
 class _Settings:
-    """A torch parameter group as kernels read it. rates: its learning rate where there are runs of it, see _rate_on."""
+    """A torch parameter group as kernels read it; rates: see _rates_of."""
 
     group: dict[str, Any]
     rates: dict[torch.device, torch.Tensor]
 
 
-def _rate_on(device: torch.device) -> torch.Tensor:
-    """A learning rate as the kernels of a device read it, to be filled: [], fp64 on the CPU, elsewhere fp32."""
-    return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+def _moment_dtypes(config: OptimizerConfig) -> dict[str, torch.dtype]:
+    """What is kept beside each weight, by torch's names."""
+    if config.optimizer == "sgd":
+        # A momentum of zeros gives the first step that torch takes without one.
+        return {"momentum_buffer": torch.float32} if config.sgd_momentum > 0 else {}
+    return {"exp_avg": DTYPES[config.exp_avg_dtype], "exp_avg_sq": DTYPES[config.exp_avg_sq_dtype]}
+
+
+def _place(run: ParamRun) -> torch.device:
+    """Where a run is updated: beside its masters, which may be in the host's memory."""
+    return run.main.read(0, 0).device
+
+
+def _rates_of(runs: Sequence[ParamRun]) -> dict[torch.device, torch.Tensor]:
+    """A learning rate, to be filled, wherever there are runs: [], as kernels read it, fp64 on the CPU, else fp32."""
+    types = {place: torch.float64 if place.type == "cpu" else torch.float32 for place in map(_place, runs)}
+    return {place: torch.zeros((), dtype=dtype, device=place) for place, dtype in types.items()}
 
 
 # torch's own functions under torch.optim.Optimizer.step, which would always step everything, and only as it is kept.
