@@ -270,11 +270,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on the device now is kept in a graph instead of done."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Host memory to copy to and from `device`: [num_bytes], uint8, on the CPU; with a GPU pinned."""
     # Copies from and to memory that is not pinned would make the host wait for each of them.

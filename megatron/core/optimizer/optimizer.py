@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from megatron.core.device import default_device, is_capturing
+from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.clip_grads import clip_coefficient, read_count_sync, read_norm_sync
@@ -111,7 +111,6 @@ class MegatronOptimizer:
             order.has_optimizer = True
         buffers = [buffer for chunk in model_chunks for buffer in chunk.all_buffers]
         groups, device = pg_collection or ProcessGroupCollection(), device or default_device()
-        self._device = device
         self._owned = OwnedElements(groups, ShardGroups.of(buffers), device=device)
         # Of parameters that are nobody's to step every rank has the whole.
         self._replicated = OwnedElements(groups, ShardGroups(), device=device)
@@ -222,6 +221,10 @@ class MegatronOptimizer:
         with self._updating():
             self._update_runs(decision.scale, self._every_run, rules=self._rules)
         return decision.for_host(num_zeros)
+
+    def forget_broken_capture(self) -> None:
+        """After an error while step_on_device was captured: nothing was done, so parameters and states are whole."""
+        self._is_half_updated = False
 
     def settle_step_sync(self, done: DeviceStep) -> tuple[bool, float, float | None]:
         """Takes note of a step on the device, or of a replay of it, and returns what `step` does; once for each.
@@ -348,8 +351,7 @@ class MegatronOptimizer:
     @contextmanager
     def _updating(self) -> Iterator[None]:
         """Around all that must be done as a whole, or not at all."""
-        # A graph whose capture breaks off has not done anything.
-        self._is_half_updated = not is_capturing(self._device)
+        self._is_half_updated = True
         yield
         self._is_half_updated = False
 

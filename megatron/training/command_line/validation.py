@@ -49,9 +49,9 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_rotation(args)
     check_positions(args)
     check_attention(args)
+    check_optimizer_graph(args)
     check_experts(args)
     check_schedule(args)
-    check_graphs(args)
     check_logging(args)
     check_graphs(args)
     derive_shapes(args)
@@ -229,8 +229,8 @@ def check_schedule(args: argparse.Namespace) -> None:
                 )
 
 
-def check_graphs(args: argparse.Namespace) -> None:
-    """What a graph cannot hold; each configuration refuses its own."""
+def check_optimizer_graph(args: argparse.Namespace) -> None:
+    """What a graph with the step cannot hold; OptimizerConfig refuses its own."""
     if not args.optimizer_cuda_graph:
         return
     if vars(args).get("cuda_graph_impl") != "full_iteration":

@@ -9,7 +9,7 @@ from megatron.training.arguments import CommandLineError, parse_args, validate_a
 from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.registry import flag_table
-from megatron.training.command_line.validation import check_graphs
+from megatron.training.command_line.validation import check_optimizer_graph
 
 MINIMAL = {
     "--num-layers": "2",
@@ -254,9 +254,9 @@ def test_a_graph_of_the_step_keeps_one_weight_decay() -> None:
     args = validated("--start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear")
     args.optimizer_cuda_graph, args.cuda_graph_impl = True, "full_iteration"
     with pytest.raises(CommandLineError, match="--end-weight-decay is 0.2: with --optimizer-cuda-graph"):
-        check_graphs(args)
+        check_optimizer_graph(args)
     args.start_weight_decay = args.end_weight_decay
-    check_graphs(args)
+    check_optimizer_graph(args)
 
 
 def test_an_old_script_may_leave_out_the_tokenizer_type_and_give_no_position_embedding_beside_rope() -> None:

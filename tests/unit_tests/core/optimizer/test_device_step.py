@@ -1,59 +1,34 @@
 """Steps that the device decides on against the host's own, bit for bit, and what a graph of them needs."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 
-from megatron.core.dist_checkpointing import model_logical_pieces
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, ParamKey
+from megatron.core.graph_safety import assert_capturable
+from megatron.core.graph_tape import TapeGraphs
+from megatron.core.optimizer import OptimizerConfig
+from tests.unit_tests.core.optimizer.grouped_run import (
+    FP16,
+    OVERFLOWS,
+    PRECISE,
+    STEPS,
+    assert_same_state,
+    build,
+    dtype_of,
+    prepare_gradients,
+    state_of,
+)
 from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
 
-FP16 = {"fp16": True, "initial_loss_scale": 3.0 * 2**10, "loss_scale_window": 3, "hysteresis": 1}
-PRECISE = {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 PRECISIONS = [{}, {"deterministic_mode": True}, {"bf16": True}, PRECISE, FP16, {"fp16": True, "loss_scale": 1000.1}]
-STEPS, OVERFLOWS, VOIDS = 20, {4, 5, 11}, {0, 3, 4, 12}
-
-
-def dtype_of(settings):
-    return torch.float16 if "fp16" in settings else torch.bfloat16 if "bf16" in settings else torch.float32
-
-
-def build(settings):
-    """A model with parameters in five groups: of their own rates, of --decoupled-lr, and the usual two."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"body": tiny_model(), "output_layer": nn.Linear(4, 3)}).to(dtype_of(settings))
-    model.forward = lambda x: model["output_layer"](model["body"](x))
-    overrides = {ParamKey(name="body.0.*"): ParamGroupOverride(max_lr=0.03, wd_mult=0.5)}
-    return wrap_and_build(model, config_overrides=overrides, decoupled_lr=0.004, weight_decay=0.1, **settings)
-
-
-def prepare_gradients(wrapped, optimizer, step):
-    for number, group in enumerate(optimizer.param_groups):
-        group["lr"] = 0.1 / (step + 3 + number)  # as a schedule: numbers that fp32 does not hold
-    optimizer.zero_grad()
-    (x,) = microbatches(step, dtype=next(wrapped.parameters()).dtype)
-    loss = wrapped(x * math.inf if step in OVERFLOWS else x).float().square().mean()
-    optimizer.scale_loss(loss).backward()
-    finalize_model_grads([wrapped])
+VOIDS = {0, 3, 4, 12}
 
 
 def device_step(optimizer, void=None):
     optimizer.prepare_device_step()
     return optimizer.settle_step_sync(optimizer.step_on_device(void))
-
-
-def state_of(wrapped, optimizer):
-    tensors = [p.detach() for p in wrapped.parameters()]
-    tensors += [tensor.data for tensor in optimizer.sharded_state(model_logical_pieces(wrapped))]
-    return [t.clone() for t in [*tensors, *optimizer._step_counts(), optimizer._device_scale]]
-
-
-def assert_same_state(a, b):
-    assert all(torch.equal(x, y) for x, y in zip(state_of(*a), state_of(*b), strict=True))
-    assert a[1].state_dict() == b[1].state_dict()
 
 
 @pytest.mark.parametrize("settings", PRECISIONS, ids=str)
@@ -81,6 +56,62 @@ def test_twenty_steps_decided_on_the_device_equal_the_hosts_bit_for_bit(optimize
     assert updates == STEPS - len(OVERFLOWS) == device[1].state_dict()["step"]
     assert len({norm for norm in norms if math.isfinite(norm)}) == updates
     assert clip_grad == 0 or max(norm for norm in norms if math.isfinite(norm)) > clip_grad
+
+
+@pytest.mark.parametrize("settings", [*PRECISIONS, {"optimizer": "sgd"}], ids=str)
+def test_a_step_on_the_device_and_what_scales_the_loss_can_be_captured(settings):
+    wrapped, optimizer = build({**settings, "log_num_zeros_in_grad": True})
+    prepare_gradients(wrapped, optimizer, 0)
+    optimizer.prepare_device_step()
+    loss, void = torch.randn(()), torch.zeros(1, dtype=torch.int64)
+    with assert_capturable() as region:
+        optimizer.scale_loss(loss)
+        done = optimizer.step_on_device(void)
+        region.keep(done.outcome)
+    assert optimizer.settle_step_sync(done)[0]
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "sgd"}, {"bf16": True}, PRECISE, FP16], ids=str)
+def test_a_step_that_was_captured_once_follows_gradients_rates_scales_and_voids(settings):
+    settings = {**settings, "clip_grad": 0.05, "log_num_zeros_in_grad": True}
+    host, graphed = build(settings), build(settings)
+    loss, void, captured = torch.randn(()), torch.zeros(1, dtype=torch.int32), None
+    for step in range(STEPS):
+        prepare_gradients(*host, step)
+        prepare_gradients(*graphed, step)
+        graphed[1].prepare_device_step()
+        if captured is None:
+            before = state_of(*graphed)
+            with TapeGraphs().capturing() as tape:
+                captured = graphed[1].scale_loss(loss), graphed[1].step_on_device(void)
+            assert all(torch.equal(a, b) for a, b in zip(before, state_of(*graphed), strict=True))
+        void.fill_(step in VOIDS)
+        if step in VOIDS:
+            tape.replay()
+            assert graphed[1].settle_step_sync(captured[1])[0] is False
+            void.zero_()
+        loss.fill_(step)
+        expected = host[1].scale_loss(loss)
+        tape.replay()
+        assert torch.equal(captured[0], expected)
+        assert repr(graphed[1].settle_step_sync(captured[1])) == repr(host[1].step())
+        assert_same_state(graphed, host)
+
+
+def test_a_capture_that_breaks_off_leaves_an_optimizer_that_steps():
+    wrapped, optimizer = build({})
+    prepare_gradients(wrapped, optimizer, 0)
+    optimizer.prepare_device_step()
+    with patch("torch._fused_adamw_", side_effect=RuntimeError("not permitted when stream is capturing")):
+        with pytest.raises(RuntimeError, match="not permitted"), TapeGraphs().capturing():
+            optimizer.step_on_device()
+    with pytest.raises(RuntimeError, match="load a checkpoint"):
+        optimizer.step()
+    optimizer.forget_broken_capture()
+    other = build({})
+    prepare_gradients(*other, 0)
+    assert optimizer.step() == other[1].step()
+    assert_same_state((wrapped, optimizer), other)
 
 
 def test_a_loss_scale_reaches_losses_by_the_same_memory_and_has_the_bits_of_a_number():
