@@ -13,12 +13,30 @@ def check_graphs(args: argparse.Namespace) -> None:
             f"--cuda-graph-modules is {' '.join(args.cuda_graph_modules)} and --cuda-graph-impl is "
             f"{args.cuda_graph_impl}: modules are captured by local alone; set it, or leave the modules out"
         )
+    check_optimizer_graph(args)
     if args.cuda_graph_impl == "none":
         return
     for name, is_set, why in _contradictions(args):
         if is_set:
             flag = f"--{name.replace('_', '-')}"
             raise CommandLineError(f"{flag} is given and --cuda-graph-impl is {args.cuda_graph_impl}: {why}")
+
+
+def check_optimizer_graph(args: argparse.Namespace) -> None:
+    """As check_graphs, of the optimizer's step; OptimizerConfig refuses its own."""
+    if not args.optimizer_cuda_graph:
+        return
+    if args.cuda_graph_impl != "full_iteration":
+        raise CommandLineError(
+            f"--optimizer-cuda-graph is given and --cuda-graph-impl is {args.cuda_graph_impl}: the step is a part of "
+            "the whole iteration's graph; set --cuda-graph-impl full_iteration, or drop --optimizer-cuda-graph"
+        )
+    start, end = args.start_weight_decay, args.end_weight_decay
+    if args.weight_decay_incr_style != "constant" and start != end:
+        raise CommandLineError(
+            f"--start-weight-decay is {start} and --end-weight-decay is {end}: with --optimizer-cuda-graph weight "
+            "decay stays as it was captured, so use --weight-decay alone"
+        )
 
 
 def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:

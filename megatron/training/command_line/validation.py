@@ -49,7 +49,6 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_rotation(args)
     check_positions(args)
     check_attention(args)
-    check_optimizer_graph(args)
     check_experts(args)
     check_schedule(args)
     check_logging(args)
@@ -227,22 +226,6 @@ def check_schedule(args: argparse.Namespace) -> None:
                 raise CommandLineError(
                     f"--lr-warmup-{unit} is {warmup}: must be less than --train-{unit} ({length}) or --lr-decay-{unit}"
                 )
-
-
-def check_optimizer_graph(args: argparse.Namespace) -> None:
-    """What a graph with the step cannot hold; OptimizerConfig refuses its own."""
-    if not args.optimizer_cuda_graph:
-        return
-    if vars(args).get("cuda_graph_impl") != "full_iteration":
-        raise CommandLineError(
-            "--optimizer-cuda-graph needs --cuda-graph-impl full_iteration: add it, or drop --optimizer-cuda-graph"
-        )
-    start, end = args.start_weight_decay, args.end_weight_decay
-    if args.weight_decay_incr_style != "constant" and start != end:
-        raise CommandLineError(
-            f"--start-weight-decay is {start} and --end-weight-decay is {end}: with --optimizer-cuda-graph weight "
-            "decay stays as it was captured, so use --weight-decay alone"
-        )
 
 
 def check_checkpoints(args: argparse.Namespace) -> None:

@@ -9,7 +9,6 @@ from megatron.training.arguments import CommandLineError, parse_args, validate_a
 from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.registry import flag_table
-from megatron.training.command_line.validation import check_optimizer_graph
 
 MINIMAL = {
     "--num-layers": "2",
@@ -118,7 +117,18 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ("--step-batch-size-schedule 5:2", "", ["--step-batch-size-schedule is '5:2'", "must start at 0"]),
         ("--decoupled-min-lr 0.1", "", ["--decoupled-min-lr is 0.1: needs --decoupled-lr"]),
         ("--decoupled-lr 0.1 --decoupled-min-lr 1", "", ["--decoupled-lr is 0.1: must be at least its minimum, 1.0"]),
-        ("--optimizer-cuda-graph", "", ["--optimizer-cuda-graph needs --cuda-graph-impl full_iteration"]),
+        ("--optimizer-cuda-graph", "", ["--cuda-graph-impl is none: the step is a part", "set --cuda-graph-impl full"]),
+        (
+            "--optimizer-cuda-graph --cuda-graph-impl full_iteration --start-weight-decay 0.1 --end-weight-decay 0.2 "
+            "--weight-decay-incr-style linear",
+            "",
+            ["--end-weight-decay is 0.2: with --optimizer-cuda-graph", "use --weight-decay alone"],
+        ),
+        (
+            "--optimizer-cuda-graph --cuda-graph-impl full_iteration --optimizer muon",
+            "",
+            ["--optimizer is muon, whose"],
+        ),
         ("--start-weight-decay 0.1", "", ["--start-weight-decay is 0.1", "--weight-decay-incr-style is constant"]),
         ("--tensor-model-parallel-size 2", "", ["world size is 1", "--tensor-model-parallel-size x", "(2)"]),
         ("--expert-model-parallel-size 3", "", ["world size is 1", "x --expert-model-parallel-size x", "(3)"]),
@@ -248,15 +258,6 @@ def test_defaults_of_a_script_fill_what_nobody_gave() -> None:
 )
 def test_errors_name_flags_where_fields_have_one(message: str, expected: str) -> None:
     assert with_flag_names(message, flag_table()) == expected
-
-
-def test_a_graph_of_the_step_keeps_one_weight_decay() -> None:
-    args = validated("--start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear")
-    args.optimizer_cuda_graph, args.cuda_graph_impl = True, "full_iteration"
-    with pytest.raises(CommandLineError, match="--end-weight-decay is 0.2: with --optimizer-cuda-graph"):
-        check_optimizer_graph(args)
-    args.start_weight_decay = args.end_weight_decay
-    check_optimizer_graph(args)
 
 
 def test_an_old_script_may_leave_out_the_tokenizer_type_and_give_no_position_embedding_beside_rope() -> None:
