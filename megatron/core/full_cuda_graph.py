@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 
@@ -23,6 +24,7 @@ from megatron.core.graph_capture import (
     fingerprints,
     signature,
 )
+from megatron.core.group_collectives import gather_objects
 
 
 class CaptureFailedError(RuntimeError):
@@ -89,9 +91,9 @@ class FullCudaGraphWrapper:
         """
         if forward_only or self.failure is not None:
             return self._run(data_iterator=data_iterator, forward_only=forward_only, **keywords)
-        self._drop_stale()
         batches = _read(data_iterator, keywords["num_microbatches"])
         key = (keywords["num_microbatches"], signature(batches))
+        self._drop_stale(key)
         if key not in self._graphs and self._must_warm_up(key):
             with self._device.warming_up():
                 return self._run_eagerly(batches, keywords)
@@ -109,11 +111,15 @@ class FullCudaGraphWrapper:
         self._graphs.clear()
         self._warm.clear()
 
-    def _drop_stale(self) -> None:
+    def _drop_stale(self, key: Hashable) -> None:
         given = fingerprints(self._participants)
-        if self._warm and self._given != given:
-            self.drop_graphs()
+        is_stale = bool(self._warm) and self._given != given
         self._given = given
+        if key not in self._graphs:
+            # Eager passes may teach a rank alone what no graph has taken for given; all capture together, or none.
+            is_stale = any(gather_objects(is_stale, dist.group.WORLD if dist.is_initialized() else None))
+        if is_stale:
+            self.drop_graphs()
 
     def _must_warm_up(self, key: Hashable) -> bool:
         """Whether a step is still to run eagerly before one like it is captured; counts it."""

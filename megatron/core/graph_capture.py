@@ -41,7 +41,10 @@ class GraphParticipant(Protocol):
     """Who keeps account on the host of what captured passes do; see [Note: graphs]."""
 
     def fingerprint(self) -> Hashable:
-        """What a capture takes for given: a graph is of no use once this has changed. The same on all ranks."""
+        """What a capture takes for given: a graph is of no use once this has changed.
+
+        While a graph is replayed it changes on all ranks or on none; after eager passes it may on some alone.
+        """
         ...
 
     def prepare(self) -> None:

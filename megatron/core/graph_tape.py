@@ -118,7 +118,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _READS & set(func.tags):
+        if _READS & set(func.tags) and not _is_plain_index(func, args):
             raise RuntimeError(f"{func} reads the device, or has a shape that depends on values: no graph can hold it")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         launch = _Launch(func, args, kwargs, frozenset(map(_key, tensors)), [])
@@ -160,6 +160,12 @@ def _unrecorded(wait: Callable[..., bool]) -> Callable[..., bool]:
             return wait(work, *timeout)
 
     return wait_unrecorded
+
+
+def _is_plain_index(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a lookup by positions: the operator has the tag for masks, which it takes too."""
+    masks = (torch.bool, torch.uint8)
+    return func is torch.ops.aten.index.Tensor and all(index is None or index.dtype not in masks for index in args[1])
 
 
 def _key(tensor: Tensor) -> int:

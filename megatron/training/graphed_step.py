@@ -18,6 +18,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.timers import Timers
 from megatron.training.deferred_finalizer import DeferredFinalizer
+from megatron.training.expert_memory import ExpertMemory
+from megatron.training.graphed_experts import GraphedExperts
 
 
 def build_step_graph(
@@ -27,12 +29,16 @@ def build_step_graph(
     device: GraphDevice | None,
     finalize: DeferredFinalizer,
     timers: Timers,
+    memory: ExpertMemory | None,
 ) -> FullCudaGraphWrapper | None:
     """The graph of a run's training steps; None unless the flags ask for one."""
     if device is None or args.cuda_graph_impl != "full_iteration":
         return None
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     participants: list[GraphParticipant] = [PassesOfStep(finalize, timers), GraphedReductions(chunks)]
+    if memory is not None:
+        # Last, so that it ends first: reductions of the experts' gradients follow the copies that made them.
+        participants.append(GraphedExperts(memory))
     return FullCudaGraphWrapper(
         get_forward_backward_func(), args.cuda_graph_warmup_steps, device=device, participants=participants
     )

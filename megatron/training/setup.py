@@ -145,7 +145,7 @@ def setup_steps(
         statistics=StatisticsExchange(dist.group.WORLD),
         timers=timers,
         memory=memory,
-        graph=build_step_graph(args, model, device=graphs, finalize=finalize, timers=timers),
+        graph=build_step_graph(args, model, device=graphs, finalize=finalize, timers=timers, memory=memory),
     )
 
 

@@ -258,6 +258,8 @@ class LaunchOrder:
             self._launched.clear()
             for group in self._groups:
                 group.drop_captured()
+            for group in gathered:
+                group.param_state = ParamState.STALE
 
     def note_replayed(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Says that a graph has run a captured iteration; gathered: as when it was captured."""

@@ -203,7 +203,19 @@ class PageKeeper:
     def join_all(self) -> None:
         """Makes the main stream wait for all copies, into pages and back."""
         self.join()
-        main_waits_for(self._restore_stream.record(), self.pool.device)
+        for stream in (self._stash_stream, self._restore_stream):
+            main_waits_for(stream.record(), self.pool.device)
+
+    def fork(self) -> None:
+        """Puts both side streams behind the main stream, with nothing to do."""
+        for stream in (self._stash_stream, self._restore_stream):
+            with stream.behind_main():
+                pass
+
+    def forget_groups(self) -> None:
+        """Groups that were stashed so far hold nothing that anyone may give back."""
+        self.generation += 1
+        self._gone.clear()
 
     def reset(self) -> None:
         """Gives all pages back. Allocates nothing."""

@@ -179,9 +179,26 @@ class PagedStash:
                 self._reserve.raise_share(share)
 
     def join(self) -> None:
-        """Makes the main stream wait for all copies, as a CUDA graph's capture needs at its end; reset does so too."""
+        """Makes the main stream wait for all copies; reset does so too."""
         with self._keeper.exclusive():
             self._keeper.join_all()
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Around whole steps, or passes of them, that a CUDA graph captures after a reset: their copies are part of it.
+
+        A replay follows a reset too, and needs nothing of this object but its memory. Not run on a GPU yet.
+        """
+        with self._keeper.exclusive():
+            # A capture ends with all streams joined that took part, and none can be joined that did not.
+            self._keeper.fork()
+        try:
+            yield
+            self.join()
+        finally:
+            with self._keeper.exclusive():
+                # Their events are the graph's: nobody outside may wait for them, as giving pages back would.
+                self._keeper.forget_groups()
 
     @property
     def void(self) -> Tensor:

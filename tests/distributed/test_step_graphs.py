@@ -1,0 +1,136 @@
+"""A step that is captured once and replayed has the bits of the eager one, in every layout; what changes is captured
+anew, and what cannot be captured runs eagerly. On tapes, which do on the CPU what CUDA graphs do.
+"""
+
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.graph_tape import TapeGraphs
+from megatron.core.models.gpt import GPTModel
+from tests.distributed.graph_runs import FULL, Trained, train_here
+from tests.distributed.stash_runs import ROUTER, stash
+from tests.distributed.tiny_runs import SHARDED
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+RUN: Flags = {"micro-batch-size": 1, "train-iters": 7, "lr-warmup-iters": 0, "eval-interval": 3, "clip-grad": 0.3}
+EXPERTS: Flags = {"num-layers": 4, "seq-length": 16, "init-method-std": 0.1}
+OVERLAP: Flags = {"expert-model-parallel-size": 2, "moe-token-dispatcher-type": "allgather"}
+
+
+class Case(NamedTuple):
+    """ranks; the flags beyond a base of the functional tests; how often a step is captured, and graphs in the end."""
+
+    ranks: int
+    base: str
+    flags: Flags
+    captures: int = 1
+    graphs: int = 1
+
+
+CASES = {
+    "dropout": Case(1, "dense", {"bf16": True, **read_bases()["dropout"]}),
+    "one loss a token": Case(2, "llama", {"calculate-per-token-loss": True}),
+    "shards": Case(3, "dense", {"global-batch-size": 6, **SHARDED}),
+    "tensors": Case(2, "llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True}),
+    "sequences": Case(2, "dense", {"context-parallel-size": 2}),
+    "stages": Case(
+        4,
+        "llama",
+        {
+            "num-layers": 4,
+            "pipeline-model-parallel-size": 2,
+            "num-layers-per-virtual-pipeline-stage": 1,
+            "tensor-model-parallel-size": 2,
+            "recompute-granularity": "full",
+            "recompute-method": "uniform",
+            "recompute-num-layers": 1,
+        },
+    ),
+    # One step of each new length runs eagerly, the next is captured.
+    "growing batch": Case(
+        1,
+        "moe",
+        {**EXPERTS, **stash(1.0), "moe-expert-rank-capacity-factor": 2, "rampup-batch-size": [2, 2, 10]},
+        captures=2,
+        graphs=2,
+    ),
+    "experts": Case(2, "moe", {**EXPERTS, **OVERLAP, **ROUTER, **SHARDED, "moe-expert-rank-capacity-factor": 4}),
+    "pages": Case(2, "moe", {**EXPERTS, **ROUTER, **stash(1.5), "moe-expert-rank-capacity-factor": 4, **OVERLAP}),
+    "few pages": Case(1, "moe", {**EXPERTS, **ROUTER, **stash(0.3, 0.4), "moe-expert-rank-capacity-factor": 2}),
+    "pages of stages": Case(
+        2, "moe", {**EXPERTS, **stash(), "moe-expert-rank-capacity-factor": 2, "pipeline-model-parallel-size": 2}
+    ),
+    # The captured step finds too few rows: it runs again with more, and is captured anew.
+    "void": Case(
+        2,
+        "moe",
+        {
+            **EXPERTS,
+            **ROUTER,
+            **OVERLAP,
+            **stash(0.6),
+            "moe-expert-rank-capacity-factor": 1.05,
+            "cuda-graph-warmup-steps": 1,
+        },
+        captures=2,
+    ),
+}
+
+
+def _argv(case: Case, *more: Flags) -> list[str]:
+    merged: Flags = {**read_bases()[case.base], **RUN, **case.flags}
+    for flags in more:
+        merged |= flags
+    return command_line(merged)
+
+
+def _both(case: Case) -> tuple[Trained, Trained]:
+    eager: Flags = {"cuda-graph-impl": "none"}
+    return train_here(_argv(case, eager)), train_here(_argv(case, {**FULL, **case.flags}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_steps_have_the_bits_of_eager_ones(name: str) -> None:
+    case = CASES[name]
+    for eager, captured in run_on_ranks(_both, case.ranks, case):
+        assert captured.failure is None
+        assert (captured.num_captures, captured.num_graphs) == (case.captures, case.graphs)
+        captured.assert_same(eager, name)
+
+
+def _reads_its_loss() -> tuple[Trained, Trained]:
+    forward = GPTModel.forward
+
+    def reads(*args: object, **keywords: object) -> object:
+        losses = forward(*args, **keywords)
+        losses.sum().item()
+        return losses
+
+    with patch.object(GPTModel, "forward", reads):
+        return _both(CASES["shards"])
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly_as_if_nothing_had_been_tried() -> None:
+    for eager, captured in run_on_ranks(_reads_its_loss, 3):
+        assert captured.failure is not None and "_local_scalar_dense" in captured.failure
+        assert (captured.num_captures, captured.num_graphs) == (1, 0)
+        captured.assert_same(eager, "a forward that reads its loss")
+
+
+def test_graphs_are_bounded_and_the_last_used_ones_stay() -> None:
+    ran: list[int] = []
+
+    def passes(*, data_iterator: list[object], num_microbatches: int, forward_only: bool) -> list[object]:
+        ran.append(num_microbatches)
+        return []
+
+    run = FullCudaGraphWrapper(passes, 1, device=TapeGraphs(), max_graphs=2)
+    for count in (1, 1, 2, 2, 3, 3, 2, 3, 1):
+        run(data_iterator=None, num_microbatches=count)
+    # Each is warmed up and captured once, then replayed without Python; 1 had to go, and is captured again.
+    assert ran == [1, 1, 2, 2, 3, 3, 1]
+    assert run.num_graphs == 2
