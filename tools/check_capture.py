@@ -1,5 +1,6 @@
 """Says without a GPU whether the passes of a training step can be one CUDA graph: `python tools/check_capture.py` with
-the flags of pretrain_gpt.py. Exit status 0: they can; 1: the lines that break it are printed, all of them.
+the flags of pretrain_gpt.py; with --optimizer-cuda-graph the optimizer's step too. Exit status 0: they can; 1: all that
+breaks it is printed, with its lines.
 
 Trains two steps on made-up tokens, and looks at the third as --cuda-graph-impl full_iteration would capture it; nothing
 is loaded or written. A layout needs its processes: start it with torchrun, as the training. What can be captured does
@@ -25,6 +26,7 @@ if str(ROOT) not in sys.path:
 import pretrain_gpt  # noqa: E402
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators  # noqa: E402
 from megatron.core.device import default_device  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.graph_safety import Region, collect_refusals  # noqa: E402
 from megatron.core.group_collectives import gather_objects  # noqa: E402
@@ -53,19 +55,22 @@ from megatron.training.setup import (  # noqa: E402
 )
 from megatron.training.step_runner import StepRunner  # noqa: E402
 
-_WARMUP_STEPS, _ASKED = 2, "--cuda-graph-impl full_iteration"
-_GRAPH_FLAGS = ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-warmup-steps")
+_WARMUP_STEPS = 2
+_OPTIMIZER_FLAG = "--optimizer-cuda-graph"
+_GRAPH_FLAGS = ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-warmup-steps", _OPTIMIZER_FLAG)
 _DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the verdict on the command line `argv`, or the process's own, and exits with its status."""
+    argv = sys.argv[1:] if argv is None else argv
     with exit_on_user_error():
-        breaks = breaks_of(sys.argv[1:] if argv is None else argv)
+        breaks = breaks_of(argv)
+    what = "--cuda-graph-impl full_iteration" + (f" {_OPTIMIZER_FLAG}" if _OPTIMIZER_FLAG in argv else "")
     if not breaks:
-        print_rank_0(f"CAPTURABLE: the passes of a step can be one CUDA graph ({_ASKED})")
+        print_rank_0(f"CAPTURABLE: {what}")
         return
-    print_rank_0(f"NOT CAPTURABLE: the passes of a step cannot be one CUDA graph ({_ASKED})")
+    print_rank_0(f"NOT CAPTURABLE: {what}")
     for number, one in enumerate(breaks, 1):
         print_rank_0(f"{number}. {one}")
     raise SystemExit(1)
@@ -75,11 +80,15 @@ def breaks_of(argv: Sequence[str]) -> list[str]:
     """What breaks a graph of the command line's passes, on any rank: flags, operations with their lines. Collective."""
     with FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
         args = initialize_megatron(argv=_without_graphs(argv), board=board)
+        args.optimizer_cuda_graph = _OPTIMIZER_FLAG in argv
         refused = _refused(args)
         steps, optimizer, graphs = _setup(args)
+        update = _DeviceSteps(steps, optimizer, graphs).step if args.optimizer_cuda_graph else optimizer.step
         batches = _made_up_batches(args)
         for number in range(1, _WARMUP_STEPS + 2):
-            _train_step(steps, optimizer, batches=batches, number=number)
+            optimizer.zero_grad()
+            _run_passes(steps, batches, iteration=number)
+            update()
         every_rank = gather_objects(graphs.breaks(steps), dist.group.WORLD)
     return list(dict.fromkeys(one for of_rank in [refused, *every_rank] for one in of_rank))
 
@@ -106,13 +115,14 @@ class LintedGraphs:
         """See Graph: what was to be captured has run already."""
 
     def breaks(self, steps: StepRunner) -> list[str]:
-        """What was found in the last step, whose results have been used."""
+        """What was found, once the results have been used."""
         assert steps.graph is not None and self.regions, "no step was looked at"
         failure = steps.graph.failure
         steps.graph.drop_graphs()
-        region = self.regions[-1]
-        region.check_memory()
-        return [str(one) for one in region.refusals] + ([] if failure is None else [f"the passes failed: {failure}"])
+        for region in self.regions:
+            region.check_memory()
+        found = [str(one) for region in self.regions for one in region.refusals]
+        return found + ([] if failure is None else [f"the passes failed: {failure}"])
 
 
 def _without_graphs(argv: Sequence[str]) -> list[str]:
@@ -183,15 +193,31 @@ def _made_up_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     return [] if iterator is None else [next(iterator) for _ in range(count)]
 
 
-def _train_step(
-    steps: StepRunner, optimizer: MegatronOptimizer, *, batches: list[dict[str, torch.Tensor]], number: int
-) -> None:
-    optimizer.zero_grad()
+def _run_passes(steps: StepRunner, batches: list[dict[str, torch.Tensor]], *, iteration: int) -> None:
     iterator = iter(batches) if batches else None
     count = get_num_microbatches()
-    steps.train_sync(iterator, num_microbatches=count, iteration=number, exit_reasons=list)
+    steps.train_sync(iterator, num_microbatches=count, iteration=iteration, exit_reasons=list)
     steps.finalize_model_grads.finish()
-    optimizer.step()
+
+
+@dataclass(frozen=True)
+class _DeviceSteps:
+    """Steps of an optimizer as a graph holds them, looked at once the passes have been."""
+
+    steps: StepRunner
+    optimizer: MegatronOptimizer
+    graphs: LintedGraphs
+
+    def step(self) -> None:
+        for order in dict.fromkeys(chunk.launch_order for chunk in self._chunks()):
+            order.step()
+        self.optimizer.prepare_device_step()
+        with self.graphs.capturing() if self.graphs.regions else self.graphs.warming_up():
+            done = self.optimizer.step_on_device()
+        self.optimizer.settle_step_sync(done)
+
+    def _chunks(self) -> list[DistributedDataParallel]:
+        return [chunk for chunk in self.steps.model if isinstance(chunk, DistributedDataParallel)]
 
 
 if __name__ == "__main__":

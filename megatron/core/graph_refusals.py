@@ -204,8 +204,6 @@ _FACTORIES = frozenset(
 )
 # Their backward counts zeros on the host, but not while a mode is on.
 _COUNTED_IN_BACKWARD = frozenset(("prod", "cumprod"))
-# What the CPU checks and a GPU does not: their results are those of the same kernels.
-_CHECKED_ON_CPU = frozenset(("quantile", "nanquantile"))
 
 
 def reason_against_function(name: str, given: Sequence[Any], *, named: Mapping[str, Any]) -> Reason | None:
@@ -225,9 +223,9 @@ def reason_against_function(name: str, given: Sequence[Any], *, named: Mapping[s
 
 
 def reads_only_on_cpu(name: str, given: Sequence[Any], *, named: Mapping[str, Any]) -> bool:
-    """Whether the values that this function of torch reads are read on the CPU alone."""
+    """Whether the values that this function of torch reads are read on the CPU alone, where it checks them."""
     num_classes = named.get("num_classes", given[1] if len(given) > 1 else -1)
-    return name in _CHECKED_ON_CPU or (name == "one_hot" and num_classes >= 0)
+    return name == "one_hot" and num_classes >= 0
 
 
 def fills_where_masked(name: str, given: Sequence[Any]) -> bool:
@@ -287,6 +285,8 @@ PYTHON_CALLS: dict[str, Reason] = {
 # The last parts of their names.
 PYTHON_NAMES = frozenset(name.rsplit(".", 1)[1] for name in PYTHON_CALLS)
 
+# Not the graphsafe_ ones, which put one generator's state in another's place.
+_OF_STATES = frozenset("manual_seed seed initial_seed get_state set_state get_offset set_offset".split())
 # Functions that touch a generator's state on the CPU alone; on a GPU they use objects that graphs know.
 GRAPH_SAFE_STATES = frozenset({"megatron.core.device.RandomStream.drawn"})
 
@@ -297,7 +297,7 @@ def reason_against_method(owner: Any, name: str) -> Reason | None:
         return WAIT
     if name == "is_completed":
         return WAIT
-    if isinstance(owner, torch.Generator):
+    if isinstance(owner, torch.Generator) and name in _OF_STATES:
         return GENERATOR_STATE
     # Not its seed: torch imports parts of itself late, and with them generators of Python's.
     if isinstance(owner, Random) and name in ("random", "getrandbits"):

@@ -17,6 +17,7 @@ STATIC: Flags = DROPLESS | {"moe-expert-rank-capacity-factor": 4}
 STASH: Flags = STATIC | stash()
 EP: Flags = {"expert-model-parallel-size": 2, "global-batch-size": 8}
 ALLTOALL: Flags = {"moe-token-dispatcher-type": "alltoall"}
+OPTIMIZER: Flags = {"optimizer-cuda-graph": True}
 FULL_RECOMPUTE: Flags = {
     "recompute-granularity": "full",
     "recompute-method": "uniform",
@@ -46,9 +47,15 @@ CAPTURABLE: tuple[dict[str, Flags], dict[str, Flags]] = (
         "stash that spills": STATIC | stash(1.0, 3.0),
         "stash that drops": STATIC | stash(1.2),
         "stash with parts recomputed": STASH | SELECTIVE,
+        "optimizer": STATIC | OPTIMIZER,
+        "optimizer in fp16, counting zeros": BASES["llama"]
+        | BASES["fp16"]
+        | OPTIMIZER
+        | {"log-num-zeros-in-grad": True},
     },
     {
         "sharded": BASES["llama"] | SHARDED,
+        "sharded optimizer in bf16": BASES["llama"] | SHARDED | BASES["bf16"] | OPTIMIZER,
         "pipeline": BASES["llama"] | {"pipeline-model-parallel-size": 2},
         "tensor parallel": BASES["llama"] | BASES["dropout"] | {"tensor-model-parallel-size": 2},
         "context parallel": BASES["llama"] | {"context-parallel-size": 2},
