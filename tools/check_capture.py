@@ -26,7 +26,6 @@ if str(ROOT) not in sys.path:
 import pretrain_gpt  # noqa: E402
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators  # noqa: E402
 from megatron.core.device import default_device  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.graph_safety import Region, collect_refusals  # noqa: E402
 from megatron.core.group_collectives import gather_objects  # noqa: E402
@@ -83,12 +82,10 @@ def breaks_of(argv: Sequence[str]) -> list[str]:
         args.optimizer_cuda_graph = _OPTIMIZER_FLAG in argv
         refused = _refused(args)
         steps, optimizer, graphs = _setup(args)
-        update = _DeviceSteps(steps, optimizer, graphs).step if args.optimizer_cuda_graph else optimizer.step
         batches = _made_up_batches(args)
         for number in range(1, _WARMUP_STEPS + 2):
             optimizer.zero_grad()
-            _run_passes(steps, batches, iteration=number)
-            update()
+            _train_step(steps, batches, iteration=number)
         every_rank = gather_objects(graphs.breaks(steps), dist.group.WORLD)
     return list(dict.fromkeys(one for of_rank in [refused, *every_rank] for one in of_rank))
 
@@ -157,7 +154,13 @@ def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, Lin
     groups, graphs = get_process_groups(), LintedGraphs()
     memory = build_expert_memory(model, args, groups=groups)
     steps = setup_steps(
-        args, model, forward_step_func=pretrain_gpt.forward_step, timers=timers, memory=memory, graphs=graphs
+        args,
+        model,
+        forward_step_func=pretrain_gpt.forward_step,
+        optimizer=optimizer,
+        timers=timers,
+        memory=memory,
+        graphs=graphs,
     )
     seed_ranks(args.seed, groups)
     if memory is not None:
@@ -193,31 +196,11 @@ def _made_up_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     return [] if iterator is None else [next(iterator) for _ in range(count)]
 
 
-def _run_passes(steps: StepRunner, batches: list[dict[str, torch.Tensor]], *, iteration: int) -> None:
+def _train_step(steps: StepRunner, batches: list[dict[str, torch.Tensor]], *, iteration: int) -> None:
     iterator = iter(batches) if batches else None
     count = get_num_microbatches()
     steps.train_sync(iterator, num_microbatches=count, iteration=iteration, exit_reasons=list)
-    steps.finalize_model_grads.finish()
-
-
-@dataclass(frozen=True)
-class _DeviceSteps:
-    """Steps of an optimizer as a graph holds them, looked at once the passes have been."""
-
-    steps: StepRunner
-    optimizer: MegatronOptimizer
-    graphs: LintedGraphs
-
-    def step(self) -> None:
-        for order in dict.fromkeys(chunk.launch_order for chunk in self._chunks()):
-            order.step()
-        self.optimizer.prepare_device_step()
-        with self.graphs.capturing() if self.graphs.regions else self.graphs.warming_up():
-            done = self.optimizer.step_on_device()
-        self.optimizer.settle_step_sync(done)
-
-    def _chunks(self) -> list[DistributedDataParallel]:
-        return [chunk for chunk in self.steps.model if isinstance(chunk, DistributedDataParallel)]
+    steps.update_sync()
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ class FullCudaGraphWrapper:
 
     If a capture fails on any rank, all raise CaptureFailedError: the batches were read, and nothing was executed. From
     then on this runs everything eagerly; `failure` says why.
-    device: None for the GPU of this process. participants: see GraphParticipant. Not run on a GPU yet.
+    device: None for the GPU of this process. participants: see GraphParticipant. follow_up: what else is part of the
+    graph, behind the passes and all that their participants wait for; it is given what the passes return, and does not
+    run after eager ones. Not run on a GPU yet.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class FullCudaGraphWrapper:
         *,
         device: GraphDevice | None = None,
         participants: Sequence[GraphParticipant] = (),
+        follow_up: Callable[[list[Any]], None] | None = None,
         max_graphs: int = 4,
     ) -> None:
         for name, number in (("cuda_graph_warmup_steps", cuda_graph_warmup_steps), ("max_graphs", max_graphs)):
@@ -72,6 +75,7 @@ class FullCudaGraphWrapper:
         self._run = forward_backward_func
         self._device = device or CudaGraphs(default_device())
         self._participants = list(participants)
+        self._follow_up = follow_up
         self._max_graphs = max_graphs
         self._steps_to_warm_up = cuda_graph_warmup_steps
         self._warm: set[Hashable] = set()
@@ -136,13 +140,18 @@ class FullCudaGraphWrapper:
         inputs.fill(batches)
         try:
             with all_ranks_agree():
-                with self._device.capturing() as graph, ExitStack() as stack:
-                    for participant in self._participants:
-                        stack.enter_context(participant.capturing())
-                    reports = self._run_eagerly(inputs.values, keywords)
+                with self._device.capturing() as graph:
+                    with ExitStack() as stack:
+                        for participant in self._participants:
+                            stack.enter_context(participant.capturing())
+                        reports = self._run_eagerly(inputs.values, keywords)
+                    if self._follow_up is not None:
+                        self._follow_up(reports)
         except (ValueError, OSError, RuntimeError) as error:
             self.failure = _first_cause(error)
             self.drop_graphs()
+            for participant in self._participants:
+                participant.dropped()
             raise CaptureFailedError(self.failure) from error
         return _Captured(graph, inputs, reports, [participant.captured() for participant in self._participants])
 

@@ -59,6 +59,10 @@ class GraphParticipant(Protocol):
         """The account after a capture, which `replayed` is given each time."""
         ...
 
+    def dropped(self) -> None:
+        """Instead of `captured`, where the capture failed on this rank or another: nothing of it has run."""
+        ...
+
     def replayed(self, account: Any) -> None:
         """The graph has run: from now on the account is what it was after the capture."""
         ...

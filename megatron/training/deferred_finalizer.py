@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.distributed import finalize_model_grads
+
 
 class DeferredFinalizer:
     """Stands in for finalize_model_grads in the schedule, and does its work once losses are known to be finite."""
 
-    def __init__(self, finalize: Callable[..., None]) -> None:
-        self._finalize = finalize
+    def __init__(self, finalize: Callable[..., None] | None) -> None:
+        """finalize: a script's own; None for finalize_model_grads."""
+        self._finalize, self.is_own = finalize or finalize_model_grads, finalize is None
         self._waiting: tuple[Any, ...] | None = None
 
     def __call__(self, *arguments: Any) -> None:
@@ -31,5 +34,9 @@ class DeferredFinalizer:
 
     def finish(self) -> None:
         """Finalizes the gradients of the last backward. Collective."""
+        self._finalize(*self.take())
+
+    def take(self) -> tuple[Any, ...]:
+        """What the schedule gave after the last backward, for whom finalizes it in another way."""
         arguments, self._waiting = self.handed_over, None
-        self._finalize(*arguments)
+        return arguments

@@ -53,6 +53,9 @@ class GraphedExperts:
         step = self._memory.step
         return _Account(list(step.passes), step.rows, step.stash)
 
+    def dropped(self) -> None:
+        """See GraphParticipant: begin_step comes before whatever runs next."""
+
     def replayed(self, account: _Account) -> None:
         """See GraphParticipant."""
         self._memory.step.passes, self._memory.step.rows = list(account.passes), account.rows

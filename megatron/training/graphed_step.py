@@ -14,12 +14,14 @@ from megatron.core.device import CudaGraphs, default_device
 from megatron.core.distributed import DistributedDataParallel, GraphedReductions
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.graph_capture import GraphDevice, GraphParticipant
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.timers import Timers
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.expert_memory import ExpertMemory
 from megatron.training.graphed_experts import GraphedExperts
+from megatron.training.step_update import GraphedUpdate, StepUpdate
 
 
 def build_step_graph(
@@ -28,6 +30,7 @@ def build_step_graph(
     *,
     device: GraphDevice | None,
     finalize: DeferredFinalizer,
+    update: StepUpdate | None,
     timers: Timers,
     memory: ExpertMemory | None,
 ) -> FullCudaGraphWrapper | None:
@@ -36,11 +39,46 @@ def build_step_graph(
         return None
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     participants: list[GraphParticipant] = [PassesOfStep(finalize, timers), GraphedReductions(chunks)]
+    follow_up = None
+    if isinstance(update, GraphedUpdate):
+        follow_up = update.follow
+        participants.append(update)
     if memory is not None:
         # Last, so that it ends first: reductions of the experts' gradients follow the copies that made them.
         participants.append(GraphedExperts(memory))
     return FullCudaGraphWrapper(
-        get_forward_backward_func(), args.cuda_graph_warmup_steps, device=device, participants=participants
+        get_forward_backward_func(),
+        args.cuda_graph_warmup_steps,
+        device=device,
+        participants=participants,
+        follow_up=follow_up,
+    )
+
+
+def build_step_update(
+    args: argparse.Namespace,
+    finalize: DeferredFinalizer,
+    *,
+    optimizer: MegatronOptimizer | None,
+    timers: Timers,
+    memory: ExpertMemory | None,
+) -> StepUpdate | None:
+    """What updates a run's parameters, as the flags say; None for a run without an optimizer."""
+    if optimizer is None:
+        return None
+    if not args.optimizer_cuda_graph:
+        return StepUpdate(finalize, optimizer, timers=timers)
+    if not finalize.is_own:
+        raise ValueError(
+            "--optimizer-cuda-graph is given, and the model's configuration has a finalize_model_grads_func, which is "
+            "not known to wait for nothing: leave one of them out"
+        )
+    return GraphedUpdate(
+        finalize,
+        optimizer,
+        timers=timers,
+        void_flags=None if memory is None else memory.void_flags,
+        checks_losses=args.check_for_nan_in_loss_and_grad,
     )
 
 
@@ -77,6 +115,9 @@ class PassesOfStep:
     def captured(self) -> tuple[Any, ...]:
         """See GraphParticipant: what finalizes gradients after the step, tensors of the graph among it."""
         return self._finalize.handed_over
+
+    def dropped(self) -> None:
+        """See GraphParticipant: whoever runs the step again forgets its gradients."""
 
     def replayed(self, account: tuple[Any, ...]) -> None:
         """See GraphParticipant."""

@@ -15,7 +15,7 @@ from megatron.core.agreement import all_ranks_agree
 from megatron.core.batch_schedule import BatchSchedule
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.device import default_device
-from megatron.core.distributed import check_weights_agree, finalize_model_grads
+from megatron.core.distributed import check_weights_agree
 from megatron.core.enums import ModelType
 from megatron.core.graph_capture import GraphDevice
 from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
@@ -45,7 +45,7 @@ from megatron.training.exit_conditions import ExitConditions
 from megatron.training.expert_memory import ExpertMemory, build_expert_memory
 from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
-from megatron.training.graphed_step import build_step_graph, graph_device
+from megatron.training.graphed_step import build_step_graph, build_step_update, graph_device
 from megatron.training.initialize import seed_ranks
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
@@ -86,7 +86,15 @@ def setup_run(
     with all_ranks_agree():
         every_callback = setup_callbacks(args, callbacks, size=size)
     memory = build_expert_memory(model, args, groups=get_process_groups())
-    steps = setup_steps(args, model, forward_step_func=forward_step_func, timers=timers, memory=memory, graphs=graphs)
+    steps = setup_steps(
+        args,
+        model,
+        forward_step_func=forward_step_func,
+        optimizer=optimizer,
+        timers=timers,
+        memory=memory,
+        graphs=graphs,
+    )
     run = TrainingRun(
         args=args,
         training=training,
@@ -124,6 +132,7 @@ def setup_steps(
     model: list[nn.Module],
     *,
     forward_step_func: Callable[..., Any],
+    optimizer: MegatronOptimizer | None,
     timers: Timers,
     memory: ExpertMemory | None,
     graphs: GraphDevice | None,
@@ -132,20 +141,23 @@ def setup_steps(
 
     graphs: what captures them, where the flags ask for it.
     """
-    finalize = DeferredFinalizer(get_model_config(model[0]).finalize_model_grads_func or finalize_model_grads)
+    finalize = DeferredFinalizer(get_model_config(model[0]).finalize_model_grads_func)
     for chunk in unwrap_model(model):
         chunk.config.timers = timers
         chunk.config.finalize_model_grads_func = finalize
+    update = build_step_update(args, finalize, optimizer=optimizer, timers=timers, memory=memory)
     return StepRunner(
         args=args,
         model=model,
         forward_step=forward_step_func,
         groups=get_process_groups(),
-        finalize_model_grads=finalize,
         statistics=StatisticsExchange(dist.group.WORLD),
         timers=timers,
+        update=update,
         memory=memory,
-        graph=build_step_graph(args, model, device=graphs, finalize=finalize, timers=timers, memory=memory),
+        graph=build_step_graph(
+            args, model, device=graphs, finalize=finalize, update=update, timers=timers, memory=memory
+        ),
     )
 
 

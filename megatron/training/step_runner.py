@@ -25,10 +25,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.timers import Timers
 from megatron.core.utils import unwrap_model
 from megatron.training.console import print_rank_0
-from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.kept_batches import KeptBatches, with_own_containers
 from megatron.training.rng_state import capture_rng, restore_rng
 from megatron.training.step_statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
+from megatron.training.step_update import StepUpdate
 
 # A rerun grows to what the void one needed, or by a fixed share: what so many do not reach, none will.
 _MAX_RERUNS = 8
@@ -71,6 +71,7 @@ class StepMemory(Protocol):
 class StepRunner:
     """Runs the passes of steps and evaluations over this rank's chunks.
 
+    update: what follows the passes of a step that counts; None for a run that only evaluates.
     memory: None where nothing can be lost. graph: None where passes are launched one by one. With neither, passes run
     once, and nothing of the step's start is kept.
     """
@@ -79,9 +80,9 @@ class StepRunner:
     model: Sequence[nn.Module]  # the chunks of this rank's pipeline stage
     forward_step: Callable[..., Any]
     groups: ProcessGroupCollection
-    finalize_model_grads: DeferredFinalizer
     statistics: StatisticsExchange
     timers: Timers
+    update: StepUpdate | None = None
     memory: StepMemory | None = None
     graph: FullCudaGraphWrapper | None = None
 
@@ -95,7 +96,7 @@ class StepRunner:
     ) -> tuple[Reports, StepStatistics]:
         """Forward and backward of a training step: what this rank's losses report, and what all ranks know. Collective.
 
-        Gradients are complete, and not finalized. iteration: the step's number, for messages. exit_reasons: asked when
+        update_sync is to follow. iteration: the step's number, for messages. exit_reasons: asked when
         the passes are done. NOTE: reads the device, see StatisticsExchange. Raises ExpertOverflowError on all ranks.
         """
 
@@ -105,6 +106,14 @@ class StepRunner:
             return self.statistics.reduce_step_sync(reports, self.model, exit_reasons=reasons, void_flags=void_flags)
 
         return self._run_sync(iterator, judge, num_microbatches=num_microbatches, iteration=iteration)
+
+    def update_sync(self) -> tuple[bool, float, float | None]:
+        """After train_sync: finalizes gradients and updates parameters; returns what MegatronOptimizer.step does.
+
+        Collective. NOTE: reads the device, see there.
+        """
+        assert self.update is not None, "a run that only evaluates updates nothing"
+        return self.update.run_sync()
 
     def evaluate_sync(self, iterator: Iterator[Any] | None, *, num_microbatches: int, iteration: int) -> Reports:
         """Forward of one global batch, without gradients; what this rank's losses report of it. Collective.
@@ -187,7 +196,8 @@ class StepRunner:
         # One of the chunks of a launch order speaks for all; begins an iteration anew, as zero_grad does.
         for chunk in {chunk.launch_order: chunk for chunk in wrapped}.values():
             chunk.reset_iteration()
-        self.finalize_model_grads.forget()
+        if self.update is not None:
+            self.update.forget()
 
     def _run_passes(self, iterator: Iterator[Any] | None, *, num_microbatches: int, forward_only: bool) -> list[Any]:
         """Runs the passes over the next batches; returns what the losses of the last stage report."""

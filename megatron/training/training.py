@@ -122,12 +122,8 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
     if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
         raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
-    with run.timers("all-grads-sync", log_level=1):
-        run.steps.finalize_model_grads.finish()
-
     loss_scale = run.optimizer.get_loss_scale()
-    with run.timers("optimizer", log_level=1):
-        updated, grad_norm, num_zeros = run.optimizer.step()
+    updated, grad_norm, num_zeros = run.steps.update_sync()
     if updated:
         run.scheduler.step(increment=batch_size)
     run.count_step(updated=updated, nan=statistics.nan)

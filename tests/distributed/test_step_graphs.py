@@ -64,6 +64,15 @@ CASES = {
     "pages of stages": Case(
         2, "moe", {**EXPERTS, **stash(), "moe-expert-rank-capacity-factor": 2, "pipeline-model-parallel-size": 2}
     ),
+    "scaled update": Case(
+        2, "llama", {"fp16": True, "initial-loss-scale": 65536, "loss-scale-window": 2, "optimizer-cuda-graph": True}
+    ),
+    "sharded update": Case(3, "dense", {"global-batch-size": 6, **SHARDED, "optimizer-cuda-graph": True}),
+    "update of stages": Case(
+        2,
+        "llama",
+        {"pipeline-model-parallel-size": 2, "calculate-per-token-loss": True, "optimizer-cuda-graph": True},
+    ),
     # The captured step finds too few rows: it runs again with more, and is captured anew.
     "void": Case(
         2,
@@ -79,6 +88,7 @@ CASES = {
         captures=2,
     ),
 }
+CASES["void update"] = CASES["void"]._replace(flags={**CASES["void"].flags, "optimizer-cuda-graph": True})
 
 
 def _argv(case: Case, *more: Flags) -> list[str]:
@@ -89,7 +99,7 @@ def _argv(case: Case, *more: Flags) -> list[str]:
 
 
 def _both(case: Case) -> tuple[Trained, Trained]:
-    eager: Flags = {"cuda-graph-impl": "none"}
+    eager: Flags = {"cuda-graph-impl": "none", "optimizer-cuda-graph": False}
     return train_here(_argv(case, eager)), train_here(_argv(case, {**FULL, **case.flags}))
 
 

@@ -175,7 +175,7 @@ def _stay_void(argv: list[str], *, may_grow: bool) -> tuple[str, int]:
             train(run)
         assert run.state.iteration == run.state.consumed_train_samples / 4 == 1 and run.state.nan_iterations == 0
         with pytest.raises(AssertionError, match="no backward pass"):
-            run.steps.finalize_model_grads.finish()
+            run.steps.update_sync()
         assert not any(grad.any() for chunk in run.model for _, grad in chunk.named_main_grads())  # type: ignore[operator]
         return str(caught.value)
 

@@ -3,6 +3,7 @@
 How they are reduced over data-parallel ranks is the wrapper's work.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -51,19 +52,34 @@ def finalize_model_grads(
         _check_num_tokens(chunk, num_tokens, pp_group=groups.pp)
     for chunk in chunks:
         chunk.finish_grad_sync()
+    complete_model_grads(chunks, num_tokens, groups=groups)
+    end_model_step(chunks, groups)
+
+
+def complete_model_grads(
+    chunks: Sequence[DistributedDataParallel], num_tokens: torch.Tensor | None, *, groups: ProcessGroupCollection
+) -> None:
+    """What is left to do to gradients after finish_grad_sync, without waiting for the device. Collective.
+
+    num_tokens: as for finalize_model_grads, [], integer or floating point.
+    """
     for chunk in chunks:
         _reduce_partial_grads(chunk, groups.tp)
     _divide_by_tokens(
         [chunk for chunk in chunks if chunk.config.calculate_per_token_loss], num_tokens, pp_group=groups.pp
     )
+    # After all of them: the two stages have the tied weight in different chunks, and between them wait for others.
+    for chunk in chunks:
+        _reduce_shared_grads(chunk, groups.embd)
+
+
+def end_model_step(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
+    """Lets models change that do so by themselves once a step. Collective."""
     for chunk in chunks:
         inner = unwrap_model(chunk)
         if isinstance(inner, FinalizesStep):
             # Routers of tensor-parallel ranks see parts of the sequence each.
             inner.finalize_step(groups.tp_dp_cp or chunk.pg_collection.dp_cp)
-    # After all of them: the two stages have the tied weight in different chunks, and between them wait for others.
-    for chunk in chunks:
-        _reduce_shared_grads(chunk, groups.embd)
 
 
 def _check_num_tokens(

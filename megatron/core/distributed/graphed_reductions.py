@@ -47,7 +47,12 @@ class GraphedReductions:
 
     def captured(self) -> list[Measured | None]:
         """See GraphParticipant: what was measured of gradients, of each chunk."""
+        self._order.forget_captured(self._gathered)
         return [None if chunk.checks is None else chunk.checks.taken() for chunk in self._chunks]
+
+    def dropped(self) -> None:
+        """See GraphParticipant."""
+        self._order.forget_captured(self._gathered)
 
     def replayed(self, account: list[Measured | None]) -> None:
         """See GraphParticipant."""

@@ -159,8 +159,7 @@ class LaunchOrder:
             return
         self._check_usable()
         problem = next((found for chunk in self._chunks if (found := chunk.find_problem())), None)
-        is_replayed = self._phase is Phase.REPLAYED
-        if not is_replayed:
+        if not (is_replayed := self._phase is Phase.REPLAYED):
             self._launch_rest()
         non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
         seen = self._sequence.seen({group.number for group in self._groups if not group.readiness.is_complete})
@@ -233,14 +232,14 @@ class LaunchOrder:
     def captured_iteration(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> Iterator[None]:
         """Around passes that a graph captures: their gathers and reductions start and end in it, in a frozen order.
 
-        gathered: groups whose gathers belong to it, as forward waits for them. What ranks tell each other at the end
-        of an iteration is no part of it: `finish` follows each replay. Observers see nothing. Raises RuntimeError for
-        a gradient that comes when its bucket is on its way. In the end an iteration begins: nothing has run yet.
+        gathered: groups whose gathers belong to it. What ranks tell each other at the end of an iteration does not:
+        `finish` follows each replay. Observers see nothing. Raises RuntimeError for a gradient that comes too late.
+        Until forget_captured gradients are as behind `finish`, for what else the graph does with them.
         """
         self.freeze()
         observers, self.observers = self.observers, Observers()
         for group in self._groups:
-            # Of a gather before the capture, which the main stream has waited for: a graph cannot wait for it.
+            # Of a gather before the capture: the main stream has waited for it, and a graph could not.
             group.arrival.forget()
         for group in gathered:
             group.param_state = ParamState.STALE
@@ -249,17 +248,21 @@ class LaunchOrder:
             self._launch_rest()
             late = self._late_here()
             if any(late):
-                names = [group.name for group in self._groups if group.is_late]
-                raise RuntimeError(f"gradients of {', '.join(names)} came after they were sent: no graph can repeat it")
+                raise RuntimeError("gradients came after their bucket was sent: no graph can repeat it")
             self._wait_for_reductions(late)
+            self._phase = Phase.FINISHED
         finally:
             self.observers = observers
-            self._sequence.start()
-            self._launched.clear()
-            for group in self._groups:
-                group.drop_captured()
-            for group in gathered:
-                group.param_state = ParamState.STALE
+
+    def forget_captured(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
+        """After a capture, or one that broke off: an iteration begins, as nothing of it has run."""
+        self._phase = Phase.COLLECTING
+        self._sequence.start()
+        self._launched.clear()
+        for group in self._groups:
+            group.drop_captured()
+        for group in gathered:
+            group.param_state = ParamState.STALE
 
     def note_replayed(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Says that a graph has run a captured iteration; gathered: as when it was captured."""

@@ -1,0 +1,131 @@
+"""What follows the passes of a step that counts: gradients are finalized and parameters updated, eagerly or in a graph.
+
+How, is megatron.core.distributed's and the optimizer's; when a step counts is step_runner.py's.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.device import default_device
+from megatron.core.distributed.distributed_data_parallel import require_wrapped
+from megatron.core.distributed.finalize_model_grads import complete_model_grads, end_model_step
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.device_step import DeviceStep
+from megatron.core.process_groups_config import group_size
+from megatron.core.timers import Timers
+from megatron.training.deferred_finalizer import DeferredFinalizer
+from megatron.training.step_statistics import Reports, total_reports
+
+
+class StepUpdate:
+    """Launches what follows the passes one by one."""
+
+    def __init__(self, finalize: DeferredFinalizer, optimizer: MegatronOptimizer, *, timers: Timers) -> None:
+        self._finalize, self._optimizer, self._timers = finalize, optimizer, timers
+
+    def run_sync(self) -> tuple[bool, float, float | None]:
+        """Does it, and returns what MegatronOptimizer.step does. Collective. NOTE: reads the device, see there."""
+        with self._timers("all-grads-sync", log_level=1):
+            self._finalize.finish()
+        with self._timers("optimizer", log_level=1):
+            return self._optimizer.step()
+
+    def forget(self) -> None:
+        """The passes were void."""
+        self._finalize.forget()
+
+
+class GraphedUpdate(StepUpdate):
+    """Makes the update a part of the graph of the passes, where the device decides whether it happens.
+
+    A GraphParticipant, whose `follow` is the wrapper's follow_up. What only counts once the host knows that a step was
+    not void, as the biases of routers, stays outside.
+    void_flags: the experts', see StepMemory; None where nothing can be lost. checks_losses: a loss that is not finite
+    makes the step void as well, as it ends the run before its update.
+    """
+
+    def __init__(
+        self,
+        finalize: DeferredFinalizer,
+        optimizer: MegatronOptimizer,
+        *,
+        timers: Timers,
+        void_flags: Callable[[], Tensor] | None,
+        checks_losses: bool,
+    ) -> None:
+        super().__init__(finalize, optimizer, timers=timers)
+        self._void_flags, self._checks_losses = void_flags, checks_losses
+        self._captured: DeviceStep | None = None
+        self._done: DeviceStep | None = None  # by the graph, and not settled yet
+
+    def run_sync(self) -> tuple[bool, float, float | None]:
+        """See StepUpdate; of a step that a graph has updated, takes note of it."""
+        if self._done is None:
+            return super().run_sync()
+        done, self._done = self._done, None
+        with self._timers("all-grads-sync", log_level=1):
+            chunks = [require_wrapped(chunk) for chunk in self._finalize.take()[0]]
+            for chunk in chunks:
+                # The sums are there: ranks tell each other whether all gradients were finite.
+                chunk.finish_grad_sync()
+            end_model_step(chunks, chunks[0].pg_collection)
+        with self._timers("optimizer", log_level=1):
+            return self._optimizer.settle_step_sync(done)
+
+    def forget(self) -> None:
+        """See StepUpdate: the device knew, and has updated nothing."""
+        super().forget()
+        self._done = None
+
+    def follow(self, reports: Reports) -> None:
+        """In a capture, behind the passes: completes the gradients and updates. Collective.
+
+        reports: name to a tensor [] or [2] (sum, count), fp32, of each microbatch.
+        """
+        model, num_tokens = self._finalize.handed_over
+        chunks = [require_wrapped(chunk) for chunk in model]
+        complete_model_grads(chunks, num_tokens, groups=chunks[0].pg_collection)
+        self._captured = self._optimizer.step_on_device(self._void(reports))
+
+    def _void(self, reports: Reports) -> Tensor:
+        """[], fp64, above 0 if the step is void on any rank."""
+        void = torch.zeros((), dtype=torch.float64, device=default_device())
+        if self._void_flags is not None:
+            void = self._void_flags().sum()
+        if self._checks_losses:
+            for total in total_reports(reports).values():
+                void = void + total.isfinite().all().logical_not()
+        if group_size(dist.group.WORLD) > 1:
+            dist.all_reduce(void, op=dist.ReduceOp.MAX)
+        return void
+
+    def fingerprint(self) -> Hashable:
+        """See GraphParticipant."""
+        return None
+
+    def prepare(self) -> None:
+        """See GraphParticipant: fills in the learning rates."""
+        self._optimizer.prepare_device_step()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """See GraphParticipant: nothing of the passes themselves."""
+        yield
+
+    def captured(self) -> DeviceStep:
+        """See GraphParticipant: what each replay leaves for the host."""
+        captured, self._captured = self._captured, None
+        assert captured is not None, "follow ran in the capture"
+        return captured
+
+    def dropped(self) -> None:
+        """See GraphParticipant."""
+        self._optimizer.forget_broken_capture()
+
+    def replayed(self, account: DeviceStep) -> None:
+        """See GraphParticipant."""
+        self._done = account
