@@ -357,6 +357,9 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
         if here.f_code.co_name == "_engine_run_backward":
             node = torch._C._current_autograd_node()
         here = here.f_back
+    if _is_not_users(here.f_code.co_filename):
+        # A thread of autograd's, in which a GPU's nodes run.
+        node = torch._C._current_autograd_node()
     if node is None:
         return SourceLine(here.f_code.co_filename, here.f_lineno)
     forward = node.metadata.get(_FORWARD_LINE) or SourceLine(here.f_code.co_filename, here.f_lineno)

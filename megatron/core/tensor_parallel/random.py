@@ -283,15 +283,16 @@ class _Kept:
     def __init__(self, args: tuple[Any, ...]) -> None:
         anchor = torch.empty(0, requires_grad=True)
         tensors = [value for value in args if isinstance(value, Tensor)]
-        # The node holds the tensors; nothing ever runs its backward.
-        self._node = _SaveTensors.apply(anchor, *tensors).grad_fn
+        # Its node holds the tensors; nothing ever runs its backward. In torch 2.11 the node alone loses them.
+        self._output = _SaveTensors.apply(anchor, *tensors)
         self._others = [None if isinstance(value, Tensor) else (value,) for value in args]
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
 
     def detached(self) -> list[Any]:
         """The arguments without their graphs; any shape and dtype."""
         saved = (
-            value.detach().requires_grad_(needs) for value, needs in zip(self._node.saved_tensors, self._needs_grad)
+            value.detach().requires_grad_(needs)
+            for value, needs in zip(self._output.grad_fn.saved_tensors, self._needs_grad)
         )
         return [next(saved) if other is None else other[0] for other in self._others]
 
