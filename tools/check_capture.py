@@ -9,6 +9,7 @@ All runs on the CPU. Of code that chooses by device the CPU's choice is looked a
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,6 @@ from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
 from megatron.core.transformer.moe.static_parts import padded_parts  # noqa: E402
 from megatron.training.command_line.errors import CommandLineError  # noqa: E402
 from megatron.training.command_line.graph_checks import check_graphs  # noqa: E402
-from megatron.training.console import print_rank_0  # noqa: E402
 from megatron.training.errors import exit_on_user_error, message_for_other_ranks  # noqa: E402
 from megatron.training.expert_memory import build_expert_memory  # noqa: E402
 from megatron.training.failure_board import FailureBoard  # noqa: E402
@@ -66,13 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_on_user_error():
         breaks = breaks_of(argv)
     what = "--cuda-graph-impl full_iteration" + (f" {_OPTIMIZER_FLAG}" if _OPTIMIZER_FLAG in argv else "")
-    if not breaks:
-        print_rank_0(f"CAPTURABLE: {what}")
-        return
-    print_rank_0(f"NOT CAPTURABLE: {what}")
-    for number, one in enumerate(breaks, 1):
-        print_rank_0(f"{number}. {one}")
-    raise SystemExit(1)
+    # All ranks know the same, and their group has ended.
+    if os.environ.get("RANK", "0") == "0":
+        print(f"NOT CAPTURABLE: {what}" if breaks else f"CAPTURABLE: {what}")
+        print("".join(f"{number}. {one}\n" for number, one in enumerate(breaks, 1)), end="", flush=True)
+    raise SystemExit(int(bool(breaks)))
 
 
 def breaks_of(argv: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ The only file that asks torch.cuda anything; kernels are chosen elsewhere by the
 """
 
 import ctypes
+import functools
 import gc
 import os
 import random
@@ -13,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy
 import torch
 import torch.distributed as dist
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 # Parameter numbers of mallopt(3) in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP_BYTES = 1 << 30
@@ -36,6 +39,18 @@ class RowChunks:
         elements = self.cpu_elements if rows.device.type == "cpu" else self.gpu_elements
         step = max(1, elements // rows.shape[1])
         return (slice(start, start + step) for start in range(0, rows.shape[0], step))
+
+
+def cpu_alone(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """For functions that run where there is no GPU, and read values there, which is no wait: graph_safety.py lets them,
+    since on a GPU something else runs.
+    """
+
+    @functools.wraps(function)
+    def run_on_cpu_alone(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        return function(*args, **kwargs)
+
+    return run_on_cpu_alone
 
 
 def default_device() -> torch.device:

@@ -287,8 +287,9 @@ PYTHON_NAMES = frozenset(name.rsplit(".", 1)[1] for name in PYTHON_CALLS)
 
 # Not the graphsafe_ ones, which put one generator's state in another's place.
 _OF_STATES = frozenset("manual_seed seed initial_seed get_state set_state get_offset set_offset".split())
-# Functions that touch a generator's state on the CPU alone; on a GPU they use objects that graphs know.
-GRAPH_SAFE_STATES = frozenset({"megatron.core.device.RandomStream.drawn"})
+# What touches a generator's state on the CPU alone, and uses objects that graphs know on a GPU; what runs there alone.
+GRAPH_SAFE_STATES = "megatron.core.device.RandomStream.drawn"
+ON_CPU_ALONE = "megatron.core.device.cpu_alone.<locals>.run_on_cpu_alone"
 
 
 def reason_against_method(owner: Any, name: str) -> Reason | None:

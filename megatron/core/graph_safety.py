@@ -31,6 +31,7 @@ from megatron.core.graph_refusals import (
     GENERATOR,
     GENERATOR_STATE,
     GRAPH_SAFE_STATES,
+    ON_CPU_ALONE,
     OUTLIVES,
     PYTHON_CALLS,
     PYTHON_NAMES,
@@ -219,7 +220,7 @@ class _Watch:
 
     def refuse(self, operation: str, reason: Reason, *, line: SourceLine | None = None) -> None:
         """Raises, or notes and goes on."""
-        if self.is_quiet:
+        if self.is_quiet or ON_CPU_ALONE in _callers():
             return
         error = CaptureError(operation, reason.why, line=line or user_line(), instead=reason.instead)
         self.region.add(error)
@@ -243,7 +244,7 @@ class _Calls:
         elif event == "c_call":
             owner, name = arg.__self__, arg.__name__
             reason = reason_against_method(owner, name)
-            if reason is GENERATOR_STATE and _caller(frame) in GRAPH_SAFE_STATES:
+            if reason is GENERATOR_STATE and GRAPH_SAFE_STATES in _callers():
                 return
             if reason is not None:
                 operation = f"{type(owner).__module__}.{type(owner).__name__}.{name}"
@@ -366,11 +367,14 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
     return SourceLine(forward.file, forward.number, f"the backward of {node.name()}")
 
 
-def _caller(frame: FrameType) -> str:
-    """Module and name of the innermost function that is neither torch's nor Python's own."""
-    while frame.f_back is not None and _is_not_users(frame.f_code.co_filename):
+def _callers() -> set[str]:
+    """Module and name of each function that is under way in this thread."""
+    names: set[str] = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        names.add(f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}")
         frame = frame.f_back
-    return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
+    return names
 
 
 def _is_not_users(file: str) -> bool:

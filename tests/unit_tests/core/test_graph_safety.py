@@ -197,6 +197,7 @@ GOOD: list[Snippet] = [
     lambda t: torch.rand(4, device=t.x.device),
     lambda t: torch.rand(4, generator=t.known, device=t.x.device),
     lambda t: drawn_from_a_stream(t.x),
+    lambda t: reads_on_the_cpu(t.i) if t.x.device.type == "cpu" and type(t.x) is torch.Tensor else None,
     lambda t: torch.ops.graph_zoo.reads(t.x),
     lambda t: t.x.to(t.x.device, torch.float64).to(t.ints),
     lambda t: t.x.copy_(t.x + 1),
@@ -212,6 +213,11 @@ GOOD: list[Snippet] = [
 def drawn_from_a_stream(x: torch.Tensor) -> torch.Tensor:
     with STREAM.drawn():
         return F.dropout(x, 0.5)
+
+
+@device.cpu_alone
+def reads_on_the_cpu(x: torch.Tensor) -> int:
+    return int(x)
 
 
 def zoo_loss(t: Any) -> None:

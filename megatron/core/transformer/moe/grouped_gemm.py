@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.device import cpu_alone
 from megatron.core.tensor_parallel.weight_grads import hand_over, has_grad_owner
 
 
@@ -76,6 +77,7 @@ class _ExpertGrads:
             if rows.shape[0] > 0:
                 torch.addmm(matrix, rows.t(), grad, beta=beta, alpha=scale, out=matrix)
 
+    @cpu_alone
     def _pairs_sync(self) -> list[tuple[Tensor, Tensor]]:
         """Each expert's rows and gradients. NOTE: reads the offsets on the host."""
         return list(zip(_split_sync(self.rows, self.offsets), _split_sync(self.grad, self.offsets)))
