@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -423,6 +423,10 @@ class CudaGraphs:
         # "thread_local": the threads of NCCL and of data loaders may go on asking the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             yield graph
+
+    def capturing_together(self) -> AbstractContextManager[None]:
+        """See GraphDevice: what a capture made stays as it is in any case."""
+        return nullcontext()
 
 
 class SideStream:

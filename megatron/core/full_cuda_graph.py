@@ -22,6 +22,7 @@ from megatron.core.graph_capture import (
     GraphParticipant,
     StaticTree,
     fingerprints,
+    first_cause,
     signature,
 )
 from megatron.core.group_collectives import gather_objects
@@ -148,7 +149,7 @@ class FullCudaGraphWrapper:
                     if self._follow_up is not None:
                         self._follow_up(reports)
         except (ValueError, OSError, RuntimeError) as error:
-            self.failure = _first_cause(error)
+            self.failure = first_cause(error)
             self.drop_graphs()
             for participant in self._participants:
                 participant.dropped()
@@ -173,13 +174,6 @@ def _read(data_iterator: Any, num_microbatches: int) -> list[Any]:
     """The step's batches of each chunk, None for those that read nothing."""
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     return [None if one is None else [next(one) for _ in range(num_microbatches)] for one in iterators]
-
-
-def _first_cause(error: BaseException) -> str:
-    """One line. Ending a capture that an error broke raises another one, which says nothing of the first."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _own(value: Any) -> Any:

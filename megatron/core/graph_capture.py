@@ -36,6 +36,10 @@ class GraphDevice(Protocol):
         """Inside nothing runs: it becomes part of the graph. Raises RuntimeError for what no graph can hold."""
         ...
 
+    def capturing_together(self) -> AbstractContextManager[None]:
+        """Around captures of which the later ones go on with tensors of the earlier ones, none of which has run."""
+        ...
+
 
 class GraphParticipant(Protocol):
     """Who keeps account on the host of what captured passes do; see [Note: graphs]."""
@@ -106,3 +110,10 @@ def signature(values: Any) -> Hashable:
 def fingerprints(participants: Sequence[GraphParticipant]) -> Hashable:
     """What all of them take for given."""
     return tuple(participant.fingerprint() for participant in participants)
+
+
+def first_cause(error: BaseException) -> str:
+    """One line. Ending a capture that an error broke raises another one, which says nothing of the first."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0] or type(error).__name__

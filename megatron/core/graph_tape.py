@@ -11,7 +11,7 @@ keeps shows up as another loss.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -89,6 +89,10 @@ class Tape:
 class TapeGraphs:
     """A GraphDevice for the CPU; see [Note: tape]. Random numbers are those of torch's default generator alone."""
 
+    def __init__(self) -> None:
+        # Of captures that belong together, until all are done; None: each by itself.
+        self._together: list[_Recorder] | None = None
+
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """See GraphDevice: nothing is kept by stream here."""
@@ -99,14 +103,28 @@ class TapeGraphs:
         """See GraphDevice. Raises RuntimeError for operators whose result the host would have to read."""
         tape, drawn = Tape(), rng_state_bytes(_CPU)
         recorder = _Recorder(tape)
+        with nullcontext() if self._together is not None else self.capturing_together():
+            assert self._together is not None, "made by capturing_together"
+            self._together.append(recorder)
+            try:
+                # Some of gloo's collectives copy their result within `wait`, which a replay's own `wait` does too.
+                with patch.object(dist.Work, "wait", _unrecorded(dist.Work.wait)), recorder:
+                    yield tape
+            finally:
+                set_rng_state_bytes(drawn, _CPU)
+
+    @contextmanager
+    def capturing_together(self) -> Iterator[None]:
+        """See GraphDevice: what the captures made holds its values until the end, as the later ones compute with it."""
+        self._together = recorders = []
         try:
-            # Some of gloo's collectives copy their result within `wait`, which a replay's own `wait` does too.
-            with patch.object(dist.Work, "wait", _unrecorded(dist.Work.wait)), recorder:
-                yield tape
+            yield
         finally:
-            recorder.undo()
-            set_rng_state_bytes(drawn, _CPU)
-        recorder.spoil()
+            self._together = None
+            for recorder in reversed(recorders):
+                recorder.undo()
+            for recorder in recorders:
+                recorder.spoil()
 
 
 class _Recorder(TorchDispatchMode):

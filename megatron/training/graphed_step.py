@@ -1,6 +1,7 @@
 """What of a training step keeps account on the host while a CUDA graph runs its passes, and the graph of a run.
 
-What a participant is, is graph_capture.py's; how passes are captured, full_cuda_graph.py's.
+What a participant is, is graph_capture.py's; how passes are captured, full_cuda_graph.py's; how parts of layers are,
+transformer/cuda_graphs.py's.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.timers import Timers
+from megatron.core.transformer.cuda_graphs import CudaGraphManager
+from megatron.core.transformer.graphed_layers import graph_layers
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.expert_memory import ExpertMemory
 from megatron.training.graphed_experts import GraphedExperts
@@ -33,10 +36,12 @@ def build_step_graph(
     update: StepUpdate | None,
     timers: Timers,
     memory: ExpertMemory | None,
-) -> FullCudaGraphWrapper | None:
-    """The graph of a run's training steps; None unless the flags ask for one."""
-    if device is None or args.cuda_graph_impl != "full_iteration":
+) -> FullCudaGraphWrapper | CudaGraphManager | None:
+    """The graph of a run's training steps, or those of its layers' parts; None unless the flags ask for any."""
+    if device is None:
         return None
+    if args.cuda_graph_impl == "local":
+        return _graphed_parts(args, model, device=device, memory=memory)
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     participants: list[GraphParticipant] = [PassesOfStep(finalize, timers), GraphedReductions(chunks)]
     follow_up = None
@@ -80,6 +85,22 @@ def build_step_update(
         void_flags=None if memory is None else memory.void_flags,
         checks_losses=args.check_for_nan_in_loss_and_grad,
     )
+
+
+def _graphed_parts(
+    args: argparse.Namespace, model: Sequence[nn.Module], *, device: GraphDevice, memory: ExpertMemory | None
+) -> CudaGraphManager:
+    manager = CudaGraphManager(
+        get_forward_backward_func(),
+        args.cuda_graph_warmup_steps,
+        device=device,
+        fingerprint=lambda: None if memory is None else memory.epoch,
+    )
+    for chunk in model:
+        is_gathered = isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather
+        wait = chunk.wait_params if is_gathered else None
+        graph_layers(chunk, manager, modules=args.cuda_graph_modules, wait_for_params=wait)
+    return manager
 
 
 def graph_device() -> GraphDevice:

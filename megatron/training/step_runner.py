@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.full_cuda_graph import CaptureFailedError, FullCudaGraphWrapper
+from megatron.core.full_cuda_graph import CaptureFailedError
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
@@ -67,6 +67,19 @@ class StepMemory(Protocol):
         ...
 
 
+class StepGraph(Protocol):
+    """What runs the passes from CUDA graphs, of a whole step or of its parts.
+
+    failure: why a whole step cannot be captured; from then on all runs eagerly.
+    """
+
+    failure: str | None
+
+    def __call__(self, *, data_iterator: Any, forward_only: bool = False, **keywords: Any) -> list[Any]:
+        """As what get_forward_backward_func returns. Raises CaptureFailedError, on all ranks, with nothing executed."""
+        ...
+
+
 @dataclass(kw_only=True)
 class StepRunner:
     """Runs the passes of steps and evaluations over this rank's chunks.
@@ -84,7 +97,7 @@ class StepRunner:
     timers: Timers
     update: StepUpdate | None = None
     memory: StepMemory | None = None
-    graph: FullCudaGraphWrapper | None = None
+    graph: StepGraph | None = None
 
     def train_sync(
         self,

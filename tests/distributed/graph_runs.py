@@ -16,12 +16,14 @@ from tests.distributed.tiny_runs import comparable, started_run, state_of
 from tests.functional_tests.case import Flags
 
 FULL: Flags = {"cuda-graph-impl": "full_iteration", "cuda-graph-warmup-steps": 2}
+LOCAL: Flags = {"cuda-graph-impl": "local", "cuda-graph-warmup-steps": 2}
 
 
 class CountedTapes(TapeGraphs):
     """Counts captures, also such as failed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_captures = 0
 
     @contextmanager

@@ -47,7 +47,7 @@ LAYERS = (
     Layer(3, "fusions", r"megatron\.core\.fusions(\..+)?"),
     Layer(4, "transformer", r"megatron\.core\.transformer\.moe(\..+)?", step=1),
     Layer(4, "transformer", r"megatron\.core\.transformer\.transformer_layer", step=2),
-    Layer(4, "transformer", r"megatron\.core\.transformer\.transformer_block", step=3),
+    Layer(4, "transformer", r"megatron\.core\.transformer\.(transformer_block|graphed_layers)", step=3),
     Layer(4, "transformer", r"megatron\.core\.transformer\.multi_token_prediction", step=4),
     Layer(4, "transformer", r"megatron\.core\.transformer", step=5),  # the package itself re-exports
     Layer(4, "transformer", r"megatron\.core\.transformer\..+"),

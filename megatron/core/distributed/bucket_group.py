@@ -145,7 +145,8 @@ class _ParamAndGradBucketGroup:
             )
         grad, param.grad = plain_grad(param), None
         if grad is not None:
-            self._put_aside(entry, grad)
+            # A copy: a CUDA graph may be about to write to it again.
+            self._put_aside(entry, grad.clone())
 
     def note_added(self, param: nn.Parameter) -> None:
         """Says that someone added a gradient to main_grad, without the scale."""

@@ -1,6 +1,8 @@
-"""How each named part of a layer is run: as it is, recomputed in backward, or with its saved tensors on the host.
+"""How each named part of a layer is run: as it is, recomputed in backward, with its saved tensors on the host, or from
+CUDA graphs.
 
-What a layer's parts are is written in the layer; which runner each gets is decided in layer_arrangement.py.
+What a layer's parts are is written in the layer; which runner each gets is decided in layer_arrangement.py, and for
+graphs in graphed_layers.py.
 """
 
 from collections.abc import Callable
@@ -28,17 +30,20 @@ def run_and_keep(function: Callable[..., Any], *args: Any) -> tuple[Any, Callabl
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The runners of one layer's parts, by the names of --recompute-modules and --offload-modules.
+    """The runners of one layer's parts, by the names of --recompute-modules, --offload-modules, --cuda-graph-modules.
 
-    mlp: the whole feed-forward layer, dense or with experts.
+    attn: the whole attention layer. mlp: the whole feed-forward layer, dense or with experts.
     """
 
     attn_norm: RunAndRelease = run_and_keep
+    attn: Run = run
     qkv_linear: Run = run
     core_attn: Run = run
     attn_proj: Run = run
     mlp_norm: RunAndRelease = run_and_keep
     mlp: Run = run
+    moe_router: Run = run
+    experts: Run = run
     expert_fc1: Run = run
     moe_act: RunAndRelease = run_and_keep
     shared_experts: Run = run

@@ -45,6 +45,7 @@ class TransformerLayer(Drawing, MegatronModule):
         """
         super().__init__(config)
         groups = pg_collection or existing_process_groups()
+        self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         # Ranks that hold parts of the sequence drop other elements, ranks that all hold the whole drop the same.
         split_over = groups.tp if config.sequence_parallel else None
@@ -76,8 +77,8 @@ class TransformerLayer(Drawing, MegatronModule):
         Returns [S, B, H], same dtype. Under sequence parallelism both have this rank's part of the sequence.
         """
         normed, release = self.parts.attn_norm(self.input_layernorm, hidden_states)
-        attention_output = self.self_attention(
-            normed, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params
+        attention_output = self.parts.attn(
+            self.self_attention, normed, attention_mask, rotary_pos_emb, packed_seq_params=packed_seq_params
         )
         release(attention_output[0])
         # Asked each time: whether there is dropout depends on the mode of the moment.

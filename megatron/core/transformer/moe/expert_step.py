@@ -36,6 +36,7 @@ class ExpertStep(Recorder, torch.nn.Module):
         self.passes: list[int] = []
         self.stash: PagedStash | None = None
         self._recording, self._has_begun = True, False
+        self._captured: list[tuple[int, Tensor]] | None = None  # of a part that is being captured
 
     def __reduce__(self) -> Any:
         """A copy of a model has no part in the original's steps."""
@@ -63,7 +64,7 @@ class ExpertStep(Recorder, torch.nn.Module):
     def around_experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
         """Around the experts of a layer; num_rows: [1], int64, on the device: of max_rows rows so many are live."""
         if self._has_begun and self._recording and torch.is_grad_enabled():
-            self._count(layer_number, num_rows)
+            self.count(layer_number, num_rows)
         if self.stash is None:
             yield None
             return
@@ -79,7 +80,21 @@ class ExpertStep(Recorder, torch.nn.Module):
         finally:
             self._recording = recorded
 
-    def _count(self, layer_number: int, num_rows: Tensor) -> None:
+    @contextmanager
+    def capturing(self) -> Iterator[list[tuple[int, Tensor]]]:
+        """Inside, a part of a layer is captured as a graph; gives what to `count` each time its forward has run."""
+        self._captured = captured = []
+        try:
+            yield captured
+        finally:
+            self._captured = None
+
+    def count(self, layer_number: int, num_rows: Tensor) -> None:
+        """Takes down the rows of one forward; num_rows: [1], int64, on the device."""
+        if self._captured is not None:
+            # The place is a number of the host, which a graph would write to each time.
+            self._captured.append((layer_number, num_rows))
+            return
         place = len(self.passes)
         if place == len(self.rows):
             # Room for twice as many: steps are alike, so that this ends with the first.

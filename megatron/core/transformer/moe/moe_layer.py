@@ -95,7 +95,7 @@ class MoELayer(MegatronModule):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and no bias."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
-        probs, expert_indices = self.router(hidden_states)
+        probs, expert_indices = self.parts.moe_router(self.router, hidden_states)
         begun = self.token_dispatcher.begin_dispatch(tokens, probs=probs, expert_indices=expert_indices)
         # Beside the rows that are on their way, in backward too.
         shared = self._shared_output(tokens) if self.overlaps_shared_expert else None
@@ -108,14 +108,20 @@ class MoELayer(MegatronModule):
 
     def _expert_output(self, dispatched: Dispatched) -> Tensor:
         rows, counts = dispatched.rows, dispatched.tokens_per_expert
+        if self.expert_step is not None:
+            assert dispatched.demand is not None, "static dispatchers say what they needed"
+            self.expert_step.note(dispatched.demand)
+        output: Tensor = self.parts.experts(self._run_experts, rows.hidden_states, counts, rows.probs)
+        return output
+
+    def _run_experts(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Tensor:
+        """[R, H], [e], [R] -> [R, H]."""
         if self.expert_step is None:
-            output: Tensor = self.experts(rows.hidden_states, counts, rows.probs)[0]
+            output: Tensor = self.experts(rows, tokens_per_expert, probs)[0]
             return output
-        assert dispatched.demand is not None, "static dispatchers say what they needed"
-        self.expert_step.note(dispatched.demand)
-        number, num_rows = self.router.layer_number, counts.sum(0, keepdim=True)
-        with self.expert_step.around_experts(number, num_rows, max_rows=len(rows.probs)) as group:
-            output = self.experts(rows.hidden_states, counts, rows.probs, group=group)[0]
+        number, num_rows = self.router.layer_number, tokens_per_expert.sum(0, keepdim=True)
+        with self.expert_step.around_experts(number, num_rows, max_rows=len(probs)) as group:
+            output = self.experts(rows, tokens_per_expert, probs, group=group)[0]
         return output
 
     def _shared_output(self, tokens: Tensor) -> Tensor:
