@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -105,6 +105,10 @@ class LintedGraphs:
         with collect_refusals(get_cuda_rng_tracker().generators()) as region:
             self.regions.append(region)
             yield self
+
+    def capturing_together(self) -> AbstractContextManager[None]:
+        """See GraphDevice."""
+        return nullcontext()
 
     def replay(self) -> None:
         """See Graph: what was to be captured has run already."""

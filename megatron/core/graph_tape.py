@@ -116,7 +116,8 @@ class TapeGraphs:
     @contextmanager
     def capturing_together(self) -> Iterator[None]:
         """See GraphDevice: what the captures made holds its values until the end, as the later ones compute with it."""
-        self._together = recorders = []
+        recorders: list[_Recorder] = []
+        self._together = recorders
         try:
             yield
         finally:

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.timers import Timers
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.graphed_layers import graph_layers
+from megatron.training.command_line.graph_checks import graph_modules
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.expert_memory import ExpertMemory
 from megatron.training.graphed_experts import GraphedExperts
@@ -97,9 +98,10 @@ def _graphed_parts(
         fingerprint=lambda: None if memory is None else memory.epoch,
     )
     for chunk in model:
-        is_gathered = isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather
-        wait = chunk.wait_params if is_gathered else None
-        graph_layers(chunk, manager, modules=args.cuda_graph_modules, wait_for_params=wait)
+        wait = None
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            wait = chunk.wait_params
+        graph_layers(chunk, manager, modules=graph_modules(args), wait_for_params=wait)
     return manager
 
 

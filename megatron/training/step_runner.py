@@ -79,6 +79,10 @@ class StepGraph(Protocol):
         """As what get_forward_backward_func returns. Raises CaptureFailedError, on all ranks, with nothing executed."""
         ...
 
+    def drop_graphs(self) -> None:
+        """Lets go of all graphs and their memory; later steps are captured anew."""
+        ...
+
 
 @dataclass(kw_only=True)
 class StepRunner:

@@ -6,6 +6,7 @@ from typing import ClassVar
 from megatron.core.config_field import config_field, validate_fields
 
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "experts")
+OF_EXPERTS = {"moe", "moe_router", "moe_preprocess", "experts"}
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -81,7 +82,7 @@ class CudaGraphManager:
         name: for messages, the kind before the first blank. participants: prepare is called before each capture and
         replay, capturing around forward and around backward, captured and replayed for forward.
         """
-        part = GraphedRun(self, name, owner, inner, participants)
+        part = GraphedRun(self, name, owner=owner, inner=inner, participants=participants)
         self._parts.append(part)
         return part
 
@@ -149,15 +150,16 @@ class GraphedRun:
         self,
         manager: CudaGraphManager,
         name: str,
+        *,
         owner: nn.Module,
         inner: Run,
         participants: Sequence[GraphParticipant],
     ) -> None:
         self.name = name
         self.failure: str | None = None
-        self._manager, self._owner, self._inner, self._participants = manager, owner, inner, participants
-        self._free: dict[Hashable, list[_Slot]] = {}
         self.num_slots = 0
+        self._manager, self._owner, self._inner, self._participants = manager, owner, inner, list(participants)
+        self._free: dict[Hashable, list[_Slot]] = {}
 
     def __reduce__(self) -> Any:
         """A copy of a layer has no part in the original's graphs."""
@@ -166,33 +168,26 @@ class GraphedRun:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """function(*args, **kwargs); tensors of any shape and dtype."""
         # Within a backward a forward runs again, for what it saves.
-        if not self._manager.uses_graphs or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return self._inner(function, *args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
-        lease = self._take(function, leaves, structure)
-        if lease is None:
-            return self._inner(function, *args, **kwargs)
-        for participant in self._participants:
-            participant.prepare()
-        slot, given = lease.slot, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        outputs = _Replay.apply(lease, len(given), *given, *slot.params)
-        for participant, account in zip(self._participants, slot.accounts):
-            participant.replayed(account)
-        return slot.returned(outputs, given)
+        if self._manager.uses_graphs and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            call = _Call.of(partial(self._inner, function), args, kwargs=kwargs)
+            lease = self._take(call)
+            if lease is not None:
+                return self._replay(lease, call.tensors)
+        return self._inner(function, *args, **kwargs)
 
     def drop_slots(self) -> None:
         """Lets go of all graphs; those in flight go with what autograd keeps."""
         self._free, self.num_slots = {}, 0
 
-    def _take(self, function: Callable[..., Any], leaves: list[Any], structure: TreeSpec) -> "_Lease | None":
-        """A slot for a call with these arguments; None if it has to run eagerly."""
-        key = None if self.failure is not None else self._signature(leaves, structure)
+    def _take(self, call: "_Call") -> "_Lease | None":
+        """A slot for this call; None if it has to run eagerly."""
+        key = None if self.failure is not None else call.signature(self._owner)
         if key is None or (key not in self._free and len(self._free) == _MAX_SIGNATURES):
             return None
         free = self._free.setdefault(key, [])
         if not free:
             try:
-                free.append(self._capture(function, leaves, structure))
+                free.append(self._capture(call))
             except (ValueError, OSError, RuntimeError) as error:
                 self.failure = first_cause(error)
                 self._manager.warn(self)
@@ -200,34 +195,25 @@ class GraphedRun:
             self.num_slots += 1
         return _Lease(free.pop(), free)
 
-    def _signature(self, leaves: list[Any], structure: TreeSpec) -> Hashable:
-        """What calls of one graph have in common; None for those that no graph can stand for."""
-        words: list[Hashable] = [structure, self._owner.training]
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                words.append((leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad, leaf.device))
-            elif isinstance(leaf, _CONSTANTS):
-                words.append(leaf)
-            else:
-                return None
-        params = tuple(param.requires_grad for param in self._owner.parameters())
-        has_gradients = any(params) or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        return (*words, params) if has_gradients else None
-
-    @record_function("GraphedRun.capture")
-    def _capture(self, function: Callable[..., Any], leaves: list[Any], structure: TreeSpec) -> "_Slot":
+    def _replay(self, lease: "_Lease", given: Sequence[Tensor]) -> Any:
         for participant in self._participants:
             participant.prepare()
-        slot = _Slot([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        inputs = iter(slot.inputs)
-        args, kwargs = tree_unflatten(
-            [next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
-        )
+        slot = lease.slot
+        outputs = _Replay.apply(lease, len(given), *given, *slot.params)
+        for participant, account in zip(self._participants, slot.accounts):
+            participant.replayed(account)
+        return slot.returned(outputs, given)
+
+    @record_function("GraphedRun.capture")
+    def _capture(self, call: "_Call") -> "_Slot":
+        for participant in self._participants:
+            participant.prepare()
+        slot = _Slot(call.tensors)
         params = [param for param in self._owner.parameters() if param.requires_grad]
         # Neither graph runs before both are there: should one fail, there is nothing to undo.
         with self._manager.device.capturing_together():
             with self._capturing() as slot.forward:
-                slot.run_forward(partial(self._inner, function, *args, **kwargs))
+                slot.run_forward(call.with_tensors(slot.inputs))
             slot.accounts = [participant.captured() for participant in self._participants]
             with self._capturing() as slot.backward:
                 slot.run_backward(params)
@@ -239,6 +225,44 @@ class GraphedRun:
             for participant in self._participants:
                 stack.enter_context(participant.capturing())
             yield graph
+
+
+@dataclass(frozen=True)
+class _Call:
+    """function(*args, **kwargs), of which args and kwargs are taken apart."""
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    structure: TreeSpec
+
+    @staticmethod
+    def of(function: Callable[..., Any], args: tuple[Any, ...], *, kwargs: dict[str, Any]) -> "_Call":
+        return _Call(function, *tree_flatten((args, kwargs)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Callable[[], Any]:
+        """The same with other tensors, of any shapes and dtypes."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        return partial(self.function, *args, **kwargs)
+
+    def signature(self, owner: nn.Module) -> Hashable:
+        """What calls of one graph have in common; None for those that no graph can stand for."""
+        words: list[Hashable] = [self.structure, owner.training]
+        for leaf in self.leaves:
+            if isinstance(leaf, Tensor):
+                words.append((leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad, leaf.device))
+            elif isinstance(leaf, _CONSTANTS):
+                words.append(leaf)
+            else:
+                return None
+        params = tuple(param.requires_grad for param in owner.parameters())
+        has_gradients = any(params) or any(tensor.requires_grad for tensor in self.tensors)
+        return (*words, params) if has_gradients else None
 
 
 class _From(Enum):

@@ -1,4 +1,4 @@
-"""Gives parts of layers their CUDA graphs, by the names of --cuda-graph-modules; what these are, cuda_graphs.py says."""
+"""Gives parts of layers their CUDA graphs, by the names of --cuda-graph-modules; what graphs do is cuda_graphs.py's."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,14 +31,14 @@ def graph_layers(
 ) -> None:
     """Lets the named parts of all transformer layers of a chunk run from graphs.
 
-    modules: names of --cuda-graph-modules; none: attn, and mlp or moe. wait_for_params: called with a part's parameters
+    modules: names of --cuda-graph-modules. wait_for_params: called with a part's parameters
     before each replay, as the forward hooks of modules inside it are not; None: nobody gathers them.
     """
     for layer in model.modules():
         if not isinstance(layer, TransformerLayer):
             continue
         for module, part in _parts_of(layer).items():
-            if module in (modules or ("attn", "mlp", "moe")):
+            if module in modules:
                 participants: list[GraphParticipant] = []
                 if wait_for_params is not None:
                     participants.append(_GatheredParams(wait_for_params, part.owner))

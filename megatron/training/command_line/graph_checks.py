@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from megatron.core.transformer.cuda_graph_config import OF_EXPERTS
+from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.training.command_line.errors import CommandLineError
 
 
@@ -39,6 +41,13 @@ def check_optimizer_graph(args: argparse.Namespace) -> None:
         )
 
 
+def graph_modules(args: argparse.Namespace) -> list[str]:
+    """What --cuda-graph-impl local captures: --cuda-graph-modules, or attention and the feed-forward layers."""
+    has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+    feed_forward = [name for name, kind in (("mlp", 0), ("moe", 1)) if kind in has_experts]
+    return args.cuda_graph_modules or ["attn", *feed_forward]
+
+
 def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     """Of flags that one of the two kinds of graphs, or both, cannot have: name, whether it is set, and why not."""
     draws = args.hidden_dropout > 0 or args.attention_dropout > 0 or args.moe_input_jitter_eps is not None
@@ -61,21 +70,10 @@ def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         ),
     ]
     if args.cuda_graph_impl == "local":
-        return common
-    reads_counts = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
+        return [*_of_modules(args), *common]
     return [
         *common,
-        (
-            "num_experts",
-            reads_counts and args.expert_model_parallel_size > 1,
-            "with --expert-model-parallel-size above 1 the host reads how many tokens each rank gets; give the "
-            "experts' buffers a fixed size by --moe-expert-rank-capacity-factor (2, say, with --moe-paged-stash)",
-        ),
-        (
-            "moe_flex_dispatcher_backend",
-            args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "deepep",
-            "deepep lets the host wait for the number of tokens; use symm_mem, or another --moe-token-dispatcher-type",
-        ),
+        *_of_dispatch(args),
         (
             "reset_attention_mask",
             args.reset_attention_mask,
@@ -88,4 +86,66 @@ def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             "the host writes down each micro-batch; record without graphs",
         ),
         ("ddp_debug", args.ddp_debug, "the host looks at each gradient; debug without graphs"),
+    ]
+
+
+def _of_dispatch(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """As _contradictions, where what the dispatchers do is captured, or the rows that they bring."""
+    reads_counts = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
+    return [
+        (
+            "num_experts",
+            reads_counts and args.expert_model_parallel_size > 1,
+            "with --expert-model-parallel-size above 1 the host reads how many tokens each rank gets; give the "
+            "experts' buffers a fixed size by --moe-expert-rank-capacity-factor (2, say, with --moe-paged-stash)",
+        ),
+        (
+            "moe_flex_dispatcher_backend",
+            args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "deepep",
+            "deepep lets the host wait for the number of tokens; use symm_mem, or another --moe-token-dispatcher-type",
+        ),
+    ]
+
+
+def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """As _contradictions, of the modules that local captures."""
+    modules = set(graph_modules(args))
+    has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+    of_experts = sorted(modules & OF_EXPERTS)
+    rest = "mlp" if args.num_experts is None else "moe"
+    return [
+        ("cuda_graph_modules", of_experts and not any(has_experts), f"no layer has experts for {' '.join(of_experts)}"),
+        ("cuda_graph_modules", "mlp" in modules and all(has_experts), "no layer is dense for mlp; give moe"),
+        (
+            "cuda_graph_modules",
+            "moe" in modules and len(of_experts) > 1,
+            f"moe is the whole layer, with {' '.join(sorted(set(of_experts) - {'moe'}))} in it; leave one of them out",
+        ),
+        (
+            "cuda_graph_modules",
+            "moe_preprocess" in modules and "moe_router" not in modules,
+            "moe_preprocess goes on with what the router chose, in one graph with it; add moe_router",
+        ),
+        *(_of_dispatch(args) if modules & {"moe", "moe_preprocess", "experts"} else []),
+        (
+            "reset_attention_mask",
+            args.reset_attention_mask and "attn" in modules,
+            "borders of documents, and with them the shapes in attention, change from batch to batch; leave attention "
+            f"eager by --cuda-graph-modules {rest}",
+        ),
+        (
+            "recompute_granularity",
+            args.recompute_granularity == "full",
+            "whole layers would run again in backward, with their graphs in them; choose selective",
+        ),
+        (
+            "moe_paged_stash",
+            args.moe_paged_stash and modules & {"moe", "experts"},
+            "graphs of parts do not hold the stash; use --cuda-graph-impl full_iteration, or leave experts eager",
+        ),
+        (
+            "record_routing",
+            args.record_routing and modules & {"moe", "moe_router"},
+            "the host writes down each micro-batch; leave the router eager by --cuda-graph-modules attn experts",
+        ),
     ]

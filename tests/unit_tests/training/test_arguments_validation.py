@@ -10,6 +10,7 @@ from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.registry import flag_table
 
+LOCAL = "--cuda-graph-impl local --cuda-graph-modules "
 MINIMAL = {
     "--num-layers": "2",
     "--hidden-size": "64",
@@ -128,6 +129,17 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             "--optimizer-cuda-graph --cuda-graph-impl full_iteration --optimizer muon",
             "",
             ["--optimizer is muon, whose"],
+        ),
+        ("--cuda-graph-modules mlp", "", ["--cuda-graph-modules is mlp and --cuda-graph-impl is none"]),
+        (LOCAL + "moe", "", ["--cuda-graph-modules is given", "no layer has experts for moe"]),
+        (LOCAL + "mlp --num-experts 2", "", ["no layer is dense for mlp; give moe"]),
+        (LOCAL + "moe experts --num-experts 2", "", ["moe is the whole layer, with experts in it"]),
+        (LOCAL + "moe_preprocess --num-experts 2", "", ["in one graph with it; add moe_router"]),
+        (LOCAL + "attn mlp --reset-attention-mask", "", ["leave attention eager by --cuda-graph-modules mlp"]),
+        (
+            LOCAL + "mlp --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "",
+            ["--recompute-granularity is given", "choose selective"],
         ),
         ("--start-weight-decay 0.1", "", ["--start-weight-decay is 0.1", "--weight-decay-incr-style is constant"]),
         ("--tensor-model-parallel-size 2", "", ["world size is 1", "--tensor-model-parallel-size x", "(2)"]),

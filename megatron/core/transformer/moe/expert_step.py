@@ -82,8 +82,11 @@ class ExpertStep(Recorder, torch.nn.Module):
 
     @contextmanager
     def capturing(self) -> Iterator[list[tuple[int, Tensor]]]:
-        """Inside, a part of a layer is captured as a graph; gives what to `count` each time its forward has run."""
-        self._captured = captured = []
+        """Inside, a part of a layer is captured as a graph; gives what to `count` each time its forward has run:
+        numbers of layers, and [1], int64, on the device.
+        """
+        captured: list[tuple[int, Tensor]] = []
+        self._captured = captured
         try:
             yield captured
         finally:

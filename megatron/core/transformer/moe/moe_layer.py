@@ -10,7 +10,7 @@ from megatron.core.device import default_device
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, require_group_sizes
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.dispatch import Dispatched, MoETokenDispatcher, local_experts
+from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, local_experts
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.dispatch_static import (
@@ -111,17 +111,16 @@ class MoELayer(MegatronModule):
         if self.expert_step is not None:
             assert dispatched.demand is not None, "static dispatchers say what they needed"
             self.expert_step.note(dispatched.demand)
-        output: Tensor = self.parts.experts(self._run_experts, rows.hidden_states, counts, rows.probs)
+        output: Tensor = self.parts.experts(self._run_experts, rows, counts)
         return output
 
-    def _run_experts(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Tensor:
-        """[R, H], [e], [R] -> [R, H]."""
+    def _run_experts(self, rows: DispatchedTokens, tokens_per_expert: Tensor) -> Tensor:
         if self.expert_step is None:
-            output: Tensor = self.experts(rows, tokens_per_expert, probs)[0]
+            output: Tensor = self.experts(rows.hidden_states, tokens_per_expert, rows.probs)[0]
             return output
         number, num_rows = self.router.layer_number, tokens_per_expert.sum(0, keepdim=True)
-        with self.expert_step.around_experts(number, num_rows, max_rows=len(probs)) as group:
-            output = self.experts(rows, tokens_per_expert, probs, group=group)[0]
+        with self.expert_step.around_experts(number, num_rows, max_rows=len(rows.probs)) as group:
+            output = self.experts(rows.hidden_states, tokens_per_expert, rows.probs, group=group)[0]
         return output
 
     def _shared_output(self, tokens: Tensor) -> Tensor:

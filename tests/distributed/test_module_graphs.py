@@ -1,0 +1,64 @@
+"""Parts of layers that run from graphs, between eager ones, give the bits of an eager run, in every layout.
+
+On tapes, which do on the CPU what CUDA graphs do.
+"""
+
+from typing import NamedTuple
+
+import pytest
+
+from tests.distributed.graph_runs import LOCAL, Trained, train_here
+from tests.distributed.tiny_runs import SHARDED
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+RUN: Flags = {"micro-batch-size": 1, "train-iters": 7, "lr-warmup-iters": 0, "eval-interval": 3, "clip-grad": 0.3}
+STATIC: Flags = {"moe-expert-rank-capacity-factor": 4}
+BORDERS: Flags = {**STATIC, **read_bases()["borders"], "no-create-attention-mask-in-dataloader": True}
+EXPERTS: Flags = {**STATIC, "expert-model-parallel-size": 2, "moe-token-dispatcher-type": "allgather"}
+STAGES: Flags = {"num-layers": 4, "pipeline-model-parallel-size": 2}
+
+
+class Case(NamedTuple):
+    """ranks; the base and further flags; what is captured, and how many graphs each rank has in the end."""
+
+    ranks: int
+    base: str
+    flags: Flags
+    modules: str
+    graphs: list[int]
+
+
+# 2 layers; of each part as many pairs of graphs as there are microbatches in flight.
+CASES = {
+    "dropout": Case(1, "dense", {"bf16": True, **read_bases()["dropout"]}, "attn mlp", [8]),
+    "fp16": Case(1, "llama", {"fp16": True, "recompute-activations": True}, "attn mlp", [8]),
+    "fused gradients": Case(1, "dense", {"deterministic-mode": None}, "attn mlp", [8]),
+    "growing batch": Case(1, "dense", {"rampup-batch-size": [2, 2, 10]}, "attn mlp", [8]),
+    "shards": Case(3, "dense", {"global-batch-size": 6, **SHARDED}, "attn mlp", [8, 8, 8]),
+    "tensors": Case(2, "llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True}, "attn mlp", [8, 8]),
+    "stages": Case(2, "dense", STAGES, "attn mlp", [16, 8]),
+    "chunks": Case(2, "dense", {**STAGES, "num-layers-per-virtual-pipeline-stage": 1}, "attn mlp", [24, 16]),
+    "experts over ranks": Case(2, "moe", {**EXPERTS, **SHARDED}, "attn moe", [8, 8]),
+    "experts alone": Case(2, "moe", EXPERTS, "experts", [4, 4]),
+    "router": Case(1, "moe", STATIC, "moe_router experts", [8]),
+    "router of dropless experts": Case(1, "moe", {}, "attn moe_router", [8]),
+    # Attention stays eager: the borders of documents, and what ranks exchange of them, are others in each batch.
+    "documents": Case(1, "moe", BORDERS, "moe", [4]),
+    "documents over ranks": Case(2, "moe", {**BORDERS, "context-parallel-size": 2}, "moe", [4, 4]),
+}
+
+
+def _both(case: Case) -> tuple[Trained, Trained]:
+    flags = {**read_bases()[case.base], **RUN, **case.flags}
+    captured = {**flags, **LOCAL, "cuda-graph-modules": case.modules.split()}
+    return train_here(command_line(flags)), train_here(command_line(captured))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_parts_have_the_bits_of_eager_ones(name: str) -> None:
+    case = CASES[name]
+    both = run_on_ranks(_both, case.ranks, case)
+    assert [captured.num_graphs for _, captured in both] == case.graphs
+    for eager, captured in both:
+        captured.assert_same(eager, name)

@@ -1,0 +1,178 @@
+"""A part that runs from graphs computes what it computes eagerly, bit for bit, and slots come back. On tapes."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.graph_tape import TapeGraphs
+from megatron.core.transformer.cuda_graphs import CudaGraphManager
+from megatron.core.transformer.layer_parts import run
+
+Call = Callable[..., Any]
+
+
+class Part(nn.Module):
+    """Several outputs: one that keeps what backward needs, one without gradient, a parameter, an argument, a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear, self.bias = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, tables: dict[str, Tensor], scale: float = 1.0) -> tuple[Any, ...]:
+        hidden = torch.dropout(self.linear(x).tanh(), 0.5, True) * tables["cos"] * scale
+        return hidden, {"best": hidden.argmax(-1)}, self.bias, x, scale, hidden.square().sum(-1)
+
+
+class Steps:
+    """Steps of one part, eagerly or from graphs, after one that warms up."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.step: Call = run
+        self.manager = CudaGraphManager(lambda **unused: [self.step()], device=TapeGraphs())
+        self.graphed = self.manager.graphed("mlp of layer 1", part)
+        self(lambda: None)
+
+    def __call__(self, step: Call) -> Any:
+        self.step = step
+        return self.manager(data_iterator=None)[0]
+
+
+def microbatch(part: nn.Module, through: Call, seed: int, needs_grad: bool = True) -> tuple[Tensor, Tensor]:
+    """The input, and a loss that uses every output."""
+    torch.manual_seed(seed)
+    x, tables = torch.randn(4, 6, requires_grad=needs_grad), {"cos": torch.randn(6)}
+    hidden, best, bias, same, scale, norm = through(part, x, tables, scale=0.5)
+    assert same is x and bias is part.bias and scale == 0.5 and not best["best"].requires_grad
+    return x, (hidden * best["best"].unsqueeze(-1) + bias).sum() + norm.sum()
+
+
+def in_turn(part: nn.Module, through: Call) -> list[Tensor | None]:
+    found = [microbatch(part, through, seed, needs_grad=seed > 7) for seed in (7, 8, 9)]
+    for _, loss in found:
+        loss.backward()
+    return [x.grad for x, _ in found]
+
+
+def one_by_one(part: nn.Module, through: Call) -> list[Tensor | None]:
+    grads = []
+    for seed in (7, 8, 9):
+        x, loss = microbatch(part, through, seed)
+        loss.backward()
+        grads.append(x.grad)
+    return grads
+
+
+def last_first(part: nn.Module, through: Call) -> list[Tensor | None]:
+    found = [microbatch(part, through, seed) for seed in (7, 8, 9)]
+    for _, loss in reversed(found):
+        loss.backward()
+    return [x.grad for x, _ in found]
+
+
+def without_backward(part: nn.Module, through: Call) -> list[Tensor | None]:
+    for seed in (7, 8, 9):
+        microbatch(part, through, seed)
+    return one_by_one(part, through)
+
+
+# Passes of a step, and how many slots they take: of each signature as many as there are in flight.
+PASSES = [(one_by_one, 1), (in_turn, 3), (last_first, 3), (without_backward, 1)]
+
+
+def assert_equal(first: list[Tensor | None], second: list[Tensor | None]) -> None:
+    for one, other in zip(first, second, strict=True):
+        assert one is other is None or (one is not None and other is not None and torch.equal(one, other))
+
+
+@pytest.mark.parametrize(("passes", "num_slots"), PASSES)
+def test_gradients_of_replays_add_up_as_those_of_eager_passes(passes: Call, num_slots: int) -> None:
+    part, eager = Part(), Part()
+    steps = Steps(part)
+    for _ in range(3):
+        own, expected = steps(lambda: passes(part, steps.graphed)), passes(eager, run)
+        assert_equal([*own, *(p.grad for p in part.parameters())], [*expected, *(p.grad for p in eager.parameters())])
+        assert (steps.graphed.num_slots, steps.manager.num_graphs) == (num_slots, 2 * num_slots)
+    assert part.unused.grad is None
+
+
+def test_calls_that_no_graph_can_stand_for_run_eagerly() -> None:
+    part = Part()
+    steps = Steps(part)
+    x, tables = torch.randn(4, 6), {"cos": torch.randn(6)}
+
+    def calls() -> None:
+        with torch.no_grad():
+            steps.graphed(part, x, tables)
+        steps.graphed(lambda scale: x, object())
+        for rows in range(1, 7):
+            steps.graphed(part, x[:1].repeat(rows, 1), tables)
+        part.requires_grad_(False)
+        steps.graphed(part, x, tables)
+
+    steps(calls)
+    assert steps.graphed.num_slots == 4
+    steps.graphed(part, x, tables)  # outside of a step
+    assert steps.graphed.num_slots == 4 and copy.deepcopy(steps.graphed) is run
+
+
+def test_a_part_that_cannot_be_captured_leaves_no_trace_but_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * float(grad.sum())
+
+    part, eager = Part(), Part()
+    steps = Steps(part)
+
+    def reads(x: Tensor, tables: dict[str, Tensor], scale: float) -> Any:
+        hidden, *rest = part(x, tables, scale)
+        return Reads.apply(hidden), *rest
+
+    def through(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return steps.graphed(reads, *args, **kwargs)
+
+    def eagerly(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hidden, *rest = eager(*args, **kwargs)
+        return Reads.apply(hidden), *rest
+
+    with caplog.at_level(logging.WARNING):
+        own, expected = steps(lambda: in_turn(part, through)), in_turn(eager, eagerly)
+    assert_equal([*own, *(p.grad for p in part.parameters())], [*expected, *(p.grad for p in eager.parameters())])
+    assert len(caplog.records) == 1 and "mlp of layer 1 could not be captured" in caplog.text
+    assert list(steps.manager.failures) == ["mlp of layer 1"] and steps.manager.num_graphs == 0
+
+
+def test_a_second_backward_is_refused_and_new_graphs_follow_a_new_fingerprint() -> None:
+    part, given = Part(), [1]
+    steps = Steps(part)
+    vars(steps.manager)["_fingerprint"] = lambda: given[0]
+    steps(lambda: None)
+
+    def twice() -> None:
+        _, loss = microbatch(part, steps.graphed, 3)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+
+    counts = []
+    for value in (1, 1, 2, 2):
+        given[0] = value
+        steps(twice if value == 1 else lambda: one_by_one(part, steps.graphed))
+        counts.append(steps.manager.num_graphs)
+    assert counts == [2, 2, 0, 2]
+
+
+def test_at_least_one_step_warms_up() -> None:
+    with pytest.raises(ValueError, match="cuda_graph_warmup_steps is 0"):
+        CudaGraphManager(lambda **_: [], 0, device=TapeGraphs())
