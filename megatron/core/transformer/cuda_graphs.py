@@ -191,6 +191,8 @@ class GraphedRun:
             except (ValueError, OSError, RuntimeError) as error:
                 self.failure = first_cause(error)
                 self._manager.warn(self)
+                for participant in self._participants:
+                    participant.dropped()
                 return None
             self.num_slots += 1
         return _Lease(free.pop(), free)

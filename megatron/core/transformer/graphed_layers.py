@@ -66,38 +66,8 @@ def _parts_of(layer: TransformerLayer) -> dict[str, _Part]:
     }
 
 
-class _GatheredParams:
-    """A GraphParticipant that waits for the parameters of a part."""
-
-    def __init__(self, wait: WaitForParams, owner: nn.Module) -> None:
-        self._wait, self._owner = wait, owner
-
-    def fingerprint(self) -> Hashable:
-        """See GraphParticipant."""
-        return None
-
-    def prepare(self) -> None:
-        """See GraphParticipant. Collective where a gather is due."""
-        self._wait(self._owner.parameters())
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """See GraphParticipant."""
-        yield
-
-    def captured(self) -> None:
-        """See GraphParticipant."""
-
-    def replayed(self, account: Any) -> None:
-        """See GraphParticipant."""
-
-
-class _ExpertsOfPart:
-    """A GraphParticipant for what an expert layer keeps account of while a part with its experts runs from graphs."""
-
-    def __init__(self, layer: MoELayer) -> None:
-        self._layer = layer
-        self._rows: list[tuple[int, Tensor]] = []
+class _Participant:
+    """A GraphParticipant of a part, for those who have something to do at a few moments alone."""
 
     def fingerprint(self) -> Hashable:
         """See GraphParticipant: sizes are asked of those who own them."""
@@ -109,6 +79,39 @@ class _ExpertsOfPart:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """See GraphParticipant."""
+        yield
+
+    def captured(self) -> Any:
+        """See GraphParticipant."""
+
+    def dropped(self) -> None:
+        """See GraphParticipant."""
+
+    def replayed(self, account: Any) -> None:
+        """See GraphParticipant."""
+
+
+class _GatheredParams(_Participant):
+    """Waits for the parameters of a part."""
+
+    def __init__(self, wait: WaitForParams, owner: nn.Module) -> None:
+        self._wait, self._owner = wait, owner
+
+    def prepare(self) -> None:
+        """Collective where a gather is due."""
+        self._wait(self._owner.parameters())
+
+
+class _ExpertsOfPart(_Participant):
+    """Counts the rows of an expert layer while a part with its experts runs from graphs."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        self._layer = layer
+        self._rows: list[tuple[int, Tensor]] = []
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """The rows are counted by `replayed`."""
         if self._layer.expert_step is None:
             yield
             return
@@ -116,11 +119,11 @@ class _ExpertsOfPart:
             yield
 
     def captured(self) -> list[tuple[int, Tensor]]:
-        """See GraphParticipant: the rows of the forward, in memory of the graph, and its layer's number."""
+        """Of the forward: its layer's number, and its rows, in memory of the graph."""
         return self._rows
 
     def replayed(self, account: list[tuple[int, Tensor]]) -> None:
-        """See GraphParticipant."""
+        """The forward has run."""
         if self._layer.expert_step is not None:
             for layer_number, num_rows in account:
                 self._layer.expert_step.count(layer_number, num_rows)
