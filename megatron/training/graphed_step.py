@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.timers import Timers
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.graphed_layers import graph_layers
+from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.graph_checks import graph_modules
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.expert_memory import ExpertMemory
@@ -106,9 +107,9 @@ def _graphed_parts(
 
 
 def graph_device() -> GraphDevice:
-    """What captures on this process's GPU, with the model's streams of random numbers; ValueError without a GPU."""
+    """What captures on this process's GPU, with the model's streams of random numbers; CommandLineError without one."""
     if default_device().type != "cuda":
-        raise ValueError(
+        raise CommandLineError(
             "--cuda-graph-impl is given: CUDA graphs need a GPU, and this process has none. Leave it out, or set it to "
             "none, to train here with the same results; tools/check_capture.py with these flags says here whether a "
             "GPU could capture them"
