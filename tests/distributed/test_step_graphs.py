@@ -2,6 +2,7 @@
 anew, and what cannot be captured runs eagerly. On tapes, which do on the CPU what CUDA graphs do.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -73,7 +74,7 @@ CASES = {
         "llama",
         {"pipeline-model-parallel-size": 2, "calculate-per-token-loss": True, "optimizer-cuda-graph": True},
     ),
-    # The captured step finds too few rows: it runs again with more, and is captured anew.
+    # Steps that are replayed find too few rows: they run again with more, and the next is captured anew.
     "void": Case(
         2,
         "moe",
@@ -84,6 +85,22 @@ CASES = {
             **stash(0.6),
             "moe-expert-rank-capacity-factor": 1.05,
             "cuda-graph-warmup-steps": 1,
+            "lr": 0.03,
+            "global-batch-size": 2,
+            "eval-iters": 0,
+        },
+        captures=2,
+    ),
+    "void pages": Case(
+        2,
+        "moe",
+        {
+            **EXPERTS,
+            **OVERLAP,
+            **stash(1.25, overflow_policy="rerun"),
+            "moe-expert-rank-capacity-factor": 4,
+            "cuda-graph-warmup-steps": 1,
+            "lr": 0.03,
         },
         captures=2,
     ),
@@ -110,6 +127,23 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str) -> None:
         assert captured.failure is None
         assert (captured.num_captures, captured.num_graphs) == (case.captures, case.graphs)
         captured.assert_same(eager, name)
+
+
+def _resumed(folder: str) -> tuple[Trained, Trained]:
+    """Without a stop and without graphs; stopped after step 4, and resumed, with graphs."""
+    case = CASES["void update"]
+    eager, _ = _both(case._replace(flags={**case.flags, "cuda-graph-impl": "none", "optimizer-cuda-graph": False}))
+    saving: Flags = {**FULL, **case.flags, "save": folder, "load": folder}
+    first = train_here(_argv(case, saving, {"exit-interval": 4}))
+    second = train_here(_argv(case, saving))
+    second.steps, second.evaluations = first.steps + second.steps, first.evaluations + second.evaluations
+    return eager, second
+
+
+def test_a_run_resumed_with_graphs_has_the_bits_of_one_that_never_stopped(tmp_path: Path) -> None:
+    for eager, resumed in run_on_ranks(_resumed, 2, str(tmp_path)):
+        assert resumed.num_captures == 1
+        resumed.assert_same(eager, "resumed")
 
 
 def _reads_its_loss() -> tuple[Trained, Trained]:
