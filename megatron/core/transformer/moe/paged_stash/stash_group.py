@@ -213,9 +213,11 @@ class PageKeeper:
                 pass
 
     def forget_groups(self) -> None:
-        """Groups that were stashed so far hold nothing that anyone may give back."""
+        """Groups that were stashed so far hold nothing that anyone may give back or wait for."""
         self.generation += 1
         self._gone.clear()
+        # Of a capture that an error broke off: a GPU refuses to wait for its events.
+        self._reading.clear()
 
     def reset(self) -> None:
         """Gives all pages back. Allocates nothing."""
