@@ -11,6 +11,7 @@ import random
 import resource
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -65,28 +66,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads)"
-
-
-# Dense bf16 operations a second by product name, from the makers' data sheets; the first that the name contains counts.
-_PEAK_TFLOPS = (
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.4),
-    ("H200", 989.4),
-    ("H800", 989.4),
-    ("H20", 148.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("L40S", 362.0),
-    ("MI300X", 1307.4),
-)
-
-
-def peak_bf16_tflops(name: str) -> float | None:
-    """Highest 10^12 dense bf16 operations a second of the device of that name; None for one not in the table."""
-    return next((peak for part, peak in _PEAK_TFLOPS if part in name), None)
 
 
 def prepare_device(device: torch.device) -> None:
@@ -402,31 +381,89 @@ class CudaGraphs:
         # that one graph has freed goes to the next only on the same stream.
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those that share the pool
+        self._scratch = torch.zeros(1, device=device)
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """See GraphDevice: on the stream that captures, for which cuBLAS and others keep memory."""
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)
-        with torch.cuda.stream(self._stream):
-            yield
-        main.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            # After an error too: what runs next works on the same memory.
+            main.wait_stream(self._stream)
 
     @contextmanager
     def capturing(self) -> Iterator[torch.cuda.CUDAGraph]:
         """See GraphDevice."""
-        graph = torch.cuda.CUDAGraph()
-        for generator in self._generators():
-            graph.register_generator_state(generator)
         # What only a cycle of references keeps alive would be freed in the middle of the capture, and hold its memory.
         gc.collect()
-        # "thread_local": the threads of NCCL and of data loaders may go on asking the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            yield graph
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        if not self._graphs:
+            # A pool whose last graph has gone, while somebody holds a tensor of it, takes no other graph.
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = self._new_graph()
+        # Not by torch.cuda.graph: after a capture that the GPU broke off that leaves its own stream the current one.
+        with torch.cuda.stream(self._stream), _no_collections():
+            # "thread_local": the threads of NCCL and of data loaders may go on asking the GPU meanwhile.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            finally:
+                self._end(graph)
 
     def capturing_together(self) -> AbstractContextManager[None]:
         """See GraphDevice: what a capture made stays as it is in any case."""
         return nullcontext()
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators():
+            graph.register_generator_state(generator)
+        return graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Raises RuntimeError if the GPU has broken the capture off, and leaves no trace of it then."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._forget_broken_capture()
+            raise
+        self._graphs.add(graph)
+
+    def _forget_broken_capture(self) -> None:
+        """What torch does at the end of a capture, and leaves out where the GPU says that the capture is broken."""
+        try:
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+        except RuntimeError:
+            # It was done already, in torch versions that do it first.
+            return
+        else:
+            # Else the allocator would keep the memory for a graph that never was, and ask no event again.
+            torch._C._cuda_releasePool(self._stream.device_index, self._pool)
+        finally:
+            # Up to torch 2.11 at least generators stay in the capture, and would raise at the next number drawn. The
+            # end of another capture lets them out, which is not empty, as torch warns of that.
+            graph = self._new_graph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            self._scratch.zero_()
+            graph.capture_end()
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Garbage is not collected inside: its finalizers, of graphs or pages of earlier steps, would be captured."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class SideStream:

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.device import device_name, memory_bytes, peak_bf16_tflops
+from megatron.core.device import device_name, memory_bytes
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.timers import Timers, format_times
 from megatron.training.callbacks import RankTimes, StepReport
-from megatron.training.flops import num_floating_point_operations
+from megatron.training.flops import num_floating_point_operations, peak_bf16_tflops
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.overlap_meter import OverlapMeter
 from megatron.training.routing_meter import RoutingMeter
