@@ -7,13 +7,14 @@ SOURCES := $(wildcard megatron tools benchmarks pretrain_gpt.py)
 DATA ?=
 MINUTES ?=
 BASE ?=
+OUT ?=
 # The tests in these folders start ranks; the others need one core, and print what they print when they end.
 OF_RANKS := tests/distributed tests/functional_tests
 TWO_AT_ONCE := --no-print-directory --jobs=2 --keep-going test-ranks test-others
 SELECTED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train test test-fast test-ranks test-others check structure soak same-losses clean
+.PHONY: help env lock train test test-fast test-ranks test-others check structure soak same-losses gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +66,10 @@ soak: env  ## run every test with its long counts
 same-losses: env  ## train small runs with BASE=commit and with these files: every logged number must be the same
 	@test -n "$(BASE)" || { echo 'Which commit to compare with: make same-losses BASE=main'; exit 1; }
 	$(IN_VENV) tools/same_losses.py $(BASE)
+
+# Without `env`: a machine with a GPU brings its own torch, and may have no network.
+gpu:  ## on a machine with a GPU: its tests and benchmarks, 12 minutes (OUT=folder: results go there)
+	$(or $(wildcard $(IN_VENV)),$(PYTHON)) benchmarks/gpu/run_all.py $(if $(OUT),--out "$(OUT)")
 
 clean:  ## remove the environment, caches and build output; keeps runs/ and data/
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shutil
 import socket
 import statistics
 import subprocess
@@ -162,10 +163,17 @@ def serve(build: Build, connection: Connection, *, rank: int, ranks: int, port: 
 
 def context() -> dict[str, str]:
     """What the figures depend on."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": platform.processor() or platform.machine(),
         "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": commit_of_tree(),
     }
+
+
+def commit_of_tree() -> str:
+    """The commit of these files; in a copy without its repository what the variable COMMIT says, or nothing."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return os.environ.get("COMMIT", "")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return head.stdout.strip()

@@ -1,7 +1,6 @@
 """Stash and restore of a page pool, compared with Tensor.copy_ of the same bytes.
 
     python benchmarks/stash_copy.py [--rounds 25] [--json benchmarks/results/stash_copy_cpu.json]
-    python benchmarks/stash_copy.py --device cuda [--json FILE] [--plot FILE.html]
 
 A group is what an expert layer saves: x, gate_up of twice its width, and act; 15/16 of their rows are live, and a page
 holds 64 rows of x. The pool has room for two groups, so the plain copies use two sets of buffers in turn. Stash,
@@ -12,8 +11,7 @@ in the pool's ring is that of
   step      a step in which 64 groups of other sizes went through the pool, as under pipeline parallelism
   shuffled  chance, the worst case: hardly two pages follow each other
 
-On a GPU the cases are group sizes x the most programs that a kernel may occupy, for pages on the device and in pinned
-host memory.
+benchmarks/gpu/stash_copy.py does so on a GPU, for other sizes.
 """
 
 import argparse
@@ -31,17 +29,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-try:
-    from plotly import graph_objects
-except ImportError:  # the extra `report` is not installed: --plot needs it
-    graph_objects = None
-
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.sides import context as machine  # noqa: E402
-from megatron.core.device import device_name, keep_cpu_heap  # noqa: E402
+from megatron.core.device import keep_cpu_heap  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Priority, TensorSpec  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup  # noqa: E402
@@ -53,8 +46,6 @@ GROUP_BYTES = 64 * MIB
 SIZES_ON_CPU = (1, 4, 16, 256)  # MiB
 GROUPS_OF_STEP = 64
 TARGETS = {256: 0.75}  # of stash x and restore x, by width in bytes; 0.9 for other widths
-SIZES_ON_GPU = (1, 8, 64, 512)  # MiB
-PROGRAMS = (4, 8, 16, 32, 64, 128, 0)  # 0: as many as are useful
 
 
 @dataclass
@@ -210,76 +201,15 @@ def main_cpu(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main_gpu(device: str, rounds: int) -> list[dict[str, Any]]:
-    """Measures tiers x sizes x programs, timed by events of the device."""
-    rows = []
-    print("tier   group MiB programs copy GB/s  stash x restore x")
-    for tier in ("device", "host"):
-        for size in SIZES_ON_GPU:
-            bench = build(4096, torch.bfloat16, num_bytes=size * MIB, order="step", device=device, tier=tier)
-            for bench.num_programs in PROGRAMS:
-                case = {"tier": tier, "group_mib": size, "width": 4096, "num_programs": bench.num_programs}
-                row = case | measure_gpu(bench, rounds)
-                rows.append(row)
-                gigabytes = row["live_bytes"] / row["copy_in_us"] / 1e3
-                print(
-                    f"{tier:6} {size:9} {bench.num_programs or 'all':>8} {gigabytes:9.1f}"
-                    f" {row['stash_x']:8.2f} {row['restore_x']:9.2f}",
-                    flush=True,
-                )
-    return rows
-
-
-def measure_gpu(bench: Bench, rounds: int) -> dict[str, Any]:
-    """Figures over these rounds, after two that do not count, in seconds of the device."""
-    marks: dict[str, list[tuple[torch.Event, torch.Event]]] = {}
-
-    def timed(verb: Callable[[int], None], turn: int) -> None:
-        start, end = (torch.Event(bench.pool.device, enable_timing=True) for _ in range(2))
-        start.record()
-        verb(turn)
-        end.record()
-        marks.setdefault(verb.__name__, []).append((start, end))
-
-    for turn in range(2 + rounds):
-        bench.round(turn, timed)
-    torch.accelerator.synchronize()
-    seconds = {name: [start.elapsed_time(end) / 1e3 for start, end in pairs[2:]] for name, pairs in marks.items()}
-    return figures_of(seconds, bench.live_bytes)
-
-
-def plot(rows: list[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Plots the rates of stash and restore over the limit of programs, with a line for each tier and size."""
-    figure = graph_objects.Figure()
-    labels = [str(programs or "all") for programs in PROGRAMS]
-    for tier, size in sorted({(row["tier"], row["group_mib"]) for row in rows}):
-        chosen = [row for row in rows if (row["tier"], row["group_mib"]) == (tier, size)]
-        for verb in ("stash", "restore"):
-            ratios = [row[f"{verb}_x"] for row in chosen]
-            figure.add_scatter(x=labels, y=ratios, name=f"{verb}, {tier} pages, {size} MiB", mode="lines+markers")
-    figure.update_layout(title=title, xaxis_title="programs", yaxis_title="rate / rate of Tensor.copy_")
-    figure.update_xaxes(type="category")
-    figure.write_html(path, include_plotlyjs=True)
-
-
 def main() -> None:
     """Measures, prints, and writes what the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--rounds", type=int, default=25, help="counted rounds of each case (default: 25)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plot", type=Path, help="GPU: also write a plot, HTML, to this file")
     options = parser.parse_args()
-    if options.plot is not None and graph_objects is None:
-        parser.error("--plot needs plotly: pip install 'plotly>=6', or this project's extra report")
-    rows = main_cpu(options.rounds) if options.device == "cpu" else main_gpu(options.device, options.rounds)
-    record = {"rows": rows, "rounds": options.rounds, **machine()}
-    if options.device != "cpu":
-        record["device"] = device_name(torch.device(options.device))
+    record = {"rows": main_cpu(options.rounds), "rounds": options.rounds, **machine()}
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-    if options.plot is not None:
-        plot(rows, options.plot, title=f"Stash and restore, {record['device']}, {record['date']}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.live_bytes import LiveBytes  # noqa: E402
 from benchmarks.sides import context as machine  # noqa: E402
-from megatron.core.device import keep_cpu_heap  # noqa: E402
+from megatron.core.device import keep_cpu_heap, use_deterministic_kernels  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import (  # noqa: E402
     Counter,
     PagedStash,
@@ -284,6 +284,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_cpu_heap()
+    if options.device.type != "cpu":
+        # A GPU adds up the gradients of tokens in any order, and gradients have to be equal bit for bit.
+        use_deterministic_kernels()
     sizes = Sizes(options.tokens, options.hidden, options.ffn)
     bench = Bench(options.layers, options.device, sizes=sizes)
     ways = ways_of(bench)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu.graph_step import Case, build, check_graph
+from benchmarks.gpu.shapes import GRAPH, ROUTINGS, SMALL, sides_of
 from benchmarks.stash_step import PAGE_BYTES, Bench, Rows, Sizes, Way
 from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, PagePool, PoolLayout
 from megatron.core.transformer.moe.paged_stash.side_streams import SideStream
+from megatron.training.training import train_step
+from tests.harness import run_on_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -128,3 +133,37 @@ def test_gradients_are_those_of_a_run_that_waits(seed: int, late: tuple[str, ...
     # The test means something: rows were in pages, and with few pages things were computed again.
     assert totals[Counter.PLANNED_PAGES] > 0 and totals[Counter.SPILLED_PAGES] > 0
     assert share > 1 or totals[Counter.DROPPED_ACT] > 0
+
+
+def train(side: str, *, is_late: bool, has_graph: bool) -> list[tuple[float, float | None]]:
+    """Losses and norms of training steps of one rank of eight whose rows are skewed, on late streams or waiting."""
+    flags = sides_of(ROUTINGS["skewed"])[side].flags
+    case, graph = Case("small", SMALL["small"], "skewed"), GRAPH if has_graph else ""
+    run, routing = build(case, f"{flags.replace(GRAPH, graph)} --deterministic-mode")
+    behind_main, delay = SideStream.behind_main, sleeper(1)
+
+    @contextmanager
+    def late_behind_main(stream: SideStream, *events: torch.Event | None) -> Iterator[None]:
+        with behind_main(stream, *events):
+            delay()  # in a capture it is a node of the graph
+            yield
+
+    if is_late:
+        SideStream.behind_main = late_behind_main  # type: ignore[method-assign]
+    found = []
+    with nullcontext() if is_late else WaitAlways():
+        for _ in range(6):
+            routing.advance()
+            report, _ = train_step(run)
+            found.append((report.losses["lm loss"], report.grad_norm))
+    check_graph(run)
+    assert run.expert_memory is not None and run.expert_memory.stash is not None
+    return found
+
+
+@pytest.mark.parametrize("has_graph", [False, True])
+@pytest.mark.parametrize("side", ["graph + stash", "graph + stash, spill", "graph + stash, rungs"])
+def test_training_on_late_streams_is_training_that_waits(side: str, has_graph: bool) -> None:
+    (found,) = run_on_ranks(partial(train, is_late=True, has_graph=has_graph), 1, side, backend=None)
+    (expected,) = run_on_ranks(partial(train, is_late=False, has_graph=False), 1, side, backend=None)
+    assert found == expected

@@ -1,0 +1,221 @@
+"""How much a running matrix product slows down beside a running stash, by how many programs the stash may occupy.
+
+    python benchmarks/gpu/gemm_beside_stash.py [--rounds 7] [--json FILE] [--plot FILE.svg]
+    python benchmarks/gpu/gemm_beside_stash.py --small     # tiny, on the CPU too: tries the program out
+
+On the main stream bf16 products follow each other, on the side stream stash and restore of one group do, for longer.
+  gemm x    seconds of the products beside the stash / alone
+  rate x    rate of stash and restore meanwhile / rate of copy_ alone
+  cost x    seconds that the products lose for each stash and restore / seconds that two copy_ of the bytes take alone:
+            0: hidden, 1: as if the copies had the GPU for themselves
+Medians over rounds, in which products run alone and beside. Has not been run on a GPU yet.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from benchmarks.gpu.chart import Panel, drawing  # noqa: E402
+from benchmarks.gpu.record import Target, hold, report_targets, write_record  # noqa: E402
+from benchmarks.stash_copy import MIB, Bench, build  # noqa: E402
+from megatron.core.device import (  # noqa: E402
+    TimeMark,
+    default_device,
+    mark_time,
+    prepare_device,
+    seconds_between,
+    synchronize,
+)
+from megatron.core.transformer.moe.paged_stash.side_streams import SideStream  # noqa: E402
+
+PROGRAMS = (2, 4, 8, 16, 32, 64, 132, 0)
+TARGET = 1.1
+LAUNCH_SECONDS = 2e-4  # in which the host launches one kernel, generously
+MOST_PAIRS = 300  # with their events: what a stream's queue takes before the host has to wait
+WARM_TURNS = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """gemm: the three sizes of a product; products: in a row; width: bytes of a row of x; group_bytes: of the stash."""
+
+    gemm: int = 8192
+    products: int = 16
+    width: int = 4096
+    group_bytes: int = 256 * MIB
+
+
+SMALL = Sizes(gemm=32, products=3, width=64, group_bytes=16384)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Seconds of the products beside copies, and when each stash and restore ended, from the products' start on."""
+
+    seconds: float
+    ends: list[float]
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether copies ran until the products' end."""
+        return max(self.ends) > self.seconds
+
+    @property
+    def pairs(self) -> float:
+        """Stash and restore done meanwhile; of the one that was on its way the share that its time suggests."""
+        ended = [0.0, *(end for end in self.ends if end <= self.seconds)]
+        done = len(ended) - 1
+        if not self.is_covered:
+            return float(done)
+        return done + (self.seconds - ended[-1]) / (self.ends[done] - ended[-1])
+
+
+class Rivals:
+    """Products on the main stream, and a group's copies on a side stream."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes, self.device, self.side = sizes, device, SideStream(device)
+        self.bench: Bench = build(
+            sizes.width, torch.bfloat16, num_bytes=sizes.group_bytes, order="step", device=str(device), tier="device"
+        )
+        for memory in self.bench.sources:
+            memory.random_()
+        self.bench.pool.plan(self.bench.group, self.bench.num_rows)
+        shape = sizes.gemm, sizes.gemm
+        self.matrices = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        self.out: Tensor = torch.empty(shape, device=device, dtype=torch.bfloat16)
+
+    def products(self) -> None:
+        """On the current stream."""
+        for _ in range(self.sizes.products):
+            torch.mm(*self.matrices, out=self.out)
+
+    def pair(self) -> None:
+        """A stash and a restore, on the current stream."""
+        self.bench.stash(0)
+        self.bench.restore(0)
+
+    def copies(self) -> None:
+        """As many bytes in and out, by copy_, on the current stream."""
+        self.bench.copy_in(0)
+        self.bench.copy_out(0)
+
+    def alone(self, work: Callable[[], None], *, turns: int = 1) -> float:
+        """Seconds of one turn, when nothing runs beside."""
+        hold(self.device, LAUNCH_SECONDS * (self.sizes.products + 4 * turns))
+        start = mark_time(self.device)
+        for _ in range(turns):
+            work()
+        return seconds_between(start, mark_time(self.device)) / turns
+
+    def beside(self, pairs: int) -> Beside:
+        """The products, while so many pairs run, which begin at the same time."""
+        hold(self.device, LAUNCH_SECONDS * (self.sizes.products + 3 * pairs))
+        ends: list[TimeMark] = []
+        with self.side.behind_main():
+            for _ in range(pairs):
+                self.pair()
+                ends.append(mark_time(self.device))
+        start = mark_time(self.device)
+        self.products()
+        seconds = seconds_between(start, mark_time(self.device))
+        synchronize(self.device)
+        return Beside(seconds, [seconds_between(start, end) for end in ends])
+
+
+def measure(rivals: Rivals, num_programs: int, *, rounds: int) -> dict[str, Any]:
+    """Figures for one cap."""
+    rivals.bench.num_programs = num_programs
+    for _ in range(WARM_TURNS):
+        rivals.pair()
+        rivals.products()
+    pair_seconds = rivals.alone(rivals.pair, turns=5)
+    # Products are slower beside the copies than alone, and the copies must outlast them.
+    pairs = min(MOST_PAIRS, 2 + int(2.5 * rivals.alone(rivals.products) / pair_seconds))
+    rows = []
+    for _ in range(rounds):
+        floor, alone, beside = rivals.alone(rivals.copies, turns=5), rivals.alone(rivals.products), rivals.beside(pairs)
+        rows.append(
+            {
+                "gemm_x": beside.seconds / alone,
+                "rate_x": beside.pairs * floor / beside.seconds,
+                "cost_x": (beside.seconds - alone) / (max(beside.pairs, 1e-9) * floor),
+                "is_covered": float(beside.is_covered),
+            }
+        )
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return {"num_programs": num_programs, "pair_alone_us": pair_seconds * 1e6, "pairs": pairs, **medians, "all": rows}
+
+
+def targets_of(rows: Sequence[dict[str, Any]]) -> list[Target]:
+    """The best cap's cost, of those whose copies ran until the end."""
+    costs = [row["cost_x"] for row in rows if row["is_covered"]]
+    return [
+        Target(
+            "seconds lost by products for a stash and restore / two copy_, best cap", min(costs, default=None), TARGET
+        )
+    ]
+
+
+def plot(rows: Sequence[dict[str, Any]]) -> str:
+    """Two panels over caps."""
+    caps = [str(row["num_programs"] or "all") for row in rows]
+    series = {
+        "products: seconds beside the stash / alone": [row["gemm_x"] for row in rows],
+        "stash: rate beside the products / rate of copy_": [row["rate_x"] for row in rows],
+    }
+    cost = {"seconds lost / seconds of two copy_": [row["cost_x"] for row in rows]}
+    return drawing(
+        "Matrix products beside a running stash",
+        [
+            Panel("both, beside each other", "most programs of a kernel", caps, series, limit=1.0),
+            Panel("what a stash and restore costs", "most programs of a kernel", caps, cost, limit=TARGET),
+        ],
+    )
+
+
+def main() -> None:
+    """Measures, prints, and writes what the options ask for; exit status 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each cap (default: 7)")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU too; no target counts")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw them")
+    options = parser.parse_args()
+    device = default_device()
+    if device.type == "cpu" and not options.small:
+        sys.exit("benchmarks/gpu/gemm_beside_stash.py needs a GPU; try it out with --small")
+    prepare_device(device)
+    sizes = SMALL if options.small else Sizes()
+    rivals = Rivals(sizes, device)
+    print("programs  gemm x  rate x  cost x")
+    rows = []
+    for num_programs in PROGRAMS[-2:] if options.small else PROGRAMS:
+        row = measure(rivals, num_programs, rounds=options.rounds)
+        rows.append(row)
+        note = "" if row["is_covered"] else "  the copies ended first"
+        print(
+            f"{num_programs or 'all':>8} {row['gemm_x']:7.3f} {row['rate_x']:7.3f} {row['cost_x']:7.3f}{note}",
+            flush=True,
+        )
+    targets = [] if options.small else targets_of(rows)
+    holds = report_targets(targets)
+    write_record(options.json, {"sizes": vars(sizes), "rows": rows}, device=device, targets=targets)
+    if options.plot is not None:
+        options.plot.write_text(plot(rows))
+    sys.exit(not holds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""Training steps with expert buffers of a fixed size, a stash and a CUDA graph, beside eager dropless steps.
+
+    python benchmarks/gpu/graph_step.py [--rounds 4] [--steps 3] [--json FILE] [--plot FILE.svg] [--shapes NAME ...]
+    python benchmarks/gpu/graph_step.py --small     # a tiny shape, on the CPU too, where a tape stands for a graph
+
+Each side is a process that trains with flags of pretrain_gpt.py, as rank 0 of 8 whose others are stand-ins (see
+stand_ins.py) and with a routing that is forced: balanced, or skewed towards this rank, anew in every step. Sides
+are in memory together and step in turns, each group with the base where not all fit.
+  ms       a step by the device's clock, median
+  time x   beside the eager dropless step, median over rounds
+  MiB      the most that torch's allocator gave out since the process started; reserved: that it took from the device
+  memory x the same without what dropless holds between steps (weights, gradients, states), beside dropless
+  at most  (phi + w c / S), which memory x must not exceed: pages over live rows, 1 + prefetched layers, capacity
+           over live rows, layers
+  again, host, void: tensors computed again, pages on the host, and runs of the last step that were void
+Sides that fail, for lack of memory for example, are named, and the exit status is 1. Has not been run on a GPU yet.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from benchmarks.gpu.chart import Kind, Panel, drawing  # noqa: E402
+from benchmarks.gpu.record import Target, report_targets, write_record  # noqa: E402
+from benchmarks.gpu.shapes import (  # noqa: E402
+    BASE,
+    CAPACITY,
+    PREFETCH,
+    RANKS,
+    ROUTINGS,
+    SHAPES,
+    SMALL,
+    Routing,
+    Shape,
+    Side,
+    sides_of,
+)
+from benchmarks.gpu.stand_ins import TABLES, Choices, ForcedRouting, join_stand_ins, shares_of_layers  # noqa: E402
+from benchmarks.train_step import build_run  # noqa: E402
+from megatron.core.device import default_device, mark_time, memory_bytes, seconds_between  # noqa: E402
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper  # noqa: E402
+from megatron.core.graph_tape import TapeGraphs  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
+from megatron.training import setup  # noqa: E402
+from megatron.training.run import TrainingRun  # noqa: E402
+from megatron.training.training import train_step  # noqa: E402
+
+TIME_TARGET = 0.75
+WARM_STEPS = 5  # a graph's own warm-up and its capture among them
+MOST_ROWS = 0.95  # of a buffer: a step must not be void
+PATIENCE_SECONDS = 180
+PRELOAD = ["benchmarks.train_step", "benchmarks.gpu.stand_ins"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape under a routing."""
+
+    name: str
+    shape: Shape
+    routing_name: str
+
+    @property
+    def routing(self) -> Routing:
+        """How rows come."""
+        return ROUTINGS[self.routing_name]
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.routing_name}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of the steps; bytes given out at most, reserved at most and held now; what the last step's stash did."""
+
+    seconds: list[float]
+    peak: int
+    reserved: int
+    held: int
+    again: int = 0
+    on_host: int = 0
+    voids: int = 0
+
+
+@dataclass
+class Process:
+    """A side's process and what it told so far; error: why there is no more."""
+
+    name: str
+    process: Any
+    connection: Connection
+    rounds: list[Measurement]
+    error: str | None = None
+
+    def ask(self, steps: int) -> None:
+        """Has it run so many steps, or end for 0; `take` gives the answer."""
+        if self.error is None:
+            try:
+                self.connection.send(steps)
+            except OSError as error:
+                self.error = f"its process is gone: {error}"
+
+    def take(self) -> Measurement | None:
+        """The next answer; None where there will be none, also if it takes too long."""
+        if self.error is not None:
+            return None
+        try:
+            answer = self.connection.recv() if self.connection.poll(PATIENCE_SECONDS) else "no answer in time"
+        except EOFError:
+            answer = "its process ended without an answer"
+        if isinstance(answer, Measurement):
+            return answer
+        self.error = str(answer)
+        self.process.terminate()
+        return None
+
+
+def main() -> None:
+    """Measures, prints, and writes what the options ask for; exit status 1 where a target is missed or a side fails."""
+    options = parse_options()
+    device = default_device()
+    if device.type == "cpu" and not options.small:
+        sys.exit("benchmarks/gpu/graph_step.py needs a GPU; try it out with --small")
+    records, targets = [], []
+    for case in cases_of(options):
+        record = record_of(case, rounds=options.rounds, steps=options.steps)
+        print_case(case, record)
+        records.append(record)
+        # The CPU counts no allocations, and nothing of this size is bound by anything.
+        targets += [] if options.small else targets_of(case, record)
+        # After each case: who is stopped loses no more than the one that runs.
+        write_record(options.json, {"cases": records}, device=device, targets=targets)
+    if options.plot is not None:
+        options.plot.write_text(plot(records))
+    failed = [line for record in records for line in record["sides"].values() if "error" in line]
+    sys.exit(not report_targets(targets) or len(failed) > 0)
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """What the command line asks for."""
+    shapes = SMALL if options.small else {name: SHAPES[name] for name in options.shapes}
+    return [Case(name, shape, routing) for name, shape in shapes.items() for routing in options.routings]
+
+
+def record_of(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
+    """Measures all sides of a case."""
+    sides = sides_of(case.routing)
+    lines: dict[str, dict[str, Any]] = {}
+    for batch in batches(sides, at_once=case.shape.at_once):
+        processes = measure(case, batch, rounds=rounds, steps=steps)
+        lines = {**lines_of(case, batch, processes=processes), **lines}
+    # What the limit of memory is made of, and how rows come.
+    settings = {"c": CAPACITY, "w": 1 + PREFETCH, "S": case.shape.layers, **asdict(case.routing)}
+    ordered = {name: lines[name] for name in sides}
+    return {"case": str(case), "shape": asdict(case.shape), "settings": settings, "sides": ordered}
+
+
+def batches(sides: Mapping[str, Side], *, at_once: int) -> list[dict[str, Side]]:
+    """The sides in groups that fit into memory, each with the base."""
+    others = [name for name in sides if name != BASE]
+    starts = range(0, len(others), at_once - 1)
+    return [{name: sides[name] for name in (BASE, *others[start : start + at_once - 1])} for start in starts]
+
+
+def measure(case: Case, sides: Mapping[str, Side], *, rounds: int, steps: int) -> list[Process]:
+    """Starts these sides at once, lets them step in turns, and ends them."""
+    processes = [start(name, case, flags=side.flags) for name, side in sides.items()]
+    for process in processes:
+        process.take()
+    for number in range(rounds + 1):
+        # Who comes first has no advantage.
+        for process in processes if number % 2 else processes[::-1]:
+            process.ask(steps)
+            measurement = process.take()
+            if measurement is not None and number > 0:
+                process.rounds.append(measurement)
+    for process in processes:
+        process.ask(0)
+    for process in processes:
+        process.process.join()
+    return processes
+
+
+def start(name: str, case: Case, *, flags: str) -> Process:
+    """A process of one side."""
+    context = get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, case), kwargs={"flags": flags}, daemon=True)
+    process.start()
+    theirs.close()
+    return Process(name, process, ours, [])
+
+
+def serve(connection: Connection, case: Case, *, flags: str) -> None:
+    """Builds the side and warms it up, then runs as many steps as it is told to, until told 0; sends errors as text."""
+    torch.set_num_threads(1)
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            run, routing = build(case, flags)
+            warm = run_steps(run, routing, steps=WARM_STEPS)
+            check_graph(run)
+            connection.send(warm)
+            while steps := connection.recv():
+                connection.send(run_steps(run, routing, steps=steps))
+    except (RuntimeError, ValueError, OSError, AssertionError, SystemExit) as error:
+        traceback.print_exc()
+        connection.send(f"{type(error).__name__}: {str(error)[:500]}")
+
+
+def build(case: Case, flags: str) -> tuple[TrainingRun, ForcedRouting]:
+    """What pretrain_gpt.py trains with, and what its routers choose."""
+    join_stand_ins(RANKS)
+    if default_device().type == "cpu":
+        setup.graph_device = TapeGraphs
+    run = build_run(*case.shape.flags.split(), *flags.split())
+    routers = [layer.router for chunk in run.model for layer in chunk.modules() if isinstance(layer, MoELayer)]
+    return run, ForcedRouting(routers, tables_of(case).to(run.device))
+
+
+def check_graph(run: TrainingRun) -> None:
+    """Raises RuntimeError where steps that should replay a graph do not: a run goes on without one."""
+    graph = run.steps.graph
+    if isinstance(graph, FullCudaGraphWrapper) and (graph.failure is not None or graph.num_graphs == 0):
+        raise RuntimeError(f"no graph was captured in {WARM_STEPS} steps: {graph.failure}")
+
+
+def tables_of(case: Case) -> torch.Tensor:
+    """The choices of all layers in each of the routings that steps take in turn: [TABLES, layers, T, K], int64."""
+    shape, routing, generator = case.shape, case.routing, torch.Generator().manual_seed(1)
+    choices = Choices(shape.seq, shape.topk, shape.num_experts, num_own=shape.num_own, unevenness=routing.unevenness)
+    most = MOST_ROWS * min(CAPACITY, RANKS * shape.num_own / shape.topk)
+    turns = [
+        shares_of_layers(shape.layers, mean=routing.mean, spread=routing.spread, most=most, generator=generator)
+        for _ in range(TABLES)
+    ]
+    return torch.stack([torch.stack([choices.draw(share, generator) for share in shares]) for shares in turns])
+
+
+def run_steps(run: TrainingRun, routing: ForcedRouting, *, steps: int) -> Measurement:
+    """Trains; the end of a step is where the device is when the host has ended it."""
+    marks = [mark_time(run.device)]
+    for _ in range(steps):
+        routing.advance()
+        train_step(run)
+        marks.append(mark_time(run.device))
+    seconds = [seconds_between(*pair) for pair in zip(marks, marks[1:])]
+    memory = memory_bytes(run.device)
+    peak = memory.get("max_allocated", memory["peak_rss"])
+    measured = Measurement(seconds, peak, memory.get("max_reserved", peak), memory.get("allocated", 0))
+    step = None if run.expert_memory is None else run.expert_memory.last_step
+    if step is None or step.layout is None:
+        return measured
+    again = step.counters[Counter.DROPPED_ACT] + step.counters[Counter.DROPPED_GATE_UP]
+    return replace(measured, again=again, on_host=step.counters[Counter.SPILLED_PAGES], voids=step.voids)
+
+
+def lines_of(case: Case, sides: Mapping[str, Side], *, processes: Sequence[Process]) -> dict[str, dict[str, Any]]:
+    """Figures of sides that were measured together, those that failed with their error alone."""
+    base = next(process for process in processes if process.name == BASE)
+    lines: dict[str, dict[str, Any]] = {}
+    for process in processes:
+        if process.error is not None or base.error is not None:
+            lines[process.name] = {"error": process.error or f"{BASE} failed"}
+            continue
+        side = sides[process.name]
+        lines[process.name] = {
+            "label": side.label,
+            "flags": side.flags,
+            "most_memory_x": side.most_memory(case.shape, case.routing),
+            **figures_of(process.rounds, base.rounds),
+            "rounds": [asdict(one) for one in process.rounds],
+        }
+    return lines
+
+
+def figures_of(own: Sequence[Measurement], base: Sequence[Measurement]) -> dict[str, float]:
+    """Medians over the steps and rounds, and ratios to the base."""
+    medians = [[statistics.median(one.seconds) for one in rounds] for rounds in (own, base)]
+    kept = max(one.held for one in base)
+    return {
+        "ms": 1e3 * statistics.median(seconds for one in own for seconds in one.seconds),
+        "time_x": statistics.median(ours / theirs for ours, theirs in zip(*medians, strict=True)),
+        "peak_mib": own[-1].peak / 2**20,
+        "reserved_mib": own[-1].reserved / 2**20,
+        "total_memory_x": own[-1].peak / base[-1].peak,
+        "memory_x": (own[-1].peak - kept) / max(1, base[-1].peak - kept),
+        "again": max(one.again for one in own),
+        "on_host": max(one.on_host for one in own),
+        "voids": max(one.voids for one in own),
+    }
+
+
+def targets_of(case: Case, record: Mapping[str, Any]) -> list[Target]:
+    """The graph with a stash in time, where launches decide, and in memory."""
+    line = record["sides"].get("graph + stash", {})
+    found = []
+    if case.shape.is_launch_bound:
+        found.append(Target(f"{case}: graph + stash / eager dropless, time", line.get("time_x"), TIME_TARGET))
+    settings = record["settings"]
+    name = f"{case}: graph + stash / eager dropless, memory, S {settings['S']}, w {settings['w']}"
+    limit = sides_of(case.routing)["graph + stash"].most_memory(case.shape, case.routing)
+    assert limit is not None, "it has a stash"
+    return [*found, Target(name, line.get("memory_x"), limit)]
+
+
+def print_case(case: Case, record: Mapping[str, Any]) -> None:
+    """The table of one case."""
+    print(f"\n{case}: {case.shape.seq} tokens x {case.shape.microbatches}, S {case.shape.layers}, c {CAPACITY:g}")
+    columns = ("ms", "time x", "MiB", "reserved", "memory x", "at most", "again", "host", "void")
+    print(" " * 26 + "".join(f"{column:>9}" for column in columns))
+    for name, line in record["sides"].items():
+        if "error" in line:
+            print(f"{name:26} FAILED: {line['error']}")
+            continue
+        limit = "" if line["most_memory_x"] is None else f"{line['most_memory_x']:.2f}"
+        print(
+            f"{name:26}{line['ms']:9.1f}{line['time_x']:9.3f}{line['peak_mib']:9.0f}{line['reserved_mib']:9.0f}"
+            f"{line['memory_x']:9.3f}{limit:>9}{line['again']:9}{line['on_host']:9}{line['voids']:9}",
+            flush=True,
+        )
+
+
+def plot(records: Sequence[Mapping[str, Any]]) -> str:
+    """A panel for each case: time and memory of its sides."""
+    panels = []
+    for record in records:
+        lines = [line for line in record["sides"].values() if "error" not in line]
+        series = {
+            "time / eager dropless": [line["time_x"] for line in lines],
+            "memory beside weights and states / eager dropless": [line["memory_x"] for line in lines],
+        }
+        labels = [line["label"] for line in lines]
+        panels.append(Panel(record["case"], "", labels, series, kind=Kind.BARS, limit=1.0))
+    return drawing("Training steps beside eager dropless ones", panels)
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line of this benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4, help="counted rounds of each side (default: 4)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
+    parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=[*SHAPES], help="these alone")
+    parser.add_argument("--routings", nargs="+", default=[*ROUTINGS], choices=[*ROUTINGS], help="these alone")
+    parser.add_argument("--small", action="store_true", help="a tiny shape, on the CPU too; no target counts")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw them")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    get_context("forkserver").set_forkserver_preload(PRELOAD)
+    main()

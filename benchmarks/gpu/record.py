@@ -1,0 +1,60 @@
+"""What all GPU benchmarks share: targets, the file that figures go to, and a GPU that is busy. Measures nothing."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.sides import context
+from megatron.core.device import device_name
+
+CYCLES_PER_SECOND = 2e9  # of a GPU's clock, roughly
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure and the limit that it has to keep; is_least: it has to reach it. measured: None where it was not."""
+
+    name: str
+    measured: float | None
+    limit: float
+    is_least: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether the figure was measured and keeps the limit."""
+        if self.measured is None:
+            return False
+        return self.measured >= self.limit if self.is_least else self.measured <= self.limit
+
+    def __str__(self) -> str:
+        measured = "not measured" if self.measured is None else f"{self.measured:.3f}"
+        sign = ">=" if self.is_least else "<="
+        return f"{'PASS' if self.holds else 'FAIL'}  {self.name}: {measured}, must be {sign} {self.limit:.3f}"
+
+
+def report_targets(targets: Sequence[Target]) -> bool:
+    """Prints a line for each; whether all hold."""
+    for target in targets:
+        print(target)
+    return all(target.holds for target in targets)
+
+
+def write_record(
+    path: Path | None, figures: Mapping[str, Any], *, device: torch.device, targets: Sequence[Target]
+) -> None:
+    """Writes figures, targets and what they depend on as JSON; nothing without a path."""
+    if path is None:
+        return
+    where = {**context(), "device": device_name(device)}
+    shown = [{**asdict(target), "holds": target.holds} for target in targets]
+    path.write_text(json.dumps({**where, "targets": shown, **figures}, indent=1) + "\n")
+
+
+def hold(device: torch.device, seconds: float) -> None:
+    """Keeps the GPU's current stream busy, so that what the host launches meanwhile follows without gaps."""
+    if device.type != "cpu":
+        torch.get_device_module(device)._sleep(int(seconds * CYCLES_PER_SECOND))
