@@ -276,7 +276,7 @@ class ExpertMemory:
     def _stash_over(self, pool: PagePool) -> PagedStash:
         return PagedStash(
             pool,
-            prefetch_groups=self._config.moe_paged_stash_prefetch_layers,
+            prefetch_groups=self._prefetch_groups,
             events=self.needs.events if self._is_planned else None,
             reserved_share=self._expected_share(),
             has_rungs=self._has_rungs,
@@ -286,6 +286,11 @@ class ExpertMemory:
     @property
     def _has_rungs(self) -> bool:
         return self._config.moe_paged_stash_overflow_policy == "recompute"
+
+    @property
+    def _prefetch_groups(self) -> int:
+        # A graph of one layer cannot bring back another one's rows.
+        return 0 if self._config.captures_experts else self._config.moe_paged_stash_prefetch_layers
 
     def _expected_share(self) -> float:
         """Of C: the rows that a pass is expected to have, which are those of the fullest one so far."""
@@ -337,7 +342,7 @@ class ExpertMemory:
             events=tuple(needs.events),
             specs=tuple(needs.specs),
             reserve=self.stash.reserve if self.stash is not None and self._has_rungs and self._is_planned else (),
-            prefetch_groups=self._config.moe_paged_stash_prefetch_layers,
+            prefetch_groups=self._prefetch_groups,
         )
 
     def _remember(self, figures: StepFigures) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.distributed.graph_runs import LOCAL, Trained, train_here
+from tests.distributed.stash_runs import ROUTER, stash
 from tests.distributed.tiny_runs import SHARDED
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -16,6 +17,11 @@ RUN: Flags = {"micro-batch-size": 1, "train-iters": 7, "lr-warmup-iters": 0, "ev
 STATIC: Flags = {"moe-expert-rank-capacity-factor": 4}
 BORDERS: Flags = {**STATIC, **read_bases()["borders"], "no-create-attention-mask-in-dataloader": True}
 EXPERTS: Flags = {**STATIC, "expert-model-parallel-size": 2, "moe-token-dispatcher-type": "allgather"}
+# Nothing comes back early from graphs of single layers.
+PAGES: Flags = {**STATIC, "num-layers": 4, "seq-length": 16, "moe-paged-stash-prefetch-layers": 0}
+RERUN: Flags = {"overflow-policy": "rerun"}
+EARLY: Flags = {"cuda-graph-warmup-steps": 1}
+LITTLE: Flags = {**EARLY, "moe-expert-rank-capacity-factor": 1.05}
 STAGES: Flags = {"num-layers": 4, "pipeline-model-parallel-size": 2}
 
 
@@ -45,14 +51,22 @@ CASES = {
     "router of dropless experts": Case(1, "moe", {}, "attn moe_router", [8]),
     # Attention stays eager: the borders of documents, and what ranks exchange of them, are others in each batch.
     "documents": Case(1, "moe", BORDERS, "moe", [4]),
+    # With its stash in the graphs: where pages abound, spill to the host, and are dropped; and where a step is void, by
+    # rows and by pages, runs again eagerly with more, and is captured anew.
+    "pages": Case(1, "moe", {**PAGES, **stash(3.0)}, "experts", [8]),
+    "few pages": Case(1, "moe", {**PAGES, **ROUTER, **stash(0.3, 0.4)}, "attn moe", [16]),
+    "pages of stages": Case(2, "moe", {**PAGES, **stash(0.7), "pipeline-model-parallel-size": 2}, "moe", [8, 4]),
+    "pages of a growing batch": Case(1, "moe", {**PAGES, **stash(1.0), "rampup-batch-size": [2, 2, 10]}, "moe", [8]),
+    "rows that grow": Case(2, "moe", {**PAGES, **ROUTER, **EXPERTS, **stash(0.6), **LITTLE}, "moe", [8, 8]),
+    "pages that grow": Case(2, "moe", {**PAGES, **EXPERTS, **stash(1.05, **RERUN), **EARLY}, "moe", [8, 8]),
     "documents over ranks": Case(2, "moe", {**BORDERS, "context-parallel-size": 2}, "moe", [4, 4]),
 }
 
 
 def _both(case: Case) -> tuple[Trained, Trained]:
     flags = {**read_bases()[case.base], **RUN, **case.flags}
-    captured = {**flags, **LOCAL, "cuda-graph-modules": case.modules.split()}
-    return train_here(command_line(flags)), train_here(command_line(captured))
+    captured = {**LOCAL, **flags, "cuda-graph-modules": case.modules.split()}
+    return train_here(command_line({**flags, "cuda-graph-warmup-steps": None})), train_here(command_line(captured))
 
 
 @pytest.mark.parametrize("name", CASES)

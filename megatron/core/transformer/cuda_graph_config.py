@@ -31,3 +31,10 @@ class CudaGraphConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+
+    @property
+    def captures_experts(self) -> bool:
+        """Whether the experts of a layer are in a graph of their own, or of the layer's."""
+        return self.cuda_graph_impl == "local" and (
+            not self.cuda_graph_modules or bool({"moe", "experts"} & set(self.cuda_graph_modules))
+        )

@@ -12,11 +12,11 @@ kept by reference. Graphs may then share the memory that they free inside, and r
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatron.core.graph_capture import Graph, GraphDevice, GraphParticipant, first_cause
+from megatron.core.graph_capture import Graph, GraphDevice, first_cause
 from megatron.core.group_collectives import gather_objects
 from megatron.core.tensor_parallel.param_attributes import has_main_grad
 from megatron.core.transformer.layer_parts import Run, run
@@ -36,6 +36,34 @@ logger = logging.getLogger(__name__)
 # Of one part: shapes, dtypes and layouts of what it is called with. Others run eagerly.
 _MAX_SIGNATURES = 4
 _CONSTANTS = (bool, int, float, str, type(None))
+
+
+class PartParticipant(Protocol):
+    """Who keeps account on the host of what a part does when it runs from graphs; see [Note: graphs]."""
+
+    def prepare(self) -> None:
+        """Before each capture of a slot and each replay of its forward, outside of graphs."""
+        ...
+
+    def new_account(self) -> Any:
+        """Before a capture, outside of it: what is to be known of the slot, for all that follows."""
+        ...
+
+    def capturing(self, account: Any) -> AbstractContextManager[None]:
+        """Around a forward, then around its backward, as part of their graphs: as in GraphParticipant."""
+        ...
+
+    def replaying(self, account: Any) -> Any:
+        """That forward is about to run, behind `prepare`; returns what `replaying_backward` wants."""
+        ...
+
+    def replayed(self, account: Any) -> None:
+        """That forward has run."""
+        ...
+
+    def replaying_backward(self, forward: Any) -> None:
+        """The backward of a forward is about to run."""
+        ...
 
 
 class CudaGraphManager:
@@ -75,12 +103,11 @@ class CudaGraphManager:
         self._warned: set[tuple[str, str]] = set()
 
     def graphed(
-        self, name: str, owner: nn.Module, *, inner: Run = run, participants: Sequence[GraphParticipant] = ()
+        self, name: str, owner: nn.Module, *, inner: Run = run, participants: Sequence[PartParticipant] = ()
     ) -> "GraphedRun":
         """A run of one part of one layer. owner: has the part's parameters. inner: how it is run where it is captured.
 
-        name: for messages, the kind before the first blank. participants: prepare is called before each capture and
-        replay, capturing around forward and around backward, captured and replayed for forward.
+        name: for messages, the kind before the first blank.
         """
         part = GraphedRun(self, name, owner=owner, inner=inner, participants=participants)
         self._parts.append(part)
@@ -153,7 +180,7 @@ class GraphedRun:
         *,
         owner: nn.Module,
         inner: Run,
-        participants: Sequence[GraphParticipant],
+        participants: Sequence[PartParticipant],
     ) -> None:
         self.name = name
         self.failure: str | None = None
@@ -191,16 +218,16 @@ class GraphedRun:
             except (ValueError, OSError, RuntimeError) as error:
                 self.failure = first_cause(error)
                 self._manager.warn(self)
-                for participant in self._participants:
-                    participant.dropped()
                 return None
             self.num_slots += 1
         return _Lease(free.pop(), free)
 
     def _replay(self, lease: "_Lease", given: Sequence[Tensor]) -> Any:
+        slot = lease.slot
         for participant in self._participants:
             participant.prepare()
-        slot = lease.slot
+        for participant, account in zip(self._participants, slot.accounts):
+            lease.before_backward.append(partial(participant.replaying_backward, participant.replaying(account)))
         outputs = _Replay.apply(lease, len(given), *given, *slot.params)
         for participant, account in zip(self._participants, slot.accounts):
             participant.replayed(account)
@@ -211,21 +238,21 @@ class GraphedRun:
         for participant in self._participants:
             participant.prepare()
         slot = _Slot(call.tensors)
+        slot.accounts = [participant.new_account() for participant in self._participants]
         params = [param for param in self._owner.parameters() if param.requires_grad]
         # Neither graph runs before both are there: should one fail, there is nothing to undo.
         with self._manager.device.capturing_together():
-            with self._capturing() as slot.forward:
+            with self._capturing(slot) as slot.forward:
                 slot.run_forward(call.with_tensors(slot.inputs))
-            slot.accounts = [participant.captured() for participant in self._participants]
-            with self._capturing() as slot.backward:
+            with self._capturing(slot) as slot.backward:
                 slot.run_backward(params)
         return slot
 
     @contextmanager
-    def _capturing(self) -> Iterator[Graph]:
+    def _capturing(self, slot: "_Slot") -> Iterator[Graph]:
         with self._manager.device.capturing() as graph, ExitStack() as stack:
-            for participant in self._participants:
-                stack.enter_context(participant.capturing())
+            for participant, account in zip(self._participants, slot.accounts):
+                stack.enter_context(participant.capturing(account))
             yield graph
 
 
@@ -295,7 +322,7 @@ class _Slot:
         self.produced: list[Tensor] = []
         self.plain: list[Tensor] = []
         self.params: list[nn.Parameter] = []
-        self.accounts: list[Any] = []
+        self.accounts: list[Any] = []  # of each participant
         self._output_grads: list[Tensor] = []
         self._input_grads: list[Tensor | None] = []
         self._param_grads: list[Tensor] = []
@@ -377,6 +404,7 @@ class _Lease:
 
     def __init__(self, slot: _Slot, free: list[_Slot]) -> None:
         self.slot = slot
+        self.before_backward: list[Callable[[], None]] = []
         self.give_back = weakref.finalize(self, free.append, slot)
         self.give_back.atexit = False
 
@@ -395,6 +423,8 @@ class _Replay(torch.autograd.Function):
         lease: _Lease = ctx.lease
         if not lease.give_back.alive:
             raise RuntimeError("backward came a second time to a part that runs as a CUDA graph: it can run only once")
+        for prepare in lease.before_backward:
+            prepare()
         found = lease.slot.replay_backward(grads[: len(lease.slot.produced)])
         lease.give_back()
         return None, None, *found

@@ -1,15 +1,15 @@
 """Gives parts of layers their CUDA graphs, by the names of --cuda-graph-modules; what graphs do is cuda_graphs.py's."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from megatron.core.graph_capture import GraphParticipant
-from megatron.core.transformer.cuda_graphs import CudaGraphManager
+from megatron.core.transformer.cuda_graphs import CudaGraphManager, PartParticipant
 from megatron.core.transformer.layer_arrangement import use_parts
+from megatron.core.transformer.moe.expert_step import CapturedForward, ExpertStep
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -39,11 +39,11 @@ def graph_layers(
             continue
         for module, part in _parts_of(layer).items():
             if module in modules:
-                participants: list[GraphParticipant] = []
+                participants: list[PartParticipant] = []
                 if wait_for_params is not None:
                     participants.append(_GatheredParams(wait_for_params, part.owner))
-                if part.experts is not None:
-                    participants.append(_ExpertsOfPart(part.experts))
+                if part.experts is not None and part.experts.expert_step is not None:
+                    participants.append(_Experts(part.experts))
                 run = manager.graphed(
                     f"{module} of layer {layer.layer_number}",
                     part.owner,
@@ -67,28 +67,26 @@ def _parts_of(layer: TransformerLayer) -> dict[str, _Part]:
 
 
 class _Participant:
-    """A GraphParticipant of a part, for those who have something to do at a few moments alone."""
-
-    def fingerprint(self) -> Hashable:
-        """See GraphParticipant: sizes are asked of those who own them."""
-        return None
+    """A PartParticipant for those who have something to do at a few moments alone."""
 
     def prepare(self) -> None:
-        """See GraphParticipant."""
+        """See PartParticipant."""
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """See GraphParticipant."""
-        yield
+    def new_account(self) -> Any:
+        """See PartParticipant."""
 
-    def captured(self) -> Any:
-        """See GraphParticipant."""
+    def capturing(self, account: Any) -> AbstractContextManager[None]:
+        """See PartParticipant."""
+        return nullcontext()
 
-    def dropped(self) -> None:
-        """See GraphParticipant."""
+    def replaying(self, account: Any) -> Any:
+        """See PartParticipant."""
 
     def replayed(self, account: Any) -> None:
-        """See GraphParticipant."""
+        """See PartParticipant."""
+
+    def replaying_backward(self, forward: Any) -> None:
+        """See PartParticipant."""
 
 
 class _GatheredParams(_Participant):
@@ -102,28 +100,40 @@ class _GatheredParams(_Participant):
         self._wait(self._owner.parameters())
 
 
-class _ExpertsOfPart(_Participant):
-    """Counts the rows of an expert layer while a part with its experts runs from graphs."""
+class _Experts(_Participant):
+    """What is counted and stashed of static experts, while a part with them runs from graphs."""
 
     def __init__(self, layer: MoELayer) -> None:
         self._layer = layer
-        self._rows: list[tuple[int, Tensor]] = []
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """The rows are counted by `replayed`."""
-        if self._layer.expert_step is None:
-            yield
-            return
-        with self._layer.expert_step.capturing() as self._rows:
-            yield
+    def prepare(self) -> None:
+        """Copies of groups that ran eagerly end before a graph's begin."""
+        if self._step.stash is not None:
+            self._step.stash.join()
 
-    def captured(self) -> list[tuple[int, Tensor]]:
-        """Of the forward: its layer's number, and its rows, in memory of the graph."""
-        return self._rows
+    def new_account(self) -> CapturedForward:
+        """Of the layer's forward."""
+        return self._step.new_part()
 
-    def replayed(self, account: list[tuple[int, Tensor]]) -> None:
-        """The forward has run."""
-        if self._layer.expert_step is not None:
-            for layer_number, num_rows in account:
-                self._layer.expert_step.count(layer_number, num_rows)
+    def capturing(self, account: CapturedForward) -> AbstractContextManager[None]:
+        """Rows are not counted, and pages not handed out, as in a step."""
+        return self._step.capturing(account)
+
+    def replaying(self, account: CapturedForward) -> Any:
+        """Gives the stash its place in the step."""
+        return self._step.replaying(account)
+
+    def replayed(self, account: CapturedForward) -> None:
+        """Counts its rows."""
+        self._step.replayed(account)
+
+    def replaying_backward(self, forward: Any) -> None:
+        """Its rows come back from the stash."""
+        if forward is not None:
+            self._step.replaying_backward(forward)
+
+    @property
+    def _step(self) -> ExpertStep:
+        # Looked up each time: a trainer gives all layers one of its own.
+        assert self._layer.expert_step is not None, "of static experts"
+        return self._layer.expert_step

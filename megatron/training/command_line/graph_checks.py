@@ -139,11 +139,6 @@ def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             "whole layers would run again in backward, with their graphs in them; choose selective",
         ),
         (
-            "moe_paged_stash",
-            args.moe_paged_stash and modules & {"moe", "experts"},
-            "graphs of parts do not hold the stash; use --cuda-graph-impl full_iteration, or leave experts eager",
-        ),
-        (
             "record_routing",
             args.record_routing and modules & {"moe", "moe_router"},
             "the host writes down each micro-batch; leave the router eager by --cuda-graph-modules attn experts",

@@ -5,6 +5,7 @@ When a step begins, what a verdict is and what follows from it is training's mat
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +13,17 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.dispatch import RowDemand
 from megatron.core.transformer.moe.paged_stash import PagedStash, StashGroup
+from megatron.core.transformer.moe.paged_stash.captured_part import CapturedPart, ReplayedForward
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_name
 from megatron.core.transformer.recompute import Recorder
+
+
+@dataclass
+class CapturedForward:
+    """stashed: the stash's part. rows: of each layer its number and [1], int64, on the device, in memory of a graph."""
+
+    stashed: CapturedPart | None
+    rows: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
 class ExpertStep(Recorder, torch.nn.Module):
@@ -36,7 +46,7 @@ class ExpertStep(Recorder, torch.nn.Module):
         self.passes: list[int] = []
         self.stash: PagedStash | None = None
         self._recording, self._has_begun = True, False
-        self._captured: list[tuple[int, Tensor]] | None = None  # of a part that is being captured
+        self._part: CapturedForward | None = None  # while it is being captured
 
     def __reduce__(self) -> Any:
         """A copy of a model has no part in the original's steps."""
@@ -64,7 +74,7 @@ class ExpertStep(Recorder, torch.nn.Module):
     def around_experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
         """Around the experts of a layer; num_rows: [1], int64, on the device: of max_rows rows so many are live."""
         if self._has_begun and self._recording and torch.is_grad_enabled():
-            self.count(layer_number, num_rows)
+            self._count(layer_number, num_rows)
         if self.stash is None:
             yield None
             return
@@ -80,23 +90,44 @@ class ExpertStep(Recorder, torch.nn.Module):
         finally:
             self._recording = recorded
 
-    @contextmanager
-    def capturing(self) -> Iterator[list[tuple[int, Tensor]]]:
-        """Inside, a part of a layer is captured as a graph; gives what to `count` each time its forward has run:
-        numbers of layers, and [1], int64, on the device.
-        """
-        captured: list[tuple[int, Tensor]] = []
-        self._captured = captured
-        try:
-            yield captured
-        finally:
-            self._captured = None
+    # Of a forward that is captured as a part of a layer, which a CUDA graph runs from then on.
 
-    def count(self, layer_number: int, num_rows: Tensor) -> None:
-        """Takes down the rows of one forward; num_rows: [1], int64, on the device."""
-        if self._captured is not None:
-            # The place is a number of the host, which a graph would write to each time.
-            self._captured.append((layer_number, num_rows))
+    def new_part(self) -> CapturedForward:
+        """Before its capture."""
+        return CapturedForward(None if self.stash is None else self.stash.new_part())
+
+    @contextmanager
+    def capturing(self, part: CapturedForward) -> Iterator[None]:
+        """Around the forward, then around its backward."""
+        self._part = part
+        try:
+            if self.stash is None or part.stashed is None:
+                yield
+            else:
+                with self.stash.capturing(part.stashed):
+                    yield
+        finally:
+            self._part = None
+
+    def replaying(self, part: CapturedForward) -> ReplayedForward | None:
+        """Before each replay; returns what replaying_backward wants."""
+        return None if self.stash is None or part.stashed is None else self.stash.replaying(part.stashed)
+
+    def replayed(self, part: CapturedForward) -> None:
+        """After each replay."""
+        for layer_number, num_rows in part.rows:
+            self._count(layer_number, num_rows)
+
+    def replaying_backward(self, forward: ReplayedForward) -> None:
+        """Before each replay of the backward."""
+        if self.stash is not None:
+            self.stash.join()
+            self.stash.replaying_backward(forward)
+
+    def _count(self, layer_number: int, num_rows: Tensor) -> None:
+        if self._part is not None:
+            # Its place is a number of the host, which a graph would write to each time.
+            self._part.rows.append((layer_number, num_rows))
             return
         place = len(self.passes)
         if place == len(self.rows):

@@ -94,10 +94,15 @@ class PagePool:
         self._tables.reset()
         self.generation += 1
 
-    def open_group(self, specs: Sequence[TensorSpec]) -> PageGroup:
-        """Room in the page table for tensors that are planned together; no pages yet. Raises ValueError for none."""
+    def open_group(self, specs: Sequence[TensorSpec], *, is_fixed: bool = False) -> PageGroup:
+        """Room in the page table for tensors that are planned together; no pages yet. Raises ValueError for none.
+
+        is_fixed: a CUDA graph that is being captured will repeat the group's calls; the room is its own for good.
+        """
         if not specs:
             raise ValueError("specs is empty: a group needs a tensor at least")
+        if is_fixed:
+            return self._tables.open_fixed_group(specs, self.generation)
         return self._tables.open_group(specs, self.generation)
 
     def plan(self, group: PageGroup, num_rows: Tensor, *, reserve: Tensor | None = None) -> None:

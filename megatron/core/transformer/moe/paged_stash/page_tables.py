@@ -1,5 +1,6 @@
 """Room in page tables for groups of tensors, handed out on the host. Operators (kernels.py) write the page ids."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -91,7 +92,7 @@ class PageGroup:
 
     tensors: in the order of the specs. waits: events that the stream of its first plan has to wait for: until then
     the room's last owner may still read its records. generation: number of the pool's resets before it was opened;
-    CLOSED once it is closed.
+    CLOSED once it is closed. is_fixed: it never is.
     """
 
     tensors: list[PlacedTensor]
@@ -100,6 +101,7 @@ class PageGroup:
     slab: TableSlab
     room: _Room
     calls: list[OperatorCall]
+    is_fixed: bool = False
 
     def dropped(self, index: int) -> Tensor:
         """1 if the tensor got no pages when it was planned, else 0: [1], int64, on the device, a view."""
@@ -113,41 +115,61 @@ class PageTables:
         self.layout = layout
         self.device = device
         self.slabs: list[TableSlab] = []
+        # Of groups that CUDA graphs plan and release, for as long as these live.
+        self._fixed: weakref.WeakSet[PageGroup] = weakref.WeakSet()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slabs, on the device."""
-        return sum(slab.table.nbytes + slab.held.nbytes for slab in self.slabs)
+        slabs = [*self.slabs, *(group.slab for group in self._fixed)]
+        return sum(slab.table.nbytes + slab.held.nbytes for slab in slabs)
 
     @property
     def open_groups(self) -> list[PageGroup]:
-        """Opened since the last reset and not closed, in no particular order."""
-        return [group for slab in self.slabs for group in slab.open_groups]
+        """Fixed, or opened since the last reset and not closed, in no particular order."""
+        return [*self._fixed, *(group for slab in self.slabs for group in slab.open_groups)]
 
     @torch.inference_mode(False)  # as in PagePool
     def open_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
         """Room for the page ids of these tensors if all their rows are live."""
-        lengths = [self.layout.pages_for(spec.max_bytes) for spec in specs]
-        slab, room, waits = self._take((sum(lengths), len(specs)))
-        placed, start = [], room.start
-        for index, (spec, length) in enumerate(zip(specs, lengths)):
-            placed.append(PlacedTensor(spec, start, room.slot + index))
-            start += length
+        slab, room, waits = self._take(self._size(specs))
+        placed = self._placed(specs, room)
         group = PageGroup(placed, waits, generation, slab, room, _operator_calls(placed))
         slab.open_groups.add(group)
         return group
 
+    @torch.inference_mode(False)  # as in PagePool
+    def open_fixed_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
+        """Room in a slab that no other group ever gets, for as long as this group lives.
+
+        For a group of which a CUDA graph repeats the plan: room that was taken and given back under capture would go to
+        two graphs. The slab may be memory of the graph, as nothing but its operators and resets writes to it.
+        """
+        size = self._size(specs)
+        slab, room = self._slab(*size), _Room(0, 0, *size)
+        placed = self._placed(specs, room)
+        group = PageGroup(placed, [], generation, slab, room, _operator_calls(placed), is_fixed=True)
+        self._fixed.add(group)
+        return group
+
     def close_group(self, group: PageGroup, after: torch.Event | None) -> None:
-        """Takes the room back. Its next owner waits for `after`, or if that is None for what this group waited for."""
+        """Takes the room back. Its next owner waits for `after`, or if that is None for what this group waited for.
+
+        Fixed groups keep theirs.
+        """
+        if group.is_fixed:
+            return
         events = [after] if after is not None else group.waits
         group.generation = CLOSED
         group.slab.open_groups.remove(group)
         group.slab.returned.setdefault(group.room.size, []).append((group.room, events))
 
     def reset(self) -> None:
-        """Frees all room; no group is open then."""
+        """Frees all room; no group but fixed ones is open then, and these hold no pages."""
         for slab in self.slabs:
             slab.reset()
+        for group in self._fixed:
+            group.slab.reset()
 
     def _take(self, size: tuple[int, int]) -> tuple[TableSlab, _Room, list[torch.Event]]:
         for slab in self.slabs:
@@ -158,10 +180,24 @@ class PageTables:
                 slab.renew()
                 if taken := slab.take_new(size):
                     return slab, *taken
-        entries, slots = (max(1, GROUPS_PER_SLAB * number) for number in size)
-        table = torch.zeros(entries, dtype=torch.int64, device=self.device)
-        self.slabs.append(TableSlab(table, torch.zeros(slots, len(Held), dtype=torch.int64, device=self.device)))
+        self.slabs.append(self._slab(*(GROUPS_PER_SLAB * number for number in size)))
         return self._take(size)
+
+    def _slab(self, num_entries: int, num_slots: int) -> TableSlab:
+        table = torch.zeros(max(1, num_entries), dtype=torch.int64, device=self.device)
+        held = torch.zeros(max(1, num_slots), len(Held), dtype=torch.int64, device=self.device)
+        return TableSlab(table, held)
+
+    def _size(self, specs: Sequence[TensorSpec]) -> tuple[int, int]:
+        """Entries and slots that these tensors need."""
+        return sum(self.layout.pages_for(spec.max_bytes) for spec in specs), len(specs)
+
+    def _placed(self, specs: Sequence[TensorSpec], room: _Room) -> list[PlacedTensor]:
+        placed, start = [], room.start
+        for index, spec in enumerate(specs):
+            placed.append(PlacedTensor(spec, start, room.slot + index))
+            start += self.layout.pages_for(spec.max_bytes)
+        return placed
 
 
 def _operator_calls(placed: list[PlacedTensor]) -> list[OperatorCall]:

@@ -57,12 +57,14 @@ class Place(NamedTuple):
 class Pages:
     """What a group holds of the pool. The finalizer that gives it back refers to it, so it must not refer to the group.
 
-    stashed: when the copy into pages is done. arrived: when the copy back is done and the pages are given back.
-    targets: memory that the copy back writes to.
+    is_captured: the copies are those of CUDA graphs, which give back what they take. stashed: when the copy into pages
+    is done. arrived: when the copy back is done and the pages are given back. targets: memory that the copy back
+    writes to.
     """
 
     group: PageGroup
     generation: int
+    is_captured: bool = False
     is_given_back: bool = False
     stashed: torch.Event | None = None
     arrived: torch.Event | None = None
@@ -127,11 +129,24 @@ class PageKeeper:
             self._release_gone()
 
     @torch.compiler.disable  # what it keeps about groups changes under the compiler's guards
-    def stash(self, group: StashedGroup, blocks: list[Block], *, num_rows: Tensor, reserve: Tensor | None) -> None:
-        """Copies the live rows into pages. num_rows: [1], int64; reserve: [3], int64, both on the device."""
-        pages = Pages(self.pool.open_group([block.spec for block in blocks]), self.generation)
-        # From here on, whatever happens, the pages come back when the group goes.
-        weakref.finalize(group, self._let_go, pages).atexit = False
+    def stash(
+        self,
+        group: StashedGroup,
+        blocks: list[Block],
+        *,
+        num_rows: Tensor,
+        reserve: Tensor | None,
+        is_captured: bool = False,
+    ) -> None:
+        """Copies the live rows into pages. num_rows: [1], int64; reserve: [3], int64, both on the device.
+
+        is_captured: as part of a CUDA graph, see [Note: captured parts].
+        """
+        specs = [block.spec for block in blocks]
+        pages = Pages(self.pool.open_group(specs, is_fixed=is_captured), self.generation, is_captured)
+        if not is_captured:
+            # From here on, whatever happens, the pages come back when the group goes.
+            weakref.finalize(group, self._let_go, pages).atexit = False
         sources = [block.bytes_of_rows(self.pool.device) for block in blocks]
         try:
             with self._stash_stream.behind_main(*pages.group.waits):
@@ -232,13 +247,17 @@ class PageKeeper:
         alive = group.pages is not None and group.pages.generation == self.generation
         return alive and group.phase in (Phase.STASHED, Phase.RESTORING)
 
+    def check_current(self, event: StashEvent, generation: int) -> None:
+        """Raises RuntimeError where a reset came after a forward of that generation."""
+        if generation != self.generation:
+            raise RuntimeError(
+                f"backward of the expert group {event.name!r}, forward {event.instance} of its step: its rows were in "
+                "the stash when reset() gave all pages back; run its forward again"
+            )
+
     def _current(self, group: StashedGroup) -> Pages:
         assert group.pages is not None, f"{group.event}: {group.phase.value}"
-        if group.pages.generation != self.generation:
-            raise RuntimeError(
-                f"backward of the expert group {group.event.name!r}, forward {group.event.instance} of its step: its "
-                "rows were in the stash when reset() gave all pages back; run its forward again"
-            )
+        self.check_current(group.event, group.pages.generation)
         return group.pages
 
     def _let_go(self, pages: Pages) -> None:

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, ReserveRow, footprint, resident_groups
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter, TensorSpec, is_whole
+from megatron.core.transformer.moe.paged_stash.captured_part import CapturedGroup, CapturedPart, ReplayedForward
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Priority, TensorSpec, is_whole
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.recording import StashGroup
 from megatron.core.transformer.moe.paged_stash.reserve import Reserve
-from megatron.core.transformer.moe.paged_stash.saved_tensors import Hooks, SavedTensor, outer_hooks
+from megatron.core.transformer.moe.paged_stash.saved_tensors import Block, Hooks, SavedTensor, outer_hooks
 from megatron.core.transformer.moe.paged_stash.side_streams import main_waits_for
 from megatron.core.transformer.moe.paged_stash.stash_group import PageKeeper, Phase, StashedGroup, tensor_of
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent, StashOrder
@@ -81,6 +82,7 @@ class PagedStash:
         self._instances: Multiset[str] = Multiset()  # forwards of this step so far, by name
         self._groups: dict[Group, weakref.ref[StashedGroup]] = {}
         self._max_bytes: dict[Group, int] = {}  # of the buffers that a group's rows lie in
+        self._part: CapturedPart | None = None  # whose forward or backward is being captured
         self._is_enabled = True
         self._is_spoiled = False  # an exception ended a context of this step
         with self._keeper.exclusive():  # whatever mode the caller is in
@@ -121,7 +123,7 @@ class PagedStash:
                 self._commit(group, recording, num_rows=num_rows, max_rows=max_rows)
         finally:
             if group.phase is Phase.RECORDING and recording.has_saved:
-                group.phase, self._is_spoiled = Phase.LOST, True
+                group.phase, self._is_spoiled = Phase.LOST, self._is_spoiled or self._part is None
                 recording.forget()
             recording.close()
 
@@ -200,6 +202,48 @@ class PagedStash:
                 # Their events are the graph's: nobody outside may wait for them, as giving pages back would.
                 self._keeper.forget_groups()
 
+    def new_part(self) -> CapturedPart:
+        """For a part of a layer that is about to be captured."""
+        return CapturedPart(torch.zeros(len(Priority), dtype=torch.int64, device=self.pool.device))
+
+    @contextmanager
+    def capturing(self, part: CapturedPart) -> Iterator[None]:
+        """Around the forward of a part of a layer, then around its backward, each captured as a graph of its own.
+
+        See [Note: captured parts]. The step's account stays as it is: `replaying` and `replaying_backward` keep it.
+        Call `join` before each capture and replay, as copies of eager groups may be under way. Not run on a GPU yet.
+        """
+        with self._keeper.exclusive():
+            self._keeper.fork()
+        self._part = part
+        try:
+            yield
+            self.join()
+        finally:
+            self._part = None
+
+    def replaying(self, part: CapturedPart) -> ReplayedForward | None:
+        """Before a replay of the part's forward, with this stash or another one over the same pool."""
+        group = part.group
+        if group is None:
+            return None
+        with self._keeper.exclusive():
+            event = self._next_forward(group.name)
+            self._instances[group.name] += 1
+            if group.specs:
+                self._learn(event, group.specs, max_rows=group.max_rows)
+                row = self._reserve_of(event)
+                if row is not None:
+                    part.reserve.copy_(row)
+            self.order.observe(event)
+            return ReplayedForward(event, self._keeper.generation)
+
+    def replaying_backward(self, forward: ReplayedForward) -> None:
+        """Before a replay of the backward of that forward. Raises RuntimeError where a reset came between."""
+        with self._keeper.exclusive():
+            self._keeper.check_current(forward.event, forward.generation)
+            self.order.observe(StashEvent(EventKind.BACKWARD, *forward.event.group))
+
     @property
     def void(self) -> Tensor:
         """Above 0 if this step's gradients are wrong: scalar, int64, on the device, a view that `reset` clears."""
@@ -213,8 +257,9 @@ class PagedStash:
 
     def _begin(self, name: str, *, backward_is_next: bool) -> StashedGroup:
         with self._keeper.exclusive():
-            event = StashEvent(EventKind.FORWARD, name, self._instances[name])
-            self._instances[name] += 1
+            event = self._next_forward(name)
+            if self._part is None:
+                self._instances[name] += 1
             group = StashedGroup(event, self._keeper.generation)
             if backward_is_next:
                 self._reserve.learn(event.group, [], max_rows=0)
@@ -224,19 +269,46 @@ class PagedStash:
 
     def _commit(self, group: StashedGroup, recording: StashGroup, *, num_rows: Tensor | int, max_rows: int) -> None:
         with self._keeper.exclusive():
+            blocks = recording.blocks() if group.phase is Phase.RECORDING else []
+            if self._part is not None:
+                self._capture(self._part, group, blocks=blocks, num_rows=num_rows, max_rows=max_rows)
+                return
             if group.phase is Phase.RECORDING:
-                key, blocks = group.event.group, recording.blocks()
-                specs = [block.spec for block in blocks]
-                self._reserve.learn(key, specs, max_rows=max_rows)
-                self._max_bytes[key] = sum(spec.max_bytes for spec in specs)
+                self._learn(group.event, [block.spec for block in blocks], max_rows=max_rows)
                 if blocks:
-                    reserve = self._reserve.row(key, self.order.forward_index(group.event))
                     count = _count_tensor(num_rows, self.pool.device)
-                    self._keeper.stash(group, blocks, num_rows=count, reserve=reserve)
+                    self._keeper.stash(group, blocks, num_rows=count, reserve=self._reserve_of(group.event))
                 else:
                     group.phase = Phase.KEPT
             self.order.observe(group.event)
             self._groups[group.event.group] = weakref.ref(group)
+
+    def _capture(
+        self, part: CapturedPart, group: StashedGroup, *, blocks: list[Block], num_rows: Tensor | int, max_rows: int
+    ) -> None:
+        """As _commit, for a group of which a CUDA graph is captured."""
+        name, specs = group.event.name, [block.spec for block in blocks]
+        if part.group is not None:
+            raise RuntimeError(f"{part.group.name} and {name} are in one part: a graph holds one expert group")
+        part.group = CapturedGroup(name)
+        if not blocks:
+            group.phase = Phase.KEPT
+            return
+        count = _count_tensor(num_rows, self.pool.device)
+        self._keeper.stash(group, blocks, num_rows=count, reserve=part.reserve, is_captured=True)
+        # What recomputes dropped tensors may read others that the forward made.
+        part.group = CapturedGroup(name, specs, max_rows, (group.pages, *group.recomputations))
+
+    def _next_forward(self, name: str) -> StashEvent:
+        return StashEvent(EventKind.FORWARD, name, self._instances[name])
+
+    def _learn(self, event: StashEvent, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
+        self._reserve.learn(event.group, specs, max_rows=max_rows)
+        self._max_bytes[event.group] = sum(spec.max_bytes for spec in specs)
+
+    def _reserve_of(self, event: StashEvent) -> Tensor | None:
+        """What the plan of the next event leaves free: [3], int64, on the device, or None."""
+        return self._reserve.row(event.group, self.order.forward_index(event))
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
         group: StashedGroup = saved.group
@@ -263,10 +335,11 @@ class PagedStash:
         backward = StashEvent(EventKind.BACKWARD, *group.event.group)
         if is_first:
             self._keeper.join()  # as at the start of a context: backward writes to memory that autograd let go of
-            self.order.observe(backward)
+            if self._part is None:
+                self.order.observe(backward)
         if group.phase is Phase.STASHED:
             self._keeper.start_restore(group)
-        if is_first:
+        if is_first and self._part is None:
             # Before the main stream waits and computes dropped tensors: these copies need to wait for neither.
             self._prefetch(self.order.upcoming_backwards(backward, self._prefetch_groups))
         if group.phase is Phase.RESTORING:

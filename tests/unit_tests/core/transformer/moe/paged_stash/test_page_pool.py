@@ -240,3 +240,28 @@ def test_what_does_not_fit_is_refused(call: Callable, message: str) -> None:
 def test_memory_that_cannot_be_locked_is_named() -> None:
     with pytest.raises(ValueError, match="4096 bytes of page-locked"):
         page_pool._host_memory(4096, torch.device("cuda"))
+
+
+def test_a_fixed_group_keeps_its_room_through_closing_and_resets() -> None:
+    pool = PagePool("cpu", PoolLayout(64, 8))
+    specs, num_rows = [TensorSpec(64, 64, 2)], torch.tensor([2])
+    fixed = [pool.open_group(specs, is_fixed=True) for _ in range(2)]
+    for _ in range(2):
+        for group in [*fixed, pool.open_group(specs)]:
+            pool.plan(group, num_rows)
+        pool.check_integrity_sync()
+        assert pool.occupancy_sync().device_held == 6
+        pool.release(fixed[0])
+        pool.close_group(fixed[0])
+        later = pool.open_group(specs)
+        pool.plan(later, num_rows)
+        assert later.slab not in [group.slab for group in fixed] and fixed[0].slab is not fixed[1].slab
+        pool.check_integrity_sync()
+        pool.reset()
+        pool.check_integrity_sync()
+        # As a graph does, which knows nothing of resets.
+        for group in fixed:
+            group.generation = pool.generation
+    num_bytes = pool.num_bytes["tables"]
+    del fixed, group
+    assert pool.num_bytes["tables"] < num_bytes
