@@ -231,7 +231,10 @@ class PageKeeper:
         """Groups that were stashed so far hold nothing that anyone may give back or wait for."""
         self.generation += 1
         self._gone.clear()
-        # Of a capture that an error broke off: a GPU refuses to wait for its events.
+        self.forget_copies()
+
+    def forget_copies(self) -> None:
+        """Nobody waits for copies into pages: a GPU refuses that for those of a capture that an error broke off."""
         self._reading.clear()
 
     def reset(self) -> None:

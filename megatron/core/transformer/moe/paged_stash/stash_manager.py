@@ -221,6 +221,8 @@ class PagedStash:
             self.join()
         finally:
             self._part = None
+            with self._keeper.exclusive():
+                self._keeper.forget_copies()
 
     def replaying(self, part: CapturedPart) -> ReplayedForward | None:
         """Before a replay of the part's forward, with this stash or another one over the same pool."""
