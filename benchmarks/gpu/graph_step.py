@@ -1,6 +1,6 @@
 """Training steps with expert buffers of a fixed size, a stash and a CUDA graph, beside eager dropless steps.
 
-    python benchmarks/gpu/graph_step.py [--rounds 4] [--steps 3] [--json FILE] [--plot FILE.svg] [--shapes NAME ...]
+    python benchmarks/gpu/graph_step.py [--rounds 3] [--steps 3] [--json FILE] [--plot FILE.svg] [--shapes NAME ...]
     python benchmarks/gpu/graph_step.py --small     # a tiny shape, on the CPU too, where a tape stands for a graph
 
 Each side is a process that trains with flags of pretrain_gpt.py, as rank 0 of 8 whose others are stand-ins (see
@@ -353,7 +353,7 @@ def plot(records: Sequence[Mapping[str, Any]]) -> str:
 def parse_options() -> argparse.Namespace:
     """The command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4, help="counted rounds of each side (default: 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each side (default: 3)")
     parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=[*SHAPES], help="these alone")
     parser.add_argument("--routings", nargs="+", default=[*ROUTINGS], choices=[*ROUTINGS], help="these alone")

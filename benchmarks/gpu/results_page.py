@@ -21,8 +21,10 @@ Written by `benchmarks/gpu/results_page.py` from what `benchmarks/gpu/run_all.py
     make gpu OUT=/tmp/results     # results into another folder; this page then stays as it is
     python3 benchmarks/gpu/run_all.py --only stash_copy graph_step
 
-It needs one GPU, torch, Triton, NumPy, pytest and hypothesis, and no network; targets are for an H200. Each benchmark
-takes `--small` to try it out on a CPU, and `run_all.py --dry-run --out FOLDER` does so with all of them.
+It needs one GPU, torch, Triton, NumPy, pytest and hypothesis, and no network; targets are for an H200. Where there is
+no repository beside the files, set the variable COMMIT. `--only` picks parts, for machines that end commands early:
+`tests sanitizer` first, the others in a second call. `--dry-run --out FOLDER` runs every program small, in a minute and
+on a CPU too, where a tape stands for a CUDA graph.
 """
 NOT_YET = """
 **Not yet run on a GPU.** Kernels are compiled for sm_80, sm_90 and sm_100 and run in Triton's interpreter, and every

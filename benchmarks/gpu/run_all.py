@@ -53,7 +53,7 @@ def _results(name: str) -> str:
 
 
 PARTS = {
-    "tests": Part("python -m pytest -q tests/gpu", 300, "-k activations"),
+    "tests": Part("python -m pytest -q tests/gpu", 420, "-k gathered"),
     "stash_copy": Part(f"python {HERE}/stash_copy.py {_results('stash_copy')}", 120, "--small --rounds 2"),
     "gemm_beside_stash": Part(
         f"python {HERE}/gemm_beside_stash.py {_results('gemm_beside_stash')}", 60, "--small --rounds 2"

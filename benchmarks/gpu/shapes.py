@@ -92,6 +92,7 @@ SHAPES = {
         seq=4096,
         microbatches=2,
         extra="--bf16 --qk-layernorm",
+        at_once=4,
     ),
     "DeepSeek-V3": Shape(
         hidden=7168,

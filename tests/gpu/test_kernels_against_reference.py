@@ -21,6 +21,10 @@ WIDTHS = [1, 7, 16, 1000, 7168]
 # Of one rounding of the sums, relative to the norm of the exact result.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 BYTES = [*ERROR, torch.float8_e4m3fn, torch.int8]
+# Every width in two dtypes: each combination compiles kernels anew.
+CASES = [(torch.float32, width) for width in WIDTHS] + [(torch.bfloat16, width) for width in WIDTHS]
+CASES += [(torch.float16, 1000)]
+PLAIN = ("geglu", "geglu_tanh", "quick_geglu", "silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu")
 MAX_ROWS, EXPERTS = 192, 3
 # Rows of each expert: none, some, one that ends beyond a tile, all that the buffers have.
 COUNTS = [[0, 0, 0], [1, 0, 70], [129, 2, 30], [60, 64, 68]]
@@ -94,11 +98,12 @@ def test_pages_rings_and_rows_have_the_cpus_bytes(dtype: torch.dtype, width: int
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize(("inner", "outer"), [(72, width) for width in WIDTHS] + [(width, 72) for width in WIDTHS])
-@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize(("dtype", "width"), CASES, ids=str)
 def test_products_agree_and_rungs_have_their_bits(
-    dtype: torch.dtype, inner: int, outer: int, counts: list[int]
+    dtype: torch.dtype, width: int, is_wide: bool, counts: list[int]
 ) -> None:
+    inner, outer = (72, width) if is_wide else (width, 72)
     rows, offsets = sum(counts), torch.tensor(counts).cumsum(0, dtype=torch.int32)
     x, grad = made(MAX_ROWS, inner, rows=rows).to(dtype), made(MAX_ROWS, outer, rows=rows).to(dtype)
     weight = made(EXPERTS, outer, inner).to(dtype).transpose(1, 2)  # as Hugging Face keeps them
@@ -121,12 +126,11 @@ def test_products_agree_and_rungs_have_their_bits(
 
 @pytest.mark.parametrize("rows", [0, 5, 33])
 @pytest.mark.parametrize(
-    ("activation", "ffn"),
-    [*(("swiglu", width) for width in WIDTHS)]
-    + [(name, 1000) for name in ("geglu", "geglu_tanh", "quick_geglu", "silu", "gelu", "squared_relu")],
+    ("activation", "dtype", "ffn"),
+    [("swiglu", *case) for case in CASES] + [(name, torch.float32, 1000) for name in PLAIN],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", ERROR, ids=str)
-def test_activations_agree_and_rungs_have_their_bits(dtype: torch.dtype, activation: str, ffn: int, rows: int) -> None:
+def test_activations_agree_and_rungs_have_their_bits(activation: str, dtype: torch.dtype, ffn: int, rows: int) -> None:
     capacity, num_rows = 33, torch.tensor([rows])
     gate_up = made(capacity, ffn * (1 + ("glu" in activation)), rows=rows).to(dtype)
     scale, grad = made(capacity, 1, rows=rows, seed=1).view(-1), made(capacity, ffn, rows=rows, seed=2).to(dtype)
@@ -150,8 +154,7 @@ def test_activations_agree_and_rungs_have_their_bits(dtype: torch.dtype, activat
 
 
 @pytest.mark.parametrize("live", [0, 90, MAX_ROWS])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize(("dtype", "width"), CASES, ids=str)
 def test_rows_are_gathered_and_summed_as_on_the_cpu(dtype: torch.dtype, width: int, live: int) -> None:
     generator, tokens, choices = torch.Generator().manual_seed(live), 50, 8
     x, source = made(tokens, width).to(dtype), torch.randint(-1, tokens, (MAX_ROWS,), generator=generator)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 SIZES = Sizes(tokens=512, hidden=256, ffn=384)
-LAYERS, STEPS = 6, 4
+LAYERS, STEPS = 6, 3
 CYCLES = (0, 20_000, 500_000)  # up to a third of a millisecond, in which the others do a whole layer
 
 
@@ -117,7 +117,7 @@ def gradients_of(
 
 @pytest.mark.parametrize("share", [0.55, 1.2])
 @pytest.mark.parametrize("late", [(), ("main",), ("stash",), ("restore",), ("stash", "restore"), ("main", "stash")])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_gradients_are_those_of_a_run_that_waits(seed: int, late: tuple[str, ...], share: float) -> None:
     draws = Bench(LAYERS, torch.device(DEVICE), sizes=SIZES)
     routings = [draws.draw() for _ in range(STEPS)]
