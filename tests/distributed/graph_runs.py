@@ -1,17 +1,22 @@
-"""Runs of the training program whose steps are captured on a tape, which does on the CPU what a CUDA graph does.
+"""Runs of the training program whose steps are captured: on a tape, which does on the CPU what a CUDA graph does, or
+by a GPU.
 
 What runs are compared with is the tests' matter. Holds no tests.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from megatron.core.graph_tape import Tape, TapeGraphs
+from megatron.core.device import default_device
+from megatron.core.graph_capture import Graph, GraphDevice
+from megatron.core.graph_tape import TapeGraphs
 from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
+from megatron.training.graphed_step import graph_device
+from megatron.training.run import TrainingRun
 from megatron.training.training import train
 from tests.distributed.tiny_runs import comparable, started_run, state_of
 from tests.functional_tests.case import Flags
@@ -20,19 +25,25 @@ FULL: Flags = {"cuda-graph-impl": "full_iteration", "cuda-graph-warmup-steps": 2
 LOCAL: Flags = {"cuda-graph-impl": "local", "cuda-graph-warmup-steps": 2}
 
 
-class CountedTapes(TapeGraphs):
-    """Counts captures, also such as failed."""
+class CountedGraphs:
+    """A GraphDevice that counts captures, also such as failed."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: GraphDevice) -> None:
         self.num_captures = 0
+        self._device = device
+        self.warming_up, self.capturing_together = device.warming_up, device.capturing_together
 
     @contextmanager
-    def capturing(self) -> Iterator[Tape]:
-        """See TapeGraphs."""
+    def capturing(self) -> Iterator[Graph]:
+        """See GraphDevice."""
         self.num_captures += 1
-        with super().capturing() as tape:
-            yield tape
+        with self._device.capturing() as graph:
+            yield graph
+
+
+def own_graphs() -> GraphDevice:
+    """Those of this process's GPU, or tapes where there is none."""
+    return TapeGraphs() if default_device().type == "cpu" else graph_device()
 
 
 @dataclass
@@ -64,16 +75,32 @@ class Trained(Callback):
         assert not different, f"{name}: {different}"
 
 
-def train_here(argv: Sequence[str]) -> Trained:
-    """The whole run of a command line, on this rank; where it asks for CUDA graphs, it gets tapes."""
-    trained, tapes = Trained(), CountedTapes()
-    with patch("megatron.training.setup.graph_device", lambda: tapes), started_run(argv) as run:
-        run.callbacks = CallbackList([trained])
+Setup = Callable[[TrainingRun], AbstractContextManager[Any]]
+
+
+def train_here(
+    argv: Sequence[str],
+    *,
+    graphs: Callable[[], GraphDevice] = TapeGraphs,
+    setup: Setup = nullcontext,
+    callbacks: Sequence[Callback] = (),
+) -> Trained:
+    """The whole run of a command line, on this rank. graphs: makes what a command line gets that asks for CUDA graphs.
+    setup: what is in force meanwhile.
+    """
+    trained, built = Trained(), list[CountedGraphs]()
+
+    def counted() -> CountedGraphs:
+        built.append(CountedGraphs(graphs()))
+        return built[-1]
+
+    with patch("megatron.training.setup.graph_device", counted), started_run(argv) as run, setup(run):
+        run.callbacks = CallbackList([trained, *callbacks])
         train(run)
         # A resumed run that had to grow knows other sizes than one that never stopped.
         run.state.learned_sizes = LearnedSizes()
         trained.state = state_of(run)
         if run.steps.graph is not None:
             trained.num_graphs, trained.failure = run.steps.graph.num_graphs, run.steps.graph.failure
-        trained.num_captures = tapes.num_captures
+            trained.num_captures = built[0].num_captures
     return trained

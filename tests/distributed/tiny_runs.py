@@ -144,5 +144,5 @@ def state_of(run: TrainingRun) -> dict[str, str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()

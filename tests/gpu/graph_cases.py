@@ -1,0 +1,60 @@
+"""Runs whose steps are captured on a GPU, and how to start them; with tapes in the place of graphs where there is none.
+
+What they are compared with is the tests' matter. Holds no tests.
+"""
+
+from typing import Any, NamedTuple
+
+from tests.distributed.graph_runs import FULL, Trained, own_graphs, train_here
+from tests.distributed.stash_runs import ROUTER, stash
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+RUN: Flags = {"micro-batch-size": 1, "lr-warmup-iters": 0, "clip-grad": 0.3, "eval-iters": 0, "log-interval": 1}
+EXPERTS: Flags = {"num-layers": 4, "seq-length": 16, "init-method-std": 0.1, "moe-expert-rank-capacity-factor": 2}
+HALF: Flags = {"bf16": True}
+# So large that steps overflow, and grown so often that they do again and again.
+SCALED: Flags = {"fp16": True, "initial-loss-scale": 2.0**18, "loss-scale-window": 2, "hysteresis": 1}
+UPDATE: Flags = {"optimizer-cuda-graph": True}
+DROPOUT = read_bases()["dropout"]
+TURNS = " ".join(f"{start}:{size}" for first in range(0, 60, 6) for start, size in ((first, 2), (first + 2, 4)))
+
+
+class Case(NamedTuple):
+    """Flags beyond a base of the functional tests."""
+
+    base: str
+    flags: Flags
+
+
+CASES = {
+    "dropout": Case("dense", {**HALF, **DROPOUT}),
+    "update": Case("dense", {**DROPOUT, **UPDATE}),
+    "scaled": Case("llama", SCALED),
+    "scaled update": Case("llama", {**SCALED, **UPDATE}),
+    "experts": Case("moe", {**EXPERTS, **ROUTER}),
+    "pages": Case("moe", {**EXPERTS, **ROUTER, **HALF, **DROPOUT, **stash(1.5)}),
+    "pages on the host": Case("moe", {**EXPERTS, **stash(0.5, 2.0)}),
+    "rungs": Case("moe", {**EXPERTS, **ROUTER, **stash(0.3, 0.4)}),
+    "pages and update": Case("moe", {**EXPERTS, **HALF, **stash(0.3, 0.4), **UPDATE}),
+}
+EAGER: Flags = {"cuda-graph-impl": "none", "optimizer-cuda-graph": False}
+
+
+def argv_of(case: Case, *more: Flags) -> list[str]:
+    """The command line of a case with these flags, the last ones first."""
+    merged: Flags = {**read_bases()[case.base], **RUN, **case.flags}
+    for flags in more:
+        merged |= flags
+    return command_line(merged)
+
+
+def both(case: Case, *more: Flags) -> tuple[Trained, Trained]:
+    """Without graphs and with them."""
+    eager = train_here(argv_of(case, *more, EAGER))
+    return eager, train_here(argv_of(case, FULL, case.flags, *more), graphs=own_graphs)
+
+
+def on_gpu(function: Any, *args: Any) -> Any:
+    """On a rank of its own, which makes the groups as a training program does."""
+    return run_on_ranks(function, 1, *args, backend=None, timeout=500)[0]
