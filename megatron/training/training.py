@@ -66,6 +66,9 @@ def pretrain(
                 evaluate_validation(run, final=True)
                 evaluate_test(run)
         finally:
+            if run.steps.graph is not None:
+                # The communicators of NCCL, which end next, would wait for graphs with their collectives for ever.
+                run.steps.graph.drop_graphs()
             run.callbacks.on_run_end()
 
 

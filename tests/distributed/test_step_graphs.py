@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
+import pretrain_gpt
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.graph_tape import TapeGraphs
 from megatron.core.models.gpt import GPTModel
@@ -163,6 +164,24 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_as_if_nothing_had_been_trie
         assert captured.failure is not None and "_local_scalar_dense" in captured.failure
         assert (captured.num_captures, captured.num_graphs) == (1, 0)
         captured.assert_same(eager, "a forward that reads its loss")
+
+
+def _graphs_at_the_end() -> list[int]:
+    held, drop = [], FullCudaGraphWrapper.drop_graphs
+
+    def noted(graph: FullCudaGraphWrapper) -> None:
+        held.append(graph.num_graphs)
+        drop(graph)
+        held.append(graph.num_graphs)
+
+    with patch.object(FullCudaGraphWrapper, "drop_graphs", noted):
+        with patch("megatron.training.setup.graph_device", TapeGraphs):
+            pretrain_gpt.main(_argv(CASES["dropout"], FULL))
+    return held
+
+
+def test_a_run_lets_go_of_its_graphs_before_its_groups_end() -> None:
+    assert run_on_ranks(_graphs_at_the_end, 1, backend=None) == [[1, 0]]
 
 
 def test_graphs_are_bounded_and_the_last_used_ones_stay() -> None:
