@@ -4,9 +4,11 @@ On tapes, which do on the CPU what CUDA graphs do.
 """
 
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 
+from megatron.core.transformer.moe.static_parts import padded_parts
 from tests.distributed.graph_runs import LOCAL, Trained, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.distributed.tiny_runs import SHARDED
@@ -17,6 +19,7 @@ RUN: Flags = {"micro-batch-size": 1, "train-iters": 7, "lr-warmup-iters": 0, "ev
 STATIC: Flags = {"moe-expert-rank-capacity-factor": 4}
 BORDERS: Flags = {**STATIC, **read_bases()["borders"], "no-create-attention-mask-in-dataloader": True}
 EXPERTS: Flags = {**STATIC, "expert-model-parallel-size": 2, "moe-token-dispatcher-type": "allgather"}
+SENT: Flags = {"moe-token-dispatcher-type": "alltoall"}
 # Nothing comes back early from graphs of single layers.
 PAGES: Flags = {**STATIC, "num-layers": 4, "seq-length": 16, "moe-paged-stash-prefetch-layers": 0}
 RERUN: Flags = {"overflow-policy": "rerun"}
@@ -48,6 +51,9 @@ CASES = {
     "experts over ranks": Case(2, "moe", {**EXPERTS, **SHARDED}, "attn moe", [8, 8]),
     "experts alone": Case(2, "moe", EXPERTS, "experts", [4, 4]),
     "router": Case(1, "moe", STATIC, "moe_router experts", [8]),
+    "preprocess": Case(2, "moe", EXPERTS, "moe_router moe_preprocess experts", [8, 8]),
+    "preprocess what is sent": Case(2, "moe", {**EXPERTS, **SENT}, "attn moe_router moe_preprocess", [8, 8]),
+    "experts that are sent to": Case(2, "moe", {**EXPERTS, **SENT}, "moe", [4, 4]),
     "router of dropless experts": Case(1, "moe", {}, "attn moe_router", [8]),
     # Attention stays eager: the borders of documents, and what ranks exchange of them, are others in each batch.
     "documents": Case(1, "moe", BORDERS, "moe", [4]),
@@ -66,7 +72,9 @@ CASES = {
 def _both(case: Case) -> tuple[Trained, Trained]:
     flags = {**read_bases()[case.base], **RUN, **case.flags}
     captured = {**LOCAL, **flags, "cuda-graph-modules": case.modules.split()}
-    return train_here(command_line({**flags, "cuda-graph-warmup-steps": None})), train_here(command_line(captured))
+    # As a GPU does, which cannot read how many rows there are.
+    with patch("megatron.core.transformer.moe.dispatch_static.part_layout", lambda device: padded_parts):
+        return train_here(command_line({**flags, "cuda-graph-warmup-steps": None})), train_here(command_line(captured))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -169,8 +169,9 @@ class GraphedRun:
     """A Run of LayerParts: function(*args, **kwargs) from graphs, wherever its manager uses them.
 
     The function must do the same with the same arguments each time. Tensors among the arguments, in tuples, lists and
-    dicts, are copied into memory that stays; others must be plain constants. The outputs' memory is overwritten by a
-    later microbatch, after this one's backward.
+    dicts, are copied into memory that stays; others must be plain constants. Of what it returns, tensors with gradients
+    must be in tuples, lists and dicts too; objects of other kinds are those of the capture. The outputs' memory is
+    overwritten by a later microbatch, after this one's backward.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ class _From(Enum):
 
     GRAPH = "memory that the graph writes"
     CALL = "the arguments, as they are"
-    CAPTURE = "what was returned when the part was captured: a parameter, or a constant"
+    CAPTURE = "what was returned under capture: a parameter, a constant, an object with tensors that the graph writes"
 
 
 class _Slot:

@@ -38,7 +38,9 @@ def graph_layers(
         if not isinstance(layer, TransformerLayer):
             continue
         for module, part in _parts_of(layer).items():
-            if module in modules:
+            # One graph for both.
+            is_inside = module == "moe_router" and "moe_preprocess" in modules
+            if module in modules and not is_inside:
                 participants: list[PartParticipant] = []
                 if wait_for_params is not None:
                     participants.append(_GatheredParams(wait_for_params, part.owner))
@@ -62,6 +64,7 @@ def _parts_of(layer: TransformerLayer) -> dict[str, _Part]:
         **parts,
         "moe": _Part("mlp", layer.mlp, experts=layer.mlp),
         "moe_router": _Part("moe_router", layer.mlp.router),
+        "moe_preprocess": _Part("moe_preprocess", layer.mlp.router),
         "experts": _Part("experts", layer.mlp.experts, experts=layer.mlp),
     }
 

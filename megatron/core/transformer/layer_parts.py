@@ -33,6 +33,7 @@ class LayerParts:
     """The runners of one layer's parts, by the names of --recompute-modules, --offload-modules, --cuda-graph-modules.
 
     attn: the whole attention layer. mlp: the whole feed-forward layer, dense or with experts.
+    moe_preprocess: the router, and what a dispatcher does before it sends. moe_router: inside it, the router alone.
     """
 
     attn_norm: RunAndRelease = run_and_keep
@@ -42,6 +43,7 @@ class LayerParts:
     attn_proj: Run = run
     mlp_norm: RunAndRelease = run_and_keep
     mlp: Run = run
+    moe_preprocess: Run = run
     moe_router: Run = run
     experts: Run = run
     expert_fc1: Run = run

@@ -65,6 +65,19 @@ class MoETokenDispatcher(ABC):
         int64. Returns what `finish_dispatch` wants.
         """
 
+    def preprocess(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Any:
+        """What of begin_dispatch can be done before any token is sent; returns what `send` wants.
+
+        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64. Tensors with gradients in
+        what it returns are in tuples alone.
+        """
+        return probs, expert_indices
+
+    def send(self, tokens: Tensor, preprocessed: Any) -> Any:
+        """The rest of begin_dispatch; tokens: [T, H], any float dtype. Returns what `finish_dispatch` wants."""
+        probs, expert_indices = preprocessed
+        return self.begin_dispatch(tokens, probs=probs, expert_indices=expert_indices)
+
     @abstractmethod
     def finish_dispatch(self, begun: Any) -> Dispatched:
         """The second half of `dispatch`."""

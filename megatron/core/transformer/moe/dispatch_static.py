@@ -176,12 +176,23 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
 
     def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> StaticGathered:
         """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64."""
+        return self.send(tokens, self.preprocess(tokens, probs=probs, expert_indices=expert_indices))
+
+    def preprocess(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> tuple[Tensor, StaticRows]:
+        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
+
+        Gathers what the routers of all ranks chose. Returns probs, and where rows are to be.
+        """
+        indices = all_gather_rows(expert_indices, self.group).wait() - self.experts.start
+        return probs, self.by_expert(indices, num_tokens=len(tokens))
+
+    def send(self, tokens: Tensor, preprocessed: tuple[Tensor, StaticRows]) -> StaticGathered:
+        """tokens: [T, H], any float dtype."""
+        probs, rows = preprocessed
         return StaticGathered(
             gather_from_sequence_parallel_region(tokens, group=self.group),
             gather_from_sequence_parallel_region(probs, group=self.group),
-            self.by_expert(
-                all_gather_rows(expert_indices, self.group).wait() - self.experts.start, num_tokens=len(tokens)
-            ),
+            rows,
             len(tokens),
         )
 
@@ -253,6 +264,15 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
 
     def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> StaticSent:
         """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64."""
+        return self.send(tokens, self.preprocess(tokens, probs=probs, expert_indices=expert_indices))
+
+    def preprocess(
+        self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor
+    ) -> tuple[DispatchedTokens, tuple[Parts, StaticRows]]:
+        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
+
+        Ranks tell each other their numbers of rows. Returns the rows to send, and how they lie.
+        """
         budget, num_experts = self.budget, len(self.experts)
         probs, expert_indices = to_every_shard(
             probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
@@ -261,7 +281,11 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         parts = self.wire.layout(expert_indices, sizes)
         # What a part has no row for travels as zeros, which nobody reads.
         sent = StaticRows(parts.sent, expert_indices.new_full((1,), len(parts.sent.slot_of_row)))
-        rows = sent.take(tokens, probs)
+        return sent.take(tokens, probs), (parts, sent)
+
+    def send(self, tokens: Tensor, preprocessed: tuple[DispatchedTokens, tuple[Parts, StaticRows]]) -> StaticSent:
+        """tokens: [T, H], any float dtype."""
+        rows, (parts, sent) = preprocessed
         exchanges = self._exchange(parts), self._exchange(parts)
         return StaticSent(
             exchanges[0].start(rows.hidden_states),

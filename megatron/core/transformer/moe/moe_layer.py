@@ -95,8 +95,8 @@ class MoELayer(MegatronModule):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and no bias."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
-        probs, expert_indices = self.parts.moe_router(self.router, hidden_states)
-        begun = self.token_dispatcher.begin_dispatch(tokens, probs=probs, expert_indices=expert_indices)
+        preprocessed = self.parts.moe_preprocess(self._preprocess, hidden_states)
+        begun = self.token_dispatcher.send(tokens, preprocessed)
         # Beside the rows that are on their way, in backward too.
         shared = self._shared_output(tokens) if self.overlaps_shared_expert else None
         dispatched = self.token_dispatcher.finish_dispatch(begun)
@@ -105,6 +105,11 @@ class MoELayer(MegatronModule):
         if self.shared_experts is not None:
             combined = combined + (self._shared_output(tokens) if shared is None else shared)
         return combined.view(hidden_states.shape), None
+
+    def _preprocess(self, hidden_states: Tensor) -> Any:
+        probs, expert_indices = self.parts.moe_router(self.router, hidden_states)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return self.token_dispatcher.preprocess(tokens, probs=probs, expert_indices=expert_indices)
 
     def _expert_output(self, dispatched: Dispatched) -> Tensor:
         rows, counts = dispatched.rows, dispatched.tokens_per_expert
