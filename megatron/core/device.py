@@ -399,13 +399,13 @@ class CudaGraphs:
     @contextmanager
     def capturing(self) -> Iterator[torch.cuda.CUDAGraph]:
         """See GraphDevice."""
-        # What only a cycle of references keeps alive would be freed in the middle of the capture, and hold its memory.
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
         if not self._graphs:
+            # What only a cycle of references keeps alive would hold its memory beside that of the graphs.
+            gc.collect()
             # A pool whose last graph has gone, while somebody holds a tensor of it, takes no other graph.
             self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
         graph = self._new_graph()
         # Not by torch.cuda.graph: after a capture that the GPU broke off that leaves its own stream the current one.
         with torch.cuda.stream(self._stream), _no_collections():

@@ -1,0 +1,82 @@
+"""What CudaGraphs asks of torch, in which order, with a torch.cuda that only notes it; no GPU takes part."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import count
+from typing import Any
+from unittest.mock import DEFAULT, Mock, patch
+
+import pytest
+import torch
+
+from megatron.core.device import CudaGraphs
+
+# Whether torch has let go of the pool when it raises at the end of a broken capture: versions differ.
+LETS_GO_FIRST = [False, True]
+
+
+class Noted:
+    """A torch.cuda.CUDAGraph; the next `broken` ends of captures fail."""
+
+    log: list[Any] = []
+    broken = 0
+
+    def register_generator_state(self, generator: object) -> None:
+        self.log.append(generator)
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode == "thread_local"
+        self.log.append(("begin", pool))
+
+    def capture_end(self) -> None:
+        if Noted.broken:
+            Noted.broken -= 1
+            raise RuntimeError("capture is broken")
+        self.log.append("end")
+
+
+@pytest.fixture
+def graphs() -> Iterator[CudaGraphs]:
+    Noted.log, Noted.broken = [], 0
+    handles = map("pool {}".format, count())
+    fake = {"CUDAGraph": Noted, "graph_pool_handle": lambda: next(handles), "stream": lambda stream: nullcontext()}
+    with (
+        patch.multiple(torch.cuda, **fake, Stream=Mock(), synchronize=Mock(), empty_cache=Mock()),
+        patch.object(torch, "zeros", Mock()),
+    ):
+        yield CudaGraphs(torch.device("cuda", 0), generators=lambda: ["generator"])  # type: ignore[list-item]
+
+
+def begun(pool: str | None) -> list[Any]:
+    return ["generator", ("begin", pool)]
+
+
+def test_graphs_share_a_pool_until_the_last_is_gone(graphs: CudaGraphs) -> None:
+    for kept, pool in (([], "pool 1"), ([], "pool 2")):
+        for _ in range(2):
+            with graphs.capturing() as graph:
+                assert not gc.isenabled()
+            kept.append(graph)
+        assert gc.isenabled() and Noted.log == 2 * [*begun(pool), "end"]
+        kept.clear()
+        del graph
+        Noted.log.clear()
+
+
+@pytest.mark.parametrize("lets_go_first", LETS_GO_FIRST)
+def test_a_broken_capture_lets_go_of_pool_and_generators(graphs: CudaGraphs, lets_go_first: bool) -> None:
+    end = Mock(side_effect=RuntimeError("not recording") if lets_go_first else None)
+    with patch.multiple(torch._C, create=True, _cuda_endAllocateToPool=end, _cuda_releasePool=DEFAULT) as patched:
+        Noted.broken = 1
+        with pytest.raises(RuntimeError, match="capture is broken") as raised:
+            with graphs.capturing():
+                raise ValueError("the cause")
+        assert patched["_cuda_releasePool"].call_count == (not lets_go_first)
+    assert end.call_args.args[1] == "pool 1" and isinstance(raised.value.__context__, ValueError)
+    # The second capture, of nothing, is what lets the generators out.
+    assert Noted.log == [*begun("pool 1"), *begun(None), "end"] and gc.isenabled()
+    Noted.log.clear()
+    with graphs.capturing():
+        pass
+    assert Noted.log == [*begun("pool 2"), "end"]
