@@ -46,7 +46,7 @@ class Shape:
     kv_channels: int = 128
     extra: str = ""
     is_launch_bound: bool = False
-    at_once: int = 7
+    at_once: int = 8
 
     @property
     def num_own(self) -> int:
@@ -92,7 +92,7 @@ SHAPES = {
         seq=4096,
         microbatches=2,
         extra="--bf16 --qk-layernorm",
-        at_once=4,
+        at_once=5,
     ),
     "DeepSeek-V3": Shape(
         hidden=7168,
@@ -105,7 +105,7 @@ SHAPES = {
         seq=2048,
         microbatches=2,
         extra=f"--bf16 --moe-shared-expert-intermediate-size 2048 --moe-router-score-function sigmoid {SGD}",
-        at_once=4,
+        at_once=5,
     ),
     "Mixtral-8x7B": Shape(
         hidden=4096,
@@ -118,7 +118,7 @@ SHAPES = {
         seq=2048,
         microbatches=2,
         extra=f"--bf16 {SGD}",
-        at_once=4,
+        at_once=5,
     ),
 }
 SMALL = {
@@ -166,6 +166,9 @@ def sides_of(routing: Routing) -> dict[str, Side]:
         "eager static + stash": _stash(stash, "stash", phi=HEADROOM, mean=routing.mean),
         "graph": Side(graph, "graph"),
         "graph + stash": _stash(graph_stash, "graph stash", phi=HEADROOM, mean=routing.mean),
+        "graph + stash, optimizer": _stash(
+            f"{graph_stash} --optimizer-cuda-graph", "graph all", phi=HEADROOM, mean=routing.mean
+        ),
         "graph + stash, spill": _stash(host, "graph spill", phi=0.7, mean=routing.mean),
         "graph + stash, rungs": _stash(graph_stash, "graph rungs", phi=0.6, mean=routing.mean),
     }

@@ -33,7 +33,7 @@ def test_a_dry_run_writes_results_plots_and_a_page(tmp_path: Path) -> None:
     assert all({"date", "device", "torch", "commit"} <= record.keys() for record in records.values())
     assert {part["verdict"] for part in records["run_gpu"]["parts"]} <= {"passed", "not checked here"}
     for case in records["graph_step_gpu"]["cases"]:
-        assert len(case["sides"]) == 7 and not any("error" in side for side in case["sides"].values())
+        assert len(case["sides"]) == 8 and not any("error" in side for side in case["sides"].values())
         assert case["sides"]["graph + stash, spill"]["on_host"] and case["sides"]["graph + stash, rungs"]["again"]
     plots = [ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")]
     assert len(plots) == 3 and all(len(plot) > 3 for plot in plots)
