@@ -7,6 +7,7 @@ transformer/cuda_graphs.py's.
 import argparse
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -101,7 +102,7 @@ def _graphed_parts(
     for chunk in model:
         wait = None
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-            wait = chunk.wait_params
+            wait = partial(chunk.wait_params, prefetch=True)
         graph_layers(chunk, manager, modules=graph_modules(args), wait_for_params=wait)
     return manager
 

@@ -22,6 +22,11 @@ EXPERTS: Flags = {**STATIC, "expert-model-parallel-size": 2, "moe-token-dispatch
 SENT: Flags = {"moe-token-dispatcher-type": "alltoall"}
 # Nothing comes back early from graphs of single layers.
 PAGES: Flags = {**STATIC, "num-layers": 4, "seq-length": 16, "moe-paged-stash-prefetch-layers": 0}
+AGAIN: Flags = {
+    "moe-shared-expert-intermediate-size": 32,
+    "recompute-granularity": "selective",
+    "recompute-modules": ["core_attn", "moe_act", "shared_experts", "layernorm"],
+}
 RERUN: Flags = {"overflow-policy": "rerun"}
 EARLY: Flags = {"cuda-graph-warmup-steps": 1}
 LITTLE: Flags = {**EARLY, "moe-expert-rank-capacity-factor": 1.05}
@@ -63,6 +68,9 @@ CASES = {
     "few pages": Case(1, "moe", {**PAGES, **ROUTER, **stash(0.3, 0.4)}, "attn moe", [16]),
     "pages of stages": Case(2, "moe", {**PAGES, **stash(0.7), "pipeline-model-parallel-size": 2}, "moe", [8, 4]),
     "pages of a growing batch": Case(1, "moe", {**PAGES, **stash(1.0), "rampup-batch-size": [2, 2, 10]}, "moe", [8]),
+    "parts that run again": Case(
+        2, "moe", {**PAGES, **EXPERTS, **SHARDED, **AGAIN, **stash(1.5)}, "attn moe", [16, 16]
+    ),
     "rows that grow": Case(2, "moe", {**PAGES, **ROUTER, **EXPERTS, **stash(0.6), **LITTLE}, "moe", [8, 8]),
     "pages that grow": Case(2, "moe", {**PAGES, **EXPERTS, **stash(1.05, **RERUN), **EARLY}, "moe", [8, 8]),
     "documents over ranks": Case(2, "moe", {**BORDERS, "context-parallel-size": 2}, "moe", [4, 4]),

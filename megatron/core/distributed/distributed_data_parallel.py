@@ -234,12 +234,15 @@ class DistributedDataParallel(ModelWrapper):
         if not all_current(self._groups):
             self.launch_order.start_param_sync(self._groups)
 
-    def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter]) -> None:
-        """Waits until these may be read, any shapes and dtypes: for code that reads parameters outside their module."""
+    def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter], *, prefetch: bool = False) -> None:
+        """Waits until these may be read, any shapes and dtypes: for code that reads parameters outside their module.
+
+        prefetch: starts the next gather as well, where modules do before their forward.
+        """
         # A tensor would be iterated by its rows, none of which is a parameter.
         params = [params] if isinstance(params, nn.Parameter) else params
         for group in dict.fromkeys(self.param_to_bucket_group[p] for p in params if p in self.param_to_bucket_group):
-            self.launch_order.need(group, prefetch=False)
+            self.launch_order.need(group, prefetch=prefetch and self._prefetches)
 
     def enable_forward_pre_hook(self) -> None:
         """Lets modules wait for their parameters before forward, see [Note: forward waits], and start the next gather.
@@ -253,17 +256,13 @@ class DistributedDataParallel(ModelWrapper):
             )
         if self._pre_hooks:
             raise ValueError("enable_forward_pre_hook was called before: disable the hooks first")
-        prefetch = not (
-            self.overlap_param_gather_with_optimizer_step
-            or (self.align_param_gather and group_size(self.pg_collection.pp) > 1)
-        )
         for module in self.module.modules():
             if self._waits.below(module):
-                hook = self._pre_hook(partial(self._waits.before, module), prefetch=prefetch)
+                hook = self._pre_hook(partial(self._waits.before, module), prefetch=self._prefetches)
                 self._pre_hooks.append(module.register_forward_pre_hook(hook))
             if self._waits.own(module):
                 # Weights are read and written by their names as well, and what was loaded must not be gathered over.
-                hook = self._pre_hook(partial(self._waits.own, module), prefetch=prefetch)
+                hook = self._pre_hook(partial(self._waits.own, module), prefetch=self._prefetches)
                 self._pre_hooks.append(module.register_state_dict_pre_hook(hook))
                 self._pre_hooks.append(module.register_load_state_dict_pre_hook(hook))
 
@@ -317,6 +316,13 @@ class DistributedDataParallel(ModelWrapper):
         )
 
     # Inside.
+
+    @property
+    def _prefetches(self) -> bool:
+        return not (
+            self.overlap_param_gather_with_optimizer_step
+            or (self.align_param_gather and group_size(self.pg_collection.pp) > 1)
+        )
 
     def _own_gradients(self) -> list[Any]:
         """From now on every gradient comes here; gives the handles of the hooks."""
