@@ -40,6 +40,8 @@ PARTS = {
     "dense": ("attn mlp", Case("dense", {**HALF, **DROPOUT})),
     "experts": ("moe", Case("moe", {**EXPERTS, **ROUTER})),
     "experts alone": ("experts", Case("moe", EXPERTS)),
+    "pages": ("moe", Case("moe", {**EXPERTS, **ROUTER, **HALF, **stash(1.5)})),
+    "pages of experts alone": ("experts", Case("moe", {**EXPERTS, **stash(0.3, 0.4)})),
     "routers": ("moe_router experts", Case("moe", EXPERTS)),
 }
 

@@ -153,11 +153,14 @@ class PageKeeper:
                 self.pool.plan(pages.group, num_rows, reserve=reserve)
                 self.pool.stash(pages.group, sources, num_programs=self._num_programs)
         finally:
-            pages.stashed = self._stash_stream.record()
-            if pages.stashed is not None:
+            copied = self._stash_stream.record()
+            # The rows of a captured group come back in another graph, which follows the whole of this one, and whose
+            # capture would break at an event of this one's.
+            pages.stashed = None if is_captured else copied
+            if copied is not None:
                 # Until the main stream has waited for the copy the allocator must not hand this memory out: the copy
                 # would read what later kernels of the main stream write to it.
-                self._reading.append((pages.stashed, [*sources, num_rows]))
+                self._reading.append((copied, [*sources, num_rows]))
         group.pages, group.phase = pages, Phase.STASHED
         group.recomputations = [
             _recomputation_of(block, blocks, index=index) for index, block in enumerate(blocks) if _can_drop(block)
