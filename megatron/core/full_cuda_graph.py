@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 
-from megatron.core.agreement import all_ranks_agree
+from megatron.core.agreement import all_ranks_agree, any_rank
 from megatron.core.device import CudaGraphs, default_device
 from megatron.core.graph_capture import (
     Graph,
@@ -25,7 +24,7 @@ from megatron.core.graph_capture import (
     first_cause,
     signature,
 )
-from megatron.core.group_collectives import gather_objects
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 class CaptureFailedError(RuntimeError):
@@ -54,9 +53,9 @@ class FullCudaGraphWrapper:
 
     If a capture fails on any rank, all raise CaptureFailedError: the batches were read, and nothing was executed. From
     then on this runs everything eagerly; `failure` says why.
-    device: None for the GPU of this process. participants: see GraphParticipant. follow_up: what else is part of the
-    graph, behind the passes and all that their participants wait for; it is given what the passes return, and does not
-    run after eager ones. Not run on a GPU yet.
+    device: None for the GPU of this process, with the tracker's random-number streams. participants: see
+    GraphParticipant. follow_up: what else is part of the graph, behind the passes and all that their participants wait
+    for; it is given what the passes return, and does not run after eager ones. Not run on a GPU yet.
     """
 
     def __init__(
@@ -72,9 +71,9 @@ class FullCudaGraphWrapper:
         for name, number in (("cuda_graph_warmup_steps", cuda_graph_warmup_steps), ("max_graphs", max_graphs)):
             if number < 1:
                 raise ValueError(f"{name} is {number}: must be at least 1")
-        self.failure: str | None = None
+        self._failure: str | None = None
         self._run = forward_backward_func
-        self._device = device or CudaGraphs(default_device())
+        self._device = device or CudaGraphs(default_device(), generators=get_cuda_rng_tracker().generators)
         self._participants = list(participants)
         self._follow_up = follow_up
         self._max_graphs = max_graphs
@@ -88,20 +87,30 @@ class FullCudaGraphWrapper:
         """Graphs that are kept."""
         return len(self._graphs)
 
+    @property
+    def failure(self) -> str | None:
+        """Why a step could not be captured; None: all could so far."""
+        return self._failure
+
+    @property
+    def may_break_off(self) -> bool:
+        """Whether a call may raise CaptureFailedError; once one has, none does."""
+        return self._failure is None
+
     def __call__(self, *, data_iterator: Any, forward_only: bool = False, **keywords: Any) -> list[Any]:
         """Runs the passes; returns what the losses of the last stage report, in memory of the caller's own.
 
         data_iterator: an iterator or None, or a list with one a chunk. Collective where the passes are. Raises
         CaptureFailedError.
         """
-        if forward_only or self.failure is not None:
+        if forward_only or not self.may_break_off:
             return self._run(data_iterator=data_iterator, forward_only=forward_only, **keywords)
         batches = _read(data_iterator, keywords["num_microbatches"])
         key = (keywords["num_microbatches"], signature(batches))
         self._drop_stale(key)
         if key not in self._graphs and self._must_warm_up(key):
             with self._device.warming_up():
-                return self._run_eagerly(batches, keywords)
+                return self._run_passes(batches, keywords)
         for participant in self._participants:
             participant.prepare()
         if key not in self._graphs:
@@ -122,7 +131,7 @@ class FullCudaGraphWrapper:
         self._given = given
         if key not in self._graphs:
             # Eager passes may teach a rank alone what no graph has taken for given; all capture together, or none.
-            is_stale = any(gather_objects(is_stale, dist.group.WORLD if dist.is_initialized() else None))
+            is_stale = any_rank(is_stale)
         if is_stale:
             self.drop_graphs()
 
@@ -145,18 +154,18 @@ class FullCudaGraphWrapper:
                     with ExitStack() as stack:
                         for participant in self._participants:
                             stack.enter_context(participant.capturing())
-                        reports = self._run_eagerly(inputs.values, keywords)
+                        reports = self._run_passes(inputs.values, keywords)
                     if self._follow_up is not None:
                         self._follow_up(reports)
         except (ValueError, OSError, RuntimeError) as error:
-            self.failure = first_cause(error)
+            self._failure = first_cause(error)
             self.drop_graphs()
             for participant in self._participants:
                 participant.dropped()
-            raise CaptureFailedError(self.failure) from error
+            raise CaptureFailedError(self._failure) from error
         return _Captured(graph, inputs, reports, [participant.captured() for participant in self._participants])
 
-    def _run_eagerly(self, batches: Any, keywords: dict[str, Any]) -> list[Any]:
+    def _run_passes(self, batches: Any, keywords: dict[str, Any]) -> list[Any]:
         chunks = [None if of_chunk is None else iter(of_chunk) for of_chunk in batches]
         return self._run(data_iterator=chunks, forward_only=False, **keywords)
 

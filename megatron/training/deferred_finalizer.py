@@ -11,7 +11,7 @@ class DeferredFinalizer:
 
     def __init__(self, finalize: Callable[..., None] | None) -> None:
         """finalize: a script's own; None for finalize_model_grads."""
-        self._finalize, self.is_own = finalize or finalize_model_grads, finalize is None
+        self._finalize, self.is_default = finalize or finalize_model_grads, finalize is None
         self._waiting: tuple[Any, ...] | None = None
 
     def __call__(self, *arguments: Any) -> None:

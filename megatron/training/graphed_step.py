@@ -76,7 +76,7 @@ def build_step_update(
         return None
     if not args.optimizer_cuda_graph:
         return StepUpdate(finalize, optimizer, timers=timers)
-    if not finalize.is_own:
+    if not finalize.is_default:
         raise ValueError(
             "--optimizer-cuda-graph is given, and the model's configuration has a finalize_model_grads_func, which is "
             "not known to wait for nothing: leave one of them out"

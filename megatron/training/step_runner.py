@@ -70,10 +70,19 @@ class StepMemory(Protocol):
 class StepGraph(Protocol):
     """What runs the passes from CUDA graphs, of a whole step or of its parts.
 
-    failure: why a whole step cannot be captured; from then on all runs eagerly.
+    may_break_off: whether a call may raise CaptureFailedError, so that the start of the step has to be kept. failure:
+    why something could not be captured; None: all could so far.
     """
 
-    failure: str | None
+    @property
+    def failure(self) -> str | None:
+        """See above."""
+        ...
+
+    @property
+    def may_break_off(self) -> bool:
+        """See above."""
+        ...
 
     def __call__(self, *, data_iterator: Any, forward_only: bool = False, **keywords: Any) -> list[Any]:
         """As what get_forward_backward_func returns. Raises CaptureFailedError, on all ranks, with nothing executed."""
@@ -159,7 +168,8 @@ class StepRunner:
         iteration: int,
         forward_only: bool = False,
     ) -> tuple[Reports, StepStatistics]:
-        if self.memory is None and (forward_only or not self._may_capture):
+        may_break_off = self.graph is not None and self.graph.may_break_off and not forward_only
+        if self.memory is None and not may_break_off:
             reports = self._run_passes(iterator, num_microbatches=num_microbatches, forward_only=forward_only)
             return reports, judge(reports, None)
         start = _Start(iterator)
@@ -183,10 +193,6 @@ class StepRunner:
             print_rank_0(f"  {what} {iteration} was void and runs again ({statistics.overflow}): {grown[-1]}")
             # Last, as whatever grew may have drawn numbers.
             start.go_back()
-
-    @property
-    def _may_capture(self) -> bool:
-        return self.graph is not None and self.graph.failure is None
 
     def _run_from(self, start: "_Start", *, num_microbatches: int, iteration: int, forward_only: bool) -> Reports:
         """Runs the passes over the batches of `start`; eagerly where they could not be captured. Collective."""

@@ -14,7 +14,7 @@ class ChunkSync:
     """What a DistributedDataParallel puts under a launch order.
 
     module: the chunk itself. find_problem: what has changed in it so that its buffers are wrong, in words, or None.
-    zero_grads: forgets its gradients.
+    zero_grads: forgets its gradients. checks: look at them before they are reduced; None: nobody does.
     """
 
     groups: Sequence[_ParamAndGradBucketGroup]

@@ -5,7 +5,7 @@ Measured on the device without waiting for it; raises nothing itself, since all 
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,10 +19,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Measured:
-    """On the device: of each bucket [1 or 2, parameters], fp64, with their names; by name, of sums so far [], bool."""
+    """Of an iteration, on the device. by_bucket: names, and [1 or 2, names], fp64. finite_so_far: by name, after each
+    gradient of a parameter, whether its sum is finite: [], bool.
+    """
 
-    by_bucket: list[tuple[list[str], torch.Tensor]]
-    finite_so_far: dict[str, list[torch.Tensor]]
+    by_bucket: list[tuple[list[str], torch.Tensor]] = field(default_factory=list)
+    finite_so_far: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
 class GradChecks:
@@ -34,9 +36,7 @@ class GradChecks:
     def __init__(self, *, nan: bool, large: bool, each: bool = False) -> None:
         self._nan, self._large = nan, large
         self.looks_at_each = each and nan
-        # Of this iteration: after each gradient of a parameter, whether its sum is finite, [] bool.
-        self._finite_so_far: dict[str, list[torch.Tensor]] = {}
-        self._measured: list[tuple[list[str], torch.Tensor]] = []
+        self._measured = Measured()
         # The largest norm of each parameter so far, and in how many steps.
         self._largest: dict[str, tuple[float, int]] = {}
 
@@ -58,35 +58,35 @@ class GradChecks:
         numbers = [torch.maximum(-torch.stack(lows), torch.stack(highs))]
         if self._large:
             numbers.append(torch.stack([torch.linalg.vector_norm(grad, dtype=_wide(grad)) for _, grad in named_grads]))
-        self._measured.append(([name for name, _ in named_grads], torch.stack([n.double() for n in numbers])))
+        self._measured.by_bucket.append(([name for name, _ in named_grads], torch.stack([n.double() for n in numbers])))
 
     def measure_sum(self, name: str, total: torch.Tensor) -> None:
         """Notes whether the sum of a parameter's gradients is finite so far: any shape, floating point."""
-        self._finite_so_far.setdefault(name, []).append(total.isfinite().all())
+        self._measured.finite_so_far.setdefault(name, []).append(total.isfinite().all())
 
-    def taken(self) -> "Measured":
+    def take_measured(self) -> Measured:
         """What was measured since the last iteration, which is forgotten: of passes that a CUDA graph captures."""
-        measured = Measured(list(self._measured), dict(self._finite_so_far))
+        measured = self._measured
         self.forget()
         return measured
 
-    def measured_again(self, measured: "Measured") -> None:
-        """Says that a CUDA graph has measured anew what `taken` returned."""
-        self._measured, self._finite_so_far = list(measured.by_bucket), dict(measured.finite_so_far)
+    def restore_measured(self, measured: Measured) -> None:
+        """Says that a CUDA graph has measured anew what `take_measured` returned."""
+        self._measured = measured
 
     def forget(self) -> None:
         """Drops what was measured."""
-        self._measured.clear()
-        self._finite_so_far.clear()
+        self._measured = Measured()
 
     def non_finite_sync(self) -> list[str]:
         """Names of the measured gradients that are not finite; forgets what was measured."""
-        if not self._measured:
+        if not self._measured.by_bucket:
             return []
         # NOTE: reads the device, once a step.
-        largest_elements, *norms = torch.cat([numbers for _, numbers in self._measured], dim=1).tolist()
-        names = [name for names, _ in self._measured for name in names]
-        self._measured.clear()
+        largest_elements, *norms = torch.cat([numbers for _, numbers in self._measured.by_bucket], dim=1).tolist()
+        names = [name for names, _ in self._measured.by_bucket for name in names]
+        # A new list: a graph may keep the old one.
+        self._measured = Measured(finite_so_far=self._measured.finite_so_far)
         bad = [name for name, element in zip(names, largest_elements) if not element < float("inf")]
         if norms and not bad:
             for name, norm in zip(names, norms[0]):
@@ -96,7 +96,7 @@ class GradChecks:
 
     def _since_when_sync(self, name: str) -> str:
         # NOTE: reads the device, when there is an error to tell.
-        so_far = [bool(finite) for finite in self._finite_so_far.get(name, [])]
+        so_far = [bool(finite) for finite in self._measured.finite_so_far.get(name, [])]
         if all(so_far):
             return name
         return f"{name} (since microbatch {so_far.index(False)}, of {len(so_far)} that gave it a gradient)"

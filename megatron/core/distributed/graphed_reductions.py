@@ -48,7 +48,7 @@ class GraphedReductions:
     def captured(self) -> list[Measured | None]:
         """See GraphParticipant: what was measured of gradients, of each chunk."""
         self._order.forget_captured(self._gathered)
-        return [None if chunk.checks is None else chunk.checks.taken() for chunk in self._chunks]
+        return [None if chunk.checks is None else chunk.checks.take_measured() for chunk in self._chunks]
 
     def dropped(self) -> None:
         """See GraphParticipant."""
@@ -59,4 +59,4 @@ class GraphedReductions:
         self._order.note_replayed(self._gathered)
         for chunk, measured in zip(self._chunks, account):
             if chunk.checks is not None and measured is not None:
-                chunk.checks.measured_again(measured)
+                chunk.checks.restore_measured(measured)

@@ -76,12 +76,13 @@ class CudaGraphManager:
        [Note: slots]. Calls without gradients, within a backward, and of more than a few shapes run eagerly.
     4. A part that cannot be captured runs eagerly from then on, after one warning. Other ranks need not do the same:
        graphs and eager parts launch the same collectives.
-    Nothing is captured as a whole, so that `failure` stays None. All passes run on the stream that captures: autograd
+    All passes run on the stream that captures: autograd
     adds a parameter's gradient up on the stream of its first use, and the default stream takes part in no capture.
     fingerprint: what captures take for given, asked before each training step. Not run on a GPU yet.
     """
 
-    failure: str | None = None
+    # Whether a call may raise CaptureFailedError: nothing is captured as a whole.
+    may_break_off = False
 
     def __init__(
         self,
@@ -117,6 +118,11 @@ class CudaGraphManager:
     def num_graphs(self) -> int:
         """Graphs that are kept: two for each slot of each part."""
         return 2 * sum(part.num_slots for part in self._parts)
+
+    @property
+    def failure(self) -> str | None:
+        """Why a part could not be captured, the first of those that could not; None where all could."""
+        return next(iter(self.failures.values()), None)
 
     @property
     def failures(self) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """assert_capturable on a zoo: what a CUDA graph cannot hold is refused with its line, what it can hold passes."""
 
 import linecache
+import pkgutil
 import random
 import re
 import sys
@@ -398,3 +399,12 @@ def test_nothing_is_watched_outside() -> None:
         assert t.i.item() == 1
         t.weight.sum().backward()
     assert sys.getprofile() is None
+
+
+def test_functions_of_ours_that_have_a_rule_are_still_called_so() -> None:
+    named = [*graph_refusals.PYTHON_CALLS, graph_refusals.GRAPH_SAFE_STATES]
+    ours = [name.removeprefix("megatron.core.device.") for name in named if name.startswith("megatron.")]
+    assert len(ours) >= 5
+    assert all(callable(pkgutil.resolve_name(f"megatron.core.device:{name}")) for name in ours)
+    alone = device.cpu_alone(len)
+    assert graph_refusals.ON_CPU_ALONE == f"{device.cpu_alone.__module__}.{alone.__code__.co_qualname}"

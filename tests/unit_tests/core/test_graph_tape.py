@@ -1,0 +1,73 @@
+"""The tape shows what a CUDA graph would do to a program: what other tests take it for."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.graph_tape import Tape, TapeGraphs
+
+
+def _on_tape(program: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
+    with TapeGraphs().capturing() as tape:
+        result = program()
+    return tape, result
+
+
+def test_a_replay_computes_with_the_values_of_the_moment() -> None:
+    x, total = torch.ones(3), torch.zeros(3)
+    tape, result = _on_tape(lambda: total.add_(x * 2).exp())
+    for step in range(1, 4):
+        x.fill_(step)
+        tape.replay()
+    assert torch.equal(total, torch.full((3,), 12.0)) and torch.equal(result, total.exp())
+
+
+def test_a_capture_leaves_memory_and_random_numbers_as_they_were() -> None:
+    x, state = torch.zeros(4), torch.get_rng_state()
+    tape, _ = _on_tape(lambda: x.add_(torch.rand(4)).mul_(2))
+    assert not x.any() and torch.equal(torch.get_rng_state(), state)
+    tape.replay()
+    drawn = x.clone()
+    torch.set_rng_state(state)
+    assert torch.equal(drawn, torch.rand(4) * 2)
+
+
+def test_what_a_capture_made_is_garbage_until_a_replay() -> None:
+    tape, result = _on_tape(lambda: torch.ones(3) + 1)
+    assert result.isnan().all()
+    tape.replay()
+    assert torch.equal(result, torch.full((3,), 2.0))
+
+
+def test_a_number_of_the_host_stays_what_it_was() -> None:
+    x, factor = torch.ones(2), 3.0
+    tape, result = _on_tape(lambda: x * factor)
+    factor = 5.0
+    tape.replay()
+    assert torch.equal(result, x * 3)
+
+
+def test_backward_is_part_of_it_and_views_stay_views() -> None:
+    weight, x = torch.randn(3, 3, requires_grad=True), torch.randn(5, 3)
+
+    def program() -> Tensor:
+        weight.grad = None
+        loss = (x @ weight).t().contiguous()[1].square().sum()
+        loss.backward()
+        return loss.detach()
+
+    tape, loss = _on_tape(program)
+    x.normal_()
+    tape.replay()
+    grad = weight.grad
+    assert grad is not None
+    found = loss.clone(), grad.clone()
+    assert torch.equal(found[0], program()) and weight.grad is not None and torch.equal(found[1], weight.grad)
+
+
+@pytest.mark.parametrize("read", [Tensor.item, torch.nonzero, lambda x: x[x > 0]])
+def test_reads_of_the_device_are_refused(read: Callable[[Tensor], object]) -> None:
+    with pytest.raises(RuntimeError, match="no graph can hold it"):
+        _on_tape(lambda: torch.ones(1) if read(torch.ones(1)) is None else torch.zeros(1))
