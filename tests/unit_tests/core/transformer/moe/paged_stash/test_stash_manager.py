@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -120,6 +120,43 @@ def test_the_main_stream_waits_for_releases_not_for_copies_alone(monkeypatch: py
     gradients(Model(make_stash().context))
     assert waited and launched.count("release") == 3
     assert all(event.count("restore") == event.count("release") for event in waited)
+
+
+def test_graphs_of_a_part_wait_for_no_event_of_each_other_nor_anyone_for_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = ["none"]
+
+    def wait(*events: object) -> AbstractContextManager[None]:
+        assert all(event in (None, graph[0]) for event in events)
+        return nullcontext()
+
+    # An event is the graph that it was recorded in.
+    monkeypatch.setattr(side_streams.SideStream, "behind_main", lambda stream, *events: wait(*events))
+    monkeypatch.setattr(side_streams.SideStream, "record", lambda stream: graph[0])
+    monkeypatch.setattr(stash_group, "record_main", lambda device: graph[0])
+    for module in (stash_group, stash_manager):
+        monkeypatch.setattr(module, "main_waits_for", lambda event, device: wait(event))
+    stash = make_stash()
+    part, rows = stash.new_part(), torch.randn(8, 16, requires_grad=True)
+    for graph[0] in ("forward", "backward"):
+        with stash.capturing(part):
+            if graph[0] == "forward":
+                with stash.context("layer 1", 5, max_rows=8):
+                    output = (rows * 2).sin()
+            else:
+                (grad,) = torch.autograd.grad(output, rows, torch.ones(8, 16))
+    graph[0] = "none"
+    del output
+    stash.join()
+    assert part.group is not None and part.group.specs and not stash.order.departed
+    assert torch.equal(grad[:5], 2 * (rows * 2).cos()[:5])
+    stash.pool.check_integrity_sync()
+    forward = stash.replaying(part)
+    assert forward is not None
+    stash.reset()
+    with pytest.raises(RuntimeError, match="when reset"):
+        stash.replaying_backward(forward)
 
 
 def test_pages_of_a_graph_without_backward_come_back_when_it_is_dropped() -> None:
