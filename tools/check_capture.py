@@ -1,10 +1,10 @@
 """Says without a GPU whether the passes of a training step can be one CUDA graph: `python tools/check_capture.py` with
-the flags of pretrain_gpt.py; with --optimizer-cuda-graph the optimizer's step too. Exit status 0: they can; 1: all that
-breaks it is printed, with its lines.
+the flags of pretrain_gpt.py; with --optimizer-cuda-graph the optimizer's step too, and with --cuda-graph-impl local the
+parts of layers that --cuda-graph-modules names. Exit status 0: they can; 1: all that breaks it is printed.
 
-Trains two steps on made-up tokens, and looks at the third as --cuda-graph-impl full_iteration would capture it; nothing
-is loaded or written. A layout needs its processes: start it with torchrun, as the training. What can be captured does
-not depend on sizes: where the model is too large for this machine append smaller ones, as the last of a flag counts.
+Trains two steps on made-up tokens, and looks at the third as it would be captured; nothing is loaded or written. A
+layout needs its processes: start it with torchrun, as the training. What can be captured does not depend on sizes:
+where the model is too large for this machine append smaller ones, as the last of a flag counts.
 All runs on the CPU. Of code that chooses by device the CPU's choice is looked at, except in how experts' rows travel.
 """
 
@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from megatron.core.parallel_state import get_process_groups  # noqa: E402
 from megatron.core.process_groups_config import group_rank, group_size  # noqa: E402
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
+from megatron.core.transformer.cuda_graphs import CudaGraphManager  # noqa: E402
 from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes  # noqa: E402
 from megatron.core.transformer.moe.static_parts import padded_parts  # noqa: E402
@@ -52,11 +53,9 @@ from megatron.training.setup import (  # noqa: E402
     setup_steps,
     setup_tokenizer,
 )
-from megatron.training.step_runner import StepRunner  # noqa: E402
+from megatron.training.step_runner import StepGraph, StepRunner  # noqa: E402
 
 _WARMUP_STEPS = 2
-_OPTIMIZER_FLAG = "--optimizer-cuda-graph"
-_GRAPH_FLAGS = ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-warmup-steps", _OPTIMIZER_FLAG)
 _DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
 
 
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     with exit_on_user_error():
         breaks = breaks_of(argv)
-    what = "--cuda-graph-impl full_iteration" + (f" {_OPTIMIZER_FLAG}" if _OPTIMIZER_FLAG in argv else "")
+    what = str(asked_of(argv)[0])
     # All ranks know the same, and their group has ended.
     if os.environ.get("RANK", "0") == "0":
         print(f"NOT CAPTURABLE: {what}" if breaks else f"CAPTURABLE: {what}")
@@ -73,12 +72,58 @@ def main(argv: Sequence[str] | None = None) -> None:
     raise SystemExit(int(bool(breaks)))
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What of a command line is about graphs. modules: those of local, none for its default."""
+
+    impl: str = "full_iteration"
+    modules: tuple[str, ...] = ()
+    with_optimizer: bool = False
+
+    def __str__(self) -> str:
+        modules = f" --cuda-graph-modules {' '.join(self.modules)}" if self.modules else ""
+        return f"--cuda-graph-impl {self.impl}{modules}" + " --optimizer-cuda-graph" * self.with_optimizer
+
+    def give_to(self, args: argparse.Namespace) -> None:
+        """Writes them into parsed flags."""
+        args.cuda_graph_impl, args.cuda_graph_warmup_steps = self.impl, _WARMUP_STEPS
+        args.cuda_graph_modules, args.optimizer_cuda_graph = list(self.modules), self.with_optimizer
+
+
+def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
+    """What is asked for, and the rest: flags of graphs are refused without a GPU, or with what is to be explained."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--cuda-graph-impl")
+    parser.add_argument("--cuda-graph-modules", nargs="+", default=[])
+    parser.add_argument("--cuda-graph-warmup-steps")
+    parser.add_argument("--optimizer-cuda-graph", action="store_true")
+    found, rest = parser.parse_known_args(argv)
+    impl = "local" if found.cuda_graph_impl == "local" else Asked.impl
+    return Asked(impl, tuple(found.cuda_graph_modules), found.optimizer_cuda_graph), rest
+
+
+def refusals_of_flags(args: argparse.Namespace, asked: Asked) -> list[str]:
+    """Why no such graph can be had, as far as flags say it; `args` has what is asked for from now on."""
+    asked.give_to(args)
+    try:
+        check_graphs(args)
+    except CommandLineError as error:
+        return [str(error)]
+    return []
+
+
 def breaks_of(argv: Sequence[str]) -> list[str]:
-    """What breaks a graph of the command line's passes, on any rank: flags, operations with their lines. Collective."""
+    """What breaks the graphs of the command line, on any rank: flags, operations with their lines. Collective."""
+    asked, rest = asked_of(argv)
     with FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
-        args = initialize_megatron(argv=_without_graphs(argv), board=board)
-        args.optimizer_cuda_graph = _OPTIMIZER_FLAG in argv
-        refused = _refused(args)
+        args = initialize_megatron(argv=rest, board=board)
+        refused = refusals_of_flags(args, asked)
+        if asked.impl == "local":
+            if refused:
+                # There may be no such parts.
+                return refused
+            # What a part's backward gives to eager ones is what memory held, as nothing is replayed.
+            args.check_for_nan_in_loss_and_grad = False
         steps, optimizer, graphs = _setup(args)
         batches = _made_up_batches(args)
         for number in range(1, _WARMUP_STEPS + 2):
@@ -93,6 +138,8 @@ class LintedGraphs:
     """A GraphDevice that captures nothing: the passes run, and are looked at."""
 
     regions: list[Region] = field(default_factory=list)
+    _may_be_together: bool = False
+    _are_together: bool = False  # whether the next region goes on where the last one ended
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -102,13 +149,20 @@ class LintedGraphs:
     @contextmanager
     def capturing(self) -> Iterator["LintedGraphs"]:
         """See GraphDevice."""
-        with collect_refusals(get_cuda_rng_tracker().generators()) as region:
+        earlier = self.regions[-1] if self._are_together else None
+        with collect_refusals(get_cuda_rng_tracker().generators(), goes_on_with=earlier) as region:
             self.regions.append(region)
             yield self
+            self._are_together = self._may_be_together
 
-    def capturing_together(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def capturing_together(self) -> Iterator[None]:
         """See GraphDevice."""
-        return nullcontext()
+        self._may_be_together = True
+        try:
+            yield
+        finally:
+            self._may_be_together = self._are_together = False
 
     def replay(self) -> None:
         """See Graph: what was to be captured has run already."""
@@ -116,32 +170,18 @@ class LintedGraphs:
     def breaks(self, steps: StepRunner) -> list[str]:
         """What was found, once the results have been used."""
         assert steps.graph is not None and self.regions, "no step was looked at"
-        failure = steps.graph.failure
+        failures = failures_of(steps.graph)
         steps.graph.drop_graphs()
         for region in self.regions:
             region.check_memory()
-        found = [str(one) for region in self.regions for one in region.refusals]
-        return found + ([] if failure is None else [f"the passes failed: {failure}"])
+        return [str(one) for region in self.regions for one in region.refusals] + failures
 
 
-def _without_graphs(argv: Sequence[str]) -> list[str]:
-    """The command line without the flags that are refused where there is no GPU, or with what is to be explained."""
-    kept, is_dropped = [], False
-    for word in argv:
-        if word.startswith("--"):
-            is_dropped = word.partition("=")[0] in _GRAPH_FLAGS
-        if not is_dropped:
-            kept.append(word)
-    return kept
-
-
-def _refused(args: argparse.Namespace) -> list[str]:
-    args.cuda_graph_impl, args.cuda_graph_warmup_steps = "full_iteration", _WARMUP_STEPS
-    try:
-        check_graphs(args)
-    except CommandLineError as error:
-        return [str(error)]
-    return []
+def failures_of(graph: StepGraph) -> list[str]:
+    """Errors that ended a capture."""
+    if isinstance(graph, CudaGraphManager):
+        return [f"{name} failed: {failure}" for name, failure in graph.failures.items()]
+    return [] if graph.failure is None else [f"the passes failed: {graph.failure}"]
 
 
 def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, LintedGraphs]:

@@ -83,23 +83,23 @@ class Region:
 
     def __init__(self, memory: "_Memory") -> None:
         self.refusals: list[CaptureError] = []
-        self._memory = memory
+        self.memory = memory
 
     def keep(self, *tensors: Tensor) -> None:
         """Plans that these live on, any shape and dtype: outputs that are read after a replay, memory of an owner.
 
         A replay overwrites them in place.
         """
-        self._memory.planned |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        self.memory.planned |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def check_memory(self) -> None:
         """Adds what somebody holds unplanned to the refusals. After the region; who collects calls it himself, once
         what the region hands over has been used.
         """
-        if self._memory.left_over():
+        if self.memory.left_over():
             # Cycles of Python objects hold nothing on purpose.
             gc.collect()
-        for operation, line in self._memory.left_over():
+        for operation, line in self.memory.left_over():
             self.add(CaptureError(f"the memory of {operation}", OUTLIVES.why, line=line, instead=OUTLIVES.instead))
 
     def add(self, error: CaptureError) -> None:
@@ -133,11 +133,15 @@ def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Re
 
 
 @contextmanager
-def collect_refusals(generators: Sequence[torch.Generator] = ()) -> Iterator[Region]:
+def collect_refusals(
+    generators: Sequence[torch.Generator] = (), *, goes_on_with: Region | None = None
+) -> Iterator[Region]:
     """As assert_capturable, but goes on, and leaves all that it would refuse in Region.refusals; memory that lives on
     only when Region.check_memory is called.
+
+    goes_on_with: of a graph that is captured together with this one, and runs before it: its memory is of both.
     """
-    watch = _Watch(generators, stops=False)
+    watch = _Watch(generators, stops=False, memory=None if goes_on_with is None else goes_on_with.memory)
     with _watched(watch):
         yield watch.region
 
@@ -208,8 +212,8 @@ class _Memory:
 class _Watch:
     """What the modes share: the region, and what they let through at the moment."""
 
-    def __init__(self, generators: Sequence[torch.Generator], *, stops: bool) -> None:
-        self.memory = _Memory()
+    def __init__(self, generators: Sequence[torch.Generator], *, stops: bool, memory: "_Memory | None" = None) -> None:
+        self.memory = _Memory() if memory is None else memory
         self.region = Region(self.memory)
         # By address: an operator is given another object of Python's for the same generator.
         self.generators = {one._cdata for one in (torch.default_generator, *generators)}  # type: ignore[attr-defined]

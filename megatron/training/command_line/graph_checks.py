@@ -54,7 +54,7 @@ def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     common: list[tuple[str, Any, str]] = [
         (
             "recompute_granularity",
-            args.recompute_granularity is not None and draws,
+            (args.recompute_granularity is not None or args.recompute_activations) and draws,
             "what is computed again draws the numbers of dropout or jitter again, which a graph cannot; set "
             "--hidden-dropout 0 and --attention-dropout 0 without --moe-input-jitter-eps, or compute nothing again",
         ),
@@ -78,7 +78,7 @@ def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             "reset_attention_mask",
             args.reset_attention_mask,
             "borders of documents, and with them the shapes in attention, change from batch to batch; use "
-            "--cuda-graph-impl local with --cuda-graph-modules moe, which leaves attention eager",
+            f"--cuda-graph-impl local with --cuda-graph-modules {_rest(args)}, which leaves attention eager",
         ),
         (
             "record_routing",
@@ -89,9 +89,15 @@ def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     ]
 
 
+def _rest(args: argparse.Namespace) -> str:
+    """What of a layer can be captured beside attention."""
+    return "mlp" if args.num_experts is None else "moe"
+
+
 def _of_dispatch(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     """As _contradictions, where what the dispatchers do is captured, or the rows that they bring."""
-    reads_counts = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
+    has_fixed_size = args.moe_expert_rank_capacity_factor is not None or args.moe_pad_expert_input_to_capacity
+    reads_counts = args.num_experts is not None and not has_fixed_size
     return [
         (
             "num_experts",
@@ -112,7 +118,6 @@ def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     modules = set(graph_modules(args))
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     of_experts = sorted(modules & OF_EXPERTS)
-    rest = "mlp" if args.num_experts is None else "moe"
     return [
         ("cuda_graph_modules", of_experts and not any(has_experts), f"no layer has experts for {' '.join(of_experts)}"),
         ("cuda_graph_modules", "mlp" in modules and all(has_experts), "no layer is dense for mlp; give moe"),
@@ -131,7 +136,7 @@ def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             "reset_attention_mask",
             args.reset_attention_mask and "attn" in modules,
             "borders of documents, and with them the shapes in attention, change from batch to batch; leave attention "
-            f"eager by --cuda-graph-modules {rest}",
+            f"eager by --cuda-graph-modules {_rest(args)}",
         ),
         (
             "recompute_granularity",

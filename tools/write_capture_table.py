@@ -1,0 +1,161 @@
+"""Writes the table of docs/cuda_graphs.md, which configurations CUDA graphs can capture, from what the lint finds:
+`python -m tools.write_capture_table`. It starts the processes that the configurations need; about a minute.
+
+The configurations are in capture_configurations.py; what is found on a command line is check_capture.py's.
+"""
+
+import json
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import multiprocessing
+
+from megatron.training.arguments import parse_args
+from tools.capture_configurations import CONFIGURATIONS, Configuration, Flags, words_of
+from tools.check_capture import asked_of, breaks_of, refusals_of_flags
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "cuda_graphs.md"
+BEGIN, END = "<!-- capture table -->\n", "<!-- end of capture table -->\n"
+_HEAD = """\
+| configuration | flags | `full_iteration` | `local` | why not, and what instead |
+|---|---|---|---|---|
+"""
+# Of what follows attention the larger part first: where it can be captured, those after it are left out.
+_FEED_FORWARD = {False: (("mlp",),), True: (("moe",), ("moe_router", "moe_preprocess"), ("moe_router",))}
+_OF_FLAGS = re.compile(r"--[\w-]+ is given and --cuda-graph-impl is \w+: (.*)")
+_OF_LINE = re.compile(r"(.+?) at \S*?(\w+\.py):\d+ \(.*\)(?: in [\w ]+)?: (.*)")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the lint and the flags say of a configuration. whole: what breaks a graph of the whole iteration. modules:
+    what local can capture of each layer; parts: what breaks the rest.
+    """
+
+    whole: list[str]
+    modules: list[str]
+    parts: list[str]
+
+
+def measure(ranks: int) -> dict[str, Verdict]:
+    """Looks at all configurations of so many ranks, of which this process is one. Collective."""
+    return {name: _verdict(one) for name, one in CONFIGURATIONS.items() if one.ranks == ranks}
+
+
+def _verdict(configuration: Configuration) -> Verdict:
+    whole = _breaks(configuration, {})
+    modules: list[str] = []
+    parts: list[str] = []
+    if "optimizer-cuda-graph" in configuration.flags or configuration.needs_gpu:
+        # Of a whole iteration alone, or not to be looked at.
+        return Verdict(whole, modules, parts)
+    for alternatives in ((("attn",),), _FEED_FORWARD["num-experts" in configuration.base]):
+        for alternative in alternatives:
+            refused = _refused(configuration, _local(*alternative))
+            if not refused:
+                modules += alternative
+                break
+            parts += refused
+    if modules and _breaks(configuration, _local(*modules)):
+        found = {module: _breaks(configuration, _local(module)) for module in modules}
+        modules = [module for module, breaks in found.items() if not breaks]
+        parts += [one for breaks in found.values() for one in breaks]
+    return Verdict(whole, modules, list(dict.fromkeys(parts)))
+
+
+def _local(*modules: str) -> Flags:
+    return {"cuda-graph-impl": "local", "cuda-graph-modules": list(modules)}
+
+
+def _breaks(configuration: Configuration, graph: Flags) -> list[str]:
+    if configuration.needs_gpu:
+        return _refused(configuration, graph)
+    try:
+        return breaks_of(configuration.argv + words_of(graph))
+    except ValueError as error:
+        # What was asked for contradicts itself, on every rank.
+        return _refused(configuration, graph) or [str(error)]
+
+
+def _refused(configuration: Configuration, graph: Flags) -> list[str]:
+    asked, rest = asked_of(configuration.argv + words_of(graph))
+    return refusals_of_flags(parse_args(argv=rest), asked)
+
+
+def table(verdicts: dict[str, Verdict]) -> str:
+    """The lines of the page from one mark to the other."""
+    return BEGIN + _HEAD + "".join(row(name, verdicts[name]) for name in CONFIGURATIONS) + END
+
+
+def row(name: str, verdict: Verdict) -> str:
+    """The line of a configuration."""
+    configuration = CONFIGURATIONS[name]
+    flags = " ".join(f"`{' '.join(words_of({flag: value}))}`" for flag, value in configuration.flags.items())
+    whole = "no" if verdict.whole else "?" if configuration.needs_gpu else "yes"
+    modules = "?" if configuration.needs_gpu else " ".join(f"`{module}`" for module in verdict.modules) or "no"
+    why = re.sub(r"--[a-z][\w-]*", r"`\g<0>`", _reasons(verdict))
+    return f"| {name} | {flags} | {whole} | {modules} | {why} |\n"
+
+
+def _reasons(verdict: Verdict) -> str:
+    whole, parts = _shortened(verdict.whole), _shortened(verdict.parts)
+    if not parts or parts.partition(";")[0] == whole.partition(";")[0]:
+        return whole
+    return f"{whole}<br>" * bool(whole) + f"`local`: {parts}"
+
+
+def _shortened(found: Sequence[str]) -> str:
+    """The flags' refusal, with the operation that the lint finds first; without one that operation, and why."""
+    if not found:
+        return ""
+    lines = [match for match in map(_OF_LINE.fullmatch, found) if match is not None]
+    where = f"`{lines[0][1]}` in {lines[0][2]}" if lines else ""
+    refused = _OF_FLAGS.fullmatch(found[0])
+    if refused is not None:
+        return refused[1] + f" ({where})" * bool(where)
+    return f"{where}: {lines[0][3]}" if lines else found[0]
+
+
+def documented(page: str) -> str:
+    """The part of the page that is written here."""
+    return BEGIN + page.partition(BEGIN)[2].partition(END)[0] + END
+
+
+def main() -> None:
+    verdicts: dict[str, Verdict] = {}
+    for ranks in sorted({one.ranks for one in CONFIGURATIONS.values()}):
+        verdicts |= _measured_by_ranks(ranks)
+    page = PAGE.read_text(encoding="ascii")
+    PAGE.write_text(page.replace(documented(page), table(verdicts)), encoding="ascii")
+
+
+def _measured_by_ranks(ranks: int) -> dict[str, Verdict]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "verdicts.json"
+        multiprocessing.spawn(_measure_on_rank, args=((ranks, port, path),), nprocs=ranks)
+        found = json.loads(path.read_text(encoding="utf-8"))
+    return {name: Verdict(**verdict) for name, verdict in found.items()}
+
+
+def _measure_on_rank(rank: int, job: tuple[int, int, Path]) -> None:
+    ranks, port, path = job
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    verdicts = measure(ranks)
+    if rank == 0:
+        path.write_text(json.dumps({name: asdict(verdict) for name, verdict in verdicts.items()}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
