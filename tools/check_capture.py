@@ -142,7 +142,7 @@ class LintedGraphs:
     _are_together: bool = False  # whether the next region goes on where the last one ended
 
     @contextmanager
-    def warming_up(self) -> Iterator[None]:
+    def on_capture_stream(self) -> Iterator[None]:
         """See GraphDevice."""
         yield
 

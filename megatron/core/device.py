@@ -385,7 +385,7 @@ class CudaGraphs:
         self._scratch = torch.zeros(1, device=device)
 
     @contextmanager
-    def warming_up(self) -> Iterator[None]:
+    def on_capture_stream(self) -> Iterator[None]:
         """See GraphDevice: on the stream that captures, for which cuBLAS and others keep memory."""
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)

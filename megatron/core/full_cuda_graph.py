@@ -109,7 +109,7 @@ class FullCudaGraphWrapper:
         key = (keywords["num_microbatches"], signature(batches))
         self._drop_stale(key)
         if key not in self._graphs and self._must_warm_up(key):
-            with self._device.warming_up():
+            with self._device.on_capture_stream():
                 return self._run_passes(batches, keywords)
         for participant in self._participants:
             participant.prepare()

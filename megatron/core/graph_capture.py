@@ -10,7 +10,7 @@ they ran once more.
 """
 
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +28,8 @@ class Graph(Protocol):
 class GraphDevice(Protocol):
     """What captures the work of a device. Its graphs share the memory that they free inside: one runs at a time."""
 
-    def warming_up(self) -> AbstractContextManager[None]:
-        """Around work that runs as usual before it is captured: what libraries set up once, they set up in it."""
+    def on_capture_stream(self) -> AbstractContextManager[None]:
+        """Around work that runs as usual where captures are made: what libraries set up for a stream is there then."""
         ...
 
     def capturing(self) -> AbstractContextManager[Graph]:
@@ -41,35 +41,32 @@ class GraphDevice(Protocol):
         ...
 
 
-class GraphParticipant(Protocol):
-    """Who keeps account on the host of what captured passes do; see [Note: graphs]."""
+class GraphParticipant:
+    """Who keeps account on the host of what captured passes do; see [Note: graphs]. By itself it does nothing."""
 
     def fingerprint(self) -> Hashable:
         """What a capture takes for given: a graph is of no use once this has changed.
 
         While a graph is replayed it changes on all ranks or on none; after eager passes it may on some alone.
         """
-        ...
+        return None
 
     def prepare(self) -> None:
         """Before each capture and replay, outside of it: what is under way ends."""
-        ...
 
     def capturing(self) -> AbstractContextManager[None]:
         """Around the passes, as part of the graph: before its end all other streams have to be waited for."""
-        ...
+        return nullcontext()
 
     def captured(self) -> Any:
         """The account after a capture, which `replayed` is given each time."""
-        ...
+        return None
 
     def dropped(self) -> None:
         """Instead of `captured`, where the capture failed on this rank or another: nothing of it has run."""
-        ...
 
     def replayed(self, account: Any) -> None:
         """The graph has run: from now on the account is what it was after the capture."""
-        ...
 
 
 class StaticTree:

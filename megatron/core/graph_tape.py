@@ -94,7 +94,7 @@ class TapeGraphs:
         self._together: list[_Recorder] | None = None
 
     @contextmanager
-    def warming_up(self) -> Iterator[None]:
+    def on_capture_stream(self) -> Iterator[None]:
         """See GraphDevice: nothing is kept by stream here."""
         yield
 

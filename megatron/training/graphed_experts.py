@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron.core.graph_capture import GraphParticipant
 from megatron.core.transformer.moe.paged_stash import PagedStash
 from megatron.training.expert_memory import ExpertMemory
 
@@ -25,8 +26,8 @@ class _Account:
     stash: PagedStash | None
 
 
-class GraphedExperts:
-    """A GraphParticipant for the experts' memory, whose begin_step precedes each capture and replay."""
+class GraphedExperts(GraphParticipant):
+    """The experts' memory, whose begin_step precedes each capture and replay, and whatever follows a broken capture."""
 
     def __init__(self, memory: ExpertMemory) -> None:
         self._memory = memory
@@ -34,9 +35,6 @@ class GraphedExperts:
     def fingerprint(self) -> Hashable:
         """See GraphParticipant: sizes of buffers and of the pool."""
         return self._memory.epoch
-
-    def prepare(self) -> None:
-        """See GraphParticipant: begin_step has done it."""
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -52,9 +50,6 @@ class GraphedExperts:
         """See GraphParticipant."""
         step = self._memory.step
         return _Account(list(step.passes), step.rows, step.stash)
-
-    def dropped(self) -> None:
-        """See GraphParticipant: begin_step comes before whatever runs next."""
 
     def replayed(self, account: _Account) -> None:
         """See GraphParticipant."""

@@ -5,7 +5,7 @@ transformer/cuda_graphs.py's.
 """
 
 import argparse
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -118,18 +118,13 @@ def graph_device() -> GraphDevice:
     return CudaGraphs(default_device(), generators=get_cuda_rng_tracker().generators)
 
 
-class PassesOfStep:
-    """A GraphParticipant for what the schedule hands over to the loop, and for timers, which no graph can hold."""
+class PassesOfStep(GraphParticipant):
+    """What the schedule hands over to the loop, and timers, which no graph can hold. Whoever runs a step again forgets
+    its gradients.
+    """
 
     def __init__(self, finalize: DeferredFinalizer, timers: Timers) -> None:
         self._finalize, self._timers = finalize, timers
-
-    def fingerprint(self) -> Hashable:
-        """See GraphParticipant."""
-        return None
-
-    def prepare(self) -> None:
-        """See GraphParticipant."""
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -140,9 +135,6 @@ class PassesOfStep:
     def captured(self) -> tuple[Any, ...]:
         """See GraphParticipant: what finalizes gradients after the step, tensors of the graph among it."""
         return self._finalize.handed_over
-
-    def dropped(self) -> None:
-        """See GraphParticipant: whoever runs the step again forgets its gradients."""
 
     def replayed(self, account: tuple[Any, ...]) -> None:
         """See GraphParticipant."""

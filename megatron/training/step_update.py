@@ -3,8 +3,7 @@
 How, is megatron.core.distributed's and the optimizer's; when a step counts is step_runner.py's.
 """
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch import Tensor
 from megatron.core.device import default_device
 from megatron.core.distributed.distributed_data_parallel import require_wrapped
 from megatron.core.distributed.finalize_model_grads import complete_model_grads, end_model_step
+from megatron.core.graph_capture import GraphParticipant
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.device_step import DeviceStep
 from megatron.core.process_groups_config import group_size
@@ -39,10 +39,10 @@ class StepUpdate:
         self._finalize.forget()
 
 
-class GraphedUpdate(StepUpdate):
+class GraphedUpdate(StepUpdate, GraphParticipant):
     """Makes the update a part of the graph of the passes, where the device decides whether it happens.
 
-    A GraphParticipant, whose `follow` is the wrapper's follow_up. What only counts once the host knows that a step was
+    `follow` is the wrapper's follow_up. What only counts once the host knows that a step was
     not void, as the biases of routers, stays outside.
     void_flags: the experts', see StepMemory; None where nothing can be lost. checks_losses: a loss that is not finite
     makes the step void as well, as it ends the run before its update.
@@ -103,18 +103,9 @@ class GraphedUpdate(StepUpdate):
             dist.all_reduce(void, op=dist.ReduceOp.MAX)
         return void
 
-    def fingerprint(self) -> Hashable:
-        """See GraphParticipant."""
-        return None
-
     def prepare(self) -> None:
         """See GraphParticipant: fills in the learning rates."""
         self._optimizer.prepare_device_step()
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """See GraphParticipant: nothing of the passes themselves."""
-        yield
 
     def captured(self) -> DeviceStep:
         """See GraphParticipant: what each replay leaves for the host."""

@@ -31,7 +31,7 @@ class CountedGraphs:
     def __init__(self, device: GraphDevice) -> None:
         self.num_captures = 0
         self._device = device
-        self.warming_up, self.capturing_together = device.warming_up, device.capturing_together
+        self.on_capture_stream, self.capturing_together = device.on_capture_stream, device.capturing_together
 
     @contextmanager
     def capturing(self) -> Iterator[Graph]:

@@ -140,7 +140,7 @@ def test_a_capture_that_the_gpu_breaks_off_leaves_stream_generators_and_allocato
     ones, main = torch.ones(1 << 14, device=default_device()), torch.cuda.current_stream()
     expected = [draw(ones) for _ in range(4)]
     seed()
-    with graphs.warming_up():
+    with graphs.on_capture_stream():
         warm = draw(ones)
     with graphs.capturing() as before:
         drawn = draw(ones)

@@ -3,16 +3,17 @@
 What is launched when is launch_order.py's; what a participant is, graph_capture.py's.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron.core.distributed.bucket_group import ParamState
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.grad_checks import Measured
+from megatron.core.graph_capture import GraphParticipant
 
 
-class GraphedReductions:
-    """A GraphParticipant for wrapped chunks that share a launch order.
+class GraphedReductions(GraphParticipant):
+    """Wrapped chunks that share a launch order, which stays as it is, as do buckets.
 
     With overlap_param_gather the graph begins with stale shards: each replay gathers the parameters of the moment, also
     where an evaluation in between has done so.
@@ -27,10 +28,6 @@ class GraphedReductions:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
             if group.is_sharded
         ]
-
-    def fingerprint(self) -> Hashable:
-        """See GraphParticipant: the order is frozen, and buckets are never cut anew."""
-        return None
 
     def prepare(self) -> None:
         """See GraphParticipant. Collective, where anything has been gathered since the last update, on all ranks alike:

@@ -134,7 +134,7 @@ class CudaGraphManager:
         if not forward_only:
             self._begin_step()
         try:
-            with self.device.warming_up():
+            with self.device.on_capture_stream():
                 return self._run(data_iterator=data_iterator, forward_only=forward_only, **keywords)
         finally:
             self.uses_graphs = False
