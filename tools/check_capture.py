@@ -1,6 +1,7 @@
 """Says without a GPU whether the passes of a training step can be one CUDA graph: `python tools/check_capture.py` with
 the flags of pretrain_gpt.py; with --optimizer-cuda-graph the optimizer's step too, and with --cuda-graph-impl local the
 parts of layers that --cuda-graph-modules names. Exit status 0: they can; 1: all that breaks it is printed.
+With --replay N it also trains N more steps from tapes, which do what graphs do, and compares: see capture_replay.py.
 
 Trains two steps on made-up tokens, and looks at the third as it would be captured; nothing is loaded or written. A
 layout needs its processes: start it with torchrun, as the training. What can be captured does not depend on sizes:
@@ -13,12 +14,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -36,12 +36,7 @@ from megatron.core.parallel_state import get_process_groups  # noqa: E402
 from megatron.core.process_groups_config import group_rank, group_size  # noqa: E402
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
-from megatron.core.transformer.cuda_graphs import CudaGraphManager  # noqa: E402
-from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes  # noqa: E402
-from megatron.core.transformer.moe.static_parts import padded_parts  # noqa: E402
-from megatron.training.command_line.errors import CommandLineError  # noqa: E402
-from megatron.training.command_line.graph_checks import check_graphs  # noqa: E402
 from megatron.training.errors import exit_on_user_error, message_for_other_ranks  # noqa: E402
 from megatron.training.expert_memory import build_expert_memory  # noqa: E402
 from megatron.training.failure_board import FailureBoard  # noqa: E402
@@ -53,63 +48,37 @@ from megatron.training.setup import (  # noqa: E402
     setup_steps,
     setup_tokenizer,
 )
-from megatron.training.step_runner import StepGraph, StepRunner  # noqa: E402
-
-_WARMUP_STEPS = 2
-_DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
+from megatron.training.step_runner import StepRunner  # noqa: E402
+from tools.asked_graphs import (  # noqa: E402
+    WARMUP_STEPS,
+    asked_of,
+    failures_of,
+    leave_files_alone,
+    refusals_of_flags,
+    send_as_a_gpu_does,
+)
+from tools.capture_replay import differences_of_replay  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the verdict on the command line `argv`, or the process's own, and exits with its status."""
-    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--replay", type=int, default=0)
+    own, argv = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     with exit_on_user_error():
-        breaks = breaks_of(argv)
-    what = str(asked_of(argv)[0])
+        found = breaks_of(argv)
+        _say(f"{'NOT ' * bool(found)}CAPTURABLE: {asked_of(argv)[0]}", found)
+        if own.replay and not found:
+            found = differences_of_replay(argv, own.replay)
+            same = f"REPLAYED: {own.replay} steps on a tape have the bits of the eager ones"
+            _say("NOT THE SAME when replayed on a tape" if found else same, found)
+    raise SystemExit(int(bool(found)))
+
+
+def _say(verdict: str, found: Sequence[str]) -> None:
     # All ranks know the same, and their group has ended.
     if os.environ.get("RANK", "0") == "0":
-        print(f"NOT CAPTURABLE: {what}" if breaks else f"CAPTURABLE: {what}")
-        print("".join(f"{number}. {one}\n" for number, one in enumerate(breaks, 1)), end="", flush=True)
-    raise SystemExit(int(bool(breaks)))
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What of a command line is about graphs. modules: those of local, none for its default."""
-
-    impl: str = "full_iteration"
-    modules: tuple[str, ...] = ()
-    with_optimizer: bool = False
-
-    def __str__(self) -> str:
-        modules = f" --cuda-graph-modules {' '.join(self.modules)}" if self.modules else ""
-        return f"--cuda-graph-impl {self.impl}{modules}" + " --optimizer-cuda-graph" * self.with_optimizer
-
-    def give_to(self, args: argparse.Namespace) -> None:
-        """Writes them into parsed flags."""
-        args.cuda_graph_impl, args.cuda_graph_warmup_steps = self.impl, _WARMUP_STEPS
-        args.cuda_graph_modules, args.optimizer_cuda_graph = list(self.modules), self.with_optimizer
-
-
-def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
-    """What is asked for, and the rest: flags of graphs are refused without a GPU, or with what is to be explained."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--cuda-graph-impl")
-    parser.add_argument("--cuda-graph-modules", nargs="+", default=[])
-    parser.add_argument("--cuda-graph-warmup-steps")
-    parser.add_argument("--optimizer-cuda-graph", action="store_true")
-    found, rest = parser.parse_known_args(argv)
-    impl = "local" if found.cuda_graph_impl == "local" else Asked.impl
-    return Asked(impl, tuple(found.cuda_graph_modules), found.optimizer_cuda_graph), rest
-
-
-def refusals_of_flags(args: argparse.Namespace, asked: Asked) -> list[str]:
-    """Why no such graph can be had, as far as flags say it; `args` has what is asked for from now on."""
-    asked.give_to(args)
-    try:
-        check_graphs(args)
-    except CommandLineError as error:
-        return [str(error)]
-    return []
+        print("\n".join([verdict, *(f"{number}. {one}" for number, one in enumerate(found, 1))]), flush=True)
 
 
 def breaks_of(argv: Sequence[str]) -> list[str]:
@@ -126,7 +95,7 @@ def breaks_of(argv: Sequence[str]) -> list[str]:
             args.check_for_nan_in_loss_and_grad = False
         steps, optimizer, graphs = _setup(args)
         batches = _made_up_batches(args)
-        for number in range(1, _WARMUP_STEPS + 2):
+        for number in range(1, WARMUP_STEPS + 2):
             optimizer.zero_grad()
             _train_step(steps, batches, iteration=number)
         every_rank = gather_objects(graphs.breaks(steps), dist.group.WORLD)
@@ -177,13 +146,6 @@ class LintedGraphs:
         return [str(one) for region in self.regions for one in region.refusals] + failures
 
 
-def failures_of(graph: StepGraph) -> list[str]:
-    """Errors that ended a capture."""
-    if isinstance(graph, CudaGraphManager):
-        return [f"{name} failed: {failure}" for name, failure in graph.failures.items()]
-    return [] if graph.failure is None else [f"the passes failed: {graph.failure}"]
-
-
 def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, LintedGraphs]:
     """As pretrain does, without checkpoints, logs and data."""
     publish_tokenizer(setup_tokenizer(args))
@@ -207,23 +169,13 @@ def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, Lin
     seed_ranks(args.seed, groups)
     if memory is not None:
         memory.prepare(LearnedSizes(), num_microbatches=batches.final_num_microbatches, pp_group=groups.pp)
-    _send_as_a_gpu_does(model)
+    send_as_a_gpu_does(model)
     return steps, optimizer, graphs
-
-
-def _send_as_a_gpu_does(model: Sequence[nn.Module]) -> None:
-    """Rows of a fixed number for each rank: on the CPU, where that is no wait, the host reads how many there are."""
-    for module in (module for chunk in model for module in chunk.modules()):
-        dispatcher = vars(module).get("token_dispatcher")
-        if isinstance(dispatcher, MoEStaticAlltoAllTokenDispatcher):
-            dispatcher.wire = replace(dispatcher.wire, layout=padded_parts)
 
 
 def _made_up_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     """The microbatches of a step of this rank, as data iterators give them."""
-    for name in _DATA:
-        vars(args)[name] = None
-    args.mock_data = True
+    leave_files_alone(args)
     groups, count = get_process_groups(), get_num_microbatches()
     plan = BatchPlan(
         micro_batch_size=args.micro_batch_size,

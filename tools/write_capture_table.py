@@ -17,8 +17,9 @@ import torch
 from torch import multiprocessing
 
 from megatron.training.arguments import parse_args
+from tools.asked_graphs import asked_of, refusals_of_flags
 from tools.capture_configurations import CONFIGURATIONS, Configuration, Flags, words_of
-from tools.check_capture import asked_of, breaks_of, refusals_of_flags
+from tools.check_capture import breaks_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cuda_graphs.md"

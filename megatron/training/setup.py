@@ -63,12 +63,16 @@ def setup_run(
     forward_step_func: Callable[..., Any],
     callbacks: Sequence[Callback] = (),
     config_overrides: ConfigOverrides | None = None,
+    graphs: GraphDevice | None = None,
 ) -> TrainingRun:
-    """Builds everything but the data and loads the checkpoint, which sets the data position in `run.state`."""
+    """Builds everything but the data and loads the checkpoint, which sets the data position in `run.state`.
+
+    graphs: what captures in the place of this process's GPU, where the flags ask for CUDA graphs.
+    """
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
     logging = config_from_args(LoggingConfig, args)
     # Before anything is built: without a GPU nothing that the flags ask for can be had.
-    graphs = None if args.cuda_graph_impl == "none" else graph_device()
+    graphs = None if args.cuda_graph_impl == "none" else graphs or graph_device()
     check_folders(args)
     publish_tokenizer(setup_tokenizer(args))
     timers = Timers(logging.timing_log_level, logging.timing_log_option, device=default_device())

@@ -1,0 +1,38 @@
+"""check_capture.py --replay: steps on a tape have the bits of eager ones, or what differs first is named."""
+
+from unittest.mock import patch
+
+from torch import Tensor
+
+from megatron.core.transformer.mlp import MLP
+from tests.harness import launch_on_ranks
+from tools.capture_configurations import CONFIGURATIONS, DENSE, words_of
+from tools.check_capture import main
+
+
+def test_a_stash_over_ranks_is_replayed_with_the_same_bits() -> None:
+    argv = ["--replay", "2", *CONFIGURATIONS["stash over ranks, ZeRO-1"].argv]
+    ends = launch_on_ranks(main, 2, argv, backend=None)
+    assert [end.exit_code for end in ends] == [0, 0], ends[0].stderr
+    assert ends[0].stdout.splitlines()[-1] == "REPLAYED: 2 steps on a tape have the bits of the eager ones"
+
+
+def replay_with_a_counter(argv: list[str]) -> None:
+    forward = MLP.forward
+
+    def counts(mlp: MLP, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        # Of each layer, so that every run begins with the same one.
+        vars(mlp)["calls"] = vars(mlp).get("calls", 0) + 1
+        output, bias = forward(mlp, hidden)
+        return output * (1 + 1 / vars(mlp)["calls"]), bias
+
+    with patch.object(MLP, "forward", counts):
+        main(argv)
+
+
+def test_a_counter_of_the_host_that_the_lint_cannot_see_is_found() -> None:
+    (end,) = launch_on_ranks(replay_with_a_counter, 1, ["--replay", "2", *words_of(DENSE)], backend=None)
+    verdict, replayed, line = end.stdout.splitlines()[-3:]
+    assert (end.exit_code, verdict.partition(":")[0]) == (1, "CAPTURABLE")
+    # The third step is captured, with its own numbers.
+    assert replayed.startswith("NOT THE SAME") and line.startswith("1. rank 0: step 4: losses is ")

@@ -1,0 +1,119 @@
+"""Trains the first steps of a command line twice on the CPU, eagerly and with tapes in the place of CUDA graphs, and
+compares them bit for bit; for `check_capture.py --replay`. What a tape is, is graph_tape.py's.
+
+It shows what no look at a single step can: a number, list or flag of the host that changes from step to step, and that
+a graph would go on using as it was. Both run with --deterministic-mode.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.graph_tape import Tape, TapeGraphs
+from megatron.core.group_collectives import gather_objects
+from megatron.training.callbacks import StepReport
+from megatron.training.errors import message_for_other_ranks
+from megatron.training.failure_board import FailureBoard
+from megatron.training.initialize import initialize_megatron, leave_process_group
+from megatron.training.run import TrainingRun
+from megatron.training.setup import setup_data, setup_run
+from megatron.training.training import train_step
+from tools.asked_graphs import WARMUP_STEPS, asked_of, failures_of, leave_files_alone, send_as_a_gpu_does
+
+# What two equal runs need not share.
+_OF_THE_MACHINE = frozenset({"seconds", "memory", "notes", "stash"})
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A rank's part of a run. steps: what their reports say, as text, in which NaN equals NaN. weights: digests of
+    parameters, by name. failures: why there are no graphs.
+    """
+
+    steps: list[dict[str, str]]
+    weights: dict[str, str]
+    failures: list[str]
+
+
+class _CountedTapes(TapeGraphs):
+    """Counts captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_captures = 0
+
+    @contextmanager
+    def capturing(self) -> Iterator[Tape]:
+        """See TapeGraphs."""
+        self.num_captures += 1
+        with super().capturing() as tape:
+            yield tape
+
+
+def differences_of_replay(argv: Sequence[str], num_steps: int) -> list[str]:
+    """Where training from graphs departs from training without: on each rank what differs first; none, as it should
+    be. Collective.
+
+    num_steps: those that are replayed, behind some that warm up.
+    """
+    eager, replayed = _train(argv, num_steps, tapes=None), _train(argv, num_steps, tapes=_CountedTapes())
+    found = []
+    for rank, (own, expected) in enumerate(zip(replayed, eager, strict=True)):
+        first = own.failures or _first_difference(own, expected)
+        found += [f"rank {rank}: {one}" for one in first]
+    return found
+
+
+def _first_difference(own: _Trained, expected: _Trained) -> list[str]:
+    for number, (step, eager) in enumerate(zip(own.steps, expected.steps, strict=True), 1):
+        for name, value in step.items():
+            if value != eager[name]:
+                return [f"step {number}: {name} is {value} from graphs, and {eager[name]} without"]
+    names = [name for name, digest in own.weights.items() if digest != expected.weights[name]]
+    return [f"after step {len(own.steps)}: {name} is another one from graphs than without" for name in names[:1]]
+
+
+def _train(argv: Sequence[str], num_steps: int, *, tapes: _CountedTapes | None) -> list[_Trained]:
+    """Of each rank."""
+    asked, rest = asked_of(argv)
+    with FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
+        # Other kernels for experts in fp32 are told by the host, on the CPU alone, where rows begin.
+        args = initialize_megatron(argv=[*rest, "--deterministic-mode"], board=board)
+        leave_files_alone(args)
+        if tapes is not None:
+            asked.give_to(args)
+        run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step, graphs=tapes)
+        send_as_a_gpu_does(run.model)
+        count = WARMUP_STEPS + num_steps
+        samples = count * run.batches.running.final_size
+        setup_data(run, lambda _: pretrain_gpt.train_valid_test_datasets_provider([samples, 0, 0]), num_workers=0)
+        steps = [_comparable(train_step(run)[0]) for _ in range(count)]
+        failures = [] if run.steps.graph is None else failures_of(run.steps.graph)
+        if tapes is not None and not failures and tapes.num_captures == 0:
+            failures.append("nothing was captured")
+        trained = _Trained(steps, _weights(run), failures)
+        if run.steps.graph is not None:
+            run.steps.graph.drop_graphs()
+        return gather_objects(trained, dist.group.WORLD)
+
+
+def _comparable(report: StepReport) -> dict[str, str]:
+    return {name: repr(value) for name, value in vars(report).items() if name not in _OF_THE_MACHINE}
+
+
+def _weights(run: TrainingRun) -> dict[str, str]:
+    named = {}
+    for index, chunk in enumerate(run.model):
+        if isinstance(chunk, DistributedDataParallel):
+            # Parameters may still be on their way from the ranks that updated them.
+            chunk.start_param_sync(force_sync=True)
+        for name, parameter in chunk.named_parameters():
+            data = parameter.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            named[f"{index} {name}"] = hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+    return named
