@@ -3,32 +3,44 @@
 Knows a callable that runs passes, static inputs and participants; no experts and no optimizer. See graph_capture.py.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron.core.agreement import all_ranks_agree, any_rank
+from megatron.core.agreement import all_ranks_agree
 from megatron.core.device import CudaGraphs, default_device
 from megatron.core.graph_capture import (
+    CaptureFailedError,
     Graph,
     GraphDevice,
     GraphParticipant,
     StaticTree,
     fingerprints,
-    first_cause,
+    naming_first_error,
     signature,
 )
+from megatron.core.group_collectives import gather_objects
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+logger = logging.getLogger(__name__)
 
-class CaptureFailedError(RuntimeError):
-    """A step could not be captured on some rank; raised on all, with nothing executed of what was to be captured."""
+# Kinds of steps that are remembered as having run eagerly.
+_MANY_KEYS = 64
+
+
+class _Plan(Enum):
+    WARM_UP = "run eagerly, to be captured when it comes again"
+    CAPTURE = "capture and replay"
+    REPLAY = "replay"
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,8 @@ class FullCudaGraphWrapper:
         self._follow_up = follow_up
         self._max_graphs = max_graphs
         self._steps_to_warm_up = cuda_graph_warmup_steps
-        self._warm: set[Hashable] = set()
+        self._warm: dict[Hashable, None] = {}  # kinds of steps that have run eagerly, in order
+        self._has_warned = False
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._given: Hashable = None  # what participants took for given in the last step
 
@@ -107,13 +120,14 @@ class FullCudaGraphWrapper:
             return self._run(data_iterator=data_iterator, forward_only=forward_only, **keywords)
         batches = _read(data_iterator, keywords["num_microbatches"])
         key = (keywords["num_microbatches"], signature(batches))
-        self._drop_stale(key)
-        if key not in self._graphs and self._must_warm_up(key):
+        plan = self._agree_on_plan(key)
+        if plan is _Plan.WARM_UP:
+            self._count_warm_up(key)
             with self._device.on_capture_stream():
                 return self._run_passes(batches, keywords)
         for participant in self._participants:
             participant.prepare()
-        if key not in self._graphs:
+        if plan is _Plan.CAPTURE:
             self._graphs[key] = self._capture(batches, keywords)
             while len(self._graphs) > self._max_graphs:
                 self._graphs.popitem(last=False)
@@ -125,40 +139,54 @@ class FullCudaGraphWrapper:
         self._graphs.clear()
         self._warm.clear()
 
-    def _drop_stale(self, key: Hashable) -> None:
+    def _agree_on_plan(self, key: Hashable) -> "_Plan":
+        """What all ranks do with this step. Collective, a few bytes from host to host: ranks may have read batches of
+        other shapes, and passes that ran eagerly may have taught a rank alone what graphs cannot know.
+        """
         given = fingerprints(self._participants)
-        is_stale = bool(self._warm) and self._given != given
-        self._given = given
-        if key not in self._graphs:
-            # Eager passes may teach a rank alone what no graph has taken for given; all capture together, or none.
-            is_stale = any_rank(is_stale)
-        if is_stale:
+        is_stale, self._given = self._given is not None and self._given != given, given
+        is_warm = self._steps_to_warm_up == 0 and key in self._warm
+        own = (is_stale, is_warm, key in self._graphs)
+        everyone = gather_objects(own, dist.group.WORLD if dist.is_initialized() else None)
+        any_stale, all_warm, all_captured = (
+            fold(facts) for fold, facts in zip((any, all, all), zip(*everyone, strict=True), strict=True)
+        )
+        if any_stale:
             self.drop_graphs()
+            return _Plan.WARM_UP
+        if all_captured:
+            return _Plan.REPLAY
+        return _Plan.CAPTURE if all_warm else _Plan.WARM_UP
 
-    def _must_warm_up(self, key: Hashable) -> bool:
-        """Whether a step is still to run eagerly before one like it is captured; counts it."""
-        if self._steps_to_warm_up == 0 and key in self._warm:
-            return False
+    def _count_warm_up(self, key: Hashable) -> None:
         # Of a number of microbatches, or sizes, that are new: one step, in which kernels are built and tables grow.
         self._steps_to_warm_up = max(0, self._steps_to_warm_up - 1)
-        self._warm.add(key)
-        return True
+        self._warm[key] = None
+        if len(self._warm) > _MANY_KEYS:
+            del self._warm[next(iter(self._warm))]
+            if not self._graphs and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%d steps had batches of as many kinds (number of micro-batches, shapes, plain values): nothing is "
+                    "captured, as no kind comes again",
+                    _MANY_KEYS,
+                )
 
     @record_function("FullCudaGraphWrapper.capture")
     def _capture(self, batches: list[Any], keywords: dict[str, Any]) -> _Captured:
         inputs = StaticTree(batches, default_device())
         inputs.fill(batches)
         try:
-            with all_ranks_agree():
-                with self._device.capturing() as graph:
-                    with ExitStack() as stack:
-                        for participant in self._participants:
-                            stack.enter_context(participant.capturing())
-                        reports = self._run_passes(inputs.values, keywords)
-                    if self._follow_up is not None:
-                        self._follow_up(reports)
-        except (ValueError, OSError, RuntimeError) as error:
-            self._failure = first_cause(error)
+            with all_ranks_agree(), naming_first_error(), self._device.capturing() as graph, naming_first_error():
+                with ExitStack() as stack:
+                    for participant in self._participants:
+                        stack.enter_context(participant.capturing())
+                    reports = self._run_passes(inputs.values, keywords)
+                _check_reports(reports)
+                if self._follow_up is not None:
+                    self._follow_up(reports)
+        except RuntimeError as error:  # this rank's CaptureFailedError, or the news of another's
+            self._failure = str(error)
             self.drop_graphs()
             for participant in self._participants:
                 participant.dropped()
@@ -183,6 +211,14 @@ def _read(data_iterator: Any, num_microbatches: int) -> list[Any]:
     """The step's batches of each chunk, None for those that read nothing."""
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     return [None if one is None else [next(one) for _ in range(num_microbatches)] for one in iterators]
+
+
+def _check_reports(reports: list[Any]) -> None:
+    for leaf in tree_leaves(reports):
+        if not isinstance(leaf, torch.Tensor):
+            raise ValueError(
+                f"the loss function reports {leaf!r}, which each replay would repeat: report tensors alone"
+            )
 
 
 def _own(value: Any) -> Any:

@@ -9,12 +9,15 @@ numbers that change are read from the device, and whoever keeps account on the h
 they ran once more.
 """
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+# What a graph may take from the host as it is, if it is the same each time.
+CONSTANTS = (bool, int, float, str, type(None))
 
 
 class Graph(Protocol):
@@ -97,10 +100,19 @@ class StaticTree:
 
 
 def signature(values: Any) -> Hashable:
-    """What values of one StaticTree have in common: structure, shapes and dtypes of tensors, and all other values."""
+    """What values of one StaticTree have in common: structure, shapes and dtypes of tensors, and all other values.
+
+    Raises ValueError for what is neither a tensor nor a plain constant: it could change without being seen.
+    """
     leaves, structure = tree_flatten(values)
+    wrong = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *CONSTANTS))), None)
+    if wrong is not None:
+        raise ValueError(
+            f"a batch has a {type(wrong).__name__}: with CUDA graphs batches are tensors, numbers, texts and None in "
+            "dicts, lists and tuples; make it a tensor"
+        )
     return str(structure), tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves
     )
 
 
@@ -109,8 +121,38 @@ def fingerprints(participants: Sequence[GraphParticipant]) -> Hashable:
     return tuple(participant.fingerprint() for participant in participants)
 
 
-def first_cause(error: BaseException) -> str:
-    """One line. Ending a capture that an error broke raises another one, which says nothing of the first."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return str(error).partition("\n")[0] or type(error).__name__
+_MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class CaptureFailedError(RuntimeError):
+    """Something could not be captured; nothing of it has run. Raised for a step on all ranks."""
+
+
+@contextmanager
+def naming_first_error() -> Iterator[None]:
+    """Raises CaptureFailedError, in one line, for an error inside; of several, the first that was named so.
+
+    Once around what is captured and once around the capture: to end one that an error broke raises another, which says
+    nothing of the first. Mistakes of any kind, as other ranks must learn of each.
+    """
+    try:
+        yield
+    except _MISTAKES as error:
+        raise CaptureFailedError(_first_named(error)) from error
+
+
+def _first_named(error: BaseException) -> str:
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, CaptureFailedError):
+        link = link.__context__
+    found = link or error
+    return str(found).partition("\n")[0] or type(found).__name__

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.full_cuda_graph import CaptureFailedError
+from megatron.core.graph_capture import CaptureFailedError
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
@@ -200,6 +200,9 @@ class StepRunner:
         def run() -> Reports:
             if self.memory is not None:
                 self.memory.begin_step(num_microbatches=num_microbatches, forward_only=forward_only)
+            if self.update is not None and not forward_only:
+                # Of a step that an error ended before its update.
+                self.update.forget()
             return self._run_passes(start.batches, num_microbatches=num_microbatches, forward_only=forward_only)
 
         try:

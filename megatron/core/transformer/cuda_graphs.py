@@ -19,15 +19,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatron.core.graph_capture import Graph, GraphDevice, first_cause
-from megatron.core.group_collectives import gather_objects
+from megatron.core.agreement import any_rank
+from megatron.core.graph_capture import CONSTANTS, CaptureFailedError, Graph, GraphDevice, naming_first_error
 from megatron.core.tensor_parallel.param_attributes import has_main_grad
 from megatron.core.transformer.layer_parts import Run, run
 
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 # Of one part: shapes, dtypes and layouts of what it is called with. Others run eagerly.
 _MAX_SIGNATURES = 4
-_CONSTANTS = (bool, int, float, str, type(None))
 
 
 class PartParticipant(Protocol):
@@ -162,7 +160,7 @@ class CudaGraphManager:
         if self._steps_to_warm_up == 0:
             if not self._has_begun:
                 # Eager passes may teach a rank alone what no graph has taken for given.
-                is_stale = any(gather_objects(is_stale, dist.group.WORLD if dist.is_initialized() else None))
+                is_stale = any_rank(is_stale)
             if is_stale:
                 self.drop_graphs()
                 # In which tables grow and kernels are built for the new sizes.
@@ -222,8 +220,8 @@ class GraphedRun:
         if not free:
             try:
                 free.append(self._capture(call))
-            except (ValueError, OSError, RuntimeError) as error:
-                self.failure = first_cause(error)
+            except CaptureFailedError as error:
+                self.failure = str(error)
                 self._manager.warn(self)
                 return None
             self.num_slots += 1
@@ -248,7 +246,7 @@ class GraphedRun:
         slot.accounts = [participant.new_account() for participant in self._participants]
         params = [param for param in self._owner.parameters() if param.requires_grad]
         # Neither graph runs before both are there: should one fail, there is nothing to undo.
-        with self._manager.device.capturing_together():
+        with naming_first_error(), self._manager.device.capturing_together():
             with self._capturing(slot) as slot.forward:
                 slot.run_forward(call.with_tensors(slot.inputs))
             with self._capturing(slot) as slot.backward:
@@ -257,7 +255,7 @@ class GraphedRun:
 
     @contextmanager
     def _capturing(self, slot: "_Slot") -> Iterator[Graph]:
-        with self._manager.device.capturing() as graph, ExitStack() as stack:
+        with self._manager.device.capturing() as graph, naming_first_error(), ExitStack() as stack:
             for participant, account in zip(self._participants, slot.accounts):
                 stack.enter_context(participant.capturing(account))
             yield graph
@@ -292,7 +290,7 @@ class _Call:
         for leaf in self.leaves:
             if isinstance(leaf, Tensor):
                 words.append((leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad, leaf.device))
-            elif isinstance(leaf, _CONSTANTS):
+            elif isinstance(leaf, CONSTANTS):
                 words.append(leaf)
             else:
                 return None
