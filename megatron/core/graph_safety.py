@@ -31,6 +31,7 @@ from megatron.core.graph_refusals import (
     GENERATOR,
     GENERATOR_STATE,
     GRAPH_SAFE_STATES,
+    HOST_RANDOM,
     ON_CPU_ALONE,
     OUTLIVES,
     PYTHON_CALLS,
@@ -250,6 +251,8 @@ class _Calls:
             reason = reason_against_method(owner, name)
             if reason is GENERATOR_STATE and GRAPH_SAFE_STATES in _callers():
                 return
+            if reason is HOST_RANDOM and _is_importing(frame):
+                return
             if reason is not None:
                 operation = f"{type(owner).__module__}.{type(owner).__name__}.{name}"
                 self._watch.refuse(operation, reason, line=user_line(frame))
@@ -369,6 +372,15 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
         return SourceLine(here.f_code.co_filename, here.f_lineno)
     forward = node.metadata.get(_FORWARD_LINE) or SourceLine(here.f_code.co_filename, here.f_lineno)
     return SourceLine(forward.file, forward.number, f"the backward of {node.name()}")
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported: torch imports parts late, some of which draw once, for names of their own."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _callers() -> set[str]:
