@@ -65,7 +65,8 @@ class PartParticipant(Protocol):
 
 
 class CudaGraphManager:
-    """Takes the place of the function that get_forward_backward_func returns, with the same keywords.
+    """Takes the place of the function that get_forward_backward_func returns, with the same keywords; unlike Megatron's
+    class of this name, one manages the parts of all layers.
 
     1. Parts are made before the first step by `graphed`, and called by their layers in place of a plain run.
     2. The first cuda_graph_warmup_steps training steps run eagerly, and so does the step after the fingerprint changed,
