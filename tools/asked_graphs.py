@@ -1,16 +1,22 @@
 """What a command line asks of CUDA graphs, for the tools that look at it without a GPU."""
 
 import argparse
+import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from torch import nn
 
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.static_parts import padded_parts
+from megatron.training.arguments import parse_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.graph_checks import check_graphs
+from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.yaml_config import config_text
 from megatron.training.step_runner import StepGraph
 
 WARMUP_STEPS = 2
@@ -37,15 +43,19 @@ class Asked:
 
 
 def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
-    """What is asked for, and the rest: flags of graphs are refused without a GPU, or with what is to be explained."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--cuda-graph-impl")
-    parser.add_argument("--cuda-graph-modules", nargs="+", default=[])
-    parser.add_argument("--cuda-graph-warmup-steps")
-    parser.add_argument("--optimizer-cuda-graph", action="store_true")
-    found, rest = parser.parse_known_args(argv)
-    impl = "local" if found.cuda_graph_impl == "local" else Asked.impl
-    return Asked(impl, tuple(found.cuda_graph_modules), found.optimizer_cuda_graph), rest
+    """What a command line and its --config ask for, and a command line with everything else, as a file of settings:
+    flags of graphs are refused without a GPU, or with what is to be explained.
+    """
+    args, table = parse_args(argv=argv), flag_table()
+    impl = "local" if args.cuda_graph_impl == "local" else Asked.impl
+    asked = Asked(impl, tuple(args.cuda_graph_modules), args.optimizer_cuda_graph)
+    args.cuda_graph_impl, args.cuda_graph_modules, args.optimizer_cuda_graph = "none", [], False
+    # The launcher's, which parsing reads anew; as a setting it is the planner's.
+    args.world_size = table.by_dest["world_size"].default
+    with NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
+        file.write(config_text(args, table=table, script_dests=frozenset()))
+    atexit.register(Path(file.name).unlink, missing_ok=True)
+    return asked, ["--config", file.name]
 
 
 def refusals_of_flags(args: argparse.Namespace, asked: Asked) -> list[str]:

@@ -375,7 +375,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device, *, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> None:
         """Raises ValueError where there is no GPU."""
         if device.type != "cuda":
-            raise ValueError(f"device is {device}: CUDA graphs need a GPU")
+            raise ValueError(f"device is {device}: CUDA graphs need a GPU; for tests TapeGraphs() stands for one")
         self._device, self._generators = device, generators
         # Captures need a stream of their own, as the default one takes part in no capture. One for all of them: memory
         # that one graph has freed goes to the next only on the same stream.

@@ -5,7 +5,7 @@ Knows a callable that runs passes, static inputs and participants; no experts an
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
@@ -110,16 +110,19 @@ class FullCudaGraphWrapper:
         """Whether a call may raise CaptureFailedError; once one has, none does."""
         return self._failure is None
 
-    def __call__(self, *, data_iterator: Any, forward_only: bool = False, **keywords: Any) -> list[Any]:
+    def __call__(
+        self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **keywords: Any
+    ) -> list[Any]:
         """Runs the passes; returns what the losses of the last stage report, in memory of the caller's own.
 
-        data_iterator: an iterator or None, or a list with one a chunk. Collective where the passes are. Raises
-        CaptureFailedError.
+        data_iterator: an iterator or None, or a list with one a chunk; the passes get the same, over what was read of
+        it. Collective where the passes are. Raises CaptureFailedError; ValueError for batches that no graph can take.
         """
+        keywords["num_microbatches"] = num_microbatches
         if forward_only or not self.may_break_off:
             return self._run(data_iterator=data_iterator, forward_only=forward_only, **keywords)
-        batches = _read(data_iterator, keywords["num_microbatches"])
-        key = (keywords["num_microbatches"], signature(batches))
+        batches = _read(data_iterator, num_microbatches)
+        key = (num_microbatches, signature(batches))
         plan = self._agree_on_plan(key)
         if plan is _Plan.WARM_UP:
             self._count_warm_up(key)
@@ -173,7 +176,7 @@ class FullCudaGraphWrapper:
                 )
 
     @record_function("FullCudaGraphWrapper.capture")
-    def _capture(self, batches: list[Any], keywords: dict[str, Any]) -> _Captured:
+    def _capture(self, batches: Any, keywords: dict[str, Any]) -> _Captured:
         inputs = StaticTree(batches, default_device())
         inputs.fill(batches)
         try:
@@ -194,11 +197,11 @@ class FullCudaGraphWrapper:
         return _Captured(graph, inputs, reports, [participant.captured() for participant in self._participants])
 
     def _run_passes(self, batches: Any, keywords: dict[str, Any]) -> list[Any]:
-        chunks = [None if of_chunk is None else iter(of_chunk) for of_chunk in batches]
-        return self._run(data_iterator=chunks, forward_only=False, **keywords)
+        iterators = list(map(_iterator, batches)) if isinstance(batches, tuple) else _iterator(batches)
+        return self._run(data_iterator=iterators, forward_only=False, **keywords)
 
     @record_function("FullCudaGraphWrapper.replay")
-    def _replay(self, captured: _Captured, batches: list[Any]) -> list[Any]:
+    def _replay(self, captured: _Captured, batches: Any) -> list[Any]:
         captured.inputs.fill(batches)
         captured.graph.replay()
         for participant, account in zip(self._participants, captured.accounts):
@@ -207,10 +210,15 @@ class FullCudaGraphWrapper:
         return [tree_map(_own, report) for report in captured.reports]
 
 
-def _read(data_iterator: Any, num_microbatches: int) -> list[Any]:
-    """The step's batches of each chunk, None for those that read nothing."""
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    return [None if one is None else [next(one) for _ in range(num_microbatches)] for one in iterators]
+def _read(data_iterator: Any, num_microbatches: int) -> Any:
+    """The step's batches, in a list, or a tuple with one of each chunk; None for those that read nothing."""
+    if isinstance(data_iterator, list):
+        return tuple(_read(one, num_microbatches) for one in data_iterator)
+    return None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
+
+
+def _iterator(batches: list[Any] | None) -> Iterator[Any] | None:
+    return None if batches is None else iter(batches)
 
 
 def _check_reports(reports: list[Any]) -> None:

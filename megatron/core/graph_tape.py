@@ -11,7 +11,7 @@ keeps shows up as another loss.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.device import rng_state_bytes, set_rng_state_bytes
@@ -107,8 +111,7 @@ class TapeGraphs:
             assert self._together is not None, "made by capturing_together"
             self._together.append(recorder)
             try:
-                # Some of gloo's collectives copy their result within `wait`, which a replay's own `wait` does too.
-                with patch.object(dist.Work, "wait", _unrecorded(dist.Work.wait)), recorder:
+                with _python_calls_patched(recorder), recorder:
                     yield tape
             finally:
                 set_rng_state_bytes(drawn, _CPU)
@@ -138,7 +141,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _READS & set(func.tags) and not _is_plain_index(func, args):
-            raise RuntimeError(f"{func} reads the device, or has a shape that depends on values: no graph can hold it")
+            raise _read_refused(str(func))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         launch = _Launch(func, args, kwargs, frozenset(map(_key, tensors)), [])
         # Collectives do not say what they write to.
@@ -171,6 +174,35 @@ class _Recorder(TorchDispatchMode):
         if _key(tensor) not in self._made and _key(tensor) not in self._before:
             data = _bytes(tensor)
             self._before[_key(tensor)] = (data, data.clone())
+
+
+@contextmanager
+def _python_calls_patched(recorder: "_Recorder") -> Iterator[None]:
+    with ExitStack() as stack:
+        # Some of gloo's collectives copy their result within `wait`, which a replay's own `wait` does too.
+        stack.enter_context(patch.object(dist.Work, "wait", _unrecorded(dist.Work.wait)))
+        # Not operators, so that nothing else would see them.
+        for name in ("tolist", "numpy"):
+            method = _refused_outside_operators(vars(torch._C.TensorBase)[name], name, recorder=recorder)
+            stack.enter_context(patch.object(Tensor, name, method, create=True))
+        yield
+
+
+def _refused_outside_operators(read: Callable[..., Any], name: str, *, recorder: "_Recorder") -> Callable[..., Any]:
+    def read_in_operators(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if recorder in _get_current_dispatch_mode_stack():
+            raise _read_refused(f"torch.Tensor.{name}")
+        return read(tensor, *args, **kwargs)
+
+    return read_in_operators
+
+
+def _read_refused(operation: str) -> RuntimeError:
+    return RuntimeError(
+        f"{operation} reads the device, or has a shape that depends on values: no graph can hold it; "
+        "megatron.core.graph_safety.assert_capturable names the line (where the CPU alone reads, which only "
+        "--deterministic-mode does without, tapes cannot stand for a GPU)"
+    )
 
 
 def _unrecorded(wait: Callable[..., bool]) -> Callable[..., bool]:

@@ -84,7 +84,9 @@ class StepGraph(Protocol):
         """See above."""
         ...
 
-    def __call__(self, *, data_iterator: Any, forward_only: bool = False, **keywords: Any) -> list[Any]:
+    def __call__(
+        self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **keywords: Any
+    ) -> list[Any]:
         """As what get_forward_backward_func returns. Raises CaptureFailedError, on all ranks, with nothing executed."""
         ...
 
