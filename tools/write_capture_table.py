@@ -30,7 +30,7 @@ _HEAD = """\
 """
 # Of what follows attention the larger part first: where it can be captured, those after it are left out.
 _FEED_FORWARD = {False: (("mlp",),), True: (("moe",), ("moe_router", "moe_preprocess"), ("moe_router",))}
-_OF_FLAGS = re.compile(r"--[\w-]+ is given and --cuda-graph-impl is \w+: (.*)")
+_OF_FLAGS = re.compile(r"--[\w-]+ is .* and --cuda-graph-impl is \w+: (.*)")
 _OF_LINE = re.compile(r"(.+?) at \S*?(\w+\.py):\d+ \(.*\)(?: in [\w ]+)?: (.*)")
 
 

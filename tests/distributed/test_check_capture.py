@@ -17,8 +17,8 @@ RECOMPUTED = ["--recompute-granularity", "random.py", "fused_bias_dropout.py", "
 NAMED = {
     "recompute with dropout": RECOMPUTED,
     "packed documents": ["--reset-attention-mask", "packed_seq_params.py"],
-    "dropless over ranks, all-to-all": ["--num-experts", "dispatch_alltoall.py"],
-    "dropless over ranks, all-gather": ["--num-experts", "capacity.py"],
+    "dropless over ranks, all-to-all": ["--expert-model-parallel-size", "dispatch_alltoall.py"],
+    "dropless over ranks, all-gather": ["--expert-model-parallel-size", "capacity.py"],
 }
 
 

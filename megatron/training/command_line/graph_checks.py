@@ -20,8 +20,11 @@ def check_graphs(args: argparse.Namespace) -> None:
         return
     for name, is_set, why in _contradictions(args):
         if is_set:
+            value = vars(args)[name]
+            # None: a short form of the flag was given.
+            shown = "given" if value in (True, None) else " ".join(value) if isinstance(value, list) else value
             flag = f"--{name.replace('_', '-')}"
-            raise CommandLineError(f"{flag} is given and --cuda-graph-impl is {args.cuda_graph_impl}: {why}")
+            raise CommandLineError(f"{flag} is {shown} and --cuda-graph-impl is {args.cuda_graph_impl}: {why}")
 
 
 def check_optimizer_graph(args: argparse.Namespace) -> None:
@@ -100,7 +103,7 @@ def _of_dispatch(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     reads_counts = args.num_experts is not None and not has_fixed_size
     return [
         (
-            "num_experts",
+            "expert_model_parallel_size",
             reads_counts and args.expert_model_parallel_size > 1,
             "with --expert-model-parallel-size above 1 the host reads how many tokens each rank gets; give the "
             "experts' buffers a fixed size by --moe-expert-rank-capacity-factor (2, say, with --moe-paged-stash)",

@@ -131,7 +131,11 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             ["--optimizer is muon, whose"],
         ),
         ("--cuda-graph-modules mlp", "", ["--cuda-graph-modules is mlp and --cuda-graph-impl is none"]),
-        (LOCAL + "moe", "", ["--cuda-graph-modules is given", "no layer has experts for moe"]),
+        (
+            LOCAL + "moe",
+            "",
+            ["--cuda-graph-modules is moe and --cuda-graph-impl is local", "no layer has experts for moe"],
+        ),
         (LOCAL + "mlp --num-experts 2", "", ["no layer is dense for mlp; give moe"]),
         (LOCAL + "moe experts --num-experts 2", "", ["moe is the whole layer, with experts in it"]),
         (LOCAL + "moe_preprocess --num-experts 2", "", ["in one graph with it; add moe_router"]),
