@@ -2,19 +2,23 @@
 anew, and what cannot be captured runs eagerly. On tapes, which do on the CPU what CUDA graphs do.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.graph_tape import TapeGraphs
 from megatron.core.models.gpt import GPTModel
+from megatron.training.run import TrainingRun
 from tests.distributed.graph_runs import FULL, Trained, train_here
 from tests.distributed.stash_runs import ROUTER, stash
-from tests.distributed.tiny_runs import SHARDED
+from tests.distributed.tiny_runs import SHARDED, Batch
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -145,6 +149,33 @@ def test_a_run_resumed_with_graphs_has_the_bits_of_one_that_never_stopped(tmp_pa
     for eager, resumed in run_on_ranks(_resumed, 2, str(tmp_path)):
         assert resumed.num_captures == 1
         resumed.assert_same(eager, "resumed")
+
+
+def _with_short_batches(run: TrainingRun) -> AbstractContextManager[None]:
+    """On rank 1 alone the batches of steps 4 and 5 are shorter."""
+    batches = run.train_iterator
+    assert batches is not None
+
+    def read() -> Iterator[Batch]:
+        for number, batch in enumerate(batches):
+            is_short = dist.get_rank() == 1 and number // 2 in (3, 4)
+            yield {key: value[:, :16] for key, value in batch.items()} if is_short else batch
+
+    run.train_iterator = read()
+    return nullcontext()
+
+
+def _with_batches_of_two_lengths() -> tuple[Trained, Trained]:
+    case = Case(2, "dense", {"global-batch-size": 4, "create-attention-mask-in-dataloader": None, "train-iters": 8})
+    argvs = _argv(case), _argv(case, FULL)
+    eager, captured = (train_here(argv, setup=_with_short_batches) for argv in argvs)
+    return eager, captured
+
+
+def test_ranks_whose_batches_differ_do_the_same_with_a_step() -> None:
+    for eager, captured in run_on_ranks(_with_batches_of_two_lengths, 2):
+        assert captured.failure is None and captured.num_captures == 2
+        captured.assert_same(eager, "batches of two lengths")
 
 
 def _reads_its_loss() -> tuple[Trained, Trained]:
