@@ -1,6 +1,6 @@
 """What graph_step.py measures: layers like those of known models, cut to fit, and the ways to run them, as flags."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RANKS = 8  # that share the experts; see [Note: stand-ins]
 CAPACITY = 2.0  # c
@@ -66,34 +66,23 @@ class Shape:
         """
 
 
+_QWEN3 = Shape(
+    hidden=2048,
+    ffn=768,
+    topk=8,
+    num_experts=32,
+    layers=12,
+    heads=32,
+    groups=4,
+    seq=4096,
+    microbatches=2,
+    extra="--bf16 --qk-layernorm",
+    at_once=5,
+)
 # Widths, heads' size and top-k are the models'; layers, experts and heads are fewer.
 SHAPES = {
-    "Qwen3-30B-A3B, short": Shape(
-        hidden=2048,
-        ffn=768,
-        topk=8,
-        num_experts=32,
-        layers=12,
-        heads=32,
-        groups=4,
-        seq=512,
-        microbatches=4,
-        extra="--bf16 --qk-layernorm",
-        is_launch_bound=True,
-    ),
-    "Qwen3-30B-A3B": Shape(
-        hidden=2048,
-        ffn=768,
-        topk=8,
-        num_experts=32,
-        layers=12,
-        heads=32,
-        groups=4,
-        seq=4096,
-        microbatches=2,
-        extra="--bf16 --qk-layernorm",
-        at_once=5,
-    ),
+    "Qwen3-30B-A3B, short": replace(_QWEN3, seq=512, microbatches=4, at_once=8, is_launch_bound=True),
+    "Qwen3-30B-A3B": _QWEN3,
     "DeepSeek-V3": Shape(
         hidden=7168,
         ffn=2048,
