@@ -122,7 +122,8 @@ SMALL = {
         seq=64,
         microbatches=2,
         kv_channels=16,
-        extra="--vocab-size 256",
+        # The CPU counts rows on the host to add experts' gradients where they add up, which no tape can hold.
+        extra="--vocab-size 256 --no-gradient-accumulation-fusion",
         at_once=3,
     )
 }
