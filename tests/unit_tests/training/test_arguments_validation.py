@@ -143,7 +143,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         (
             LOCAL + "mlp --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             "",
-            ["--recompute-granularity is given", "choose selective"],
+            ["--recompute-granularity is full", "choose selective"],
         ),
         ("--start-weight-decay 0.1", "", ["--start-weight-decay is 0.1", "--weight-decay-incr-style is constant"]),
         ("--tensor-model-parallel-size 2", "", ["world size is 1", "--tensor-model-parallel-size x", "(2)"]),
