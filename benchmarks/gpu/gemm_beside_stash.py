@@ -11,7 +11,6 @@ On the main stream bf16 products follow each other, on the side stream stash and
 Medians over rounds, in which products run alone and beside. Has not been run on a GPU yet.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -27,11 +26,10 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.gpu.chart import Panel, drawing  # noqa: E402
-from benchmarks.gpu.record import Target, hold, report_targets, write_record  # noqa: E402
+from benchmarks.gpu.record import Target, benchmark_parser, hold, report_targets, require_device, write_record  # noqa: E402
 from benchmarks.stash_copy import MIB, Bench, build  # noqa: E402
 from megatron.core.device import (  # noqa: E402
     TimeMark,
-    default_device,
     mark_time,
     prepare_device,
     seconds_between,
@@ -187,15 +185,8 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measures, prints, and writes what the options ask for; exit status 1 where a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of each cap (default: 7)")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU too; no target counts")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw them")
-    options = parser.parse_args()
-    device = default_device()
-    if device.type == "cpu" and not options.small:
-        sys.exit("benchmarks/gpu/gemm_beside_stash.py needs a GPU; try it out with --small")
+    options = benchmark_parser(__doc__, rounds=7).parse_args()
+    device = require_device(options)
     prepare_device(device)
     sizes = SMALL if options.small else Sizes()
     rivals = Rivals(sizes, device)

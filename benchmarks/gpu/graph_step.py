@@ -36,7 +36,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.gpu.chart import Kind, Panel, drawing  # noqa: E402
-from benchmarks.gpu.record import Target, report_targets, write_record  # noqa: E402
+from benchmarks.gpu.record import Target, benchmark_parser, report_targets, require_device, write_record  # noqa: E402
 from benchmarks.gpu.shapes import (  # noqa: E402
     BASE,
     CAPACITY,
@@ -134,9 +134,7 @@ class Process:
 def main() -> None:
     """Measures, prints, and writes what the options ask for; exit status 1 where a target is missed or a side fails."""
     options = parse_options()
-    device = default_device()
-    if device.type == "cpu" and not options.small:
-        sys.exit("benchmarks/gpu/graph_step.py needs a GPU; try it out with --small")
+    device = require_device(options)
     records, targets = [], []
     for case in cases_of(options):
         record = record_of(case, rounds=options.rounds, steps=options.steps)
@@ -352,14 +350,10 @@ def plot(records: Sequence[Mapping[str, Any]]) -> str:
 
 def parse_options() -> argparse.Namespace:
     """The command line of this benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each side (default: 3)")
+    parser = benchmark_parser(__doc__, rounds=3)
     parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=[*SHAPES], help="these alone")
     parser.add_argument("--routings", nargs="+", default=[*ROUTINGS], choices=[*ROUTINGS], help="these alone")
-    parser.add_argument("--small", action="store_true", help="a tiny shape, on the CPU too; no target counts")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw them")
     return parser.parse_args()
 
 

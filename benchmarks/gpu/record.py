@@ -1,6 +1,8 @@
 """What all GPU benchmarks share: targets, the file that figures go to, and a GPU that is busy. Measures nothing."""
 
+import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.sides import context
-from megatron.core.device import device_name
+from megatron.core.device import default_device, device_name
 
 CYCLES_PER_SECOND = 2e9  # of a GPU's clock, roughly
 
@@ -34,6 +36,24 @@ class Target:
         measured = "not measured" if self.measured is None else f"{self.measured:.3f}"
         sign = ">=" if self.is_least else "<="
         return f"{'PASS' if self.holds else 'FAIL'}  {self.name}: {measured}, must be {sign} {self.limit:.3f}"
+
+
+def benchmark_parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """The options that all have; rounds: the default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"counted rounds of each case (default: {rounds})")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU too; no target counts")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw them")
+    return parser
+
+
+def require_device(options: argparse.Namespace) -> torch.device:
+    """This process's; ends the program where that is no GPU and the sizes are not small."""
+    device = default_device()
+    if device.type == "cpu" and not options.small:
+        sys.exit(f"{sys.argv[0]} needs a GPU; try it out with --small")
+    return device
 
 
 def report_targets(targets: Sequence[Target]) -> bool:

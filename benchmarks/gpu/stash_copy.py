@@ -11,7 +11,6 @@ Host pages are compared with copies from and to pinned memory. The target counts
 Has not been run on a GPU yet.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -26,9 +25,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.gpu.chart import Panel, drawing  # noqa: E402
-from benchmarks.gpu.record import Target, hold, report_targets, write_record  # noqa: E402
+from benchmarks.gpu.record import Target, benchmark_parser, hold, report_targets, require_device, write_record  # noqa: E402
 from benchmarks.stash_copy import MIB, Bench, build, figures_of  # noqa: E402
-from megatron.core.device import TimeMark, default_device, mark_time, prepare_device, seconds_between  # noqa: E402
+from megatron.core.device import TimeMark, mark_time, prepare_device, seconds_between  # noqa: E402
 
 WIDTHS = (1024, 2048, 4096, 8192, 14336)  # bytes of a row of x
 ROWS = (256, 1024, 4096, 16384, 65536)
@@ -151,15 +150,8 @@ class Lines:
 
 def main() -> None:
     """Measures, prints, and writes what the options ask for; exit status 1 where a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="counted rounds of each case (default: 20)")
-    parser.add_argument("--small", action="store_true", help="a few small cases, on the CPU too; no target counts")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw them")
-    options = parser.parse_args()
-    device = default_device()
-    if device.type == "cpu" and not options.small:
-        sys.exit("benchmarks/gpu/stash_copy.py needs a GPU; try it out with --small")
+    options = benchmark_parser(__doc__, rounds=20).parse_args()
+    device = require_device(options)
     prepare_device(device)
     print("tier    x bytes   rows       MiB programs copy GB/s ours GB/s stash x restore x  both x")
     rows = []

@@ -57,11 +57,6 @@ class Tape:
         # Collectives of which nobody has needed the result yet, and the storages that they work on.
         self._under_way: list[tuple[Any, frozenset[int]]] = []
 
-    @property
-    def num_operators(self) -> int:
-        """How many operators a replay runs."""
-        return len(self._launches)
-
     @torch.no_grad()
     def replay(self) -> None:
         """Runs all operators again, on the same memory."""

@@ -57,14 +57,12 @@ class Place(NamedTuple):
 class Pages:
     """What a group holds of the pool. The finalizer that gives it back refers to it, so it must not refer to the group.
 
-    is_captured: the copies are those of CUDA graphs, which give back what they take. stashed: when the copy into pages
-    is done. arrived: when the copy back is done and the pages are given back. targets: memory that the copy back
-    writes to.
+    stashed: when the copy into pages is done. arrived: when the copy back is done and the pages are given back.
+    targets: memory that the copy back writes to.
     """
 
     group: PageGroup
     generation: int
-    is_captured: bool = False
     is_given_back: bool = False
     stashed: torch.Event | None = None
     arrived: torch.Event | None = None
@@ -143,7 +141,7 @@ class PageKeeper:
         is_captured: as part of a CUDA graph, see [Note: captured parts].
         """
         specs = [block.spec for block in blocks]
-        pages = Pages(self.pool.open_group(specs, is_fixed=is_captured), self.generation, is_captured)
+        pages = Pages(self.pool.open_group(specs, is_fixed=is_captured), self.generation)
         if not is_captured:
             # From here on, whatever happens, the pages come back when the group goes.
             weakref.finalize(group, self._let_go, pages).atexit = False
