@@ -71,35 +71,42 @@ class Plain(_OneTensor):
 
 
 class Rounded(_OneTensor):
-    """The nearest numbers of a narrower type with the exponents of fp32; tensor: [N], bf16."""
+    """The nearest numbers of a narrower type than they are computed in; tensor: [N], any float dtype.
+
+    wide: fp32 or fp64. Of 16 bits bf16 has the exponents of fp32, while fp16 loses what is below 6e-8.
+    """
+
+    def __init__(self, tensor: torch.Tensor, wide: torch.dtype = torch.float32) -> None:
+        super().__init__(tensor)
+        self._wide = wide
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """See StoredFloats: [end - start], fp32, a copy."""
-        return self.tensor[start:end].float()
+        """See StoredFloats: [end - start], fp32 or fp64, a copy."""
+        return self.tensor[start:end].to(self._wide)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """See StoredFloats; values: [n], fp32."""
+        """See StoredFloats; values: [n], fp32 or fp64."""
         self.tensor[start : start + values.numel()].copy_(values)
 
 
 class ScaledHalf(_OneTensor):
     """fp16 with a power of two a block, so that small numbers keep their digits: squares of gradients are far below
-    what fp16 can say. tensor: [N], fp16.
+    what fp16 can say. tensor: [N], fp16; exponents: [N / 64], int8, of what the numbers were multiplied by.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
-        # Exponents: a scale costs a byte for 64 numbers.
-        self._exponents = torch.zeros(tensor.numel() // BLOCK, dtype=torch.int8, device=tensor.device)
+        # A byte for 64 numbers.
+        self.exponents = torch.zeros(tensor.numel() // BLOCK, dtype=torch.int8, device=tensor.device)
 
     @property
     def num_bytes(self) -> int:
         """Memory of it, with the scales."""
-        return super().num_bytes + self._exponents.nbytes
+        return super().num_bytes + self.exponents.nbytes
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """See StoredFloats: [end - start], fp32, a copy."""
-        factors = _power_of_two(-self._exponents[start // BLOCK : end // BLOCK].int())
+        factors = _power_of_two(-self.exponents[start // BLOCK : end // BLOCK].int())
         return (self.tensor[start:end].float().view(-1, BLOCK) * factors.unsqueeze(1)).view(-1)
 
     def write(self, start: int, values: torch.Tensor) -> None:
@@ -108,46 +115,47 @@ class ScaledHalf(_OneTensor):
         # The highest is in [2^(e - 1), 2^e).
         highest = torch.frexp(blocks.abs().amax(dim=1)).exponent.clamp_(min=_LOWEST_EXPONENT)
         exponents = _TOP_EXPONENT - highest
-        self._exponents[start // BLOCK :][: len(exponents)].copy_(exponents)
+        self.exponents[start // BLOCK :][: len(exponents)].copy_(exponents)
         self.tensor[start : start + values.numel()].copy_((blocks * _power_of_two(exponents).unsqueeze(1)).view(-1))
 
 
 class WithRemainder:
     """fp32 of which bf16 parameters have the upper half, and this the lower: nothing is stored twice.
 
-    model: [N], bf16, the parameters themselves: `write` changes them. Rounded to nearest, halves away from zero: where
-    they fall to the even neighbour, as of torch, the lower half could not tell from which side it came.
+    model: [N], bf16, the parameters themselves: `write` changes them. upper, lower: [N], int16. Rounded to nearest,
+    halves away from zero: where they fall to the even neighbour, as of torch, the lower half could not tell from which
+    side it came.
     """
 
     def __init__(self, model: torch.Tensor) -> None:
-        self._upper = model.view(torch.int16)
-        self._lower = torch.zeros_like(self._upper)
+        self.upper = model.view(torch.int16)
+        self.lower = torch.zeros_like(self.upper)
 
     @property
     def num_bytes(self) -> int:
         """Memory of it besides the parameters'."""
-        return self._lower.nbytes
+        return self.lower.nbytes
 
     @property
     def numel(self) -> int:
         """N."""
-        return self._lower.numel()
+        return self.lower.numel()
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """See StoredFloats: [end - start], fp32, a copy, each bit as it was written."""
         # The lower half is signed: it takes back what rounding added to the upper one.
-        return (self._upper[start:end].int() << 16).add_(self._lower[start:end]).view(torch.float32)
+        return (self.upper[start:end].int() << 16).add_(self.lower[start:end]).view(torch.float32)
 
     def write(self, start: int, values: torch.Tensor) -> None:
         """See StoredFloats; values: [n], fp32."""
         bits = values.view(torch.int32)
         lower = bits.to(torch.int16)
-        self._lower[start : start + values.numel()].copy_(lower)
-        self._upper[start : start + values.numel()].copy_((bits - lower) >> 16)
+        self.lower[start : start + values.numel()].copy_(lower)
+        self.upper[start : start + values.numel()].copy_((bits - lower) >> 16)
 
     def forget(self) -> None:
         """Makes the numbers what the parameters are."""
-        self._lower.zero_()
+        self.lower.zero_()
 
 
 def piece_elements(stored: StoredFloats) -> int:
