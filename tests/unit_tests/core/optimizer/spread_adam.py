@@ -1,0 +1,148 @@
+"""Adam state spread as a layout spreads it, without an optimizer around it; no communication, no test."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.distributed.layout import lay_out
+from megatron.core.optimizer.adam_state_checks import EXP_AVG, EXP_AVG_SQ, STEP
+from megatron.core.optimizer.adam_state_dict import (
+    AdamShard,
+    OwnedRange,
+    adam_state_dict,
+    load_adam_state_dict,
+    range_values,
+)
+from megatron.core.optimizer.flat_adam import FlatAdam, Masters, StateForm
+from megatron.core.optimizer.state_keys import MASTERS
+
+KINDS = (EXP_AVG, EXP_AVG_SQ, MASTERS)
+# Sizes that do not divide, one number, none, and memory that is not in logical order.
+SHAPES = [(7, 5), (64,), (), (0, 3), (2, 3, 5, 4), (6, 9), (2, 3, 4, 3, 2), (41, 33), (3, 1)]
+
+
+def make_params(*dtypes: torch.dtype) -> list[nn.Parameter]:
+    """A parameter of each shape, the dtypes in turn, some channels_last and one transposed."""
+    dtypes = dtypes or (torch.float32,)
+    params = []
+    for number, shape in enumerate(SHAPES):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+        values = values.to(dtypes[number % len(dtypes)])
+        if len(shape) == 4:
+            values = values.to(memory_format=torch.channels_last)
+        if len(shape) == 5:
+            values = values.to(memory_format=torch.channels_last_3d)
+        if shape == (6, 9):
+            values = values.t().contiguous().t()
+        params.append(nn.Parameter(values))
+    assert not all(param.is_contiguous() for param in params)
+    return params
+
+
+def any_state(params: list[nn.Parameter], seed: int = 0) -> dict[int, dict[str, Tensor]]:
+    """Whole values for every parameter, fp32 (fp64 of such), contiguous; masters that round to the parameters."""
+    chance = torch.Generator().manual_seed(seed)
+    state: dict[int, dict[str, Tensor]] = {}
+    for index, param in enumerate(params):
+        wide = torch.promote_types(param.dtype, torch.float32)
+        noise = [torch.randn(param.shape, generator=chance, dtype=wide) for _ in range(3)]
+        master = param.detach().contiguous().to(wide) * (1 + 1e-4 * noise[2])
+        state[index] = {EXP_AVG: noise[0], EXP_AVG_SQ: noise[1].square() * 1e-6, MASTERS: master}
+        state[index][STEP] = torch.tensor(7.0)
+    return state
+
+
+@dataclass
+class SpreadAdam:
+    """What one rank of several keeps; one buffer for each group and dtype, cut into small buckets."""
+
+    groups: list[list[nn.Parameter]]
+    rank: int = 0
+    num_ranks: int = 1
+    form: StateForm = field(default_factory=StateForm)
+    bucket_size: int = 256
+    adam_w_mode: bool = True
+    process_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        rates = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
+        self.param_groups = [{**rates, "params": params} for params in self.groups]
+        self.ranges: list[OwnedRange] = []
+        first = 0
+        for params in self.groups:
+            for dtype in dict.fromkeys(param.dtype for param in params):
+                self._spread({i: p for i, p in enumerate(params, first) if p.dtype == dtype})
+            first += len(params)
+
+    def _spread(self, params: dict[int, nn.Parameter]) -> None:
+        layout = lay_out(
+            [param.numel() for param in params.values()],
+            num_shards=self.num_ranks,
+            bucket_size=self.bucket_size,
+            split=True,
+        )
+        some = next(iter(params.values()))
+        flat = torch.zeros(layout.numel, dtype=some.dtype)
+        for param, span in zip(params.values(), layout.spans, strict=True):
+            flat[span.start : span.end].copy_(in_memory_order(param.detach(), param))
+        masters = self.form.masters
+        if masters is Masters.REMAINDERS and some.dtype != torch.bfloat16:
+            masters = Masters.COPY
+        form = StateForm(self.form.dtype, masters, self.form.is_scaled)
+        for owned in layout.owned(self.rank):
+            adam = FlatAdam(flat[owned.start : owned.end], form)
+            for (index, param), span in zip(params.items(), layout.spans, strict=True):
+                part = span.intersection(owned)
+                if part.numel:
+                    start, offset = part.start - span.start, part.start - owned.start
+                    self.ranges.append(OwnedRange(index, param, start, part.numel, adam, offset))
+
+    @property
+    def shard(self) -> AdamShard:
+        return AdamShard(self.ranges, self.param_groups, self.adam_w_mode, self.process_group)
+
+    def state_dict(self) -> dict:
+        return adam_state_dict(self.shard)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        load_adam_state_dict(self.shard, state_dict)
+
+    def fill(self, state: dict[int, dict[str, Tensor]]) -> "SpreadAdam":
+        """Loads whole values, as any_state makes them."""
+        self.load_state_dict({**self.state_dict(), "state": state})
+        return self
+
+    def values(self) -> dict[int, dict[str, Tensor]]:
+        """What it holds, as any_state makes it; NaN where other ranks hold the rest."""
+        params = [param for params in self.groups for param in params]
+        wides = {part.index: part.adam.wide for part in self.ranges}
+        found = {}
+        for index, param in enumerate(params):
+            nothing = torch.empty_strided(param.shape, param.stride(), dtype=wides.get(index, torch.float32))
+            found[index] = {kind: nothing.clone().fill_(torch.nan) for kind in KINDS}
+            found[index][STEP] = torch.tensor(torch.nan)
+        for part in self.ranges:
+            adam = part.adam
+            for kind, stored in zip(KINDS, (adam.exp_avg, adam.exp_avg_sq, adam.main), strict=True):
+                memory = found[part.index][kind].as_strided((part.param.numel(),), (1,))
+                memory[part.start : part.start + part.numel] = range_values(part, stored)
+            found[part.index][STEP] = adam.step.clone()
+        return found
+
+    def lacks(self, state: dict[int, dict[str, Tensor]]) -> list[str]:
+        """Of what this rank holds, all that has other bits in `state`."""
+        wrong = []
+        for index, entry in self.values().items():
+            for kind, held in entry.items():
+                is_here = ~held.isnan()
+                if not torch.equal(held[is_here], state[index][kind].to(held.dtype)[is_here]):
+                    wrong.append(f"{kind} of {index}")
+        return wrong
+
+
+def in_memory_order(values: Tensor, param: nn.Parameter) -> Tensor:
+    """Values of a parameter's shape, any dtype, as its memory has them: [numel]."""
+    memory = torch.empty_strided(param.shape, param.stride(), dtype=values.dtype)
+    return memory.copy_(values).as_strided((param.numel(),), (1,))
