@@ -22,7 +22,9 @@ class Layer:
 
 # The first pattern that matches a module's whole name decides.
 LAYERS = (
-    Layer(0, "paged_stash", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?"),  # torch and triton alone
+    # torch and triton alone
+    Layer(0, "kernels", r"megatron\.core\.triton_compile"),
+    Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=1),
     Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
     Layer(
         1,

@@ -3,12 +3,14 @@
 Which elements a run has, where gradients come from and what they are divided by is the optimizers'.
 """
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 
+from megatron.core.optimizer.adam_rates import AdamRates
 from megatron.core.optimizer.stored_floats import (
     BLOCK,
     Plain,
@@ -19,6 +21,10 @@ from megatron.core.optimizer.stored_floats import (
     piece_elements,
 )
 from megatron.core.optimizer.update_rules import GradScale
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from megatron.core.optimizer import triton_adam
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -54,22 +60,6 @@ class StateForm:
             raise ValueError(f"is_scaled is True with dtype {self.dtype}: only float16 and bfloat16 states have scales")
         if self.masters is Masters.REMAINDERS and self.dtype != torch.float32:
             raise ValueError(f"dtype is {self.dtype} with masters {self.masters.name}: must be float32")
-
-
-@dataclass(frozen=True)
-class AdamRates:
-    """What torch.optim.Adam and AdamW call so. lr: [], on the runs' device, fp64 on the CPU, else fp32.
-
-    adam_w_mode: weights decay apart from their gradients. bias_correction: as in the paper, else moments count as they
-    are.
-    """
-
-    lr: torch.Tensor
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    adam_w_mode: bool = True
-    bias_correction: bool = True
 
 
 class FlatAdam:
@@ -133,10 +123,20 @@ def adam_step(updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradSca
     whole: dict[torch.dtype, list[_Operands]] = {}
     for update, count in zip(updates, counts):
         operands = _whole(update, count) if scaled.divisor is None else None
-        if operands is None:
-            _step_in_pieces(update, rates, count=count, scaled=scaled)
-        else:
+        if operands is not None:
             whole.setdefault(operands.main.dtype, []).append(operands)
+        elif HAS_TRITON and update.grad.is_cuda and update.state.wide == torch.float32:
+            triton_adam.step_run(
+                update.state.stored,
+                update.grad,
+                out=update.out,
+                step=update.state.step,
+                rates=rates,
+                divisor=scaled.divisor,
+                skip=scaled.skip,
+            )
+        else:
+            _step_in_pieces(update, rates, count=count, scaled=scaled)
     for together in whole.values():
         _fused_kernel(together, rates, scaled=scaled)
         for operands in together:

@@ -14,8 +14,8 @@ from megatron.core.distributed.layout import ALIGNMENT
 # Elements that share a scale. It is the grid on which ranks cut parameters, so that no cut changes a scale.
 BLOCK = ALIGNMENT
 # The largest number of a block comes to lie at half of fp16's range, the next power of two would leave it.
-_TOP_EXPONENT = 15
-_LOWEST_EXPONENT = -100
+TOP_EXPONENT = 15
+LOWEST_EXPONENT = -100
 # Elements that are converted at a time: four tensors of that many numbers stay in the cache of a core. A GPU takes
 # longer over so many than it takes to launch its kernels, which fewer would not.
 PIECE = 1 << 16
@@ -113,8 +113,8 @@ class ScaledHalf(_OneTensor):
         """See StoredFloats; values: [n], fp32."""
         blocks = values.view(-1, BLOCK)
         # The highest is in [2^(e - 1), 2^e).
-        highest = torch.frexp(blocks.abs().amax(dim=1)).exponent.clamp_(min=_LOWEST_EXPONENT)
-        exponents = _TOP_EXPONENT - highest
+        highest = torch.frexp(blocks.abs().amax(dim=1)).exponent.clamp_(min=LOWEST_EXPONENT)
+        exponents = TOP_EXPONENT - highest
         self.exponents[start // BLOCK :][: len(exponents)].copy_(exponents)
         self.tensor[start : start + values.numel()].copy_((blocks * _power_of_two(exponents).unsqueeze(1)).view(-1))
 

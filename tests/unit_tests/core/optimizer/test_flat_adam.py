@@ -1,5 +1,7 @@
 """Flat runs step as torch's own Adam does, in every form of storage, and not at all where the device says so."""
 
+import itertools
+import math
 
 import pytest
 import torch
@@ -8,9 +10,28 @@ from torch import Tensor
 from megatron.core.optimizer.flat_adam import AdamRates, AdamUpdate, FlatAdam, Masters, StateForm, adam_step
 from megatron.core.optimizer.update_rules import GradScale
 
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # More than one piece, and a piece that is not full.
 NUMEL = 64 * 1100
 LR = 1e-2
+
+
+def forms() -> list[tuple[torch.dtype, StateForm]]:
+    """Every dtype of parameters with every form of states that it may have."""
+    made = []
+    for params, dtype, masters, is_scaled in itertools.product(DTYPES, DTYPES, Masters, (False, True)):
+        form = StateForm(dtype, masters, is_scaled)
+        try:
+            FlatAdam(torch.zeros(64, dtype=params), form)
+        except ValueError:
+            continue
+        made.append((params, form))
+    return made
+
+
+all_forms = pytest.mark.parametrize(
+    ("params", "form"), forms(), ids=lambda value: getattr(value, "name", str(value).replace("torch.", ""))
+)
 
 
 def normal(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -25,10 +46,20 @@ def step(state: FlatAdam, grad: Tensor, *, out: Tensor | None = None, divisor=1.
     adam_step([AdamUpdate(state, grad, out)], rates(**settings), scale=GradScale(divisor, skip))
 
 
-def memory(state: FlatAdam) -> list[Tensor]:
-    """Every tensor that it keeps, as bytes."""
-    kept = [tensor for stored in state.stored for tensor in vars(stored).values() if isinstance(tensor, Tensor)]
-    return [tensor.view(torch.uint8).clone() for tensor in (*kept, state.step.view(1))]
+class Run:
+    """A run after two steps, with what a step may change."""
+
+    def __init__(self, params: torch.dtype, form: StateForm) -> None:
+        self.model = normal(0, params)
+        self.state = FlatAdam(self.model, form)
+        self.out = self.model if form.masters is Masters.COPY else None
+        for seed in (1, 2):
+            step(self.state, normal(seed), out=self.out)
+
+    def memory(self) -> list[Tensor]:
+        held = [value for stored in self.state.stored for value in vars(stored).values()]
+        kept = [value for value in held if isinstance(value, Tensor)]
+        return [tensor.view(torch.uint8).clone() for tensor in (*kept, self.model, self.state.step.view(1))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -47,3 +78,97 @@ def test_plain_runs_step_to_the_bits_of_torch(dtype: torch.dtype, adam: type[tor
         adam_step(updates, settings, scale=GradScale(1.0))
     assert all(map(torch.equal, ours, theirs))
     assert [int(state.step) for state in states] == [20, 20]
+
+
+def test_both_dtypes_step_in_one_call_of_adam_step() -> None:
+    """Each as alone: what is plain goes to one kernel a dtype, the rest by itself."""
+    alone = [Run(params, form) for params, form in forms()]
+    together = [Run(params, form) for params, form in forms()]
+    for run in alone:
+        step(run.state, normal(3), out=run.out)
+    adam_step([AdamUpdate(run.state, normal(3), run.out) for run in together], rates(), scale=GradScale(1.0))
+    for one, other in zip(alone, together):
+        assert all(map(torch.equal, one.memory(), other.memory()))
+
+
+def test_bf16_with_remainders_is_the_fp32_run_bit_for_bit() -> None:
+    start = normal(1, torch.bfloat16)
+    halves, whole, rounded = start.clone(), start.float(), start.clone()
+    forms = (StateForm(masters=Masters.REMAINDERS), StateForm(masters=Masters.NONE), StateForm(masters=Masters.COPY))
+    states = [FlatAdam(model, form) for model, form in zip((halves, whole, rounded), forms)]
+    for number in range(20):
+        grad = normal(number, torch.bfloat16)
+        for state, out in zip(states, (None, None, rounded)):
+            step(state, grad, out=out, weight_decay=0.1)
+        read = [stored.main.read(0, NUMEL).view(torch.int32) for stored in states]
+        assert torch.equal(read[0], read[1]) and torch.equal(read[2], read[1])
+        assert torch.equal(rounded, whole.bfloat16())
+        # Halves alone are rounded away from zero.
+        is_half = read[1] & 0xFFFF == 0x8000
+        assert torch.equal(halves[~is_half], rounded[~is_half])
+
+
+@all_forms
+@pytest.mark.parametrize("divisor", [1.0, 2.0, torch.tensor(2.0)], ids=["whole", "number", "tensor"])
+def test_a_skipped_step_changes_no_byte_and_a_step_does(params: torch.dtype, form: StateForm, divisor) -> None:
+    run = Run(params, form)
+    before = run.memory()
+    for poison in (math.inf, math.nan, 1.0):
+        step(run.state, torch.full((NUMEL,), poison), out=run.out, divisor=divisor, skip=torch.tensor(1.0))
+        assert all(map(torch.equal, run.memory(), before))
+    step(run.state, normal(3), out=run.out, divisor=divisor, skip=torch.tensor(0.0))
+    assert not any(map(torch.equal, run.memory(), before))
+
+
+@all_forms
+def test_a_gradient_counts_divided_and_is_only_read(params: torch.dtype, form: StateForm) -> None:
+    divided, whole = Run(params, form), Run(params, form)
+    for dtype in (torch.bfloat16, form.dtype):
+        grad = normal(3, dtype)
+        for divisor in (4.0, torch.tensor(4.0)):
+            step(divided.state, grad, out=divided.out, divisor=divisor)
+            assert torch.equal(grad, normal(3, dtype))
+            # No digit is lost: the least of them is far above what fp16 can say.
+            step(whole.state, grad.float() / 4, out=whole.out)
+            assert all(map(torch.equal, divided.memory(), whole.memory()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_without_bias_correction_moments_count_as_they_are(dtype: torch.dtype, adam_w_mode: bool) -> None:
+    model = normal(1, dtype)
+    state = FlatAdam(model, StateForm(dtype, Masters.NONE))
+    expected, mean, square = model.double().clone(), torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+    for number in range(5):
+        grad = normal(number, dtype)
+        step(state, grad, bias_correction=False, weight_decay=0.1, adam_w_mode=adam_w_mode)
+        slope = grad.double() + (0.0 if adam_w_mode else 0.1 * expected)
+        mean, square = 0.9 * mean + 0.1 * slope, 0.999 * square + 0.001 * slope**2
+        expected = expected * (1 - 0.1 * LR if adam_w_mode else 1.0) - LR * mean / (square.sqrt() + 1e-8)
+    # Without correction the first steps are longer, up to 0.03 each, from gradients of which a few cancel to the digit.
+    torch.testing.assert_close(model.double(), expected, rtol=0, atol=20 * torch.finfo(dtype).eps)
+    assert state.step == 5
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@all_forms
+def test_parameters_are_written_in_any_dtype(params: torch.dtype, form: StateForm, out_dtype: torch.dtype) -> None:
+    run, out = Run(params, form), torch.zeros(NUMEL, dtype=out_dtype)
+    step(run.state, normal(3), out=out)
+    is_upper = form.masters is Masters.REMAINDERS
+    assert torch.equal(out, (run.model if is_upper else run.state.main.read(0, NUMEL)).to(out_dtype))
+
+
+@pytest.mark.parametrize(
+    ("params", "form", "message"),
+    [
+        (torch.float32, StateForm(torch.int32), "dtype is torch.int32"),
+        (torch.float32, StateForm(torch.float32, is_scaled=True), "is_scaled is True with dtype torch.float32"),
+        (torch.bfloat16, StateForm(torch.float16, Masters.REMAINDERS), "must be float32"),
+        (torch.float16, StateForm(masters=Masters.REMAINDERS), "parameters of torch.float16: these must be bfloat16"),
+        (torch.float64, StateForm(torch.float16, Masters.NONE, is_scaled=True), "masters must be COPY"),
+    ],
+)
+def test_forms_that_cannot_be_are_refused(params: torch.dtype, form: StateForm, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlatAdam(torch.zeros(64, dtype=params), form)

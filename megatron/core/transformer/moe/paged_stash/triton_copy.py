@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 
 from megatron.core.transformer.moe.paged_stash.page_layout import ALIGNMENT, INTS_PER_TENSOR
-from megatron.core.transformer.moe.paged_stash.triton_compile import CompileCase, compile_case
 from megatron.core.transformer.moe.paged_stash.triton_numbers import SHIFTED, count_for, shifted, shifted_tensors
+from megatron.core.triton_compile import CompileCase, compile_case
 
 MIN_BLOCK, MAX_BLOCK = 128, 4096  # words of 16 bytes
 WORDS_PER_WARP = 256  # 8 a thread: enough loads under way to hide the memory's latency

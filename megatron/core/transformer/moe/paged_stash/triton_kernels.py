@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 
 from megatron.core.transformer.moe.paged_stash.page_layout import INTS_PER_TENSOR, Counter, Priority
-from megatron.core.transformer.moe.paged_stash.triton_compile import CompileCase, compile_case
 from megatron.core.transformer.moe.paged_stash.triton_copy import restore, stash
 from megatron.core.transformer.moe.paged_stash.triton_numbers import (
     COUNTS,
@@ -33,6 +32,7 @@ from megatron.core.transformer.moe.paged_stash.triton_numbers import (
     shifted,
     shifted_tensors,
 )
+from megatron.core.triton_compile import CompileCase, compile_case
 
 __all__ = ["compile_cases", "plan", "release", "restore", "stash"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.expert_activations import Curve, activation_of
 from megatron.core.transformer.moe.paged_stash.triton_activations import act_gradient_kernel, act_kernel
-from megatron.core.transformer.moe.paged_stash.triton_compile import CompileCase, compile_case
 from megatron.core.transformer.moe.paged_stash.triton_grouped_gemm import grouped_gemm_kernel, weight_grad_kernel
+from megatron.core.triton_compile import CompileCase, compile_case
 
 
 def act_from_gate_up(

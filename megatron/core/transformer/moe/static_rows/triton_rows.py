@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.triton_compile import CompileCase, compile_case
+from megatron.core.triton_compile import CompileCase, compile_case
 
 # Elements that a program moves at a time: 16 bytes for each thread of 4 warps in half precision.
 _TILE = 1024

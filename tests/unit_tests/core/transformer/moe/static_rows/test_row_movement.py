@@ -19,7 +19,8 @@ SIZES = [(0, 8), (21, 21), (21, 64)]
 def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """Both operators' functions: those of the CPU, and the Triton kernels on CPU tensors."""
     is_cpu = request.param == "cpu"
-    yield row_operators if is_cpu else request.getfixturevalue("interpreted")("triton_rows", of="static_rows")
+    package = row_operators.__name__.rpartition(".")[0]
+    yield row_operators if is_cpu else request.getfixturevalue("interpreted")("triton_rows", of=package)
 
 
 @pytest.mark.parametrize(("live", "capacity"), SIZES)

@@ -1,4 +1,4 @@
-"""Every kernel of experts compiles for three generations of GPUs; what each takes stands at the end of the run."""
+"""Every Triton kernel compiles for three generations of GPUs; what each takes stands at the end of the run."""
 
 import ast
 import functools
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core import optimizer
 from megatron.core.transformer.moe import paged_stash, static_rows
 
 triton = pytest.importorskip("triton")
@@ -22,7 +23,7 @@ BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 def kernel_files() -> Iterator[ModuleType]:
-    for package in (paged_stash, static_rows):
+    for package in (paged_stash, static_rows, optimizer):
         for module in pkgutil.iter_modules(package.__path__):
             if module.name.startswith("triton_"):
                 yield importlib.import_module(f"{package.__name__}.{module.name}")
@@ -63,6 +64,8 @@ def test_a_kernel_keeps_to_its_registers(index: int, tmp_path: Path, compiled_ke
         ("release", ["atom.global.gpu.release.exch.b64"]),
         ("stash", ["ld.global.v2.b64", "st.global.v2.b64"]),  # 16 bytes at a time
         ("restore", ["ld.global.v2.b64", "st.global.v2.b64"]),
+        # 16 bytes of fp32, and of four halves 8; one rounding an operation.
+        ("adam", ["ld.global.v4.b32", "st.global.v4.b32", "mul.rn.f32", "add.rn.f32", "div.rn.f32", "sqrt.rn.f32"]),
     ],
 )
 def test_a_kernel_has_the_instructions_that_it_counts_on(name: str, instructions: list[str]) -> None:

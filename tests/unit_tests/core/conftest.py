@@ -1,13 +1,15 @@
-"""What the tests of experts share: Triton kernels that run on the CPU, beside compiled ones."""
+"""What tests of Triton kernels share: kernels that run on the CPU, beside compiled ones."""
 
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
+import numpy
 import pytest
+import torch
 
-PACKAGE = "megatron.core.transformer.moe"
+STASH = "megatron.core.transformer.moe.paged_stash"
 COMPILED = pytest.StashKey[dict[str, list[str]]]()
 
 
@@ -31,8 +33,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
     """`interpreted("triton_kernels")`: a second copy of that module of the stash, whose kernels Triton interprets.
 
-    Other packages are given by name. Modules of one that are named triton_* and that it imports are copies too; neither
-    sys.modules nor the package keeps any of them.
+    Other packages are given by their whole names. Modules of one that are named triton_* and that it imports are copies
+    too; neither sys.modules nor the package keeps any of them.
     Triton's language is as before when the test ends; within the test its functions are the interpreter's alone.
     """
     triton = pytest.importorskip("triton")
@@ -49,6 +51,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Modul
                 if name in vars(language.tensor):
                     setattr(language.tensor, name, _method(function))
     _let_loops_count(monkeypatch)
+    _let_bfloat16_be_rounded(monkeypatch)
     yield _load_copy
     # Functions that it has rewritten use names that it put beside them and that go now.
     triton.runtime.interpreter.InterpretedFunction.rewritten_fn.clear()
@@ -77,8 +80,23 @@ def _let_loops_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
-def _load_copy(name: str, *, of: str = "paged_stash") -> ModuleType:
-    package = importlib.import_module(f"{PACKAGE}.{of}")
+def _let_bfloat16_be_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 cuts fp32 off where GPUs and torch round it to bf16, halves to even."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = importlib.import_module("triton.language")
+    convert = interpreter._convert_float
+
+    def rounded(source: numpy.ndarray, source_type: object, target_type: object, rounding: object) -> numpy.ndarray:
+        if (source_type, target_type) != (language.float32, language.bfloat16):
+            return convert(source, source_type, target_type, rounding)
+        values = torch.from_numpy(numpy.ascontiguousarray(source)).bfloat16()
+        return values.view(torch.int16).numpy().view(numpy.uint16)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+def _load_copy(name: str, *, of: str = STASH) -> ModuleType:
+    package = importlib.import_module(of)
     prefix = f"{package.__name__}.triton_"
     kept = {path: module for path, module in sys.modules.items() if path.startswith(prefix)}
     _forget(package, prefix)

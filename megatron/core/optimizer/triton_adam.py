@@ -1,0 +1,245 @@
+"""The kernel that steps a run in one pass over its memory: it divides gradients, steps, and rounds to what is kept.
+
+Arithmetic is in fp32, one rounding an operation, in the order of torch's kernel for CPUs; forms of storage are those of
+stored_floats.py, to the same bytes. Not yet run on a GPU.
+
+[Note: no fused multiply-add]
+The compiler would join multiplications and additions in each form differently. Without that all forms step to the same
+bits, so that parameters with remainders are those that fp32 masters give; memory, not arithmetic, decides the time.
+"""
+# mypy: allow-untyped-defs
+
+import math
+from collections.abc import Iterator, Sequence
+from ctypes import c_float
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron.core.optimizer.adam_rates import AdamRates
+from megatron.core.optimizer.stored_floats import (
+    BLOCK,
+    LOWEST_EXPONENT,
+    TOP_EXPONENT,
+    Plain,
+    Rounded,
+    ScaledHalf,
+    StoredFloats,
+    WithRemainder,
+)
+from megatron.core.triton_compile import CompileCase, compile_case
+
+NUMBERS = tl.constexpr(BLOCK)  # that share a scale
+TOP, LOWEST = tl.constexpr(TOP_EXPONENT), tl.constexpr(LOWEST_EXPONENT)
+# See [Note: no fused multiply-add].
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# Several times what has room at once, so that none is left alone at the end; each calculates the corrections, in fp64.
+_PROGRAMS_PER_PROCESSOR = 32
+
+
+@triton.jit
+def _read(memory, more, block, is_there):
+    """[blocks, 64], fp32, of any form. more: exponents or lower halves, by their type; None where there are none."""
+    at = block[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
+    kept = tl.load(memory + at, mask=is_there[:, None], other=0)
+    if more is None:
+        values = kept.to(tl.float32)
+    elif more.dtype.element_ty == tl.int8:
+        exponent = tl.load(more + block, mask=is_there, other=0).to(tl.int32)
+        values = kept.to(tl.float32) * _power_of_two(-exponent)[:, None]
+    else:
+        lower = tl.load(more + at, mask=is_there[:, None], other=0).to(tl.int32)
+        values = ((kept.to(tl.int32) << 16) + lower).to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit
+def _write(memory, more, block, is_there, values):
+    """Keeps [blocks, 64], fp32, and gives what parameters are then, fp32."""
+    at = block[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
+    if more is None:
+        kept = values.to(memory.dtype.element_ty)
+        result = kept.to(tl.float32)
+    elif more.dtype.element_ty == tl.int8:
+        bits = values.to(tl.int32, bitcast=True)
+        # As integers, so that a NaN is the highest.
+        exponent = TOP - _exponent(tl.max(bits & 0x7FFFFFFF, axis=1))
+        tl.store(more + block, exponent.to(tl.int8), mask=is_there)
+        kept = (values * _power_of_two(exponent)[:, None]).to(memory.dtype.element_ty)
+        result = kept.to(tl.float32) * _power_of_two(-exponent)[:, None]
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+        lower = bits.to(tl.int16)
+        tl.store(more + at, lower, mask=is_there[:, None])
+        upper = bits - lower.to(tl.int32)
+        kept = (upper >> 16).to(tl.int16)
+        result = upper.to(tl.float32, bitcast=True)
+    tl.store(memory + at, kept, mask=is_there[:, None])
+    return result
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exponent(bits):
+    """That of frexp, clamped, from the bits of an absolute value; frexp gives 0 for zero, infinity and NaN."""
+    field = bits >> 23
+    return tl.where((bits == 0) | (field == 255), 0, tl.maximum(field - 126, LOWEST))
+
+
+@triton.jit(do_not_specialize_on_alignment=["step", "lr", "divisor", "skip"])
+def adam_kernel(
+    main, main_more, exp_avg, exp_avg_more, exp_avg_sq, exp_avg_sq_more, grad, out, step, lr, divisor, skip, numel,
+    beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta1_rest, log_beta2, log_beta2_rest, eps, weight_decay,
+    IS_DECOUPLED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Nothing at all where `skip` is not 0. log_...: natural logarithms in two parts, minus infinity for no correction.
+
+    step, lr, divisor, skip: one number each; the last two and `out` may be None.
+    """
+    if skip is not None:
+        if tl.load(skip) != 0:
+            return
+    count = tl.load(step).to(tl.float64) + 1
+    rate = tl.load(lr).to(tl.float64)
+    # Numbers are passed as fp32: parts of the logarithms keep the digits that the first steps' corrections need.
+    correction1 = 1 - tl.exp(count * log_beta1 + count * log_beta1_rest)
+    correction2 = 1 - tl.exp(count * log_beta2 + count * log_beta2_rest)
+    step_size = (rate / correction1).to(tl.float32)
+    root_correction2 = tl.sqrt(correction2).to(tl.float32)
+    kept_share = (1 - rate * weight_decay).to(tl.float32)
+    blocks = numel // NUMBERS
+    for tile in tl.range(tl.program_id(0), tl.cdiv(blocks, TILE), tl.num_programs(0)):
+        block = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
+        is_there = block < blocks
+        value = _read(main, main_more, block, is_there)
+        slope = _read(grad, None, block, is_there)
+        if divisor is not None:
+            slope = tl.div_rn(slope, tl.load(divisor))
+        if IS_DECOUPLED:
+            value *= kept_share
+        else:
+            slope += value * weight_decay
+        mean = _read(exp_avg, exp_avg_more, block, is_there)
+        # From the nearer end, as torch's lerp.
+        from_mean = one_minus_beta1 < 0.5
+        mean = tl.where(from_mean, mean, slope) + tl.where(from_mean, one_minus_beta1, one_minus_beta1 - 1) * (
+            slope - mean
+        )
+        square = _read(exp_avg_sq, exp_avg_sq_more, block, is_there) * beta2 + one_minus_beta2 * slope * slope
+        value -= tl.div_rn(step_size * mean, tl.div_rn(tl.sqrt_rn(square), root_correction2) + eps)
+        _write(exp_avg, exp_avg_more, block, is_there, mean)
+        _write(exp_avg_sq, exp_avg_sq_more, block, is_there, square)
+        parameters = _write(main, main_more, block, is_there, value)
+        if out is not None:
+            _write(out, None, block, is_there, parameters)
+
+
+def step_run(
+    stored: Sequence[StoredFloats],
+    grad: torch.Tensor,
+    *,
+    out: torch.Tensor | None,
+    step: torch.Tensor,
+    rates: AdamRates,
+    divisor: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> None:
+    """Steps one run in one launch; counts nothing. stored: masters and both moments, N numbers each, read as fp32.
+
+    grad, out: [N], any float dtype. step: [], fp32, the steps taken before; rates.lr, divisor, skip: [], fp32.
+    """
+    numel, device = grad.numel(), grad.device
+    if numel == 0:
+        return
+    beta1, beta2 = rates.betas
+    logs = [part for beta in rates.betas for part in _log_parts(beta if rates.bias_correction else 0.0)]
+    memory = [tensor for one in stored for tensor in _tensors(one)]
+    tile = _tile_blocks(grad.dtype.itemsize, 0 if out is None else out.dtype.itemsize)
+    with torch.accelerator.device_index(device.index):
+        adam_kernel[(_num_programs(device, triton.cdiv(numel, BLOCK * tile)),)](
+            *memory,
+            grad,
+            out,
+            step,
+            rates.lr,
+            divisor,
+            skip,
+            numel,
+            beta2,
+            1.0 - beta1,
+            1.0 - beta2,
+            *logs,
+            rates.eps,
+            rates.weight_decay,
+            IS_DECOUPLED=rates.adam_w_mode,
+            TILE=tile,
+            **_OPTIONS,
+        )
+
+
+def _tensors(stored: StoredFloats) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A form as the kernel takes it."""
+    if isinstance(stored, ScaledHalf):
+        return stored.tensor, stored.exponents
+    if isinstance(stored, WithRemainder):
+        return stored.upper, stored.lower
+    assert isinstance(stored, (Plain, Rounded)), "a form that the kernel does not know"
+    return stored.tensor, None
+
+
+def _log_parts(beta: float) -> tuple[float, float]:
+    """Two numbers of fp32 whose sum is the logarithm."""
+    if beta == 0.0:
+        return -math.inf, 0.0
+    log = math.log(beta)
+    first = c_float(log).value
+    return first, c_float(log - first).value
+
+
+def _tile_blocks(*item_bytes: int) -> int:
+    """Blocks that a program steps at a time: 8 numbers for each thread, 4 where some are fp64, or registers run out."""
+    return 8 if max(item_bytes) == 8 else 16
+
+
+def _num_programs(device: torch.device, tiles: int) -> int:
+    """As many as run at once; interpreted: two."""
+    if device.type == "cpu":
+        return 2
+    properties: Any = torch.get_device_module(device).get_device_properties(device)
+    return min(tiles, _PROGRAMS_PER_PROCESSOR * properties.multi_processor_count)
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Each form of masters and moments, with the gradients and parameters that it is for."""
+    plain, halves, scaled = ("*fp32:16", None), ("*bf16:16", None), ("*fp16:16", "*i8:16")
+    remainders = ("*i16:16", "*i16:16")
+    yield _case("fp32, divided", (plain, plain), grad="fp32")
+    yield _case("bf16 with remainders", (remainders, plain), grad="bf16")
+    yield _case("fp32 masters of bf16", (plain, plain), grad="bf16", out="bf16")
+    yield _case("bf16 states", (halves, halves), grad="bf16", out="bf16")
+    yield _case("scaled fp16 states", (scaled, scaled), grad="fp16", out="fp16")
+    yield _case("decay in the gradient, fp32 masters of fp64", (plain, plain), grad="fp64", out="fp64")
+
+
+def _case(
+    name: str, forms: tuple[tuple[str, str | None], tuple[str, str | None]], *, grad: str, out: str | None = None
+) -> CompileCase:
+    """forms: of masters and of both moments."""
+    (main, main_more), (moment, moment_more) = forms
+    arguments = {"main": main, "main_more": main_more, "grad": f"*{grad}:16", "out": out and f"*{out}:16"}
+    for moments in ("exp_avg", "exp_avg_sq"):
+        arguments |= {moments: moment, f"{moments}_more": moment_more}
+    arguments |= dict.fromkeys(("step", "lr", "divisor", "skip"), "*fp32")
+    given = {"numel": "i32:16", "IS_DECOUPLED": not name.startswith("decay"), "TILE": _tile_blocks(4)}
+    if "fp64" in (grad, out):
+        given["TILE"] = _tile_blocks(8)
+    numbers = [number for number in adam_kernel.arg_names if number not in arguments | given]
+    return compile_case(
+        adam_kernel, f"adam, {name}", options=_OPTIONS, **arguments, **given, **dict.fromkeys(numbers, "fp32")
+    )
