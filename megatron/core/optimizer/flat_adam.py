@@ -205,17 +205,26 @@ def _whole(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
 
 def _step_in_pieces(update: AdamUpdate, rates: AdamRates, *, count: torch.Tensor, scaled: _Scaled) -> None:
     """Any form, converted on the way through torch's kernel in pieces that stay in a core's cache."""
-    state, size = update.state, piece_elements(update.state.main)
+    state, size = update.state, _piece_elements(update.state)
     for start in range(0, state.main.numel, size):
         end = min(start + size, state.main.numel)
-        # The kernel writes what it has divided.
-        grad = update.grad[start:end].to(state.wide, copy=scaled.divisor is not None)
+        grad = update.grad[start:end].to(state.wide)
+        if scaled.divisor is not None:
+            # The kernel would write what it divides.
+            grad = grad / scaled.divisor
         main, exp_avg, exp_avg_sq = values = [stored.read(start, end) for stored in state.stored]
         _fused_kernel([_Operands(main, grad, exp_avg, exp_avg_sq, count)], rates, scaled=scaled)
         for stored, new in zip(state.stored, values):
             _write_back(stored, start, values=new, scaled=scaled)
         if update.out is not None:
             scaled.put(update.out[start:end], _as_parameters(state.main, start, end=end))
+
+
+def _piece_elements(state: FlatAdam) -> int:
+    size = piece_elements(state.main)
+    is_plain = all(isinstance(stored, Plain) for stored in state.stored)
+    # Gradients are then all that is copied: one tensor, where others are four of that size.
+    return 4 * size if is_plain and state.step.device.type == "cpu" else size
 
 
 def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scaled: _Scaled) -> None:
@@ -258,6 +267,5 @@ def _fused_kernel(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _S
         eps=rates.eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=scaled.divisor,
         found_inf=scaled.skip,
     )

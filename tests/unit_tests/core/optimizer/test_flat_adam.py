@@ -134,6 +134,22 @@ def test_a_gradient_counts_divided_and_is_only_read(params: torch.dtype, form: S
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_divided_gradients_step_to_the_bits_of_torchs_own_division(dtype: torch.dtype) -> None:
+    theirs = torch.nn.Parameter(normal(1, dtype))
+    state = FlatAdam(theirs.detach().clone(), StateForm(dtype, Masters.NONE))
+    optimizer = torch.optim.AdamW([theirs], lr=LR, weight_decay=0.1, fused=True)
+    divisor, skip = torch.tensor(3.0), torch.tensor(0.0)
+    vars(optimizer).update(grad_scale=divisor, found_inf=skip)  # as torch.amp.GradScaler gives them
+    for number in range(5):
+        skip.fill_(number == 2)
+        theirs.grad = normal(number, dtype)
+        step(state, normal(number, dtype), divisor=divisor, skip=skip, weight_decay=0.1)
+        optimizer.step()
+        assert torch.equal(state.main.read(0, NUMEL), theirs)
+    assert state.step == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_without_bias_correction_moments_count_as_they_are(dtype: torch.dtype, adam_w_mode: bool) -> None:
     model = normal(1, dtype)

@@ -14,30 +14,11 @@ from megatron.core import optimizer
 from megatron.core.optimizer.flat_adam import AdamRates, AdamUpdate, FlatAdam, Masters, StateForm, adam_step
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from megatron.core.optimizer.update_rules import GradScale
+from tests.unit_tests.core.optimizer.adam_run import BF16, F16, F32, FORMS, NUMEL, Run, assert_near, settings
 
 # numpy warns of what GPUs compute without a word.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# A tile that is not full, and more tiles than programs.
-NUMEL = 64 * 37
-LR = 1e-2
-# Parameters, the form of states, gradients, and where parameters are written.
-FORMS = [
-    (F32, StateForm(F32, Masters.NONE), F32, None),
-    (F32, StateForm(F32, Masters.NONE), BF16, None),
-    (F32, StateForm(F32, Masters.COPY), F32, torch.float64),
-    (BF16, StateForm(F32, Masters.COPY), BF16, BF16),
-    (F16, StateForm(F32, Masters.COPY), F16, F16),
-    (BF16, StateForm(F32, Masters.REMAINDERS), BF16, None),
-    (BF16, StateForm(F32, Masters.REMAINDERS), F32, BF16),
-    (F32, StateForm(BF16, Masters.COPY), F32, F32),
-    (BF16, StateForm(BF16, Masters.NONE), BF16, None),
-    (F16, StateForm(F16, Masters.COPY), F16, F16),
-    (F16, StateForm(F16, Masters.COPY, is_scaled=True), F16, F16),
-    (BF16, StateForm(F16, Masters.COPY, is_scaled=True), BF16, BF16),
-    (F32, StateForm(F16, Masters.NONE, is_scaled=True), torch.float64, None),
-]
 all_forms = pytest.mark.parametrize(
     ("params", "form", "grads", "outs"),
     FORMS,
@@ -48,38 +29,6 @@ all_forms = pytest.mark.parametrize(
 @pytest.fixture
 def kernel(interpreted: Callable[..., ModuleType]) -> ModuleType:
     return interpreted("triton_adam", of=optimizer.__name__)
-
-
-class Run:
-    """A run of random numbers of any sizes, with moments as after some steps, and what is kept of it as bytes."""
-
-    def __init__(self, params: torch.dtype, form: StateForm, outs: torch.dtype | None) -> None:
-        # A block of zeros, and blocks from very small to very large numbers.
-        sizes = torch.logspace(-9, 3, NUMEL // 64).repeat_interleave(64)
-        sizes[64:128] = 0
-        generator = torch.Generator().manual_seed(1)
-        self.model = (torch.randn(NUMEL, generator=generator) * sizes.clamp(max=8)).to(params)
-        self.state = FlatAdam(self.model, form)
-        wide = self.state.wide
-        self.state.exp_avg.write(0, (torch.randn(NUMEL, generator=generator) * sizes).to(wide))
-        self.state.exp_avg_sq.write(0, (torch.rand(NUMEL, generator=generator) * sizes.square()).to(wide))
-        self.state.step.fill_(3)
-        self.grad = (torch.randn(NUMEL, generator=generator) * sizes).to(wide)
-        self.out = None if outs is None else self.model.to(outs)
-
-    def memory(self) -> list[Tensor]:
-        kept = [
-            tensor for stored in self.state.stored for tensor in vars(stored).values() if isinstance(tensor, Tensor)
-        ]
-        others = [self.model, self.state.step.view(1), *([] if self.out is None else [self.out])]
-        return [tensor.view(torch.uint8).clone() for tensor in (*kept, *others)]
-
-    def values(self) -> list[Tensor]:
-        return [stored.read(0, NUMEL).clone() for stored in self.state.stored]
-
-
-def settings(**given: Any) -> AdamRates:
-    return AdamRates(torch.tensor(LR, dtype=torch.float64), **{"weight_decay": 0.1, **given})
 
 
 def launch(
@@ -170,14 +119,7 @@ def test_a_step_is_near_that_of_torchs_kernel(
     rates = settings(adam_w_mode=adam_w_mode)
     launch(kernel, run, grad, rates=rates, divisor=divisor)
     adam_step([AdamUpdate(expected.state, grad, expected.out)], rates, scale=GradScale(divisor))
-    new = expected.values()
-    main, mean, square = (torch.maximum(before.abs(), after.abs()) for before, after in zip(old, new))
-    # torch's kernel rounds some products and sums together: a digit of the larger operand. Of parameters, both of what
-    # they were and of how far a mean of that size would have moved them, where what it was and the gradient cancel.
-    corrections = [1 - beta**4 for beta in rates.betas]
-    moved = LR / corrections[0] * mean / ((new[2] / corrections[1]).sqrt() + rates.eps)
-    for found, wanted, largest in zip(run.values(), new, (main + moved, mean, square)):
-        assert ((found - wanted).abs() <= 2 * torch.finfo(F32).eps * largest).all()
+    assert_near(run, expected, old=old, rates=rates)
 
 
 @all_forms

@@ -1,0 +1,123 @@
+"""The kernel of Adam on a GPU: near torch's kernel on the CPU, alike in all forms, and in a CUDA graph. Not yet run."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters, StateForm, adam_step
+from megatron.core.optimizer.stored_floats import Plain
+from megatron.core.optimizer.update_rules import GradScale
+from tests.unit_tests.core.optimizer.adam_run import BF16, F32, FORMS, LR, NUMEL, Run, assert_near, settings
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+all_forms = pytest.mark.parametrize(("params", "form", "grads", "outs"), FORMS)
+
+
+def number(value: float, device: str = DEVICE) -> Tensor:
+    return torch.full((), value, device=device)
+
+
+def step(run: Run, grad: Tensor, *, scale: GradScale, device: str = DEVICE) -> None:
+    adam_step([AdamUpdate(run.state, grad, run.out)], settings(device), scale=scale)
+
+
+@pytest.mark.parametrize(("params", "form", "grads", "outs"), [case for case in FORMS if case[1].dtype == F32])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_a_step_is_near_that_of_the_cpu(params, form, grads, outs, adam_w_mode: bool) -> None:
+    run, expected = Run(params, form, outs, DEVICE), Run(params, form, outs)
+    old = expected.values()
+    for one, device in ((run, DEVICE), (expected, "cpu")):
+        rates, scale = settings(device, adam_w_mode=adam_w_mode), GradScale(number(0.5, device))
+        adam_step([AdamUpdate(one.state, one.grad.to(grads), one.out)], rates, scale=scale)
+    assert_near(run, expected, old=old, rates=settings(adam_w_mode=adam_w_mode))
+    assert run.state.step == 4
+
+
+@all_forms
+def test_every_form_keeps_the_bytes_that_torch_makes_of_the_same_numbers(params, form, grads, outs) -> None:
+    run, expected = Run(params, form, outs, DEVICE), Run(params, form, outs, DEVICE)
+    grad, scale = run.grad.to(grads), GradScale(number(0.5))
+    # A gradient of the states' dtype, undivided, would go to torch's kernel.
+    whole = Run(F32, StateForm(F32, Masters.NONE), None, DEVICE)
+    whole.state.main, whole.state.exp_avg, whole.state.exp_avg_sq = map(Plain, expected.values())
+    step(whole, grad, scale=scale)
+    for stored, new in zip(expected.state.stored, whole.values()):
+        stored.write(0, new)
+    expected.state.step += 1
+    if expected.out is not None:
+        is_upper = form.masters is Masters.REMAINDERS
+        expected.out.copy_(expected.model if is_upper else expected.state.main.read(0, NUMEL))
+    step(run, grad, scale=scale)
+    assert all(map(torch.equal, run.memory(), expected.memory()))
+
+
+@all_forms
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+def test_a_skipped_step_changes_no_byte(params, form, grads, outs, poison: float) -> None:
+    run = Run(params, form, outs, DEVICE)
+    before = run.memory()
+    bad = torch.full((NUMEL,), poison, dtype=grads, device=DEVICE)
+    step(run, bad, scale=GradScale(number(2.0), number(1.0)))
+    assert all(map(torch.equal, run.memory(), before))
+
+
+def test_bf16_with_remainders_is_the_fp32_run_bit_for_bit() -> None:
+    halves = Run(BF16, StateForm(F32, Masters.REMAINDERS), None, DEVICE)
+    whole = Run(BF16, StateForm(F32, Masters.COPY), BF16, DEVICE)
+    for seed in range(20):
+        grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)).to(DEVICE, BF16)
+        for run in (halves, whole):
+            step(run, grad, scale=GradScale(1.0))
+        assert all(map(torch.equal, halves.values(), whole.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("adam", [torch.optim.Adam, torch.optim.AdamW])
+def test_plain_runs_step_to_the_bits_of_torch(dtype: torch.dtype, adam: type[torch.optim.Adam]) -> None:
+    start = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    theirs = torch.nn.Parameter(start.clone())
+    state = FlatAdam(start, StateForm(dtype, Masters.NONE))
+    optimizer = adam([theirs], lr=torch.full((), LR, device=DEVICE), weight_decay=0.1, fused=True)
+    rates = settings(DEVICE, adam_w_mode=adam is torch.optim.AdamW)
+    for seed in range(20):
+        theirs.grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+        adam_step([AdamUpdate(state, theirs.grad)], rates, scale=GradScale(1.0))
+        optimizer.step()
+        assert torch.equal(start, theirs)
+
+
+@all_forms
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_a_captured_step_follows_gradients_rates_divisors_and_skips(params, form, grads, outs, is_divided) -> None:
+    graphed, host = Run(params, form, outs, DEVICE), Run(params, form, outs, DEVICE)
+    grad, rates = torch.zeros(NUMEL, dtype=grads, device=DEVICE), settings(DEVICE)
+    scale = GradScale(number(1.0) if is_divided else 1.0, number(0.0))
+    graph = torch.cuda.CUDAGraph()
+
+    def captured() -> None:
+        adam_step([AdamUpdate(graphed.state, grad, graphed.out)], rates, scale=scale)
+
+    # Compiles the kernel, which a capture may not; the device has it skipped.
+    scale.skip.fill_(1.0)
+    captured()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured()
+    for seed in range(6):
+        grad.copy_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)))
+        rates.lr.fill_(LR / (seed + 1))
+        scale.skip.fill_(float(seed in (1, 4)))
+        if is_divided:
+            scale.divisor.fill_(0.5 + seed)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            graph.replay()
+            adam_step([AdamUpdate(host.state, grad, host.out)], rates, scale=scale)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(map(torch.equal, graphed.memory(), host.memory()))
+    assert host.state.step == 3 + 4
