@@ -16,13 +16,13 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     buffer_setup,
 )
-from megatron.core.distributed.bucket_group import ParamState
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer as Buffer
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.layout import BufferLayout, Span
 from megatron.core.distributed.shard_coverage import find_problem
+from megatron.core.distributed.synced_group import ParamState
 from megatron.core.model_parallel_config import ModelParallelConfig
 from tests.distributed import test_distributed_data_parallel as ddp_tests
 from tests.distributed.test_distributed_data_parallel import BOTH, GRAD, LAYERS, WIDTH, Layers, Run

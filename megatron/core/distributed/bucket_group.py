@@ -4,97 +4,41 @@ It does what it is told; launch_order.py tells it when, in the same order on eve
 """
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from megatron.core.device import Arrival, Writers, keep_for_current_stream
+from megatron.core.device import Writers, keep_for_current_stream
 from megatron.core.distributed.bucket_observer import Traffic
-from megatron.core.distributed.collectives import Handle, gather_shards_, reduce_bucket_
+from megatron.core.distributed.collectives import Handle, reduce_bucket_
 from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket, plain_grad
 from megatron.core.distributed.grad_checks import GradChecks
-from megatron.core.distributed.launch_sequence import Readiness
-from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.synced_group import GradState, SyncedGroup
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 
-class GradState(Enum):
-    """Where the gradients of a group are in an iteration."""
-
-    COLLECTING = "collecting"
-    IN_FLIGHT = "in flight"
-    REDUCED = "reduced"
-
-
-class ParamState(Enum):
-    """Whether a rank's copy of the parameters is what their owners hold.
-
-    ARRIVED: it is, but other ranks may still wait for theirs; CURRENT: it is on all ranks. A group leaves CURRENT, and
-    comes back to it, at the same place of the program on all ranks; in between each is at its own state.
-    """
-
-    CURRENT = "current"
-    STALE = "stale"
-    IN_FLIGHT = "in flight"
-    ARRIVED = "arrived"
-
-
-class GroupOrder(Protocol):
-    """What launches groups, each in its turn; LaunchOrder is one."""
-
-    def gradient_ready(self, group: "_ParamAndGradBucketGroup", param: nn.Parameter) -> None:
-        """Counts a gradient that is in its place, and launches what need not wait any longer."""
-        ...
-
-    def start_grad_sync(self, groups: Sequence["_ParamAndGradBucketGroup"]) -> None:
-        """Launches the reductions of these groups and of all before them."""
-        ...
-
-    def start_param_sync(self, groups: Sequence["_ParamAndGradBucketGroup"], *, again: bool = False) -> None:
-        """Launches their gathers and those before them."""
-        ...
-
-    def need(self, group: "_ParamAndGradBucketGroup", *, prefetch: bool) -> None:
-        """Waits until a group's parameters may be read; prefetch: launches the next gather as well."""
-        ...
-
-
-class _ParamAndGradBucketGroup:
-    """name: the same on all ranks, for messages. checks: None to look at no gradients.
-
-    is_last_microbatch: gradients that come now complete the sums of the iteration. number, order: its place
-    among the others and what launches them, given when it is attached to a LaunchOrder.
-    """
-
-    number: int
-    order: GroupOrder
+class _ParamAndGradBucketGroup(SyncedGroup):
+    """A group whose gradients stand in their buffers. name: the same on all ranks; checks: None to look at none."""
 
     def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str, checks: GradChecks | None) -> None:
-        self.buckets, self.name = list(buckets), name
-        self.entries = [entry for bucket in self.buckets for entry in bucket.entries]
-        # Notes what is launched, where all ranks of the stage have this group.
-        self.ledger: Ledger | None = None
-        self.is_last_microbatch = True
-        self.grad_state, self.param_state = GradState.COLLECTING, ParamState.CURRENT
-        # Whether a gradient of this iteration came when its bucket was on its way.
-        self.is_late = False
+        super().__init__(buckets, name=name)
         self._checks = checks
         self._bucket_of = {entry.param: bucket for bucket in self.buckets for entry in bucket.entries}
-        self._index_of = {entry.param: index for index, entry in enumerate(self.entries)}
-        self.readiness = Readiness(len(self.entries))
-        device = self.buckets[0].param_data.device
-        self._writers, self.arrival = Writers(device), Arrival(device)
+        self._writers = Writers(self.device)
         # Gradients that came when their bucket was on its way, in the order they came.
         self._late: list[tuple[Entry, torch.Tensor]] = []
         self._late_sums: list[torch.Tensor] = []
         self._reductions: list[Handle] = []
         self._late_reductions: list[Handle] = []
-        self._gathers: list[Handle] = []
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a gradient of this iteration came when its bucket was on its way."""
+        return bool(self._late)
 
     # For users: each in its turn among all groups.
 
@@ -106,16 +50,6 @@ class _ParamAndGradBucketGroup:
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts to reduce the gradients of this group and of all before it. Collective."""
         self.order.start_grad_sync([self])
-
-    def start_param_sync(self, force_sync: bool = False) -> None:
-        """Starts to gather the parameters of this group and of all before it; force_sync: waits, too. Collective."""
-        self.order.start_param_sync([self])
-        if force_sync:
-            self.order.need(self, prefetch=False)
-
-    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Waits for the parameters; starts the gather that follows unless told to skip. Collective."""
-        self.order.need(self, prefetch=not skip_next_bucket_dispatch)
 
     # Gradients.
 
@@ -155,10 +89,6 @@ class _ParamAndGradBucketGroup:
             raise RuntimeError(f"register_grad_ready: the gradient of {name} was added while that was being reduced")
         self._writers.note()
         self._bucket_of[param].buffer.note_added(param)
-
-    def count_gradient(self, param: nn.Parameter) -> bool:
-        """Counts a gradient of the last microbatch; whether it was the last one expected in this group."""
-        return self.readiness.came(self._index_of[param])
 
     def unfilled(self) -> list[str]:
         """Names of the parameters without a gradient in this iteration."""
@@ -243,41 +173,7 @@ class _ParamAndGradBucketGroup:
         """Begins an iteration; no reduction is under way."""
         self.readiness.forget()
         self._drop_handles()
-        self.is_late = False
         self.grad_state = GradState.COLLECTING
-
-    def drop_captured(self) -> None:
-        """Begins an iteration after a CUDA graph's capture: what was launched in it has not run."""
-        self.reset()
-        self._gathers.clear()
-        self.arrival.forget()
-
-    def note_replayed(self) -> None:
-        """Says that a CUDA graph has reduced the gradients, and gathered parameters if it does."""
-        self.grad_state = GradState.REDUCED
-        # Streams other than the one that the graph ran on have to wait for what it gathered.
-        self.arrival.note()
-
-    # Parameters.
-
-    @record_function("_ParamAndGradBucketGroup.launch_gathers")
-    def launch_gathers(self) -> None:
-        """Starts to gather the parameters from the ranks that own their shards. Collective."""
-        for bucket in self.buckets:
-            group = bucket.buffer.data_parallel_group
-            if self.ledger is not None:
-                self.ledger.record(op="all-gather", group=group, flat=bucket.param_data, bucket=self.name)
-            self._gathers.append(gather_shards_(bucket.param_data, group))
-        self.param_state = ParamState.IN_FLIGHT
-
-    @record_function("_ParamAndGradBucketGroup.complete_gathers")
-    def complete_gathers(self) -> None:
-        """Waits for a gather under way."""
-        for handle in self._gathers:
-            handle.wait()
-        self._gathers.clear()
-        self.arrival.note()
-        self.param_state = ParamState.ARRIVED
 
     def works(self, traffic: Traffic) -> list[dist.Work]:
         """The messages under way, for observers."""
@@ -287,16 +183,6 @@ class _ParamAndGradBucketGroup:
             Traffic.GATHER: self._gathers,
         }
         return [work for handle in handles[traffic] for work in handle.works()]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank owns a shard of the parameters, which the others gather."""
-        return self.buckets[0].buffer.is_sharded
-
-    @property
-    def can_repeat(self) -> bool:
-        """See ObservedGroup."""
-        return self.buckets[0].buffer.settings.policy.can_repeat
 
     def _reduce(self, bucket: _ParamAndGradBucket, flat: torch.Tensor) -> Handle:
         buffer = bucket.buffer
@@ -308,7 +194,6 @@ class _ParamAndGradBucketGroup:
         )
 
     def _put_aside(self, entry: Entry, grad: torch.Tensor) -> None:
-        self.is_late = True
         self._late.append((entry, grad))
         if self._checks is not None:
             self._checks.measure([(entry.name, grad)])

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.synced_group import SyncedGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +17,7 @@ class ChunkSync:
     zero_grads: forgets its gradients. checks: look at them before they are reduced; None: nobody does.
     """
 
-    groups: Sequence[_ParamAndGradBucketGroup]
+    groups: Sequence[SyncedGroup]
     module: nn.Module
     find_problem: Callable[[], str | None]
     zero_grads: Callable[[], None]

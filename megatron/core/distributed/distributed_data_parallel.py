@@ -15,15 +15,17 @@ from torch import nn
 
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.bucket_group import GradState, _ParamAndGradBucketGroup
+from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.buffer_setup import build_buffers, build_launch_order, check_settings
 from megatron.core.distributed.chunk_sync import ChunkSync
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer, partition_buckets
 from megatron.core.distributed.forward_waits import ForwardWaits
 from megatron.core.distributed.grad_checks import GradChecks
-from megatron.core.distributed.launch_order import LaunchOrder, all_current
+from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.param_gathers import all_current
 from megatron.core.distributed.stage_groups import stage_group_of
+from megatron.core.distributed.synced_group import GradState, SyncedGroup
 from megatron.core.distributed.tied_weights import follow_owner
 from megatron.core.distributed.wrap_agreement import check_wraps_agree
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -353,9 +355,7 @@ class DistributedDataParallel(ModelWrapper):
         for buffer in self.all_buffers:
             buffer.zero_grads()
 
-    def _pre_hook(
-        self, groups: Callable[[], Sequence[_ParamAndGradBucketGroup]], *, prefetch: bool
-    ) -> Callable[..., None]:
+    def _pre_hook(self, groups: Callable[[], Sequence[SyncedGroup]], *, prefetch: bool) -> Callable[..., None]:
         # No bound method, with which a copy of the module would copy this wrapper.
         def wait_for_params(*unused: Any) -> None:
             for group in groups():

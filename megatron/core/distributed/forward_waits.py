@@ -14,19 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
+from megatron.core.distributed.synced_group import SyncedGroup
 
 
 class ForwardWaits:
     """The waits of all modules below `root`; group_of: of each parameter that is gathered."""
 
-    def __init__(self, root: nn.Module, group_of: Mapping[nn.Parameter, _ParamAndGradBucketGroup]) -> None:
+    def __init__(self, root: nn.Module, group_of: Mapping[nn.Parameter, SyncedGroup]) -> None:
         self._root, self._group_of = root, group_of
         # By module, whether the root is in training, and whether autograd is on.
         self._called: set[tuple[nn.Module, bool, bool]] = set()
-        self._known: dict[tuple[nn.Module, bool, bool], Sequence[_ParamAndGradBucketGroup]] = {}
+        self._known: dict[tuple[nn.Module, bool, bool], Sequence[SyncedGroup]] = {}
 
-    def before(self, module: nn.Module) -> Sequence[_ParamAndGradBucketGroup]:
+    def before(self, module: nn.Module) -> Sequence[SyncedGroup]:
         """The groups that a forward of `module` needs, which begins now."""
         mode = self._root.training, torch.is_grad_enabled()
         key = (module, *mode)
@@ -42,12 +42,12 @@ class ForwardWaits:
         self._known[key] = list(groups)
         return self._known[key]
 
-    def own(self, module: nn.Module) -> list[_ParamAndGradBucketGroup]:
+    def own(self, module: nn.Module) -> list[SyncedGroup]:
         """The groups of the parameters that `module` itself has."""
         held = (param for param in module.parameters(recurse=False) if param in self._group_of)
         return list(dict.fromkeys(self._group_of[param] for param in held))
 
-    def below(self, module: nn.Module) -> list[_ParamAndGradBucketGroup]:
+    def below(self, module: nn.Module) -> list[SyncedGroup]:
         """The groups of all its parameters."""
         return list(dict.fromkeys(group for part in module.modules() for group in self.own(part)))
 

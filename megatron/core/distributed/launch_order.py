@@ -9,7 +9,7 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 
 import logging
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -17,15 +17,16 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.agreement import RemoteRankError
-from megatron.core.distributed.bucket_group import GradState, ParamState, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
 from megatron.core.distributed.chunk_sync import ChunkSync
 from megatron.core.distributed.iteration_phase import Phase
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.param_gathers import ParamGathers
 from megatron.core.distributed.replica_checks import raise_non_finite
 from megatron.core.distributed.stage_groups import groups_of_stage
 from megatron.core.distributed.step_agreement import StepAgreement, Verdict
+from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
 from megatron.core.process_groups_config import group_rank
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _RESET = "reset_iteration() was called after an error"
 
 
-class LaunchOrder:
+class LaunchOrder(ParamGathers):
     """The collectives of all chunks of a stage; see [Note: launch order].
 
     stage_group: ranks whose collectives are to be in one order: all that share a dense or an expert group with each
@@ -53,17 +54,17 @@ class LaunchOrder:
         overlap_grad_reduce: bool = False,
         ledger: Ledger | None = None,
     ) -> None:
+        super().__init__()
         self.stage_group, self._pp_group = stage_group, pp_group
         self.ledger = ledger or Ledger(stage_group)
         self._agreement = StepAgreement(
             stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, ledger=self.ledger
         )
-        self.observers = Observers()
         self._overlap = overlap_grad_reduce
         self._sequence = LaunchSequence()
-        self._groups: list[_ParamAndGradBucketGroup] = []
+        self._groups: list[SyncedGroup] = []
         # Of this rank; other ranks of the stage may have more.
-        self._by_number: dict[int, _ParamAndGradBucketGroup] = {}
+        self._by_number: dict[int, SyncedGroup] = {}
         self._chunks: list[ChunkSync] = []
         self._phase = Phase.COLLECTING
         # Whether someone calls `step` after `finish`, on all ranks of the model.
@@ -71,7 +72,7 @@ class LaunchOrder:
         # Who has begun the iteration.
         self._begun_by: set[Hashable] = set()
         # Groups of which more may be started before the end.
-        self._launched: deque[_ParamAndGradBucketGroup] = deque()
+        self._launched: deque[SyncedGroup] = deque()
         self._warned: set[str] = set()
 
     def attach(self, chunk: ChunkSync) -> None:
@@ -122,18 +123,18 @@ class LaunchOrder:
         self._start()
         self._begun_by = {*begun_by, caller}
 
-    def gradient_came(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
+    def gradient_came(self, group: SyncedGroup, param: nn.Parameter) -> None:
         """Takes a gradient that autograd left in `param.grad`, if it left one, and counts it."""
         with self._taking(group, param):
             group.take(param)
         self.gradient_ready(group, param)
 
-    def add_gradient(self, group: _ParamAndGradBucketGroup, param: nn.Parameter, *, new: WeightGrad) -> None:
+    def add_gradient(self, group: SyncedGroup, param: nn.Parameter, *, new: WeightGrad) -> None:
         """Lets a gradient be added where it is computed; it is counted when gradient_came follows."""
         with self._taking(group, param):
             group.add(param, new)
 
-    def gradient_ready(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
+    def gradient_ready(self, group: SyncedGroup, param: nn.Parameter) -> None:
         """Counts a gradient that is in its place, and launches what need not wait any longer."""
         self._check_collecting(group, param)
         if not (self._overlap and group.is_last_microbatch):
@@ -143,7 +144,7 @@ class LaunchOrder:
             self._launch(self._sequence.ready(group.number))
         self._advance_early()
 
-    def start_grad_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
+    def start_grad_sync(self, groups: Sequence[SyncedGroup]) -> None:
         """Launches these groups and all before them, with whatever gradients they have."""
         for group in groups:
             self._launch(self._sequence.up_to(group.number))
@@ -229,7 +230,7 @@ class LaunchOrder:
     # In a CUDA graph, whose capture ranks begin and end alike.
 
     @contextmanager
-    def captured_iteration(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> Iterator[None]:
+    def captured_iteration(self, gathered: Sequence[SyncedGroup]) -> Iterator[None]:
         """Around passes that a graph captures: their gathers and reductions start and end in it, in a frozen order.
 
         gathered: groups whose gathers belong to it. What ranks tell each other at the end of an iteration does not:
@@ -254,7 +255,7 @@ class LaunchOrder:
         finally:
             self.observers = observers
 
-    def forget_captured(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
+    def forget_captured(self, gathered: Sequence[SyncedGroup]) -> None:
         """After a capture, or one that broke off: an iteration begins, as nothing of it has run."""
         self._phase = Phase.COLLECTING
         self._sequence.start()
@@ -264,7 +265,7 @@ class LaunchOrder:
         for group in gathered:
             group.param_state = ParamState.STALE
 
-    def note_replayed(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
+    def note_replayed(self, gathered: Sequence[SyncedGroup]) -> None:
         """Says that a graph has run a captured iteration; gathered: as when it was captured."""
         self._check_usable()
         for group in self._groups:
@@ -273,70 +274,19 @@ class LaunchOrder:
             group.param_state = ParamState.CURRENT
         self._phase = Phase.REPLAYED
 
-    # Parameters.
-
-    def mark_stale(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
-        """Says that owners have updated their shards: the others gather before they read. Same on all ranks."""
-        if not all_current(groups):
-            self.finish_param_sync(groups)
-        for group in groups:
-            if group.is_sharded:
-                group.param_state = ParamState.STALE
-                for observer in self.observers:
-                    observer.gather_due(group)
-
     def note_update(self) -> None:
         """Says that an optimizer has updated the parameters: a rank that did not is found out at the next agreement."""
         self.ledger.note("an update of the parameters by the optimizer")
 
-    def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup], *, again: bool = False) -> None:
-        """Launches the gathers of stale parameters; if all groups are current, or `again`, of all. Collective."""
-        if again or all_current(groups):
-            self.mark_stale(groups)
-        for group in self.gather_order:
-            if group in groups:
-                self._launch_gathers(up_to=group)
-
-    def finish_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
-        """Launches what is left of the gathers and waits for them. Collective."""
-        for group in self.gather_order:
-            if group in groups:
-                self.need(group, prefetch=False)
-                group.param_state = ParamState.CURRENT
-
-    def need(self, group: _ParamAndGradBucketGroup, *, prefetch: bool) -> None:
-        """Waits until a group's parameters may be read; prefetch: launches the gather of the next group as well."""
-        if group.param_state in (ParamState.CURRENT, ParamState.ARRIVED):
-            group.arrival.wait()
-            return
-        self._launch_gathers(up_to=group)
-        if prefetch:
-            self.prefetch()
-        if group.param_state is ParamState.IN_FLIGHT:
-            self._wait_for_gather(group)
-
-    def prefetch(self) -> None:
-        """Launches the next gather that is due, if there is one."""
-        following = next((group for group in self.gather_order if group.param_state is ParamState.STALE), None)
-        if following is not None:
-            self._launch_gather(following)
-
     @property
-    def gather_order(self) -> list[_ParamAndGradBucketGroup]:
+    def gather_order(self) -> list[SyncedGroup]:
         """All groups, about in the order in which forward needs their parameters; the same on all ranks."""
         return self._in_order()[::-1]
-
-    def _launch_gathers(self, *, up_to: _ParamAndGradBucketGroup | None = None) -> None:
-        for group in self.gather_order:
-            if group.param_state is ParamState.STALE:
-                self._launch_gather(group)
-            if group is up_to:
-                return
 
     # Inside.
 
     @contextmanager
-    def _taking(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> Iterator[None]:
+    def _taking(self, group: SyncedGroup, param: nn.Parameter) -> Iterator[None]:
         self._check_collecting(group, param)
         if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
             # Nobody waited for its gather, so forward took the values from before the optimizer's step.
@@ -350,15 +300,7 @@ class LaunchOrder:
         for observer in self.observers:
             observer.after_grad(group, param)
 
-    def _launch_gather(self, group: _ParamAndGradBucketGroup) -> None:
-        with self.observers.launching(Traffic.GATHER, group):
-            group.launch_gathers()
-
-    def _wait_for_gather(self, group: _ParamAndGradBucketGroup) -> None:
-        with self.observers.waiting(Traffic.GATHER, group):
-            group.complete_gathers()
-
-    def _check_collecting(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
+    def _check_collecting(self, group: SyncedGroup, param: nn.Parameter) -> None:
         if self._phase is not Phase.COLLECTING:
             raise RuntimeError(
                 f"the gradient of {_name_of(param, group)} came after finish_grad_sync: call zero_grad_buffer before "
@@ -411,7 +353,7 @@ class LaunchOrder:
         for observer in self.observers:
             observer.begin_iteration()
 
-    def _in_order(self) -> list[_ParamAndGradBucketGroup]:
+    def _in_order(self) -> list[SyncedGroup]:
         return [self._by_number[number] for number in self._sequence.order if number in self._by_number]
 
     def _late_here(self) -> list[bool]:
@@ -491,10 +433,5 @@ class LaunchOrder:
         self._phase = Phase.ABORTED
 
 
-def all_current(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
-    """Whether all ranks have the parameters of all these groups; the same on all ranks."""
-    return all(group.param_state is ParamState.CURRENT for group in groups)
-
-
-def _name_of(param: nn.Parameter, group: _ParamAndGradBucketGroup) -> str:
+def _name_of(param: nn.Parameter, group: SyncedGroup) -> str:
     return next(entry.name for entry in group.entries if entry.param is param)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
+from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -29,7 +29,7 @@ def stage_group_of(groups: ProcessGroupCollection) -> ProcessGroup | None:
     return groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
 
 
-def groups_of_stage(groups: Sequence[_ParamAndGradBucketGroup], stage_group: ProcessGroup | None) -> StageGroups:
+def groups_of_stage(groups: Sequence[SyncedGroup], stage_group: ProcessGroup | None) -> StageGroups:
     """What all ranks of the stage have, from this rank's groups of one chunk. Collective."""
     per_rank = gather_objects([(group.name, _fingerprint(group)) for group in groups], stage_group)
     names = dict.fromkeys(name for of_rank in per_rank for name, _ in of_rank)
@@ -37,7 +37,7 @@ def groups_of_stage(groups: Sequence[_ParamAndGradBucketGroup], stage_group: Pro
     return StageGroups(list(names), frozenset(name for name, _ in same))
 
 
-def _fingerprint(group: _ParamAndGradBucketGroup) -> int:
+def _fingerprint(group: SyncedGroup) -> int:
     buckets = [
         (bucket.layout.span.numel, str(bucket.grad_data.dtype), [entry.name for entry in bucket.entries])
         for bucket in group.buckets

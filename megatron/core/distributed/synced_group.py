@@ -1,0 +1,205 @@
+"""SyncedGroup: what all bucket groups share, their place in a launch order and the gathers of their parameters.
+
+How gradients are kept and reduced is bucket_group.py's, or transient_grads.py's; when, launch_order.py's.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+from megatron.core.device import Arrival
+from megatron.core.distributed.bucket_observer import Traffic
+from megatron.core.distributed.collectives import Handle, gather_shards_
+from megatron.core.distributed.flat_buffer import _ParamAndGradBucket
+from megatron.core.distributed.launch_sequence import Readiness
+from megatron.core.distributed.ledger import Ledger
+from megatron.core.tensor_parallel.weight_grads import WeightGrad
+
+
+class GradState(Enum):
+    """Where the gradients of a group are in an iteration."""
+
+    COLLECTING = "collecting"
+    IN_FLIGHT = "in flight"
+    REDUCED = "reduced"
+
+
+class ParamState(Enum):
+    """Whether a rank's copy of the parameters is what their owners hold.
+
+    ARRIVED: it is, but other ranks may still wait for theirs; CURRENT: it is on all ranks. A group leaves CURRENT, and
+    comes back to it, at the same place of the program on all ranks; in between each is at its own state.
+    """
+
+    CURRENT = "current"
+    STALE = "stale"
+    IN_FLIGHT = "in flight"
+    ARRIVED = "arrived"
+
+
+class GroupOrder(Protocol):
+    """What launches groups, each in its turn; LaunchOrder is one."""
+
+    def gradient_ready(self, group: "SyncedGroup", param: nn.Parameter) -> None:
+        """Counts a gradient that is in its place, and launches what need not wait any longer."""
+        ...
+
+    def start_grad_sync(self, groups: Sequence["SyncedGroup"]) -> None:
+        """Launches the reductions of these groups and of all before them."""
+        ...
+
+    def start_param_sync(self, groups: Sequence["SyncedGroup"], *, again: bool = False) -> None:
+        """Launches their gathers and those before them."""
+        ...
+
+    def need(self, group: "SyncedGroup", *, prefetch: bool) -> None:
+        """Waits until a group's parameters may be read; prefetch: launches the next gather as well."""
+        ...
+
+
+class SyncedGroup(ABC):
+    """Buckets that are reduced and gathered together. name: the same on all ranks, for messages.
+
+    is_last_microbatch: gradients that come now are counted. number, order: its place among the others and what
+    launches them, given when it is attached to a LaunchOrder.
+    """
+
+    number: int
+    order: GroupOrder
+
+    def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str) -> None:
+        self.buckets, self.name = list(buckets), name
+        self.entries = [entry for bucket in self.buckets for entry in bucket.entries]
+        # Notes what is launched, where all ranks of the stage have this group.
+        self.ledger: Ledger | None = None
+        self.is_last_microbatch = True
+        self.grad_state, self.param_state = GradState.COLLECTING, ParamState.CURRENT
+        self.readiness = Readiness(len(self.entries))
+        self.arrival = Arrival(self.device)
+        self._index_of = {entry.param: index for index, entry in enumerate(self.entries)}
+        self._gathers: list[Handle] = []
+
+    # For users: each in its turn among all groups.
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Starts to gather the parameters of this group and of all before it; force_sync: waits, too. Collective."""
+        self.order.start_param_sync([self])
+        if force_sync:
+            self.order.need(self, prefetch=False)
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
+        """Waits for the parameters; starts the gather that follows unless told to skip. Collective."""
+        self.order.need(self, prefetch=not skip_next_bucket_dispatch)
+
+    # Gradients.
+
+    @property
+    @abstractmethod
+    def is_late(self) -> bool:
+        """Whether there are gradients that the reductions launched so far do not have."""
+
+    @abstractmethod
+    def take(self, param: nn.Parameter) -> None:
+        """Takes what autograd left in `param.grad`, if it left anything."""
+
+    @abstractmethod
+    def add(self, param: nn.Parameter, new: WeightGrad) -> None:
+        """Lets a gradient be added where it is computed."""
+
+    def count_gradient(self, param: nn.Parameter) -> bool:
+        """Counts a gradient of the last microbatch; whether it was the last one expected in this group."""
+        return self.readiness.came(self._index_of[param])
+
+    @abstractmethod
+    def unfilled(self) -> list[str]:
+        """Names of the parameters without a gradient in this iteration."""
+
+    @abstractmethod
+    def launch_reductions(self) -> None:
+        """Starts to reduce the gradients. Collective."""
+
+    @abstractmethod
+    def start_second_round(self) -> None:
+        """Starts to reduce what came too late on any rank; on all ranks. Collective."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Starts what follows the first messages, so that several groups' may be under way together. Collective."""
+
+    @abstractmethod
+    def advance_early(self) -> bool:
+        """Starts what may follow before the end, without blocking the host; whether all of it is under way."""
+
+    @abstractmethod
+    def advance_second_round(self) -> None:
+        """As `advance`, of the second round; after all groups' `advance`, which others may have started long ago."""
+
+    @abstractmethod
+    def complete_reductions(self) -> None:
+        """Waits for the sums."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Ends reductions whose sums nobody wants. Collective."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begins an iteration; no reduction is under way."""
+
+    @abstractmethod
+    def works(self, traffic: Traffic) -> list[dist.Work]:
+        """The messages under way, for observers."""
+
+    def drop_captured(self) -> None:
+        """Begins an iteration after a CUDA graph's capture: what was launched in it has not run."""
+        self.reset()
+        self._gathers.clear()
+        self.arrival.forget()
+
+    def note_replayed(self) -> None:
+        """Says that a CUDA graph has reduced the gradients, and gathered parameters if it does."""
+        self.grad_state = GradState.REDUCED
+        # Streams other than the one that the graph ran on have to wait for what it gathered.
+        self.arrival.note()
+
+    # Parameters.
+
+    @record_function("SyncedGroup.launch_gathers")
+    def launch_gathers(self) -> None:
+        """Starts to gather the parameters from the ranks that own their shards. Collective."""
+        for bucket in self.buckets:
+            group = bucket.buffer.data_parallel_group
+            if self.ledger is not None:
+                self.ledger.record(op="all-gather", group=group, flat=bucket.param_data, bucket=self.name)
+            self._gathers.append(gather_shards_(bucket.param_data, group))
+        self.param_state = ParamState.IN_FLIGHT
+
+    @record_function("SyncedGroup.complete_gathers")
+    def complete_gathers(self) -> None:
+        """Waits for a gather under way."""
+        for handle in self._gathers:
+            handle.wait()
+        self._gathers.clear()
+        self.arrival.note()
+        self.param_state = ParamState.ARRIVED
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.entries[0].param.device
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank owns a shard of the parameters, which the others gather."""
+        return self.buckets[0].buffer.is_sharded
+
+    @property
+    def can_repeat(self) -> bool:
+        """See ObservedGroup."""
+        return self.buckets[0].buffer.settings.policy.can_repeat
