@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatch
+from functools import partial
 
 import torch
 from torch import nn
@@ -48,7 +49,8 @@ class BufferSettings:
 
     group: the ranks that shards are spread over, and gradients summed over; None is this rank alone. is_sharded: each
     of them owns its shard of every bucket, else everything. scale: factor of every gradient before reduction.
-    fp32_patterns: names, or `all`, of parameters whose gradients add up in fp32 beside a narrower buffer.
+    fp32_patterns: names, or `all`, of parameters whose gradients add up in fp32 beside a narrower buffer. split:
+    buckets cut parameters.
     """
 
     group: ProcessGroup | None
@@ -59,6 +61,7 @@ class BufferSettings:
     policy: ReductionPolicy = ReductionPolicy()
     high_busbw: bool = False
     fp32_patterns: tuple[str, ...] = ()
+    split: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,10 +113,9 @@ class _ParamAndGradBuffer:
             # Both ends of a pipeline have this weight: alone in its bucket, its shards are the same elements on both.
             own_bucket={i for i, (_, param) in enumerate(named_params) if param_facts(param).shared_embedding},
             high_busbw=settings.high_busbw,
+            split=settings.split,
         )
-        device = named_params[0][1].device
-        self.param_data = torch.zeros(self.layout.numel, dtype=kind.param_dtype, device=device)
-        self.grad_data = torch.zeros(self.layout.numel, dtype=kind.grad_dtype, device=device)
+        self.param_data, self.grad_data = self._new_flats(named_params[0][1].device)
         self.entries = [
             self._move_in(name, param, span=span)
             for (name, param), span in zip(named_params, self.layout.spans, strict=True)
@@ -218,6 +220,10 @@ class _ParamAndGradBuffer:
     def named_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's name and main_grad."""
         return ((entry.name, entry.main_grad) for entry in self.entries)
+
+    def _new_flats(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        zeros = partial(torch.zeros, self.layout.numel, device=device)
+        return zeros(dtype=self.kind.param_dtype), zeros(dtype=self.kind.grad_dtype)
 
     def _move_in(self, name: str, param: nn.Parameter, *, span: Span) -> Entry:
         assert param.dtype == self.kind.param_dtype, f"parameter {name} is {param.dtype}: the buffer is {self.kind}"

@@ -5,6 +5,10 @@ parameters are needed, in an order that may differ between ranks and steps. So a
 have one total order, and each rank launches a prefix of it, then more of it: gathers first, then reductions. What is
 decided from this rank's data alone is how long the prefix is. Whatever all ranks must know at the end of an iteration
 (who broke it off, which gradients came too late, whether to change the order) takes one small all-reduce.
+
+[Note: passes] Groups whose gradients are freed once they are reduced are so in each backward: a pass, which `end_pass`
+ends. Every pass goes through the whole order, on all ranks alike, so that launches pair up although the ranks tell each
+other nothing between passes. What comes behind its group's launch waits for the next pass, or for `finish`.
 """
 
 import logging
@@ -41,7 +45,8 @@ class LaunchOrder(ParamGathers):
     stage_group: ranks whose collectives are to be in one order: all that share a dense or an expert group with each
     other; None is this rank alone. pp_group: those that must stop together. stage_host, pp_host: the same ranks, where
     these can send from the host; without them, each step reads a GPU. overlap_grad_reduce: reduce during backward; else
-    at the end.
+    at the end. max_in_flight: for groups that sum up passes, see [Note: passes], how many reductions may hold memory
+    at a time; None for those that are reduced once an iteration.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class LaunchOrder(ParamGathers):
         stage_host: dist.ProcessGroup | None = None,
         pp_host: dist.ProcessGroup | None = None,
         overlap_grad_reduce: bool = False,
+        max_in_flight: int | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         super().__init__()
@@ -61,7 +67,10 @@ class LaunchOrder(ParamGathers):
             stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, ledger=self.ledger
         )
         self._overlap = overlap_grad_reduce
-        self._sequence = LaunchSequence()
+        self._max_in_flight = max_in_flight
+        # Late gradients only wait for the next pass, so nothing has to be seen first; and nothing is kept meanwhile.
+        self._sequence = LaunchSequence(is_armed=max_in_flight is not None)
+        self._seen_in_pass: list[int] | None = None
         self._groups: list[SyncedGroup] = []
         # Of this rank; other ranks of the stage may have more.
         self._by_number: dict[int, SyncedGroup] = {}
@@ -73,6 +82,8 @@ class LaunchOrder(ParamGathers):
         self._begun_by: set[Hashable] = set()
         # Groups of which more may be started before the end.
         self._launched: deque[SyncedGroup] = deque()
+        # One for each reduction that holds memory, the oldest first.
+        self._in_flight: deque[SyncedGroup] = deque()
         self._warned: set[str] = set()
 
     def attach(self, chunk: ChunkSync) -> None:
@@ -115,7 +126,7 @@ class LaunchOrder(ParamGathers):
         Collective if an iteration with overlap was under way: some ranks may have reduced a part of it, also where
         this one has not had a gradient yet.
         """
-        was_begun = self._overlap and caller in self._begun_by
+        was_begun = self._overlap and self._max_in_flight is None and caller in self._begun_by
         if self._phase is Phase.COLLECTING and (was_begun or self._sequence.may_have_begun):
             self._break_off(_RESET)
         begun_by = self._begun_by if self._phase is Phase.COLLECTING else set()
@@ -149,6 +160,24 @@ class LaunchOrder(ParamGathers):
         for group in groups:
             self._launch(self._sequence.up_to(group.number))
 
+    @record_function("LaunchOrder.end_pass")
+    def end_pass(self, groups: Sequence[SyncedGroup]) -> None:
+        """Launches what is left of a pass, that of these groups; see [Note: passes]. Collective, without waiting."""
+        numbers = {group.number for group in groups}
+        incomplete = {group.number for group in groups if not group.readiness.is_complete}
+        self._seen_in_pass = self._sequence.seen(incomplete)
+        self._launch([number for number in self._sequence.rest() if number in numbers])
+        self._sequence.start()
+        for group in groups:
+            group.readiness.learn()
+
+    def go_on(self) -> None:
+        """Lets gradients come after `finish` that add to what is summed up already."""
+        if self._phase in (Phase.FINISHED, Phase.STEPPED):
+            self._phase = Phase.COLLECTING
+            for group in self._groups:
+                group.go_on()
+
     @record_function("LaunchOrder.finish")
     def finish(self) -> None:
         """Launches what is left and waits for all of it; once an iteration, for all chunks. Collective.
@@ -161,9 +190,9 @@ class LaunchOrder(ParamGathers):
         self._check_usable()
         problem = next((found for chunk in self._chunks if (found := chunk.find_problem())), None)
         if not (is_replayed := self._phase is Phase.REPLAYED):
-            self._launch_rest()
+            self._launch_last()
         non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
-        seen = self._sequence.seen({group.number for group in self._groups if not group.readiness.is_complete})
+        seen = self._seen()
         decides = self._overlap and group_rank(self.stage_group) == 0
         local = Verdict(
             is_aborted=problem is not None,
@@ -345,6 +374,7 @@ class LaunchOrder(ParamGathers):
         self._begun_by = set()
         self._sequence.start()
         self._launched.clear()
+        self._in_flight.clear()
         for group in self._groups:
             group.reset()
         for chunk in self._chunks:
@@ -368,15 +398,37 @@ class LaunchOrder(ParamGathers):
             with self.observers.launching(Traffic.REDUCE, group):
                 group.launch_reductions()
             self._launched.append(group)
+            if self._max_in_flight is not None:
+                self._in_flight.append(group)
+                # At the same places of the order on all ranks: a wait may send more.
+                if len(self._in_flight) > self._max_in_flight:
+                    self._in_flight.popleft().settle()
 
     def _advance_early(self) -> None:
         # In the order of the launches on every rank, so that what follows pairs up though ranks differ in when.
         while self._launched and self._launched[0].advance_early():
             self._launched.popleft()
 
+    def _seen(self) -> list[int]:
+        if self._max_in_flight is not None:
+            # Chunks have passes of their own, which say nothing of the order of all.
+            return self._sequence.order if self._seen_in_pass is None or len(self._chunks) > 1 else self._seen_in_pass
+        return self._sequence.seen({group.number for group in self._groups if not group.readiness.is_complete})
+
+    def _launch_last(self) -> None:
+        """What nobody need agree on: passes have been launched whole, and what has come since is late."""
+        if self._max_in_flight is None:
+            self._launch_rest()
+        else:
+            self._end_gathers()
+
     def _launch_rest(self) -> None:
         self._launch_gathers()
         self._launch(self._sequence.rest())
+        self._end_gathers()
+
+    def _end_gathers(self) -> None:
+        self._launch_gathers()
         for group in self.gather_order:
             if group.param_state is ParamState.IN_FLIGHT:
                 # Of modules that forward skipped: the optimizer is about to write where it arrives.
@@ -400,6 +452,7 @@ class LaunchOrder(ParamGathers):
         for group in in_order:
             with self.observers.waiting(traffic[group.number], group):
                 group.complete_reductions()
+        self._in_flight.clear()
 
     def _warn_of_unused(self) -> None:
         unused = [name for group in self._groups for name in group.unfilled() if name not in self._warned]
@@ -430,6 +483,7 @@ class LaunchOrder(ParamGathers):
     def _abandon(self) -> None:
         for group in self._in_order():
             group.abandon()
+        self._in_flight.clear()
         self._phase = Phase.ABORTED
 
 

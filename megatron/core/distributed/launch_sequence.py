@@ -65,15 +65,16 @@ class LaunchSequence:
 
     A group is launched once it and all groups before it are ready, or at the end. In the first iteration nothing is
     launched before the end: nobody knows yet what to wait for. Then `learn` tells in which order they became complete.
+    is_armed: not so, the order that they were added in is as good as any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_armed: bool = False) -> None:
         self.order: list[int] = []
         self.is_frozen = False
         self._cursor = 0
         self._ready: set[int] = set()
         self._absent: set[int] = set()
-        self._is_armed = False
+        self._is_armed = is_armed
         self._num_came = 0
         self._last_came: dict[int, int] = {}
         self._seen: list[int] | None = None

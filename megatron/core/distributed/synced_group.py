@@ -156,6 +156,14 @@ class SyncedGroup(ABC):
     def works(self, traffic: Traffic) -> list[dist.Work]:
         """The messages under way, for observers."""
 
+    def settle(self) -> None:
+        """Waits for the oldest reduction of a pass, and frees what it held; for groups that sum up passes."""
+        raise AssertionError(f"{self.name} is reduced once an iteration")
+
+    def go_on(self) -> None:
+        """Lets gradients come that add to the sums there are; for groups that sum up passes."""
+        raise AssertionError(f"{self.name} is reduced once an iteration")
+
     def drop_captured(self) -> None:
         """Begins an iteration after a CUDA graph's capture: what was launched in it has not run."""
         self.reset()

@@ -1,0 +1,375 @@
+"""Gradients that live no longer than they must (ZeRO-2): from the first of a bucket to the end of its reduction.
+
+The sums of all passes add up in this rank's shard, which is all that stands of them. What is launched when is
+launch_order.py's, see [Note: passes] there.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+from megatron.core.device import Writers, keep_for_current_stream
+from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.bucket_observer import Traffic
+from megatron.core.distributed.collectives import Handle, gather_shards_, reduce_bucket_, shard_of
+from megatron.core.distributed.dense_memory import flat_view, in_order_of, shaped_view
+from megatron.core.distributed.flat_buffer import (
+    BufferKind,
+    BufferSettings,
+    Entry,
+    _ParamAndGradBucket,
+    _ParamAndGradBuffer,
+    plain_grad,
+)
+from megatron.core.distributed.layout import Fragment, Span
+from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
+from megatron.core.process_groups_config import group_rank
+from megatron.core.tensor_parallel.weight_grads import WeightGrad
+
+
+class GradMemory(Enum):
+    """Whether the memory in which a bucket's gradients are collected stands, for kernels that write to it."""
+
+    TRANSIENT = "transient"
+    STANDING = "standing"
+
+
+class ParamMemory(Enum):
+    """Whether parameters become views of a flat tensor, or stay in their own memory and are copied to from messages."""
+
+    FLAT = "flat"
+    OWN = "own"
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """wire_dtype: in which parameters are gathered; None: their own."""
+
+    grads: GradMemory = GradMemory.TRANSIENT
+    params: ParamMemory = ParamMemory.FLAT
+    wire_dtype: torch.dtype | None = None
+
+
+class TransientBuffer(_ParamAndGradBuffer):
+    """Parameters of one kind whose gradients have no standing memory; shard_grads: [owned elements], their sums.
+
+    Parameters lie in the order of their own memory, whatever their layout; see dense_memory.py. param_data without flat
+    parameters, and grad_data without standing gradients, are only sizes and dtypes, on the meta device.
+    """
+
+    def __init__(
+        self,
+        kind: BufferKind,
+        named_params: Sequence[tuple[str, nn.Parameter]],
+        *,
+        settings: BufferSettings,
+        memory: MemoryPolicy,
+    ) -> None:
+        self.memory = memory
+        super().__init__(kind, named_params, settings=settings)
+        self._owned = self.owned_spans()
+        self.shard_grads = torch.zeros(
+            sum(span.numel for span in self._owned), dtype=kind.grad_dtype, device=named_params[0][1].device
+        )
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether gathered parameters are copied from a message to their places."""
+        wire = self.memory.wire_dtype or self.kind.param_dtype
+        return self.memory.params is ParamMemory.OWN or wire != self.kind.param_dtype
+
+    def shard_grad(self, bucket: int) -> torch.Tensor:
+        """The sums of this rank's shard of a bucket, a view: [shard elements], the gradients' dtype."""
+        start = sum(span.numel for span in self._owned[:bucket])
+        return self.shard_grads[start : start + self._owned[bucket].numel]
+
+    def grad_of(self, span: Span) -> torch.Tensor:
+        """The sums of elements of one owned span, a view: [span.numel], the gradients' dtype."""
+        bucket = next(index for index, own in enumerate(self._owned) if own.start <= span.start < own.end)
+        start = span.start - self._owned[bucket].start
+        return self.shard_grad(bucket)[start : start + span.numel]
+
+    def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
+        """See _ParamAndGradBuffer: of the sums of all passes."""
+        parts = [entry.span.intersection(owned) for owned in self._owned]
+        return [self.grad_of(part) for part in parts if part.numel]
+
+    def zero_grads(self) -> None:
+        """Forgets gradients that nobody has taken; the groups' `reset` forgets the others."""
+        for entry in self.entries:
+            entry.param.grad = None
+
+    def scale_grads(self, factor: float | torch.Tensor) -> None:
+        """Multiplies the sums; factor: a number or a tensor [], any float dtype."""
+        self.shard_grads.mul_(factor)
+
+    def _new_flats(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        of_params = device if self.memory.params is ParamMemory.FLAT else torch.device("meta")
+        of_grads = device if self.memory.grads is GradMemory.STANDING else torch.device("meta")
+        return (
+            torch.zeros(self.layout.numel, dtype=self.kind.param_dtype, device=of_params),
+            torch.zeros(self.layout.numel, dtype=self.kind.grad_dtype, device=of_grads),
+        )
+
+    def _move_in(self, name: str, param: nn.Parameter, *, span: Span) -> Entry:
+        if self.memory.params is ParamMemory.FLAT:
+            place = shaped_view(self.param_data[span.start : span.end], param)
+            place.copy_(param.detach())
+            param.data = place
+        grad = shaped_view(self.grad_data[span.start : span.end], param)
+        return Entry(canonical_name(name), param, span, grad, grad)
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A bucket's gradients on their way: flat: [bucket elements], the gradients' dtype."""
+
+    flat: torch.Tensor
+    handle: Handle
+
+
+class TransientGroup(SyncedGroup):
+    """One bucket of a TransientBuffer. In a pass:
+
+    1. the first gradient allocates the bucket's memory, in which all that come add up;
+    2. `launch_reductions` sends it, and what comes from then on begins memory of its own;
+    3. `settle` adds this rank's shard of the sum to shard_grads and frees the memory.
+    """
+
+    def __init__(self, bucket: _ParamAndGradBucket, *, name: str) -> None:
+        assert isinstance(bucket.buffer, TransientBuffer), "a bucket of gradients that do not stand"
+        super().__init__([bucket], name=name)
+        self.bucket, self._buffer = bucket, bucket.buffer
+        self.shard = self._buffer.shard_grad(bucket.layout.index)
+        fragments = self._buffer.layout.fragments(bucket.layout.index)
+        self._fragment_of = {self._buffer.entries[one.param].param: one for one in fragments}
+        self._gaps = _gaps(bucket.layout.span, [one.span for one in fragments])
+        self._writers = Writers(self.device)
+        self._flat: torch.Tensor | None = None
+        self._filled: set[nn.Parameter] = set()
+        self._came: set[nn.Parameter] = set()
+        self._in_flight: deque[_Reduction] = deque()
+        self._has_sum = False
+        self._stage: torch.Tensor | None = None
+
+    # Gradients.
+
+    @property
+    def is_late(self) -> bool:
+        """See SyncedGroup: whether any gradient has come since the last launch."""
+        return bool(self._filled)
+
+    def take(self, param: nn.Parameter) -> None:
+        """See SyncedGroup. `param.grad` stays: other buckets may have parts of it."""
+        grad = plain_grad(param)
+        if grad is not None:
+            self._move(param, grad)
+
+    def add(self, param: nn.Parameter, new: WeightGrad) -> None:
+        """See SyncedGroup."""
+        self._move(param, new.compute())
+
+    def note_added(self, param: nn.Parameter) -> None:
+        """Says that a kernel has written a parameter's gradient, unscaled, to its standing memory."""
+        place = self._place(self._open(), self._fragment_of[param])
+        if self._buffer.settings.scale != 1.0:
+            place.mul_(self._buffer.settings.scale)
+        self._note(param)
+
+    def unfilled(self) -> list[str]:
+        """See SyncedGroup."""
+        return [entry.name for entry in self.entries if entry.param not in self._came]
+
+    @record_function("TransientGroup.launch_reductions")
+    def launch_reductions(self) -> None:
+        """See SyncedGroup."""
+        self._writers.join()
+        flat = self._open()
+        for param, fragment in self._fragment_of.items():
+            if param not in self._filled:
+                self._place(flat, fragment).zero_()
+        for start, end in self._gaps:
+            flat[start:end].zero_()
+        if self.ledger is not None:
+            group = self._buffer.data_parallel_group
+            self.ledger.record(op="reduce-scatter", group=group, flat=flat, bucket=self.name)
+        self._in_flight.append(_Reduction(flat, self._reduce(flat)))
+        self._flat = None
+        self._filled.clear()
+
+    def settle(self) -> None:
+        """See SyncedGroup."""
+        done = self._in_flight.popleft()
+        done.handle.wait()
+        total = shard_of(done.flat, self._buffer.data_parallel_group)
+        if self._has_sum:
+            self.shard.add_(total)
+        else:
+            self.shard.copy_(total)
+        self._has_sum = True
+
+    def start_second_round(self) -> None:
+        """See SyncedGroup."""
+        if self._flat is not None:
+            keep_for_current_stream(self._flat)
+        self.launch_reductions()
+
+    def advance(self) -> None:
+        """See SyncedGroup."""
+        for one in self._in_flight:
+            one.handle.advance()
+
+    def advance_early(self) -> bool:
+        """See SyncedGroup."""
+        return all(one.handle.advance_early() for one in self._in_flight)
+
+    def advance_second_round(self) -> None:
+        """See SyncedGroup: `advance` has done it."""
+
+    @record_function("TransientGroup.complete_reductions")
+    def complete_reductions(self) -> None:
+        """See SyncedGroup: `shard` holds the sums of all passes."""
+        while self._in_flight:
+            self.settle()
+        if not self._has_sum:
+            self.shard.zero_()
+        self.grad_state, self._has_sum = GradState.REDUCED, True
+
+    def go_on(self) -> None:
+        """See SyncedGroup."""
+        self.grad_state = GradState.COLLECTING
+
+    def abandon(self) -> None:
+        """See SyncedGroup."""
+        self._drop()
+        self.grad_state = GradState.REDUCED
+
+    def reset(self) -> None:
+        """See SyncedGroup."""
+        self._drop()
+        self.readiness.forget()
+        self.grad_state = GradState.COLLECTING
+
+    def works(self, traffic: Traffic) -> list[dist.Work]:
+        """See SyncedGroup."""
+        handles = self._gathers if traffic is Traffic.GATHER else [one.handle for one in self._in_flight]
+        return [work for handle in handles for work in handle.works()]
+
+    # Parameters.
+
+    def staged_shard(self) -> torch.Tensor:
+        """Where an optimizer writes this rank's new parameters, for the gather that follows: [shard elements], in the
+        dtype that they are sent in.
+        """
+        if self._stage is None:
+            dtype = self._buffer.memory.wire_dtype or self._buffer.kind.param_dtype
+            self._stage = torch.empty(self.bucket.layout.span.numel, dtype=dtype, device=self.device)
+        return shard_of(self._stage, self._buffer.data_parallel_group)
+
+    def launch_gathers(self) -> None:
+        """See SyncedGroup."""
+        if not self._buffer.is_staged:
+            super().launch_gathers()
+            return
+        if self._stage is None:
+            self._fill_stage()
+        assert self._stage is not None, "staged_shard allocates it"
+        group = self._buffer.data_parallel_group
+        if self.ledger is not None:
+            self.ledger.record(op="all-gather", group=group, flat=self._stage, bucket=self.name)
+        self._gathers.append(gather_shards_(self._stage, group))
+        self.param_state = ParamState.IN_FLIGHT
+
+    def complete_gathers(self) -> None:
+        """See SyncedGroup."""
+        for handle in self._gathers:
+            handle.wait()
+        if self._stage is not None:
+            with torch.no_grad():
+                for param, fragment in self._fragment_of.items():
+                    self._part_of(param, fragment).copy_(self._place(self._stage, fragment))
+            self._stage = None
+        super().complete_gathers()
+
+    # Inside.
+
+    def _open(self) -> torch.Tensor:
+        """The memory for gradients that come now."""
+        if self._flat is None and self._buffer.memory.grads is GradMemory.STANDING:
+            while self._in_flight:
+                # They are on their way in the same memory.
+                self.settle()
+            self._flat = self.bucket.grad_data
+        elif self._flat is None:
+            kind = self._buffer.kind
+            self._flat = torch.empty(self.bucket.layout.span.numel, dtype=kind.grad_dtype, device=self.device)
+        return self._flat
+
+    def _move(self, param: nn.Parameter, new: torch.Tensor) -> None:
+        fragment, scale = self._fragment_of[param], self._buffer.settings.scale
+        place = self._place(self._open(), fragment)
+        if fragment.span.numel == param.numel():
+            # The whole of it, in whatever order it comes.
+            place = shaped_view(place, param)
+        else:
+            new = in_order_of(new, param)[fragment.start : fragment.start + fragment.span.numel]
+        if param in self._filled:
+            place.add_(new, alpha=scale)
+        elif new.dtype == place.dtype:
+            torch.mul(new, scale, out=place)
+        else:
+            # mul would round the product to the narrower type first.
+            place.copy_(new).mul_(scale)
+        self._note(param)
+
+    def _note(self, param: nn.Parameter) -> None:
+        self._writers.note()
+        self._filled.add(param)
+        self._came.add(param)
+
+    def _place(self, flat: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+        start = fragment.span.start - self.bucket.layout.span.start
+        return flat[start : start + fragment.span.numel]
+
+    def _part_of(self, param: nn.Parameter, fragment: Fragment) -> torch.Tensor:
+        return flat_view(param)[fragment.start : fragment.start + fragment.span.numel]
+
+    def _reduce(self, flat: torch.Tensor) -> Handle:
+        settings = self._buffer.settings
+        return reduce_bucket_(flat, settings.group, sharded=True, policy=settings.policy)
+
+    def _fill_stage(self) -> None:
+        """Sends what the parameters are."""
+        self.staged_shard()
+        assert self._stage is not None
+        rank = group_rank(self._buffer.data_parallel_group)
+        own = self._buffer.layout.shard(self.bucket.layout.index, rank)
+        for param, fragment in self._fragment_of.items():
+            part = fragment.span.intersection(own)
+            if part.numel:
+                start = fragment.start + part.start - fragment.span.start
+                here = Fragment(fragment.param, part, start)
+                self._place(self._stage, here).copy_(self._part_of(param, here))
+
+    def _drop(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().handle.wait()
+        self._flat, self._has_sum = None, False
+        self._filled.clear()
+        self._came.clear()
+
+
+def _gaps(whole: Span, spans: Iterable[Span]) -> list[tuple[int, int]]:
+    """What of a bucket is no parameter's, counted from its start."""
+    gaps, position = [], whole.start
+    for span in sorted(spans, key=lambda span: span.start):
+        gaps.append((position - whole.start, span.start - whole.start))
+        position = span.end
+    gaps.append((position - whole.start, whole.numel))
+    return [(start, end) for start, end in gaps if start < end]
