@@ -158,6 +158,10 @@ class _ParamAndGradBuffer:
         parts = [entry.span.intersection(owned) for owned in self.owned_spans()]
         return [self.grad_data[part.start : part.end] for part in parts if part.numel]
 
+    def grad_of(self, span: Span) -> torch.Tensor:
+        """The gradients of elements of one owned span, a view: [span.numel]."""
+        return self.grad_data[span.start : span.end]
+
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
         """Lets a gradient be added to main_grad, scaled, where it is computed; `take` follows."""
         is_zero = param not in self._filled and not added_to_main_grad(param)

@@ -4,10 +4,10 @@ Where parameters and gradients lie is the data-parallel wrapper's layout; what a
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from megatron.core.optimizer.stored_floats import (
     pieces,
 )
 
+# What parameters must share to be stepped together.
+_Key = TypeVar("_Key", bound=Hashable)
+
 
 class PlacedParam(Protocol):
     """A parameter and its elements in the flat tensors of a buffer."""
@@ -37,7 +40,14 @@ class PlacedParam(Protocol):
     def span(self) -> Span: ...
 
 
-class FlatBuffer(Protocol):
+class PlacedParams(Protocol):
+    """A buffer's parameters and their places."""
+
+    @property
+    def entries(self) -> Sequence[PlacedParam]: ...
+
+
+class FlatBuffer(PlacedParams, Protocol):
     """What runs need of a data-parallel buffer: parameters and gradients of one dtype each, at the same places.
 
     param_data, grad_data: [N]; parameters are views of the first, and what is padding in both is zero. Each span that
@@ -53,12 +63,13 @@ class FlatBuffer(Protocol):
     @property
     def layout(self) -> BufferLayout: ...
     @property
-    def entries(self) -> Sequence[PlacedParam]: ...
-    @property
     def data_parallel_group(self) -> dist.ProcessGroup | None: ...
     @property
     def is_sharded(self) -> bool: ...
     def owned_spans(self) -> list[Span]: ...
+    def grad_of(self, span: Span) -> torch.Tensor:
+        """The reduced gradients of elements of one owned span: [span.numel], a view."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -152,17 +163,37 @@ def build_runs(
     """
     runs: list[ParamRun] = []
     for buffer in buffers:
-        # By their places, so that those of a span are found without looking at all.
-        # An empty parameter starts where the next one does.
-        entries = sorted(buffer.entries, key=lambda entry: (entry.span.start, entry.span.end))
-        ends = [entry.span.end for entry in entries]
         for bucket, owned in enumerate(buffer.owned_spans()):
-            for span, kept in _by_memory(owned, main_of, host_fraction=host_fraction):
-                here = entries[bisect_right(ends, span.start) :]
-                for members, start, end in _ranges_in(span, here, groups=groups):
-                    model, grad = buffer.param_data[start:end], buffer.grad_data[start:end]
-                    runs.append(ParamRun(members, groups[members[0].param], model, kept(model), grad, buffer, bucket))
+            for part, kept in _by_memory(owned, main_of, host_fraction=host_fraction):
+                for found in ranges_in(buffer, [(bucket, part)], groups=groups):
+                    model = buffer.param_data[found.span.start : found.span.end]
+                    grad = buffer.grad_of(found.span)
+                    runs.append(ParamRun(found.members, found.key, model, kept(model), grad, buffer, bucket))
     return runs
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedParams(Generic[_Key]):
+    """Neighbours in a buffer, in one of the spans asked for, that share a key. span: in the buffer, with padding."""
+
+    members: list[RunParam]
+    key: _Key
+    span: Span
+    bucket: int
+
+
+def ranges_in(
+    buffer: PlacedParams, spans: Iterable[tuple[int, Span]], *, groups: Mapping[nn.Parameter, _Key]
+) -> Iterator[OwnedParams[_Key]]:
+    """What lies in some spans, each with the bucket that it is of; groups: a key for every parameter of the buffer."""
+    # By their places, so that those of a span are found without looking at all.
+    # An empty parameter starts where the next one does.
+    entries = sorted(buffer.entries, key=lambda entry: (entry.span.start, entry.span.end))
+    ends = [entry.span.end for entry in entries]
+    for bucket, span in spans:
+        here = entries[bisect_right(ends, span.start) :]
+        for members, start, end in _ranges_in(span, here, groups=groups):
+            yield OwnedParams(members, groups[members[0].param], Span(start, end - start), bucket)
 
 
 def _by_memory(
@@ -178,7 +209,7 @@ def _by_memory(
 
 
 def _ranges_in(
-    owned: Span, entries: Sequence[PlacedParam], *, groups: Mapping[nn.Parameter, GroupKey]
+    owned: Span, entries: Sequence[PlacedParam], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[tuple[list[RunParam], int, int]]:
     """Members and range of each run inside one owned span; entries: in the order of their places."""
     inside = takewhile(lambda entry: entry.span.start < owned.end, entries)

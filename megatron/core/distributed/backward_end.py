@@ -1,0 +1,55 @@
+"""BackwardEnd: tells when the backward that a gradient came in is over, for modules that nobody has wrapped."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+
+class BackwardEnd:
+    """Calls `then` once after each outermost backward in which `note` was called.
+
+    [Note: inner backward] Activation recomputation runs a backward of its own inside another, with callbacks of its own.
+    When those run, a node of the outer one is still being evaluated: a hook of it leads to the end of that.
+    """
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._is_open = False
+        # The graph task that calls back; another one inside it, or after an error, needs a callback of its own.
+        self._task: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward has begun and not ended; so it stays where an error broke it off."""
+        return self._is_open
+
+    def note(self) -> None:
+        """Call it in a hook that autograd runs."""
+        self._is_open = True
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._call_back()
+
+    def close(self) -> None:
+        """Ends it here, if it is open."""
+        if self._is_open:
+            self._is_open, self._task = False, None
+            self._then()
+
+    def forget(self) -> None:
+        """As if none had begun."""
+        self._is_open, self._task = False, None
+
+    def _call_back(self, *unused: Any) -> None:
+        Variable._execution_engine.queue_callback(self._at_end)
+
+    def _at_end(self) -> None:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            self.close()
+        else:
+            # See [Note: inner backward].
+            node.register_hook(self._call_back)

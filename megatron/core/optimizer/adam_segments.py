@@ -1,0 +1,142 @@
+"""Segments: parameters that DistributedFusedAdam has taken over together, in flat buffers, with the states of its shards.
+
+Where buffers lie and what is sent is megatron.core.distributed's; one update is flat_adam.py.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.core.device import SideStream
+from megatron.core.distributed.collectives import ReductionPolicy
+from megatron.core.distributed.dense_memory import flat_view
+from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
+from megatron.core.distributed.transient_grads import ParamMemory, TransientBuffer, TransientGroup
+from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters
+from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid
+from megatron.core.optimizer.param_runs import RunParam, ranges_in
+from megatron.core.process_groups_config import group_size
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """What all segments of an optimizer have in common. bucket_bytes: of a bucket's gradients."""
+
+    grid: RankGrid
+    bucket_bytes: float
+    average: bool
+    overlap: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AdamRun:
+    """Neighbours in a buffer that this rank owns and that one parameter group has. key: that group's place.
+
+    grad: [N], their summed gradients, a view. start: of its elements in this rank's shard of the bucket of `group`.
+    """
+
+    key: int
+    members: list[RunParam]
+    state: FlatAdam
+    grad: torch.Tensor
+    group: TransientGroup
+    start: int
+    model: torch.Tensor | None
+
+    def update(self) -> AdamUpdate:
+        """What a step needs of it; its new parameters go to their place, or to that from which they are sent."""
+        if self.model is None:
+            staged = self.group.staged_shard()
+            return AdamUpdate(self.state, self.grad, staged[self.start : self.start + self.grad.numel()])
+        return AdamUpdate(self.state, self.grad, self.model if self.state.form.masters is Masters.COPY else None)
+
+
+class Segment:
+    """named_params: those taken over, in the order of places; keys: of each its parameter group. name: its own.
+
+    Parameters of one dtype share a buffer, whose buckets cut them.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, nn.Parameter]],
+        keys: Mapping[nn.Parameter, int],
+        *,
+        memory: AdamMemory,
+        plan: SegmentPlan,
+        name: str,
+    ) -> None:
+        self.memory = memory
+        self.params = [param for _, param in named_params]
+        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for param_name, param in named_params:
+            by_dtype.setdefault(param.dtype, []).append((param_name, param))
+        self.buffers = [_buffer(members, memory, plan=plan) for members in by_dtype.values()]
+        self.groups = [
+            TransientGroup(bucket, name=f"{name}, bucket {index} of {buffer.kind.param_dtype}")
+            for buffer in self.buffers
+            for index, bucket in enumerate(buffer.buckets)
+        ]
+        groups = iter(self.groups)
+        self.runs = [
+            run
+            for buffer in self.buffers
+            for run in _runs(buffer, [next(groups) for _ in buffer.buckets], memory=memory, keys=keys)
+        ]
+
+    def groups_of(self) -> Iterator[tuple[nn.Parameter, TransientGroup]]:
+        """Each parameter with each bucket that has a part of it."""
+        return ((entry.param, group) for group in self.groups for entry in group.entries)
+
+
+def _buffer(members: Sequence[tuple[str, nn.Parameter]], memory: AdamMemory, *, plan: SegmentPlan) -> TransientBuffer:
+    first = members[0][1]
+    kind = BufferKind(first.dtype, memory.grad_dtype(first), is_expert=False)
+    device = first.device
+    settings = BufferSettings(
+        group=plan.grid.shards,
+        bucket_size=max(1, int(plan.bucket_bytes) // kind.grad_dtype.itemsize),
+        is_sharded=True,
+        scale=1.0 / group_size(plan.grid.ranks) if plan.average else 1.0,
+        policy=ReductionPolicy(
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            instances_group=plan.grid.replicas,
+            side=SideStream(device) if plan.overlap and group_size(plan.grid.replicas) > 1 else None,
+        ),
+        split=True,
+    )
+    return TransientBuffer(kind, members, settings=settings, memory=memory.policy(first))
+
+
+def _runs(
+    buffer: TransientBuffer,
+    groups: Sequence[TransientGroup],
+    *,
+    memory: AdamMemory,
+    keys: Mapping[nn.Parameter, int],
+) -> Iterator[AdamRun]:
+    form = memory.form(buffer.entries[0].param)
+    for found in ranges_in(buffer, enumerate(buffer.owned_spans()), groups=keys):
+        span, group = found.span, groups[found.bucket]
+        owned = buffer.owned_spans()[found.bucket]
+        is_flat = buffer.memory.params is ParamMemory.FLAT
+        model = buffer.param_data[span.start : span.end] if is_flat else _collect(found.members, span.numel, buffer)
+        yield AdamRun(
+            found.key,
+            found.members,
+            FlatAdam(model, form),
+            buffer.grad_of(span),
+            group,
+            span.start - owned.start,
+            None if buffer.is_staged else model,
+        )
+
+
+def _collect(members: Sequence[RunParam], numel: int, buffer: TransientBuffer) -> torch.Tensor:
+    """A run's parameters from their own memory: [numel], their dtype."""
+    flat = torch.zeros(numel, dtype=buffer.kind.param_dtype, device=members[0].param.device)
+    for member in members:
+        member.view_of(flat).copy_(flat_view(member.param)[member.start : member.start + member.span.numel])
+    return flat

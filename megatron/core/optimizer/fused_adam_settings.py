@@ -1,0 +1,184 @@
+"""What DistributedFusedAdam is told about dtypes, memory and ranks, and which of it does not go together.
+
+No tensor and no collective here.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.transient_grads import GradMemory, MemoryPolicy, ParamMemory
+from megatron.core.optimizer.flat_adam import Masters, StateForm
+from megatron.core.process_groups_config import group_size
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_PARAM_DTYPES = (*_FLOATS, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamMemory:
+    """How parameters, gradients and states of some parameters are kept and sent; names as DistributedFusedAdam's.
+
+    None of grad_sync_dtype: as `dtype`; of param_sync_dtype: as the parameters.
+    """
+
+    dtype: torch.dtype = torch.float32
+    grad_sync_dtype: torch.dtype | None = None
+    param_sync_dtype: torch.dtype | None = None
+    contiguous_param_buffer: bool = True
+    contiguous_grad_buffer: bool = False
+    store_params: bool = True
+    store_param_remainders: bool = False
+    with_scaled_states: bool = False
+
+    def check(self) -> None:
+        """Raises ValueError where the settings contradict each other."""
+        for name in ("dtype", "grad_sync_dtype", "param_sync_dtype"):
+            value = vars(self)[name]
+            if value is not None and value not in _PARAM_DTYPES:
+                raise ValueError(f"{name} is {value}: must be one of {_names(_PARAM_DTYPES)}")
+        if self.store_params and self.store_param_remainders:
+            raise ValueError(
+                "store_params and store_param_remainders are both True: masters are kept whole or as remainders of bf16 "
+                "parameters, so one of them must be False"
+            )
+        if self.store_param_remainders and self.dtype != torch.float32:
+            raise ValueError(
+                f"store_param_remainders is True with dtype {self.dtype}: remainders make fp32 of bf16, so dtype must "
+                "be torch.float32"
+            )
+        if self.store_param_remainders and self.param_sync_dtype not in (None, torch.bfloat16):
+            raise ValueError(
+                f"store_param_remainders is True with param_sync_dtype {self.param_sync_dtype}: the parameters are the "
+                "upper halves of what is stepped, so it must be torch.bfloat16 or None"
+            )
+        self._check_scales()
+
+    def _check_scales(self) -> None:
+        if self.with_scaled_states and self.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"with_scaled_states is True with dtype {self.dtype}: states have scales where they have 16 bits, so "
+                "dtype must be torch.float16 or torch.bfloat16"
+            )
+        if self.with_scaled_states and not self.store_params:
+            raise ValueError("with_scaled_states is True and store_params False: scaled states need store_params")
+
+    def check_param(self, name: str, param: nn.Parameter) -> None:
+        """Raises ValueError for a parameter, any shape and dtype, that cannot be kept so."""
+        if param.dtype not in _PARAM_DTYPES:
+            raise ValueError(f"{name} is {param.dtype}: must be one of {_names(_PARAM_DTYPES)}")
+        if self.store_param_remainders and param.dtype != torch.bfloat16:
+            raise ValueError(f"{name} is {param.dtype} with store_param_remainders: must be torch.bfloat16")
+        sync = self.param_sync_dtype
+        if not self.store_params and sync not in (None, param.dtype):
+            raise ValueError(
+                f"{name} is {param.dtype} and param_sync_dtype {sync} with store_params False: where the parameters "
+                "themselves are stepped they must be sent as they are, so leave out one of the two"
+            )
+
+    def grad_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """In which gradients of a parameter, any shape and dtype, are added up and reduced."""
+        return self.grad_sync_dtype or self._state_dtype(param)
+
+    def policy(self, param: nn.Parameter) -> MemoryPolicy:
+        """Where the parameters and gradients of its buffer lie."""
+        # Where the parameters are a part of what is stepped they lie as the step has it.
+        is_flat = self.contiguous_param_buffer or not self.store_params
+        sync = self.param_sync_dtype
+        return MemoryPolicy(
+            grads=GradMemory.STANDING if self.contiguous_grad_buffer else GradMemory.TRANSIENT,
+            params=ParamMemory.FLAT if is_flat else ParamMemory.OWN,
+            wire_dtype=None if sync == param.dtype else sync,
+        )
+
+    def form(self, param: nn.Parameter) -> StateForm:
+        """How states of the parameters of its buffer are kept."""
+        return StateForm(self._state_dtype(param), self._masters(param), self.with_scaled_states)
+
+    def _masters(self, param: nn.Parameter) -> Masters:
+        if self.store_param_remainders:
+            return Masters.REMAINDERS
+        policy = self.policy(param)
+        # A copy would have the same numbers twice.
+        is_same = (
+            policy.params is ParamMemory.FLAT
+            and policy.wire_dtype is None
+            and param.dtype == self._state_dtype(param)
+            and not self.with_scaled_states
+        )
+        return Masters.NONE if is_same or not self.store_params else Masters.COPY
+
+    def _state_dtype(self, param: nn.Parameter) -> torch.dtype:
+        # Nothing narrower would step fp64 parameters as asked for.
+        return torch.float64 if param.dtype == torch.float64 else self.dtype
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The ranks of an optimizer: `shards` share each state, and `replicas` hold the same; all of them are `ranks`.
+
+    None is this rank alone.
+    """
+
+    ranks: dist.ProcessGroup | None
+    shards: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+
+    @classmethod
+    def of(
+        cls,
+        process_group: dist.ProcessGroup | None,
+        distributed: dist.ProcessGroup | None,
+        redundant: dist.ProcessGroup | None,
+    ) -> "RankGrid":
+        """From what a user gives; raises ValueError where it is no grid."""
+        if not dist.is_initialized():
+            return cls(None, None, None)
+        ranks = process_group or dist.group.WORLD
+        shards = distributed or (ranks if redundant is None else None)
+        sizes = group_size(ranks), group_size(shards), group_size(redundant)
+        if sizes[0] != sizes[1] * sizes[2]:
+            raise ValueError(
+                f"process_group has {sizes[0]} ranks, distributed_process_group {sizes[1]} and redundant_process_group "
+                f"{sizes[2]}: the first must have as many as the other two multiplied"
+            )
+        assert ranks is not None
+        inside = set(dist.get_process_group_ranks(ranks))
+        for name, group in (("distributed_process_group", distributed), ("redundant_process_group", redundant)):
+            if group is not None and not inside.issuperset(dist.get_process_group_ranks(group)):
+                raise ValueError(
+                    f"{name} has ranks {dist.get_process_group_ranks(group)}: all must be in process_group, which has "
+                    f"{sorted(inside)}"
+                )
+        return cls(ranks, shards, redundant)
+
+
+def check_group(values: Mapping[str, Any]) -> None:
+    """Raises ValueError where the hyper-parameters of a parameter group are not Adam's."""
+    lr = values["lr"]
+    # A tensor's value is the device's.
+    if not isinstance(lr, torch.Tensor):
+        _check(_is_at_least_zero(lr), "lr", value=lr, wanted="a number, at least 0")
+    betas = values["betas"]
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    _check(is_pair and all(_is_at_least_zero(beta) and beta < 1 for beta in betas), "betas", betas, "two of [0, 1)")
+    _check(_is_at_least_zero(values["eps"]), "eps", values["eps"], "a number, at least 0")
+    _check(_is_at_least_zero(values["weight_decay"]), "weight_decay", values["weight_decay"], "a number, at least 0")
+
+
+def _check(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r}: must be {wanted}")
+
+
+def _is_at_least_zero(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)
