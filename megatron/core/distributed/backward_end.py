@@ -10,8 +10,8 @@ from torch.autograd import Variable
 class BackwardEnd:
     """Calls `then` once after each outermost backward in which `note` was called.
 
-    [Note: inner backward] Activation recomputation runs a backward of its own inside another, with callbacks of its own.
-    When those run, a node of the outer one is still being evaluated: a hook of it leads to the end of that.
+    [Note: inner backward] Activation recomputation runs a backward inside another, with callbacks of its own. When
+    those run, a node of the outer one is still being evaluated: a hook of it leads to the end of that.
     """
 
     def __init__(self, then: Callable[[], None]) -> None:

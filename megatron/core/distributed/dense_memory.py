@@ -64,7 +64,7 @@ def in_order_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def memory_piece(key: str, param: torch.Tensor) -> LogicalPiece:
-    """How the memory of a parameter, any dense layout and dtype, maps to the tensor that is stored under `key`."""
+    """How a parameter's memory, any shape, dense layout and dtype, maps to the tensor stored under `key`."""
     piece = identity_piece(key, tuple(param.shape))
     return LogicalPiece(
         key, piece.shape, dense_strides(param), 0, global_shape=piece.global_shape, global_offset=piece.global_offset

@@ -106,7 +106,7 @@ class DistributedDataParallel(ModelWrapper):
             ChunkSync(self._in_order_of_backward(), module, self._find_problem, self._zero_grads, self.checks)
         )
         self._grad_hooks = self._own_gradients()
-        self._waits = ForwardWaits(module, self.param_to_bucket_group)
+        self._waits = ForwardWaits({param: [group] for param, group in self.param_to_bucket_group.items()}, root=module)
         self.align_param_gather = ddp_config.align_param_gather
         self.overlap_param_gather_with_optimizer_step = ddp_config.overlap_param_gather_with_optimizer_step
         self._pre_hooks: list[Any] = []

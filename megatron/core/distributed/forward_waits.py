@@ -18,17 +18,21 @@ from megatron.core.distributed.synced_group import SyncedGroup
 
 
 class ForwardWaits:
-    """The waits of all modules below `root`; group_of: of each parameter that is gathered."""
+    """groups_of: of each parameter that is gathered, what gathers it or its parts. root: whose `training` tells the
+    modes of all apart; None: each module's own does.
+    """
 
-    def __init__(self, root: nn.Module, group_of: Mapping[nn.Parameter, SyncedGroup]) -> None:
-        self._root, self._group_of = root, group_of
-        # By module, whether the root is in training, and whether autograd is on.
+    def __init__(
+        self, groups_of: Mapping[nn.Parameter, Sequence[SyncedGroup]], *, root: nn.Module | None = None
+    ) -> None:
+        self._root, self._groups_of = root, groups_of
+        # By module, whether it is called in training, and whether autograd is on.
         self._called: set[tuple[nn.Module, bool, bool]] = set()
         self._known: dict[tuple[nn.Module, bool, bool], Sequence[SyncedGroup]] = {}
 
     def before(self, module: nn.Module) -> Sequence[SyncedGroup]:
         """The groups that a forward of `module` needs, which begins now."""
-        mode = self._root.training, torch.is_grad_enabled()
+        mode = (self._root or module).training, torch.is_grad_enabled()
         key = (module, *mode)
         known = self._known.get(key)
         if known is not None:
@@ -44,8 +48,12 @@ class ForwardWaits:
 
     def own(self, module: nn.Module) -> list[SyncedGroup]:
         """The groups of the parameters that `module` itself has."""
-        held = (param for param in module.parameters(recurse=False) if param in self._group_of)
-        return list(dict.fromkeys(self._group_of[param] for param in held))
+        held = (self._groups_of.get(param, ()) for param in module.parameters(recurse=False))
+        return list(dict.fromkeys(group for groups in held for group in groups))
+
+    def forget(self) -> None:
+        """Learns anew: other parameters are gathered from now on."""
+        self._known.clear()
 
     def below(self, module: nn.Module) -> list[SyncedGroup]:
         """The groups of all its parameters."""

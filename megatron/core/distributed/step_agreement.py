@@ -46,6 +46,9 @@ class StepAgreement:
 
         of_all_stages: that a gradient is not finite holds if it does on any stage; must be the same on all stages.
         """
+        if group_size(self._stage_messages) == group_size(self._pp_messages) == 1:
+            # Nothing to send, and so nothing that a graph could not hold.
+            return local
         flags = [local.is_aborted, local.is_non_finite, local.is_reordered, *local.late]
         numbers = torch.tensor([*self._ledger.agreement(), *flags], dtype=torch.int64, device=self._message_device)
         if group_size(self._stage_messages) > 1:

@@ -96,7 +96,7 @@ class TransientBuffer(_ParamAndGradBuffer):
         return self.shard_grad(bucket)[start : start + span.numel]
 
     def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
-        """See _ParamAndGradBuffer: of the sums of all passes."""
+        """See _ParamAndGradBuffer: of the sums of all passes, each [N], the gradients' dtype."""
         parts = [entry.span.intersection(owned) for owned in self._owned]
         return [self.grad_of(part) for part in parts if part.numel]
 
@@ -213,6 +213,9 @@ class TransientGroup(SyncedGroup):
         else:
             self.shard.copy_(total)
         self._has_sum = True
+        if self._buffer.memory.grads is GradMemory.STANDING:
+            # Kernels add to it.
+            done.flat.zero_()
 
     def start_second_round(self) -> None:
         """See SyncedGroup."""
@@ -272,14 +275,29 @@ class TransientGroup(SyncedGroup):
             self._stage = torch.empty(self.bucket.layout.span.numel, dtype=dtype, device=self.device)
         return shard_of(self._stage, self._buffer.data_parallel_group)
 
+    def fill_stage(self) -> None:
+        """Makes this rank's part of what is sent what the parameters are now."""
+        if not self._buffer.is_staged:
+            return
+        self.staged_shard()
+        assert self._stage is not None
+        rank = group_rank(self._buffer.data_parallel_group)
+        own = self._buffer.layout.shard(self.bucket.layout.index, rank)
+        for param, fragment in self._fragment_of.items():
+            part = fragment.span.intersection(own)
+            if part.numel:
+                start = fragment.start + part.start - fragment.span.start
+                here = Fragment(fragment.param, part, start)
+                self._place(self._stage, here).copy_(self._part_of(param, here))
+
     def launch_gathers(self) -> None:
         """See SyncedGroup."""
         if not self._buffer.is_staged:
             super().launch_gathers()
             return
         if self._stage is None:
-            self._fill_stage()
-        assert self._stage is not None, "staged_shard allocates it"
+            self.fill_stage()
+        assert self._stage is not None, "fill_stage allocates it"
         group = self._buffer.data_parallel_group
         if self.ledger is not None:
             self.ledger.record(op="all-gather", group=group, flat=self._stage, bucket=self.name)
@@ -343,19 +361,6 @@ class TransientGroup(SyncedGroup):
     def _reduce(self, flat: torch.Tensor) -> Handle:
         settings = self._buffer.settings
         return reduce_bucket_(flat, settings.group, sharded=True, policy=settings.policy)
-
-    def _fill_stage(self) -> None:
-        """Sends what the parameters are."""
-        self.staged_shard()
-        assert self._stage is not None
-        rank = group_rank(self._buffer.data_parallel_group)
-        own = self._buffer.layout.shard(self.bucket.layout.index, rank)
-        for param, fragment in self._fragment_of.items():
-            part = fragment.span.intersection(own)
-            if part.numel:
-                start = fragment.start + part.start - fragment.span.start
-                here = Fragment(fragment.param, part, start)
-                self._place(self._stage, here).copy_(self._part_of(param, here))
 
     def _drop(self) -> None:
         while self._in_flight:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
 from megatron.core.distributed.distributed_data_parallel import require_wrapped
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, check_same_sharding
+from megatron.core.optimizer.distributed_fused_adam import DistributedFusedAdam
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.group_agreement import agree_on_groups, check_patterns_match
 from megatron.core.optimizer.muon_rule import MuonRule
@@ -29,6 +30,7 @@ from megatron.core.weight_matrices import HasWeightMatrices, MatrixWindow
 __all__ = [
     "ChainedOptimizer",
     "ConstantGradScaler",
+    "DistributedFusedAdam",
     "DistributedOptimizer",
     "DynamicGradScaler",
     "FP32Optimizer",

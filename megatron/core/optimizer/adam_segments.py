@@ -1,4 +1,4 @@
-"""Segments: parameters that DistributedFusedAdam has taken over together, in flat buffers, with the states of its shards.
+"""Segments: parameters that DistributedFusedAdam has taken over together, and the states of this rank's shards.
 
 Where buffers lie and what is sent is megatron.core.distributed's; one update is flat_adam.py.
 """
@@ -74,6 +74,8 @@ class Segment:
         for param_name, param in named_params:
             by_dtype.setdefault(param.dtype, []).append((param_name, param))
         self.buffers = [_buffer(members, memory, plan=plan) for members in by_dtype.values()]
+        # By address: a comparison of numbers, no read of a device.
+        self._addresses = [param.data_ptr() for param in self.params]
         self.groups = [
             TransientGroup(bucket, name=f"{name}, bucket {index} of {buffer.kind.param_dtype}")
             for buffer in self.buffers
@@ -85,6 +87,10 @@ class Segment:
             for buffer in self.buffers
             for run in _runs(buffer, [next(groups) for _ in buffer.buckets], memory=memory, keys=keys)
         ]
+
+    def find_moved(self) -> Iterator[nn.Parameter]:
+        """Parameters, any shapes and dtypes, whose memory is no longer where it was."""
+        return (param for param, address in zip(self.params, self._addresses) if param.data_ptr() != address)
 
     def groups_of(self) -> Iterator[tuple[nn.Parameter, TransientGroup]]:
         """Each parameter with each bucket that has a part of it."""
@@ -122,7 +128,11 @@ def _runs(
         span, group = found.span, groups[found.bucket]
         owned = buffer.owned_spans()[found.bucket]
         is_flat = buffer.memory.params is ParamMemory.FLAT
-        model = buffer.param_data[span.start : span.end] if is_flat else _collect(found.members, span.numel, buffer)
+        model = (
+            buffer.param_data[span.start : span.end]
+            if is_flat
+            else _collect(found.members, numel=span.numel, dtype=buffer.kind.param_dtype)
+        )
         yield AdamRun(
             found.key,
             found.members,
@@ -134,9 +144,9 @@ def _runs(
         )
 
 
-def _collect(members: Sequence[RunParam], numel: int, buffer: TransientBuffer) -> torch.Tensor:
+def _collect(members: Sequence[RunParam], *, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A run's parameters from their own memory: [numel], their dtype."""
-    flat = torch.zeros(numel, dtype=buffer.kind.param_dtype, device=members[0].param.device)
+    flat = torch.zeros(numel, dtype=dtype, device=members[0].param.device)
     for member in members:
         member.view_of(flat).copy_(flat_view(member.param)[member.start : member.start + member.span.numel])
     return flat

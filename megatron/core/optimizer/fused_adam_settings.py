@@ -3,6 +3,7 @@
 No tensor and no collective here.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ class AdamMemory:
                 raise ValueError(f"{name} is {value}: must be one of {_names(_PARAM_DTYPES)}")
         if self.store_params and self.store_param_remainders:
             raise ValueError(
-                "store_params and store_param_remainders are both True: masters are kept whole or as remainders of bf16 "
-                "parameters, so one of them must be False"
+                "store_params and store_param_remainders are both True: masters are kept whole, or as remainders of "
+                "bf16 parameters, so one of them must be False"
             )
         if self.store_param_remainders and self.dtype != torch.float32:
             raise ValueError(
@@ -67,6 +68,17 @@ class AdamMemory:
             )
         if self.with_scaled_states and not self.store_params:
             raise ValueError("with_scaled_states is True and store_params False: scaled states need store_params")
+
+    def replaced(self, values: Mapping[str, Any]) -> "AdamMemory":
+        """With other values of some fields; raises TypeError for no field, ValueError as `check`."""
+        unknown = sorted(set(values) - set(vars(self)))
+        if unknown:
+            raise TypeError(
+                f"no setting of a parameter's memory: {', '.join(unknown)}; there are {', '.join(vars(self))}"
+            )
+        changed = dataclasses.replace(self, **values)
+        changed.check()
+        return changed
 
     def check_param(self, name: str, param: nn.Parameter) -> None:
         """Raises ValueError for a parameter, any shape and dtype, that cannot be kept so."""
@@ -133,6 +145,7 @@ class RankGrid:
     def of(
         cls,
         process_group: dist.ProcessGroup | None,
+        *,
         distributed: dist.ProcessGroup | None,
         redundant: dist.ProcessGroup | None,
     ) -> "RankGrid":
@@ -166,12 +179,18 @@ def check_group(values: Mapping[str, Any]) -> None:
         _check(_is_at_least_zero(lr), "lr", value=lr, wanted="a number, at least 0")
     betas = values["betas"]
     is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
-    _check(is_pair and all(_is_at_least_zero(beta) and beta < 1 for beta in betas), "betas", betas, "two of [0, 1)")
-    _check(_is_at_least_zero(values["eps"]), "eps", values["eps"], "a number, at least 0")
-    _check(_is_at_least_zero(values["weight_decay"]), "weight_decay", values["weight_decay"], "a number, at least 0")
+    _check(
+        is_pair and all(_is_at_least_zero(beta) and beta < 1 for beta in betas),
+        "betas",
+        value=betas,
+        wanted="two of [0, 1)",
+    )
+    _check(_is_at_least_zero(values["eps"]), "eps", value=values["eps"], wanted="a number, at least 0")
+    decay = values["weight_decay"]
+    _check(_is_at_least_zero(decay), "weight_decay", value=decay, wanted="a number, at least 0")
 
 
-def _check(holds: bool, name: str, value: object, wanted: str) -> None:
+def _check(holds: bool, name: str, *, value: object, wanted: str) -> None:
     if not holds:
         raise ValueError(f"{name} is {value!r}: must be {wanted}")
 

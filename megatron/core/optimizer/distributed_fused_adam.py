@@ -1,0 +1,426 @@
+"""DistributedFusedAdam: Adam whose gradients and states are spread over ranks (ZeRO-2), for any PyTorch module.
+
+Buffers, and what is sent when, are megatron.core.distributed's; the update of a shard is flat_adam.py's.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+from megatron.core.distributed.dense_memory import check_dense
+from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.synced_group import SyncedGroup
+from megatron.core.distributed.transient_grads import TransientGroup
+from megatron.core.optimizer.adam_segments import AdamRun, SegmentPlan
+from megatron.core.optimizer.flat_adam import AdamRates, adam_step
+from megatron.core.optimizer.forward_gathers import ForwardGathers
+from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid, check_group
+from megatron.core.optimizer.grad_intake import GradIntake, GradMode
+from megatron.core.optimizer.param_runs import RunParam
+from megatron.core.optimizer.shard_scaling import ShardScaling
+from megatron.core.optimizer.sharded_params import ShardedParams
+from megatron.core.optimizer.update_rules import GradScale
+
+_Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
+
+
+class DistributedFusedAdam(torch.optim.Optimizer):
+    """A drop-in for torch.optim.AdamW and Adam, also on one rank without torch.distributed. In a step:
+
+    1. backward moves each gradient into the memory of its bucket; as soon as a bucket is full it is reduced, to the
+       rank that owns each element, and its memory is freed. Sums of several backwards add up in the shards.
+    2. `step` reduces what is left (param.grad set by hand, gradients of no_sync), updates this rank's shard of every
+       bucket by fused kernels, and lets all ranks gather the parameters.
+
+    Every rank calls backward outside no_sync, and all methods that reduce, as often as the others; which parameters a
+    backward reaches may differ, but for at least one on each rank. Ranks must begin with equal parameters.
+
+    params, lr, betas, eps, weight_decay: as torch.optim.AdamW's; groups may have their own, and bias_correction.
+    bias_correction: of both moments. adam_w_mode: False adds the decay to the gradients, as Adam does. dtype: of
+    states; fp64 parameters have fp64 states. grad_sync_dtype, param_sync_dtype: in which gradients are added up and
+    parameters are sent; None: dtype, and the parameters' own. device: of the parameters, which is checked.
+    process_group: all ranks; their sizes multiplied: distributed_process_group, which shares each state, and
+    redundant_process_group, which holds copies of it. average_grad_sync: the mean over process_group, not the sum.
+    overlap_grad_sync: reduce during backward; else in grad_sync or step, until when all gradients are kept.
+    overlap_param_sync: modules wait for their parameters in forward; other code calls wait_params before it reads any.
+    bucket_cap_mb: MiB of a bucket's gradients, at most, if that is not below 128 elements. pipeline_size: buckets that
+    may be under way. contiguous_param_buffer: parameters become views of flat tensors; else they stay in their memory,
+    with copies from messages, and in any case with masters in the states. contiguous_grad_buffer: buckets keep their
+    memory, see grad_buffer_view. store_params: masters in `dtype` where the parameters are not that themselves;
+    store_param_remainders: instead the half of fp32 that bf16 parameters lack. with_scaled_states: 16-bit states with
+    scales. capturable: lr is a tensor on the device, and ranks agree on nothing on the host, so that a CUDA graph can
+    hold a step: all ranks must then run the same program. amsgrad: False.
+
+    Raises ValueError where arguments contradict each other, naming them. Follows ZeRO (Rajbhandari et al., 2020), and
+    the interface of apex's class of this name.
+    """
+
+    # What torch.amp.GradScaler asks: whether it may hand its scale to `step`, which then decides on the device.
+    _step_supports_amp_scaling = True
+    _custom_amp_unscale_grads = True
+
+    def __init__(
+        self,
+        params: _Params,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        dtype: torch.dtype = torch.float32,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        distributed_process_group: dist.ProcessGroup | None = None,
+        redundant_process_group: dist.ProcessGroup | None = None,
+        average_grad_sync: bool = True,
+        overlap_grad_sync: bool = True,
+        overlap_param_sync: bool = False,
+        bucket_cap_mb: float = 100.0,
+        pipeline_size: int = 2,
+        contiguous_param_buffer: bool = True,
+        contiguous_grad_buffer: bool = False,
+        store_params: bool = True,
+        store_param_remainders: bool = False,
+        with_scaled_states: bool = False,
+        capturable: bool = False,
+        debug: bool = False,
+    ) -> None:
+        _check_scalars(amsgrad=amsgrad, bucket_cap_mb=bucket_cap_mb, pipeline_size=pipeline_size)
+        self._memory = AdamMemory(
+            dtype=dtype,
+            grad_sync_dtype=grad_sync_dtype,
+            param_sync_dtype=param_sync_dtype,
+            contiguous_param_buffer=contiguous_param_buffer,
+            contiguous_grad_buffer=contiguous_grad_buffer,
+            store_params=store_params,
+            store_param_remainders=store_param_remainders,
+            with_scaled_states=with_scaled_states,
+        )
+        self._memory.check()
+        _check_capturable(capturable, self._memory)
+        grid = RankGrid.of(process_group, distributed=distributed_process_group, redundant=redundant_process_group)
+        # Ranks that a graph's replays bring to the same places need not tell each other on the host, and could not.
+        order = LaunchOrder(
+            None if capturable else grid.ranks, overlap_grad_reduce=overlap_grad_sync, max_in_flight=pipeline_size
+        )
+        if capturable:
+            order.freeze()
+        plan = SegmentPlan(grid, bucket_cap_mb * 2**20, average=average_grad_sync, overlap=overlap_grad_sync)
+        self._order, self._shards = order, ShardedParams(plan, order)
+        self._adam_w_mode, self._capturable = adam_w_mode, capturable
+        groups = _as_groups(params)
+        self._device = _common_device(groups, None if device is None else torch.device(device))
+        self._scaling = ShardScaling(grid.shards, self._device)
+        self._grads = GradIntake(
+            self._shards,
+            order,
+            scaling=self._scaling,
+            overlap=overlap_grad_sync,
+            take_over=self._take_over_rest,
+            unscale=self._unscale,
+        )
+        self._rates: list[torch.Tensor] = []
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(groups, {**defaults, "weight_decay": weight_decay})
+        self._forward = None
+        if overlap_param_sync:
+            self._forward = ForwardGathers(self._shards.names, self._shards.groups_of, need=self._need)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer; parameters that require grad are taken over with their first gradients."""
+        super().add_param_group(param_group)
+        group, key = self.param_groups[-1], len(self.param_groups) - 1
+        check_group(group)
+        names = group.get("param_names") or [f"parameter {i} of group {key}" for i in range(len(group["params"]))]
+        for name, param in zip(names, group["params"]):
+            self._memory.check_param(name, param)
+            check_dense(name, param)
+            if param.device != self._device:
+                raise ValueError(f"{name} is on {param.device}: must be on {self._device}, as the others")
+            self._shards.names[param], self._shards.keys[param] = name, key
+            if param.requires_grad:
+                self._grads.watch(param)
+        # As torch's kernels read it.
+        dtype = torch.float64 if self._device.type == "cpu" else torch.float32
+        self._rates.append(torch.zeros((), dtype=dtype, device=self._device))
+        if self._capturable and not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=self._device)
+
+    # Parameters are taken over.
+
+    def init_params(self, params: Iterable[nn.Parameter] | None = None, **memory: Any) -> None:
+        """Takes parameters over now, in the order given, not with their first gradients. Collective.
+
+        params: None for all; those that do not require grad, or were taken over before, are left out. They share
+        buckets with no others. memory: other values of dtype, grad_sync_dtype, param_sync_dtype, store_params,
+        store_param_remainders, with_scaled_states, contiguous_param_buffer or contiguous_grad_buffer for them.
+        """
+        asked = self._memory.replaced(memory)
+        given = [*self._shards.names] if params is None else self._shards.check_own(params)
+        taken = self._shards.groups_of
+        self._shards.take_over([param for param in given if param.requires_grad and param not in taken], asked)
+        if self._forward is not None:
+            self._forward.forget()
+
+    def init_params_bucket(self, params: Iterable[nn.Parameter], **memory: Any) -> None:
+        """As init_params: parameters that are taken over together are reduced and gathered together."""
+        self.init_params(params, **memory)
+
+    def parameter(self, group: "int | RunParam", index: int = 0) -> nn.Parameter:
+        """The parameter at a place of param_groups, or that of a fragment."""
+        if isinstance(group, RunParam):
+            return group.param
+        found: nn.Parameter = self.param_groups[group]["params"][index]
+        return found
+
+    # Gradients.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, and what they were multiplied by; param.grad is None in any case.
+
+        Collective only after an error in a backward.
+        """
+        self._grads.forget()
+
+    @contextmanager
+    def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
+        """What backward computes inside is reduced with the next backward outside, grad_sync or step.
+
+        Until then it adds up in param.grad; with greedy_grad_copy in the memory of buckets.
+        """
+        with self._grads.mode(GradMode.COPY if greedy_grad_copy else GradMode.KEEP):
+            yield
+
+    @record_function("DistributedFusedAdam.grad_sync")
+    @torch.no_grad()
+    def grad_sync(self) -> None:
+        """Reduces what has not been yet, also what was put in param.grad by hand; waits for all sums. Collective."""
+        self._grads.finish()
+
+    def grad_buffer_view(self, param: nn.Parameter) -> torch.Tensor:
+        """Where kernels add a parameter's gradient up themselves: [*its shape], of dtype grad_sync_dtype.
+
+        It is zeros before a backward. They tell register_grad_ready when they have. Raises ValueError without
+        contiguous_grad_buffer.
+        """
+        self.init_params([param])
+        return self._shards.standing_grad(param)
+
+    def register_grad_ready(self, param: nn.Parameter) -> None:
+        """Says, inside a backward, that a gradient, any shape and dtype, was added to its grad_buffer_view."""
+        self._grads.grad_added(param)
+
+    @torch.no_grad()
+    def grad_norm(
+        self,
+        parameters: nn.Parameter | Iterable[nn.Parameter] | None = None,
+        norm_type: float = 2.0,
+        force: bool = False,
+    ) -> torch.Tensor:
+        """Norm of the gradients as `step` would take them, over all ranks: [], fp32. Collective.
+
+        parameters: of these alone, any shapes and dtypes. norm_type: a p, or infinity. force: as apex has it, to
+        compute it anew, which is done in any case.
+        """
+        self.grad_sync()
+        return self._scaling.norm(self._sums_of(parameters), norm_type)
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self, max_norm: float, parameters: nn.Parameter | Iterable[nn.Parameter] | None = None, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scales the gradients to a norm of at most max_norm; returns the norm before: [], fp32. Collective.
+
+        Of all parameters in the pass that `step` makes anyway; of some, any shapes and dtypes, at once.
+        """
+        if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
+            raise ValueError(f"clip_grad_norm: max_norm is {max_norm!r}: must be a number, at least 0")
+        self.grad_sync()
+        sums = self._sums_of(parameters)
+        norm = self._scaling.norm(sums, norm_type)
+        self._scaling.clip(max_norm, norm, some=None if parameters is None else sums)
+        return norm
+
+    @torch.no_grad()
+    def unscale_grads(
+        self, inv_scale: torch.Tensor | None = None, grad_scaler: "torch.amp.GradScaler | None" = None
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiplies the gradients by inv_scale, [], any float dtype, or lets a scaler unscale them. Collective.
+
+        Returns whether a gradient of any rank is not finite: [], fp32, 1 or 0, by device. A scaler takes
+        note of it, and skips the step.
+        """
+        if (inv_scale is None) == (grad_scaler is None):
+            raise ValueError("unscale_grads: inv_scale and grad_scaler are both given, or neither: must be one of them")
+        found_inf = torch.zeros((), device=self._device)
+        if grad_scaler is not None:
+            self.grad_sync()
+            found_inf = self._scaling.any_not_finite(self._shards.sums)
+            grad_scaler.unscale_(self)
+        elif inv_scale is not None:
+            self._unscale(found_inf, inv_scale)
+        return {self._device: found_inf}
+
+    # The step.
+
+    @record_function("DistributedFusedAdam.step")
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **scaling: Any) -> Any:
+        """Updates the parameters from gradients that it reduces first; returns what closure does. Collective.
+
+        grad_scaler: a torch.amp.GradScaler, whose own `step` is called, which comes back here. Gradients stay as they
+        were stepped by, for another step, until zero_grad.
+        """
+        # Not an argument by name: torch's scaler warns optimizers that have one, and hands over its scale otherwise.
+        scaler = scaling.pop("grad_scaler", None)
+        if scaling:
+            raise TypeError(f"step() got {', '.join(scaling)}: takes closure and grad_scaler")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if scaler is not None:
+            scaler.step(self)
+            return loss
+        self.grad_sync()
+        # torch's scaler leaves them on the optimizer while it steps.
+        amp = vars(self)
+        self._update(self._scaling.scale(amp.get("grad_scale"), amp.get("found_inf")))
+        return loss
+
+    @torch.no_grad()
+    def param_sync(self) -> None:
+        """Lets every rank gather all parameters from the ranks that own them, and waits. Collective."""
+        self._order.start_param_sync(self._shards.groups, again=True)
+        self._order.finish_param_sync(self._shards.groups)
+
+    def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter]) -> None:
+        """Waits until these may be read, any shapes and dtypes: with overlap_param_sync, outside of modules.
+
+        Collective while their gather is due.
+        """
+        params = [params] if isinstance(params, nn.Parameter) else params
+        self._need(dict.fromkeys(group for param in params for group in self._shards.groups_of.get(param, ())))
+
+    def release(self) -> None:
+        """Takes all hooks off; the parameters have their last values on all ranks then. Collective."""
+        self._order.finish_param_sync(self._shards.groups)
+        self._grads.release()
+        if self._forward is not None:
+            self._forward.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError("a DistributedFusedAdam cannot be copied, as its process groups cannot: build another")
+
+    # Inside.
+
+    def _take_over_rest(self) -> None:
+        """What requires grad, that whose gradients have come first in the order in which they came."""
+        waiting = [param for param in self._shards.names if param.requires_grad and param not in self._shards.groups_of]
+        if waiting or self._grads.arrived:
+            arrived = self._shards.agreed_order([*self._grads.arrived])
+            self._grads.arrived.clear()
+            came = set(arrived)
+            rest = [param for param in waiting if param not in came]
+            # Places go from the last to the first.
+            self.init_params([*rest, *reversed(arrived)])
+
+    def _sums_of(self, parameters: nn.Parameter | Iterable[nn.Parameter] | None) -> list[torch.Tensor]:
+        if parameters is None:
+            return self._shards.sums
+        return self._shards.sums_of([parameters] if isinstance(parameters, nn.Parameter) else parameters)
+
+    def _unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """See GradStandIn."""
+        self.grad_sync()
+        found_inf.copy_(torch.maximum(found_inf, self._scaling.any_not_finite(self._shards.sums)))
+        self._scaling.divide(1.0 / inv_scale.to(self._device).double())
+
+    def _need(self, groups: Iterable[SyncedGroup]) -> None:
+        for group in groups:
+            self._order.need(group, prefetch=True)
+
+    def _update(self, scale: GradScale) -> None:
+        groups = self._shards.groups
+        # First of all: a gather that is still under way would write over what is updated.
+        self._order.mark_stale(groups)
+        rates = [self._rates_of(key) for key in range(len(self.param_groups))]
+        by_group: dict[TransientGroup, list[AdamRun]] = {group: [] for group in groups}
+        for run in self._shards.runs:
+            by_group[run.group].append(run)
+        for group in self._order.gather_order:
+            assert isinstance(group, TransientGroup), "the order has no others"
+            if scale.skip is not None:
+                # What a skipped update leaves alone is sent all the same.
+                group.fill_stage()
+            for key, rate in enumerate(rates):
+                adam_step([run.update() for run in by_group[group] if run.key == key], rate, scale=scale)
+            if self._forward is None:
+                self._order.start_param_sync([group])
+        self._order.note_update()
+        if self._forward is None:
+            self._order.finish_param_sync(groups)
+
+    def _rates_of(self, key: int) -> AdamRates:
+        group, lr = self.param_groups[key], self._rates[key]
+        lr.fill_(group["lr"])
+        return AdamRates(
+            lr,
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            adam_w_mode=self._adam_w_mode,
+            bias_correction=group["bias_correction"],
+        )
+
+
+def _check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) -> None:
+    if amsgrad:
+        raise ValueError("amsgrad is True: DistributedFusedAdam keeps no maximum of squares, must be False")
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb!r}: must be a number of MiB above 0")
+    if isinstance(pipeline_size, bool) or not isinstance(pipeline_size, int) or pipeline_size < 1:
+        raise ValueError(f"pipeline_size is {pipeline_size!r}: must be a number of buckets, at least 1")
+
+
+def _check_capturable(capturable: bool, memory: AdamMemory) -> None:
+    for name in ("store_param_remainders", "with_scaled_states"):
+        if capturable and vars(memory)[name]:
+            raise ValueError(f"capturable and {name} are both True: one of them must be False")
+
+
+def _as_groups(params: _Params) -> list[dict[str, Any]]:
+    """Parameter groups, as torch.optim.Optimizer makes them of what it is given."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params is a tensor: must be the parameters, or groups of them")
+    given: list[Any] = list(params)
+    if not given:
+        raise ValueError("params is empty: must be the parameters, or groups of them")
+    # What is an iterator is read once.
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    return [{**group, "params": _as_list(group["params"])} for group in groups]
+
+
+def _as_list(params: torch.Tensor | Iterable[Any]) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _common_device(groups: Sequence[dict[str, Any]], device: torch.device | None) -> torch.device:
+    """The device given, or that of the first parameter."""
+    for group in groups:
+        for param in [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]:
+            first = param[1] if isinstance(param, tuple) else param
+            return (
+                first.device if device is None or device.index is None and device.type == first.device.type else device
+            )
+    return device or torch.device("cpu")

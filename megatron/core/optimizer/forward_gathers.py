@@ -1,0 +1,84 @@
+"""ForwardGathers: lets the modules that own parameters wait for their gathers, wherever these modules are.
+
+An optimizer is given parameters, not modules. A hook of all modules finds those that have any of them when they are
+first called; from then on they have hooks of their own.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from megatron.core.distributed.forward_waits import ForwardWaits
+from megatron.core.distributed.synced_group import SyncedGroup
+
+
+class ForwardGathers:
+    """params: whose modules are to be found; groups_of: of those that are gathered so far, what gathers them; both may
+    grow. need: waits for groups.
+    """
+
+    def __init__(
+        self,
+        params: Collection[nn.Parameter],
+        groups_of: Mapping[nn.Parameter, Sequence[SyncedGroup]],
+        *,
+        need: Callable[[Iterable[SyncedGroup]], None],
+    ) -> None:
+        self._params, self._need = params, need
+        self._waits = ForwardWaits(groups_of)
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[Any] = []
+        # Weakly: the hook is of the process, and must not keep an optimizer alive that nobody uses any more.
+        found = weakref.WeakMethod(self._found)
+
+        def look(module: nn.Module, *unused: Any) -> None:
+            if (method := found()) is not None:
+                method(module)
+
+        self._handles.append(register_module_forward_pre_hook(look))
+        self._last = weakref.finalize(self, self._handles[0].remove)
+
+    def remove(self) -> None:
+        """Takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def forget(self) -> None:
+        """Learns anew: other parameters are gathered from now on."""
+        self._waits.forget()
+
+    def _found(self, module: nn.Module) -> None:
+        if module in self._known:
+            return
+        below = list(module.modules())
+        new = [part for part in below if part not in self._known]
+        self._known.update(below)
+        if not any(param in self._params for param in module.parameters()):
+            return
+        for part in new:
+            self._attach(part)
+        # Its own hooks come too late for this call.
+        self._need(self._waits.before(module))
+
+    def _attach(self, module: nn.Module) -> None:
+        if any(param in self._params for param in module.parameters()):
+            wait = self._hook(partial(self._waits.before, module))
+            self._handles.append(module.register_forward_pre_hook(wait))
+        if any(param in self._params for param in module.parameters(recurse=False)):
+            # Weights are read and written by their names as well, and what was loaded must not be gathered over.
+            wait = self._hook(partial(self._waits.own, module))
+            self._handles.append(module.register_state_dict_pre_hook(wait))
+            self._handles.append(module.register_load_state_dict_pre_hook(wait))
+
+    def _hook(self, groups: Callable[[], Iterable[SyncedGroup]]) -> Callable[..., None]:
+        # No bound method, with which a copy of the module would copy the optimizer.
+        need = self._need
+
+        def wait_for_params(*unused: Any) -> None:
+            need(groups())
+
+        return wait_for_params

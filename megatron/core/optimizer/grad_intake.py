@@ -1,0 +1,186 @@
+"""GradIntake: takes the gradients that autograd leaves in param.grad, and tells when a backward is over.
+
+Which buckets they go to is sharded_params.py's, when these are sent the launch order's.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.backward_end import BackwardEnd
+from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.optimizer.grad_stand_in import GradStandIn
+from megatron.core.optimizer.shard_scaling import ShardScaling
+from megatron.core.optimizer.sharded_params import ShardedParams
+
+
+class GradMode(Enum):
+    """What becomes of gradients that come now. COPY: they go to their buckets, and nothing is sent; KEEP: they stay."""
+
+    SYNC = "sync"
+    COPY = "copy"
+    KEEP = "keep"
+
+
+class GradIntake:
+    """take_over: moves all parameters that require grad into buffers; unscale: see GradStandIn.
+
+    Gradients of parameters that were not taken over wait in param.grad for the end of their backward.
+    """
+
+    def __init__(
+        self,
+        params: ShardedParams,
+        order: LaunchOrder,
+        *,
+        scaling: ShardScaling,
+        overlap: bool,
+        take_over: Callable[[], None],
+        unscale: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        self._params, self._order, self._scaling = params, order, scaling
+        self._overlap, self._take_over, self._unscale = overlap, take_over, unscale
+        self._mode = GradMode.SYNC
+        self._pass = BackwardEnd(self._end_pass)
+        self._handles: list[Any] = []
+        # Parameters whose first gradient came before they were taken over, in that order.
+        self.arrived: dict[nn.Parameter, None] = {}
+        # Whether the shards hold the sums of all that has come.
+        self._is_summed = False
+        # The parameter that has the stand-in, and whether it was put there and not taken away.
+        self._holder: nn.Parameter | None = None
+        self._stands = False
+
+    def watch(self, param: nn.Parameter) -> None:
+        """From now on a parameter's gradients come here."""
+        # Weakly: a parameter's hooks must not keep an optimizer alive that nobody uses any more.
+        me = weakref.ref(self)
+
+        def came(param: torch.Tensor) -> None:
+            if (intake := me()) is not None:
+                assert isinstance(param, nn.Parameter)
+                intake.gradient_came(param)
+
+        self._handles.append(param.register_post_accumulate_grad_hook(came))
+        if self._holder is None:
+            self._holder = param
+            self._handles.append(param.register_hook(self._take_stand_in_away))
+
+    def release(self) -> None:
+        """Gradients stay where autograd leaves them."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def mode(self, mode: GradMode) -> Iterator[None]:
+        """Inside, gradients are treated so."""
+        before = self._mode
+        self._set_mode(mode)
+        try:
+            yield
+        finally:
+            self._set_mode(before)
+
+    def gradient_came(self, param: nn.Parameter) -> None:
+        """A hook: autograd has left a gradient."""
+        if self._mode is GradMode.KEEP:
+            return
+        if self._mode is GradMode.SYNC:
+            self._pass.note()
+        self._notice_changes()
+        if param in self._params.groups_of:
+            self._take(param)
+        else:
+            self.arrived[param] = None
+
+    def grad_added(self, param: nn.Parameter) -> None:
+        """A kernel has written a gradient to its standing memory; inside a backward."""
+        self._go_on()
+        for group in self._params.groups_of[param]:
+            group.note_added(param)
+            self._order.gradient_ready(group, param)
+        if self._mode is GradMode.SYNC:
+            self._pass.note()
+
+    def forget(self) -> None:
+        """All gradients are gone. Collective only after an error in a backward."""
+        self._stands = False
+        self._order.begin_iteration(self)
+        self._pass.forget()
+        self.arrived.clear()
+        self._is_summed = False
+        self._scaling.reset()
+        for param in self._params.names:
+            param.grad = None
+
+    def finish(self) -> None:
+        """Lets the shards hold the sums of all that there is. Collective."""
+        self._notice_changes()
+        # An error may have broken a backward off.
+        self._pass.close()
+        self._take_over()
+        self._take_left()
+        self._order.finish()
+        self._is_summed = True
+        self._put_stand_in()
+
+    def _set_mode(self, mode: GradMode) -> None:
+        self._mode = mode
+        for group in self._params.groups:
+            group.is_last_microbatch = mode is GradMode.SYNC
+
+    def _take(self, param: nn.Parameter) -> None:
+        self._go_on()
+        for group in self._params.groups_of[param]:
+            self._order.gradient_came(group, param)
+        param.grad = None
+
+    def _go_on(self) -> None:
+        """Before a gradient that adds to sums there are."""
+        if self._is_summed:
+            self._is_summed = False
+            self._order.go_on()
+            self._scaling.fold(self._params.sums)
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        if self.arrived:
+            self._take_over()
+        self._take_left()
+        if self._overlap:
+            self._order.end_pass(self._params.groups)
+        self._put_stand_in()
+
+    def _take_left(self) -> None:
+        """Of no_sync, of the first backward, or set by hand."""
+        for param in self._params.groups_of:
+            if param.grad is not None and not isinstance(param.grad, GradStandIn):
+                self._take(param)
+
+    # The stand-in of reduced gradients: scalers find it, and it shows what others have done to param.grad.
+
+    def _put_stand_in(self) -> None:
+        if self._holder is not None and self._holder.grad is None:
+            self._holder.grad = GradStandIn(self._holder, unscale=self._unscale, zero=self.forget)
+            self._stands = True
+
+    def _take_stand_in_away(self, grad: torch.Tensor) -> None:
+        """Before autograd adds a gradient to what there is."""
+        self._notice_changes()
+        assert self._holder is not None
+        if isinstance(self._holder.grad, GradStandIn):
+            self._holder.grad = None
+        self._stands = False
+
+    def _notice_changes(self) -> None:
+        """Forgets what was reduced if param.grad was cleared or replaced since: by a module's zero_grad, or by hand."""
+        if self._stands and self._holder is not None and not isinstance(self._holder.grad, GradStandIn):
+            by_hand = {param: param.grad for param in self._params.names if param.grad is not None}
+            self.forget()
+            for param, grad in by_hand.items():
+                param.grad = grad

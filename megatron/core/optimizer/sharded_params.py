@@ -1,0 +1,129 @@
+"""ShardedParams: which parameters an optimizer has, and those of them that lie in buffers, in segments.
+
+What is sent when is the launch order's; where gradients come from, grad_intake.py's.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.chunk_sync import ChunkSync
+from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.transient_grads import TransientGroup
+from megatron.core.group_collectives import gather_objects
+from megatron.core.optimizer.adam_segments import AdamRun, Segment, SegmentPlan
+from megatron.core.optimizer.fused_adam_settings import AdamMemory
+
+
+class ShardedParams:
+    """names, keys: of every parameter, its name for messages and the place of its parameter group. groups_of: of those
+    that were taken over, the buckets that have parts of them.
+    """
+
+    def __init__(self, plan: SegmentPlan, order: LaunchOrder) -> None:
+        self._plan, self._order = plan, order
+        self._segments: list[Segment] = []
+        self.names: dict[nn.Parameter, str] = {}
+        self.keys: dict[nn.Parameter, int] = {}
+        self.groups_of: dict[nn.Parameter, list[TransientGroup]] = {}
+
+    @property
+    def groups(self) -> list[TransientGroup]:
+        """All buckets."""
+        return [group for segment in self._segments for group in segment.groups]
+
+    @property
+    def runs(self) -> list[AdamRun]:
+        """All that this rank owns."""
+        return [run for segment in self._segments for run in segment.runs]
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """The summed gradients of all that this rank owns: [n] each, any float dtype, views."""
+        return [run.grad for run in self.runs]
+
+    def sums_of(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        """As `sums`, [n] each, of some parameters, any shape and dtype; raises ValueError for one that is not here."""
+        wanted = set(self.check_own(params))
+        found = ((run, member) for run in self.runs for member in run.members if member.param in wanted)
+        return [member.view_of(run.grad) for run, member in found]
+
+    def standing_grad(self, param: nn.Parameter) -> torch.Tensor:
+        """The memory of a parameter's gradients: [*its shape], the dtype that they are sent in.
+
+        Raises ValueError where it does not stand.
+        """
+        segment = next(segment for segment in self._segments if param in segment.params)
+        if not segment.memory.contiguous_grad_buffer:
+            raise ValueError(
+                f"grad_buffer_view of {self.names[param]}: contiguous_grad_buffer is False, so that gradients have no "
+                "standing memory; must be True"
+            )
+        return next(buffer.entry_of[param].main_grad for buffer in segment.buffers if param in buffer.entry_of)
+
+    def check_own(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters, any shapes and dtypes, as a list; raises ValueError for one that it does not have."""
+        given = list(params)
+        for place, param in enumerate(given):
+            if param not in self.names:
+                raise ValueError(f"parameter {place} of those given is not in param_groups: must be the optimizer's")
+        return given
+
+    def take_over(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
+        """Moves parameters into a segment of their own, which are not in any yet, in the order of their places.
+
+        Collective; raises ValueError on all ranks where these do not give the same.
+        """
+        self._check_equal(params, memory)
+        for param in params:
+            memory.check_param(self.names[param], param)
+        if not params:
+            return
+        name = f"segment {len(self._segments)}"
+        named = [(self.names[param], param) for param in params]
+        segment = Segment(named, self.keys, memory=memory, plan=self._plan, name=name)
+        self._segments.append(segment)
+        for param, group in segment.groups_of():
+            self.groups_of.setdefault(param, []).append(group)
+        self._order.go_on()
+        self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_moved, _nothing))
+
+    def agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The first rank's order of the same parameters. Collective."""
+        places = {param: place for place, param in enumerate(self.names)}
+        by_place = list(self.names)
+        orders = gather_objects([places[param] for param in params], self._plan.grid.ranks)
+        # Ranks may have come to some of them only.
+        everywhere = dict.fromkeys(place for order in orders for place in order)
+        return [by_place[place] for place in everywhere]
+
+    def _check_equal(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
+        own = [str(memory), *(_describe(self.names[param], param) for param in params)]
+        ranks = gather_objects(own, self._plan.grid.ranks)
+        for rank, other in enumerate(ranks):
+            if other == ranks[0]:
+                continue
+            pairs = zip([*ranks[0], "nothing"], [*other, "nothing"])
+            first, here = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"ranks differ in what they give the optimizer: rank 0 has {first}, rank {rank} has {here}"
+            )
+
+    def _find_moved(self) -> str | None:
+        """What would make an update miss the parameters, in words."""
+        for segment in self._segments:
+            for place in segment.find_moved():
+                return (
+                    f"{self.names[place]} was moved, converted or given other data after the optimizer took it over: "
+                    "copy into it (.data.copy_), or build the optimizer when the model is where it stays"
+                )
+        return None
+
+
+def _describe(name: str, param: nn.Parameter) -> str:
+    return f"{name} of shape {tuple(param.shape)}, strides {param.stride()} and {param.dtype}"
+
+
+def _nothing() -> None:
+    pass
