@@ -13,6 +13,7 @@ from megatron.core.device import SideStream
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.dense_memory import flat_view
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
+from megatron.core.distributed.layout import Span
 from megatron.core.distributed.transient_grads import ParamMemory, TransientBuffer, TransientGroup
 from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters
 from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid
@@ -35,6 +36,7 @@ class AdamRun:
     """Neighbours in a buffer that this rank owns and that one parameter group has. key: that group's place.
 
     grad: [N], their summed gradients, a view. start: of its elements in this rank's shard of the bucket of `group`.
+    model: [N], the parameters, a view; None where they are sent from elsewhere. ranges: what is no padding.
     """
 
     key: int
@@ -44,13 +46,15 @@ class AdamRun:
     group: TransientGroup
     start: int
     model: torch.Tensor | None
+    ranges: Sequence[tuple[int, int]]
 
     def update(self) -> AdamUpdate:
         """What a step needs of it; its new parameters go to their place, or to that from which they are sent."""
+        out = self.model if self.state.form.masters is Masters.COPY else None
         if self.model is None:
             staged = self.group.staged_shard()
-            return AdamUpdate(self.state, self.grad, staged[self.start : self.start + self.grad.numel()])
-        return AdamUpdate(self.state, self.grad, self.model if self.state.form.masters is Masters.COPY else None)
+            out = staged[self.start : self.start + self.grad.numel()]
+        return AdamUpdate(self.state, self.grad, out, self.ranges)
 
 
 class Segment:
@@ -141,7 +145,19 @@ def _runs(
             group,
             span.start - owned.start,
             None if buffer.is_staged else model,
+            _joined([member.span for member in found.members]),
         )
+
+
+def _joined(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Ranges of the spans, neighbours with no padding in between as one; see [Note: ends of parameters]."""
+    ranges: list[tuple[int, int]] = []
+    for span in spans:
+        if ranges and ranges[-1][1] == span.start:
+            ranges[-1] = (ranges[-1][0], span.end)
+        else:
+            ranges.append((span.start, span.end))
+    return ranges
 
 
 def _collect(members: Sequence[RunParam], *, numel: int, dtype: torch.dtype) -> torch.Tensor:

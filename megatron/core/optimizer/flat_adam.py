@@ -99,12 +99,17 @@ class AdamUpdate:
     """One run to be stepped. grad: [N], any float dtype, is only read, whatever it is divided by.
 
     out: [N], any float dtype, where the new parameters are written, None if `state` steps them in place. A step that is
-    skipped leaves it alone: it must hold the parameters before.
+    skipped leaves it alone: it must hold the parameters before. ranges: see [Note: ends of parameters]; None for all.
+
+    [Note: ends of parameters] A vectorised kernel takes the elements behind the last whole vector of a tensor one by
+    one, with other last digits. To give a parameter the bits of torch.optim, its end must be one for the kernel too:
+    ranges are those of the run that are stepped as tensors of their own, each from the grid of 64 elements on.
     """
 
     state: FlatAdam
     grad: torch.Tensor
     out: torch.Tensor | None = None
+    ranges: Sequence[tuple[int, int]] | None = None
 
 
 @torch.no_grad()
@@ -169,6 +174,22 @@ class _Operands:
     exp_avg_sq: torch.Tensor
     count: torch.Tensor
     out: torch.Tensor | None = None
+    ranges: Sequence[tuple[int, int]] | None = None
+
+    def parts(self) -> "list[_Operands]":
+        """Those that the kernel takes as tensors, see [Note: ends of parameters]."""
+        if self.ranges is None:
+            return [self]
+        return [
+            _Operands(
+                self.main[start:end],
+                self.grad[start:end],
+                self.exp_avg[start:end],
+                self.exp_avg_sq[start:end],
+                self.count,
+            )
+            for start, end in self.ranges
+        ]
 
 
 def _main_of(model: torch.Tensor, form: StateForm) -> StoredFloats:
@@ -200,7 +221,7 @@ def _whole(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
     if len(tensors) < 3 or any(tensor.dtype != state.wide for tensor in others):
         return None
     main, exp_avg, exp_avg_sq = tensors
-    return _Operands(main, update.grad, exp_avg, exp_avg_sq, count, out)
+    return _Operands(main, update.grad, exp_avg, exp_avg_sq, count, out, update.ranges)
 
 
 def _step_in_pieces(update: AdamUpdate, rates: AdamRates, *, count: torch.Tensor, scaled: _Scaled) -> None:
@@ -213,7 +234,8 @@ def _step_in_pieces(update: AdamUpdate, rates: AdamRates, *, count: torch.Tensor
             # The kernel would write what it divides.
             grad = grad / scaled.divisor
         main, exp_avg, exp_avg_sq = values = [stored.read(start, end) for stored in state.stored]
-        _fused_kernel([_Operands(main, grad, exp_avg, exp_avg_sq, count)], rates, scaled=scaled)
+        operands = _Operands(main, grad, exp_avg, exp_avg_sq, count, ranges=_ranges_in(update.ranges, start, end=end))
+        _fused_kernel([operands], rates, scaled=scaled)
         for stored, new in zip(state.stored, values):
             _write_back(stored, start, values=new, scaled=scaled)
         if update.out is not None:
@@ -225,6 +247,14 @@ def _piece_elements(state: FlatAdam) -> int:
     is_plain = all(isinstance(stored, Plain) for stored in state.stored)
     # Gradients are then all that is copied: one tensor, where others are four of that size.
     return 4 * size if is_plain and state.step.device.type == "cpu" else size
+
+
+def _ranges_in(ranges: Sequence[tuple[int, int]] | None, start: int, *, end: int) -> Sequence[tuple[int, int]] | None:
+    """The parts of ranges in [start, end), counted from there."""
+    if ranges is None:
+        return None
+    cut = ((max(first, start) - start, min(last, end) - start) for first, last in ranges)
+    return [(first, last) for first, last in cut if first < last]
 
 
 def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scaled: _Scaled) -> None:
@@ -253,13 +283,14 @@ def _fused_kernel(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _S
     # Below torch.optim.adamw.adamw, which would count the steps and take half as long again for a piece.
     kernel = torch._fused_adamw_ if rates.adam_w_mode else torch._fused_adam_
     beta1, beta2 = rates.betas
+    parts = [part for one in operands for part in one.parts()]
     kernel(
-        [one.main for one in operands],
-        [one.grad for one in operands],
-        [one.exp_avg for one in operands],
-        [one.exp_avg_sq for one in operands],
+        [one.main for one in parts],
+        [one.grad for one in parts],
+        [one.exp_avg for one in parts],
+        [one.exp_avg_sq for one in parts],
         [],
-        [one.count for one in operands],
+        [one.count for one in parts],
         lr=rates.lr,
         beta1=beta1,
         beta2=beta2,
