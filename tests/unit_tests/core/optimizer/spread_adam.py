@@ -1,9 +1,11 @@
 """Adam state spread as a layout spreads it, without an optimizer around it; no communication, no test."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megatron.core.distributed.layout import lay_out
@@ -108,6 +110,14 @@ class SpreadAdam:
 
     def load_state_dict(self, state_dict: dict) -> None:
         load_adam_state_dict(self.shard, state_dict)
+
+    def save(self, folder: Path, **settings) -> None:
+        dcp.save({"optim": self.state_dict()}, checkpoint_id=folder, **settings)
+
+    def load(self, folder: Path, **settings) -> None:
+        state_dict = self.state_dict()
+        dcp.load({"optim": state_dict}, checkpoint_id=folder, **settings)
+        self.load_state_dict(state_dict)
 
     def fill(self, state: dict[int, dict[str, Tensor]]) -> "SpreadAdam":
         """Loads whole values, as any_state makes them."""
