@@ -78,20 +78,28 @@ class AdamShard:
         """All parameters, any shapes and dtypes, in the order of their numbers."""
         return [param for group in self.param_groups for param in group["params"]]
 
+    @property
+    def indices(self) -> list[int]:
+        """The numbers of those that have a state: as in torch, what is frozen has none unless it once was not."""
+        owned = {part.index for part in self.ranges}
+        return [index for index, param in enumerate(self.params) if param.requires_grad or index in owned]
+
 
 def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
     """What torch.distributed.checkpoint saves at any number of ranks, and fills at any other.
 
     {"state": {index: {"step", "exp_avg", "exp_avg_sq", "fp32_param"}}, "param_groups": [...]} as of torch.optim, with
-    the masters besides; the same keys on all ranks. The values have the parameters' shapes and are fp32 (fp64 where
-    states are computed so); each rank has some boxes of them, and reads these when they are saved. Nothing is copied
-    and no other rank waited for. Hyper-parameters that are tensors become numbers, for which the device is waited for.
+    the masters besides; the same keys on all ranks, but for what was frozen after it had been trained. The values have
+    the parameters' shapes and are fp32 (fp64 where states are computed so); each rank has some boxes of them, and reads
+    these when they are saved. Nothing is copied and no other rank waited for. Hyper-parameters that are tensors become
+    numbers, for which the device is waited for.
     """
     by_index: dict[int, list[OwnedRange]] = defaultdict(list)
     for part in shard.ranges:
         by_index[part.index].append(part)
+    params = shard.params
     return {
-        "state": {index: _spread_state(param, by_index[index]) for index, param in enumerate(shard.params)},
+        "state": {index: _spread_state(params[index], by_index[index]) for index in shard.indices},
         "param_groups": groups_to_save_sync(shard.param_groups, adam_w_mode=shard.adam_w_mode),
     }
 
@@ -110,7 +118,7 @@ def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> Non
     """
     with all_ranks_agree(shard.process_group):
         groups = checked_groups_sync(shard.param_groups, state_dict, adam_w_mode=shard.adam_w_mode)
-        entries = checked_entries(shard.param_groups, state_dict)
+        entries = checked_entries(shard.param_groups, state_dict, indices=shard.indices)
         names = descriptions(shard.param_groups)
         owned = {part.index for part in shard.ranges}
         loaded = {index: _Loaded(entries[index], names[index]) for index in sorted(owned)}

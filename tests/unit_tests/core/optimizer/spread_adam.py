@@ -74,8 +74,9 @@ class SpreadAdam:
         self.ranges: list[OwnedRange] = []
         first = 0
         for params in self.groups:
-            for dtype in dict.fromkeys(param.dtype for param in params):
-                self._spread({i: p for i, p in enumerate(params, first) if p.dtype == dtype})
+            for dtype in dict.fromkeys(param.dtype for param in params if param.requires_grad):
+                own = {i: p for i, p in enumerate(params, first) if p.dtype == dtype and p.requires_grad}
+                self._spread(own)
             first += len(params)
 
     def _spread(self, params: dict[int, nn.Parameter]) -> None:

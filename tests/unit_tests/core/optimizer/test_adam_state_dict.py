@@ -200,3 +200,26 @@ def test_torchs_optimizer_loads_our_checkpoint_and_we_load_its(tmp_path) -> None
         for kind, value in plain.state[param].items() if param.numel() else ():
             assert torch.equal(again.state[param][kind], value), kind
     assert again.param_groups[1]["betas"] == (0.5, 0.75)
+
+
+def test_what_is_frozen_has_no_state_as_in_torch(tmp_path) -> None:
+    params = make_params()
+    for param in (params[1], params[3], params[5]):
+        param.requires_grad_(False)
+    trained = [param for param in params if param.requires_grad]
+    whole = any_state(params)
+    numbers = [index for index, param in enumerate(params) if param.requires_grad]
+    state = {index: whole[index] for index in numbers}
+    # Frozen parameters are in a group, but in no buffer.
+    ours, again = (spread(params=params) for _ in range(2))
+    ours.fill(state)
+    assert [*ours.state_dict()["state"]] == numbers
+    ours.save(tmp_path)
+    again.load(tmp_path)
+    assert again.lacks(whole) == [] and len(trained) == len(numbers)
+    plain = torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:]}])
+    plain.load_state_dict(gather_torch_state_sync(ours.shard))
+    assert {*plain.state} == {*trained}
+    again.load_state_dict(plain.state_dict())
+    # What was trained before and is frozen now is not asked for.
+    again.fill(whole)
