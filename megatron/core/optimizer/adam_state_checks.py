@@ -4,7 +4,7 @@ Values are looked at from outside alone; which elements a rank needs of them is 
 """
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,11 +71,14 @@ def checked_groups_sync(groups: Groups, state_dict: Any, *, adam_w_mode: bool) -
     return [_checked_group_sync(number, new, adam_w_mode=adam_w_mode) for number, new in enumerate(saved)]
 
 
-def checked_entries(groups: Groups, state_dict: Mapping[str, Any], *, indices: Sequence[int]) -> dict[int, Entry]:
-    """The entries of parameters by their numbers here, masters in all or in none; raises ValueError for others.
+def checked_entries(
+    groups: Groups, state_dict: Mapping[str, Any], *, without_state: Collection[int] = ()
+) -> dict[int, Entry]:
+    """The entry of each parameter by its number here, masters in all or in none; raises ValueError for others.
 
-    indices: of the parameters that need one; what is frozen here is left out. An optimizer of torch that has never
-    stepped has no entries: they are zeros, as it would begin with.
+    without_state: numbers of those that may have none.
+
+    An optimizer of torch that has never stepped has no entries: they are zeros, as it would begin with.
     """
     params = [param for group in groups for param in group["params"]]
     saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -87,9 +90,10 @@ def checked_entries(groups: Groups, state_dict: Mapping[str, Any], *, indices: S
     kinds = {STEP, EXP_AVG, EXP_AVG_SQ}
     if any(MASTERS in entry for entry in state.values()):
         kinds.add(MASTERS)
-    entries, names = {}, descriptions(groups)
-    for index in indices:
-        param, number, name = params[index], saved_numbers[index], names[index]
+    entries = {}
+    for index, (param, number, name) in enumerate(zip(params, saved_numbers, descriptions(groups), strict=True)):
+        if index in without_state and number not in state:
+            continue
         if not state:
             entries[index] = _entry_of_a_start(param)
         elif number not in state:

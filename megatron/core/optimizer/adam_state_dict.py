@@ -64,7 +64,8 @@ class AdamShard:
     """What one rank has of an optimizer, made anew whenever it is needed.
 
     ranges: all that this rank owns, in any order. Of every parameter each element is in a range of some rank, or in
-    the same range of several ranks. param_groups: the optimizer's own. process_group: all ranks that own some of its
+    the same range of several ranks, but for those that nobody steps: without_state, their numbers, the same on all
+    ranks. param_groups: the optimizer's own. process_group: all ranks that own some of its
     parameters, or copies of it; None only where torch.distributed is not initialised.
     """
 
@@ -72,34 +73,31 @@ class AdamShard:
     param_groups: Sequence[dict[str, Any]]
     adam_w_mode: bool
     process_group: dist.ProcessGroup | None
+    without_state: frozenset[int] = frozenset()
 
     @property
     def params(self) -> list[nn.Parameter]:
         """All parameters, any shapes and dtypes, in the order of their numbers."""
         return [param for group in self.param_groups for param in group["params"]]
 
-    @property
-    def indices(self) -> list[int]:
-        """The numbers of those that have a state: as in torch, what is frozen has none unless it once was not."""
-        owned = {part.index for part in self.ranges}
-        return [index for index, param in enumerate(self.params) if param.requires_grad or index in owned]
-
 
 def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
     """What torch.distributed.checkpoint saves at any number of ranks, and fills at any other.
 
     {"state": {index: {"step", "exp_avg", "exp_avg_sq", "fp32_param"}}, "param_groups": [...]} as of torch.optim, with
-    the masters besides; the same keys on all ranks, but for what was frozen after it had been trained. The values have
-    the parameters' shapes and are fp32 (fp64 where states are computed so); each rank has some boxes of them, and reads
-    these when they are saved. Nothing is copied and no other rank waited for. Hyper-parameters that are tensors become
-    numbers, for which the device is waited for.
+    the masters besides; the same keys on all ranks. The values have the parameters' shapes and are fp32 (fp64 where
+    states are computed so); each rank has some boxes of them, and reads these when they are saved. Nothing is copied
+    and no other rank waited for. Hyper-parameters that are tensors become numbers, for which the device is waited for.
     """
     by_index: dict[int, list[OwnedRange]] = defaultdict(list)
     for part in shard.ranges:
         by_index[part.index].append(part)
-    params = shard.params
     return {
-        "state": {index: _spread_state(params[index], by_index[index]) for index in shard.indices},
+        "state": {
+            index: _spread_state(param, by_index[index])
+            for index, param in enumerate(shard.params)
+            if index not in shard.without_state
+        },
         "param_groups": groups_to_save_sync(shard.param_groups, adam_w_mode=shard.adam_w_mode),
     }
 
@@ -118,7 +116,7 @@ def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> Non
     """
     with all_ranks_agree(shard.process_group):
         groups = checked_groups_sync(shard.param_groups, state_dict, adam_w_mode=shard.adam_w_mode)
-        entries = checked_entries(shard.param_groups, state_dict, indices=shard.indices)
+        entries = checked_entries(shard.param_groups, state_dict, without_state=shard.without_state)
         names = descriptions(shard.param_groups)
         owned = {part.index for part in shard.ranges}
         loaded = {index: _Loaded(entries[index], names[index]) for index in sorted(owned)}

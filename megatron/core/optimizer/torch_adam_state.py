@@ -48,9 +48,10 @@ def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
         for claim in of_rank:
             senders.setdefault(claim.index, {}).setdefault(claim.start, (rank, claim))
     transfer = _Transfer({(part.index, part.start): part for part in shard.ranges}, shard.process_group)
-    state, params = {}, shard.params
-    for index in sorted({*senders, *shard.indices}):
-        param = params[index]
+    state = {}
+    for index, param in enumerate(shard.params):
+        if index in shard.without_state:
+            continue
         of_param = sorted(senders.get(index, {}).values(), key=lambda pair: pair[1].start)
         moments = {kind: transfer.whole(param, kind, senders=of_param) for kind in (EXP_AVG, EXP_AVG_SQ)}
         step = of_param[0][1].step if of_param else 0.0

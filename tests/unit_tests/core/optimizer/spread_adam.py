@@ -104,7 +104,9 @@ class SpreadAdam:
 
     @property
     def shard(self) -> AdamShard:
-        return AdamShard(self.ranges, self.param_groups, self.adam_w_mode, self.process_group)
+        params = [param for params in self.groups for param in params]
+        frozen = frozenset(index for index, param in enumerate(params) if not param.requires_grad)
+        return AdamShard(self.ranges, self.param_groups, self.adam_w_mode, self.process_group, frozen)
 
     def state_dict(self) -> dict:
         return adam_state_dict(self.shard)
