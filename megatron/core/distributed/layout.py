@@ -114,7 +114,7 @@ def lay_out(
     bucket_size: elements from which on a bucket is closed; None for a single bucket. own_bucket: indices of parameters
     that share theirs with no other. num_buckets: so many of about equal size instead, or as near to it as one parameter
     a bucket, and own_bucket, allow. high_busbw: bucket ends on a coarser grid. split: buckets are of `bucket_size`
-    elements each, rounded up, and cut parameters where they end.
+    elements each, rounded up, but for the last, which has what is left, and cut parameters where they end.
     """
     _check_numbers(sizes, num_shards=num_shards, bucket_size=bucket_size, num_buckets=num_buckets)
     _check_own_bucket(own_bucket, num_params=len(sizes))
@@ -173,9 +173,11 @@ class _Placement:
         length = round_up(max(1, self._end if bucket_size is None else bucket_size), self._grain)
         placed = self._members
         for start in range(0, self._end if placed else 0, length):
-            span = Span(start, length)
+            size = min(length, self._end - start)
+            # The last ends with the parameters: a small model must not take the memory of a large bucket.
+            span = Span(start, round_up(size, self._grain))
             members = tuple(index for index in placed if self.spans[index].intersection(span).numel)
-            self.buckets.append(BucketLayout(len(self.buckets), span, min(length, self._end - start), members))
+            self.buckets.append(BucketLayout(len(self.buckets), span, size, members))
         return BufferLayout(tuple(self.spans), tuple(self.buckets), num_shards)
 
 

@@ -21,6 +21,7 @@ from megatron.core.distributed.layout import ALIGNMENT, lay_out, resolve_bucket_
         # Shards of 64 elements for each of four ranks, where Megatron has 128 elements for all.
         ({"num_shards": 4, "bucket_size": 60}, (256, 64, 0), [256, 512], [114, 100]),
         ({"num_shards": 2, "bucket_size": 60, "split": True}, (128, 64, 0), [128, 256], [128, 100]),
+        ({"num_shards": 2, "bucket_size": 9999, "split": True}, (128, 64, 0), [256], [228]),
     ],
 )
 def test_three_parameters_lie_where_they_should(settings, starts, ends, unpadded):
