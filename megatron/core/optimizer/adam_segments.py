@@ -15,6 +15,7 @@ from megatron.core.distributed.dense_memory import flat_view
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
 from megatron.core.distributed.layout import Span
 from megatron.core.distributed.transient_grads import ParamMemory, TransientBuffer, TransientGroup
+from megatron.core.optimizer.adam_state_dict import write_parameters
 from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters
 from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid
 from megatron.core.optimizer.param_runs import RunParam, ranges_in
@@ -49,12 +50,21 @@ class AdamRun:
     ranges: Sequence[tuple[int, int]]
 
     def update(self) -> AdamUpdate:
-        """What a step needs of it; its new parameters go to their place, or to that from which they are sent."""
-        out = self.model if self.state.form.masters is Masters.COPY else None
+        """What a step needs of it."""
+        return AdamUpdate(self.state, self.grad, self._target(), self.ranges)
+
+    def write_model(self) -> None:
+        """Makes the parameters what the masters are, or what is sent of them."""
+        target = self._target()
+        if target is not None:
+            write_parameters(self.state, target)
+
+    def _target(self) -> torch.Tensor | None:
+        """Where new parameters go: to their place, or to that from which they are sent; None: they are the masters."""
         if self.model is None:
             staged = self.group.staged_shard()
-            out = staged[self.start : self.start + self.grad.numel()]
-        return AdamUpdate(self.state, self.grad, out, self.ranges)
+            return staged[self.start : self.start + self.grad.numel()]
+        return self.model if self.state.form.masters is Masters.COPY else None
 
 
 class Segment:

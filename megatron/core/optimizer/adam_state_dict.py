@@ -17,8 +17,8 @@ from torch import nn
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, intersection, whole
-from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.spread_tensor import HeldBox, SpreadTensor
+from megatron.core.distributed.dense_memory import memory_piece
 from megatron.core.distributed.layout import round_up
 from megatron.core.optimizer.adam_state_checks import (
     EXP_AVG,
@@ -170,19 +170,13 @@ def _step_of(part: OwnedRange) -> torch.Tensor:
 
 
 def _held_boxes(part: OwnedRange, stored: StoredFloats) -> Iterator[HeldBox]:
-    piece = _memory_piece(part.param)
+    piece = memory_piece("", part.param)
     end = part.start + part.numel
     for first in range(part.start, end, _SAVED_ELEMENTS):
         for box in boxes_of_range(piece, start=first, end=min(first + _SAVED_ELEMENTS, end)):
             # A box of a range is one piece of the memory of a parameter.
             place = sum(o * s for o, s in zip(box.offset, piece.stride, strict=True)) - part.start + part.offset
             yield HeldBox(box, partial(_read, stored, place, shape=box.shape, stride=piece.stride))
-
-
-def _memory_piece(param: nn.Parameter) -> LogicalPiece:
-    """Where the logical elements of a parameter are in its memory, whatever its memory format."""
-    shape = tuple(param.shape)
-    return LogicalPiece("parameter", shape, tuple(param.stride()), 0, shape, (0,) * len(shape))
 
 
 def _read(stored: StoredFloats, place: int, *, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
@@ -233,7 +227,7 @@ class _Loaded:
 
     def check_has(self, part: OwnedRange) -> None:
         """Raises ValueError unless all is there of what a range needs."""
-        boxes = boxes_of_range(_memory_piece(part.param), start=part.start, end=part.start + part.numel)
+        boxes = boxes_of_range(memory_piece("", part.param), start=part.start, end=part.start + part.numel)
         for kind, source in self.sources.items():
             missing = sum(source.num_missing(box) for box in ([whole(())] if kind == STEP else boxes))
             if missing:
@@ -258,7 +252,7 @@ def _check_steps_sync(ranges: Sequence[OwnedRange], loaded: Mapping[int, _Loaded
 def _write(part: OwnedRange, stored: StoredFloats, *, source: _Source | None) -> None:
     """Fills what is kept of a range; source: None for the parameter itself."""
     assert part.offset % BLOCK == 0, f"offset is {part.offset}: ranges start on the grid of {BLOCK}"
-    piece, like = _memory_piece(part.param), stored.read(0, 0)
+    piece, like = memory_piece("", part.param), stored.read(0, 0)
     for first in range(0, part.numel, _LOADED_ELEMENTS):
         count, start = min(_LOADED_ELEMENTS, part.numel - first), part.start + first
         padded = like.new_zeros(round_up(count, BLOCK))

@@ -3,7 +3,7 @@
 Buffers, and what is sent when, are megatron.core.distributed's; the update of a shard is flat_adam.py's.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.optimizer.adam_segments import AdamRun, SegmentPlan
+from megatron.core.optimizer.adam_state_dict import AdamShard, adam_state_dict, load_adam_state_dict
 from megatron.core.optimizer.flat_adam import AdamRates, adam_step
 from megatron.core.optimizer.forward_gathers import ForwardGathers
 from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid, check_group
@@ -24,6 +25,7 @@ from megatron.core.optimizer.grad_intake import GradIntake, GradMode
 from megatron.core.optimizer.param_runs import RunParam
 from megatron.core.optimizer.shard_scaling import ShardScaling
 from megatron.core.optimizer.sharded_params import ShardedParams
+from megatron.core.optimizer.torch_adam_state import gather_torch_state_sync
 from megatron.core.optimizer.update_rules import GradScale
 
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
@@ -117,7 +119,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             order.freeze()
         plan = SegmentPlan(grid, bucket_cap_mb * 2**20, average=average_grad_sync, overlap=overlap_grad_sync)
         self._order, self._shards = order, ShardedParams(plan, order)
-        self._adam_w_mode, self._capturable = adam_w_mode, capturable
+        self._adam_w_mode, self._capturable, self._ranks = adam_w_mode, capturable, grid.ranks
         groups = _as_groups(params)
         self._device = _common_device(groups, None if device is None else torch.device(device))
         self._scaling = ShardScaling(grid.shards, self._device)
@@ -312,6 +314,37 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         params = [params] if isinstance(params, nn.Parameter) else params
         self._need(dict.fromkeys(group for param in params for group in self._shards.groups_of.get(param, ())))
 
+    # What is saved.
+
+    def state_dict(self, *, state_dict_format: str | int | None = None) -> Any:
+        """Moments, masters and step counts by parameter, for torch.distributed.checkpoint or torch.save of each rank.
+
+        Each rank has its shards alone, under the same keys; any number of ranks loads what any other saved; see
+        adam_state_dict.py. state_dict_format: "torch" gathers it, on rank 0 of process_group alone, as of
+        torch.optim.AdamW, and gives the others None: save the parameters with it. Collective.
+        """
+        if state_dict_format not in (None, 2, "torch"):
+            raise ValueError(f'state_dict_format is {state_dict_format!r}: must be None, 2 (the same), or "torch"')
+        self._take_over_rest()
+        shard = self._adam_shard()
+        return gather_torch_state_sync(shard) if state_dict_format == "torch" else adam_state_dict(shard)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave, filled by torch.distributed.checkpoint.load, or what torch.optim.AdamW or Adam did.
+
+        The parameters become what the masters are, where it has any. Collective. Raises ValueError or RemoteRankError,
+        with nothing changed, where it does not fit.
+        """
+        self._take_over_rest()
+        self._order.finish_param_sync(self._shards.groups)
+        load_adam_state_dict(self._adam_shard(), state_dict)
+        self._order.mark_stale(self._shards.groups)
+        for run in self._shards.runs:
+            run.write_model()
+        self._order.start_param_sync(self._shards.groups)
+        self._order.finish_param_sync(self._shards.groups)
+
     def release(self) -> None:
         """Takes all hooks off; the parameters have their last values on all ranks then. Collective."""
         self._order.finish_param_sync(self._shards.groups)
@@ -323,6 +356,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         raise TypeError("a DistributedFusedAdam cannot be copied, as its process groups cannot: build another")
 
     # Inside.
+
+    def _adam_shard(self) -> AdamShard:
+        return AdamShard(self._shards.owned_ranges(), self.param_groups, self._adam_w_mode, self._ranks)
 
     def _take_over_rest(self) -> None:
         """What requires grad, that whose gradients have come first in the order in which they came."""

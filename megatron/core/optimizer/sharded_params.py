@@ -13,6 +13,7 @@ from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam_segments import AdamRun, Segment, SegmentPlan
+from megatron.core.optimizer.adam_state_dict import OwnedRange
 from megatron.core.optimizer.fused_adam_settings import AdamMemory
 
 
@@ -48,6 +49,15 @@ class ShardedParams:
         wanted = set(self.check_own(params))
         found = ((run, member) for run in self.runs for member in run.members if member.param in wanted)
         return [member.view_of(run.grad) for run, member in found]
+
+    def owned_ranges(self) -> list[OwnedRange]:
+        """What this rank keeps the state of."""
+        index = {param: place for place, param in enumerate(self.names)}
+        return [
+            OwnedRange(index[part.param], part.param, part.start, part.span.numel, run.state, part.span.start)
+            for run in self.runs
+            for part in run.members
+        ]
 
     def standing_grad(self, param: nn.Parameter) -> torch.Tensor:
         """The memory of a parameter's gradients: [*its shape], the dtype that they are sent in.
