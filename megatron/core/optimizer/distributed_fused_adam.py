@@ -142,13 +142,16 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """See torch.optim.Optimizer; parameters that require grad are taken over with their first gradients."""
         super().add_param_group(param_group)
         group, key = self.param_groups[-1], len(self.param_groups) - 1
-        check_group(group)
         names = group.get("param_names") or [f"parameter {i} of group {key}" for i in range(len(group["params"]))]
+        try:
+            check_group(group)
+            for name, param in zip(names, group["params"]):
+                self._check_param(name, param)
+        except ValueError:
+            # As if it had not been given.
+            self.param_groups.pop()
+            raise
         for name, param in zip(names, group["params"]):
-            self._memory.check_param(name, param)
-            check_dense(name, param)
-            if param.device != self._device:
-                raise ValueError(f"{name} is on {param.device}: must be on {self._device}, as the others")
             self._shards.names[param], self._shards.keys[param] = name, key
             if param.requires_grad:
                 self._grads.watch(param)
@@ -170,7 +173,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         asked = self._memory.replaced(memory)
         given = [*self._shards.names] if params is None else self._shards.check_own(params)
         taken = self._shards.groups_of
-        self._shards.take_over([param for param in given if param.requires_grad and param not in taken], asked)
+        new = [param for param in given if param.requires_grad and param not in taken]
+        self._shards.take_over(new, asked)
         if self._forward is not None:
             self._forward.forget()
 
@@ -331,7 +335,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave, filled by torch.distributed.checkpoint.load, or what torch.optim.AdamW or Adam did.
+        """Takes what `state_dict` gave, filled by torch.distributed.checkpoint.load, or a state of torch.optim.AdamW.
 
         The parameters become what the masters are, where it has any. Collective. Raises ValueError or RemoteRankError,
         with nothing changed, where it does not fit.
@@ -357,13 +361,25 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     # Inside.
 
+    def _check_param(self, name: str, param: nn.Parameter) -> None:
+        self._memory.check_param(name, param)
+        check_dense(name, param)
+        if param.device != self._device:
+            raise ValueError(f"{name} is on {param.device}: must be on {self._device}, as the others")
+
     def _adam_shard(self) -> AdamShard:
-        return AdamShard(self._shards.owned_ranges(), self.param_groups, self._adam_w_mode, self._ranks)
+        return AdamShard(
+            self._shards.owned_ranges(),
+            self.param_groups,
+            self._adam_w_mode,
+            self._ranks,
+            without_state=self._shards.without_state,
+        )
 
     def _take_over_rest(self) -> None:
         """What requires grad, that whose gradients have come first in the order in which they came."""
-        waiting = [param for param in self._shards.names if param.requires_grad and param not in self._shards.groups_of]
-        if waiting or self._grads.arrived:
+        waiting = self._shards.waiting
+        if waiting:
             arrived = self._shards.agreed_order([*self._grads.arrived])
             self._grads.arrived.clear()
             came = set(arrived)

@@ -149,11 +149,16 @@ class GradIntake:
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        if self.arrived:
-            self._take_over()
         self._take_left()
+        before = self._params.groups
         if self._overlap:
-            self._order.end_pass(self._params.groups)
+            self._order.end_pass(before)
+        # By what all ranks know: on this one none of them may have a gradient.
+        if self._params.waiting:
+            self._take_over()
+            self._take_left()
+            if self._overlap:
+                self._order.end_pass([group for group in self._params.groups if group not in before])
         self._put_stand_in()
 
     def _take_left(self) -> None:

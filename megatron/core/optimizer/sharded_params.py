@@ -50,6 +50,16 @@ class ShardedParams:
         found = ((run, member) for run in self.runs for member in run.members if member.param in wanted)
         return [member.view_of(run.grad) for run, member in found]
 
+    @property
+    def waiting(self) -> list[nn.Parameter]:
+        """Those that require grad, any shapes and dtypes, and were not taken over yet."""
+        return [param for param in self.names if param.requires_grad and param not in self.groups_of]
+
+    @property
+    def without_state(self) -> frozenset[int]:
+        """The numbers of parameters that nobody steps."""
+        return frozenset(place for place, param in enumerate(self.names) if param not in self.groups_of)
+
     def owned_ranges(self) -> list[OwnedRange]:
         """What this rank keeps the state of."""
         index = {param: place for place, param in enumerate(self.names)}
@@ -94,8 +104,10 @@ class ShardedParams:
         named = [(self.names[param], param) for param in params]
         segment = Segment(named, self.keys, memory=memory, plan=self._plan, name=name)
         self._segments.append(segment)
+        # Of parameters without elements, nothing is in any bucket.
+        self.groups_of.update((param, []) for param in params)
         for param, group in segment.groups_of():
-            self.groups_of.setdefault(param, []).append(group)
+            self.groups_of[param].append(group)
         self._order.go_on()
         self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_moved, _nothing))
 
