@@ -244,8 +244,9 @@ def _check_steps_sync(ranges: Sequence[OwnedRange], loaded: Mapping[int, _Loaded
         other, index = seen.setdefault(id(part.adam), (step, part.index))
         if other != step:
             raise ValueError(
-                f"step of parameter {part.index} is {step:g} and that of parameter {index} is {other:g}: parameters "
-                "that lie in one run are stepped together, so they must be equal"
+                f"step of parameter {part.index} is {step:g} and that of parameter {index} is {other:g}: must be equal "
+                "as they were taken over together and are stepped so; give those of each count to init_params on their "
+                "own, before state_dict and load_state_dict"
             )
 
 

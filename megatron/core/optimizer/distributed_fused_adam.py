@@ -153,6 +153,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             raise
         for name, param in zip(names, group["params"]):
             self._shards.names[param], self._shards.keys[param] = name, key
+            # Else get_state_dict of torch.distributed.checkpoint makes states by a step with zero gradients.
+            self.state[param] = {}
             if param.requires_grad:
                 self._grads.watch(param)
         # As torch's kernels read it.

@@ -61,7 +61,7 @@ WRONG = [
     (
         "steps",
         lambda d: d["state"][0].update(step=torch.tensor(8.0)),
-        "step of parameter 1 is 7 and that of parameter 0 is 8|step of parameter 0 is 8 and that of parameter 1 is 7",
+        r"step of parameter [01] is [78] and that of parameter [01] is [78]: must be equal as they",
     ),
     (
         "another rank's",
