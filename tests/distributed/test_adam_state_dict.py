@@ -129,24 +129,23 @@ def test_what_one_rank_cannot_load_no_rank_loads():
     ]
 
 
-def save_while_training_goes_on(folder):
-    first = any_state(make_params(*DTYPES))
-    saved = spread(form=HALF).fill(first)
-    kept = saved.values()
+def save_while_training_goes_on(folder, form):
+    saved = spread(form=form).fill(any_state(make_params(*DTYPES)))
+    kept = {index: {kind: value.clone() for kind, value in entry.items()} for index, entry in saved.values().items()}
     # A group of its own: the thread that saves must not mix its collectives with ours.
-    response = dcp.async_save(
-        {"optim": saved.state_dict()}, checkpoint_id=folder, process_group=dist.new_group(backend="gloo")
-    )
+    group = dist.new_group(backend="gloo")
+    response = dcp.async_save({"optim": saved.state_dict()}, checkpoint_id=folder, process_group=group)
     # What is loaded meanwhile is not what was to be saved.
     saved.fill(any_state(make_params(*DTYPES), seed=1))
     response.result()
-    loaded = spread(form=HALF)
+    loaded = spread(form=form)
     loaded.load(folder)
     return loaded.lacks(kept)
 
 
-def test_a_save_in_the_background_has_what_was_there_when_it_was_asked_for(tmp_path):
-    assert run_on_ranks(save_while_training_goes_on, 2, tmp_path, backend="cpu:gloo") == [[], []]
+@pytest.mark.parametrize("form", [StateForm(), HALF], ids=str)
+def test_a_save_in_the_background_has_what_was_there_when_it_was_asked_for(tmp_path, form):
+    assert run_on_ranks(save_while_training_goes_on, 2, tmp_path, form, backend="cpu:gloo") == [[], []]
 
 
 SIZES = [(1024, 1024), (1000, 700), (3, 333_333), (256, 128, 3, 3)]
