@@ -76,9 +76,8 @@ def checked_entries(
 ) -> dict[int, Entry]:
     """The entry of each parameter by its number here, masters in all or in none; raises ValueError for others.
 
-    without_state: numbers of those that may have none.
-
-    An optimizer of torch that has never stepped has no entries: they are zeros, as it would begin with.
+    without_state: numbers of those that may have none. An optimizer of torch that has never stepped has no entries:
+    they are zeros, as it would begin with.
     """
     params = [param for group in groups for param in group["params"]]
     saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]

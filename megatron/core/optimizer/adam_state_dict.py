@@ -64,9 +64,9 @@ class AdamShard:
     """What one rank has of an optimizer, made anew whenever it is needed.
 
     ranges: all that this rank owns, in any order. Of every parameter each element is in a range of some rank, or in
-    the same range of several ranks, but for those that nobody steps: without_state, their numbers, the same on all
-    ranks. param_groups: the optimizer's own. process_group: all ranks that own some of its
-    parameters, or copies of it; None only where torch.distributed is not initialised.
+    the same range of several ranks. param_groups: the optimizer's own. process_group: all ranks that own some of its
+    parameters, or copies of it; None only where torch.distributed is not initialised. without_state: the numbers of
+    parameters that nobody steps, which are in no range, the same on all ranks.
     """
 
     ranges: Sequence[OwnedRange]
