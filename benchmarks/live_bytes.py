@@ -1,5 +1,6 @@
 """Counts the memory of tensors made in a block of code that are still alive at its end; knows nothing of models."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,26 @@ class LiveBytes(TorchDispatchMode):
         """Bytes that are alive now."""
         storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values())
         return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+class PeakBytes(LiveBytes):
+    """As LiveBytes, and counts behind every operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        self._made = {address: ref for address, ref in self._made.items() if not ref.expired()}
+        self._peak = max(self._peak, self.total())
+        return results
+
+    def peak_of(self, call: Callable[[], object]) -> int:
+        """The most bytes that were alive while it ran."""
+        self._peak = self.total()
+        call()
+        return self._peak
 
 
 def _address(tensor: torch.Tensor) -> int:

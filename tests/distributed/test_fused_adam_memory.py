@@ -1,0 +1,112 @@
+"""What DistributedFusedAdam holds of a model, tensor by tensor, and when it holds most, against the formula."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.live_bytes import PeakBytes
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer import DistributedFusedAdam, OptimizerConfig, get_megatron_optimizer
+from tests.harness import run_on_ranks
+
+WIDTH, LAYERS = 256, 48
+NUM_PARAMS = WIDTH * WIDTH * LAYERS
+# Bytes of a bucket, of two layers' gradients in fp32, and how many are under way.
+CAP, PIPELINE = 1 << 19, 2
+FP32, BF16 = torch.float32, torch.bfloat16
+REMAINDERS = {"store_params": False, "store_param_remainders": True}
+# The parameters' dtype, settings, bytes a parameter of: itself, states, gradients.
+CASES: dict[str, tuple[torch.dtype, dict[str, Any], int, int, int]] = {
+    "fp32": (FP32, {}, 4, 8, 4),
+    "bf16": (BF16, {}, 2, 12, 4),
+    "bf16 gradients": (BF16, {"grad_sync_dtype": BF16}, 2, 12, 2),
+    "remainders": (BF16, REMAINDERS, 2, 10, 4),
+}
+
+
+def build_model(dtype: torch.dtype) -> nn.Module:
+    """Layers without anything between them, whose activations are a thousandth of the weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to(dtype)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of all tensors of this rank: after zero_grad, between backward and the sums' being waited for at the most,
+    and the most in the step itself.
+    """
+
+    at_rest: int
+    in_backward: int
+    in_step: int
+
+
+def held_by_ours(case: str, **settings: Any) -> Held:
+    """Of the third step."""
+    dtype, own, *_ = CASES[case]
+    with PeakBytes() as held:
+        model = build_model(dtype)
+        optimizer = DistributedFusedAdam(model.parameters(), **own, **settings)
+        for _ in range(3):
+            optimizer.zero_grad()
+            at_rest = held.total()
+            in_backward, in_step = (held.peak_of(part) for part in (partial(backward, model), optimizer.step))
+    return Held(at_rest, in_backward, in_step)
+
+
+def backward(model: nn.Module) -> None:
+    """One pass over one sample."""
+    model(torch.ones(1, WIDTH, dtype=next(model.parameters()).dtype)).sum().backward()
+
+
+def held_by_zero1() -> int:
+    """The most bytes of all tensors of this rank in a step of this framework's ZeRO-1."""
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=CAP // 4
+    )
+    with PeakBytes() as held:
+        model = DistributedDataParallel(ModelParallelConfig(), settings, build_model(FP32))
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
+        for _ in range(2):
+            optimizer.zero_grad()
+            in_backward = held.peak_of(partial(backward, model))
+            model.finish_grad_sync()
+            in_step = held.peak_of(optimizer.step)
+    return max(in_backward, in_step)
+
+
+def of_law(case: str, ranks: int) -> float:
+    """Bytes that the formula says for a rank between steps."""
+    *_, of_param, of_states, of_grads = CASES[case]
+    return NUM_PARAMS * (of_param + (of_states + of_grads) / ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_holds_parameters_and_its_share_of_states_and_gradients(case: str, ranks: int) -> None:
+    for held in run_on_ranks(partial(held_by_ours, case, bucket_cap_mb=CAP / 2**20), ranks):
+        assert held.at_rest == pytest.approx(of_law(case, ranks), rel=0.02)
+        # Those under way with what others send, two that one gradient fills, and that gradient, made and copied.
+        buckets = PIPELINE * (1 + (ranks - 1) / ranks) + 2
+        in_flight = buckets * CAP + 2 * 4 * WIDTH * WIDTH
+        assert held.in_backward <= 1.02 * (of_law(case, ranks) + in_flight)
+        assert held.in_step <= 1.02 * (of_law(case, ranks) + in_flight)
+
+
+def test_a_bucket_that_is_larger_than_the_model_takes_no_more_than_the_model() -> None:
+    for held in run_on_ranks(partial(held_by_ours, "fp32", bucket_cap_mb=100.0), 2):
+        assert held.at_rest == pytest.approx(of_law("fp32", 2), rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_holds_less_than_with_zero1(ranks: int) -> None:
+    ours = run_on_ranks(partial(held_by_ours, "fp32", bucket_cap_mb=CAP / 2**20), ranks)
+    zero1 = run_on_ranks(held_by_zero1, ranks)
+    for one, other in zip(ours, zero1):
+        # But for buckets, all gradients in place of a share.
+        assert max(one.in_backward, one.in_step) < 0.9 * other
