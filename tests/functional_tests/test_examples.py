@@ -14,6 +14,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from examples import ddp_cnn, own_loop
+from examples.any_module import train as any_module
 from megatron.training.arguments import parse_args, validate_args
 from tests.functional_tests.launch import ROOT, read_log, run_program
 from tests.harness import launch_on_ranks, run_on_ranks
@@ -95,6 +96,30 @@ def test_own_loop_has_the_same_losses_on_any_layout() -> None:
     assert len(alone) == 8 and alone[6] < 4
     assert printed(4, "--tensor", "2", "--pipeline", "2") == pytest.approx(alone, rel=1e-4)
     assert printed(2, "--expert-parallel", "2", "--sharded") == pytest.approx(alone, rel=1e-4)
+
+
+def run_any_module(ranks: int, *words: str) -> list[float]:
+    """Losses and norms of gradients of every other step, as printed."""
+    ended = launch_on_ranks(any_module.main, ranks, ["--log-every", "2", "--paint", "0", *words], backend=None)
+    assert [one.exit_code for one in ended] == [0] * ranks, [one.stderr for one in ended]
+    lines = [line.split() for line in ended[0].stdout.splitlines() if line.startswith("step")]
+    return [float(line[index]) for line in lines for index in (3, 6)]
+
+
+def test_any_module_learns_alike_on_any_number_of_processes() -> None:
+    alone = run_any_module(1, "--steps", "20")
+    assert alone == run_any_module(1, "--steps", "20")
+    assert len(alone) == 20 and alone[-2] < 0.4 * alone[0]
+    assert run_any_module(2, "--steps", "20", "--overlap") == pytest.approx(alone, rel=1e-2)
+
+
+@pytest.mark.parametrize("words", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_any_module_goes_on_from_a_checkpoint_of_fewer_processes(tmp_path: Path, words: list[str]) -> None:
+    whole = run_any_module(3, "--steps", "8", *words)
+    words = [*words, "--save", str(tmp_path / "rings")]
+    halves = run_any_module(1, "--steps", "4", *words) + run_any_module(3, "--steps", "8", *words)
+    assert halves == pytest.approx(whole, rel=5e-2 if "--bf16" in words else 1e-3)
+    assert run_any_module(2, "--steps", "8", *words) == []
 
 
 def run_own_script(folder: Path, ranks: int, *words: str):
@@ -201,6 +226,12 @@ def test_the_loop_of_the_sharded_optimizers_page_runs(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     losses = run_on_ranks(loss_of_page, 2, "distributed_optimizer.md")
     assert losses == [losses[0]] * 2 and losses[0] < 0.7  # of 1.1 at the start
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loop_of_the_fused_adams_page_runs(ranks: int) -> None:
+    losses = run_on_ranks(loss_of_page, ranks, "fused_adam.md")
+    assert max(losses) < 0.8  # of 2.5 at the start
 
 
 def loss_of_page(page: str) -> float:
