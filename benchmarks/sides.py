@@ -13,8 +13,9 @@ import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -123,15 +124,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_side(name: str, build: Build, *, ranks: int) -> Side:
-    """Starts the ranks of one implementation; `build` must be importable, as processes are spawned."""
+def start_side(name: str, build: Build, *, ranks: int, packages: Sequence[str] = ()) -> Side:
+    """Starts the ranks of one implementation; `build` must be importable, as processes are spawned.
+
+    packages: imported before memory is counted from, as torch is.
+    """
     context = multiprocessing.get_context("spawn")
     port = free_port()
     connections, processes = [], []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=serve, args=(build, theirs), kwargs={"rank": rank, "ranks": ranks, "port": port}
+            target=serve,
+            args=(build, theirs),
+            kwargs={"rank": rank, "ranks": ranks, "port": port, "packages": packages},
         )
         process.start()
         connections.append(ours)
@@ -139,12 +145,13 @@ def start_side(name: str, build: Build, *, ranks: int) -> Side:
     return Side(name, connections, processes)
 
 
-def serve(build: Build, connection: Connection, *, rank: int, ranks: int, port: int) -> None:
+def serve(
+    build: Build, connection: Connection, *, rank: int, ranks: int, port: int, packages: Sequence[str] = ()
+) -> None:
     """One rank: builds, then runs as many steps as it is told to, until told 0."""
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    join_ranks(rank, ranks=ranks, port=port)
+    for package in packages:
+        import_module(package)
     baseline = peak_memory_bytes(torch.device("cpu"))
     step = build()
     while steps := connection.recv():
@@ -159,6 +166,14 @@ def serve(build: Build, connection: Connection, *, rank: int, ranks: int, port: 
             )
         )
     dist.destroy_process_group()
+
+
+def join_ranks(rank: int, *, ranks: int, port: int) -> None:
+    """Makes this process, of one thread, what torchrun would start as a rank."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
 
 
 def context() -> dict[str, str]:

@@ -24,6 +24,7 @@ from tests.structure.measure import (
 # Packages that an import inside a function may name: they are not there on every machine.
 OPTIONAL_PACKAGES = {
     "deep_ep",
+    "deepspeed",
     "triton",
     "transformer_engine",
     "sentencepiece",

@@ -1,0 +1,292 @@
+"""DistributedFusedAdam beside torch's DDP with fused AdamW, and beside others that shard optimizer states.
+
+    python benchmarks/fused_adam.py [--ranks 2 4] [--rounds 6] [--steps 2] [--only NAME ...] [--json FILE]
+
+One model of 50 million parameters, fp32, clipped; gloo processes of one thread; sides interleaved round by round, of
+all ranks' processor time and the worst rank's time and peak resident memory since the imports. Ratios are to DDP, the
+first line. Only so many sides run beside each other as 16 processes have room for; each such group has a DDP of its
+own. All sides have torch's default allocator. The side in bf16 computes in bf16 too, which is dearer on most CPUs.
+DeepSpeed takes part where it is installed.
+
+Below each table the memory of tensors, counted operator by operator in processes of their own, without timing: bytes a
+parameter of the worst rank between steps, and the most in a step, activations included. Last the targets of ours with
+its default settings, PASS or FAIL each, and the status 1 where one fails.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from benchmarks.gpu.record import Target, report_targets  # noqa: E402
+from benchmarks.live_bytes import PeakBytes  # noqa: E402
+from benchmarks.plain_model import PlainConfig, PlainModel  # noqa: E402
+from benchmarks.sides import (  # noqa: E402
+    Build,
+    context,
+    free_port,
+    join_ranks,
+    print_table,
+    run_rounds,
+    start_side,
+)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
+from megatron.core.optimizer import (  # noqa: E402
+    DistributedFusedAdam,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
+
+MODEL = PlainConfig(num_layers=6, hidden_size=512, num_heads=8, num_experts=8, ffn_hidden_size=512, vocab_size=8192)
+NUM_PARAMS = 52_460_032
+SEQUENCE = 256
+RATES: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+BASE, OURS = "DDP + AdamW(fused=True)", "ours"
+DEEPSPEED = "DeepSpeed ZeRO-2"
+MOST_PROCESSES = 16
+LIMITS = {"cpu x": 1.0, "net x": 0.85}
+
+
+def main() -> None:
+    """Measures, prints the tables and the targets."""
+    options = parse_options()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if importlib.util.find_spec("deepspeed") is None:
+        print(f"{DEEPSPEED} is left out: the package deepspeed is not installed")
+    record: dict[str, Any] = {}
+    targets: list[Target] = []
+    for ranks in options.ranks:
+        print(f"\n{ranks} ranks")
+        chosen = {name: build for name, build in builds().items() if not options.only or name in {OURS, *options.only}}
+        figures, rounds = measure(chosen, ranks=ranks, options=options)
+        live = count_memory({BASE: build_reference, **chosen}, ranks=ranks)
+        record[f"{ranks} ranks"] = {"figures": figures, "live_bytes_a_parameter": live, "rounds": rounds}
+        targets += [Target(f"{kind}, {ranks} ranks", figures[OURS][kind], limit) for kind, limit in LIMITS.items()]
+        # Parameters, and two moments and a gradient over the ranks: fp32 parameters are stepped in place.
+        law = 4 + 12 / ranks
+        targets.append(Target(f"live bytes between steps over the formula's, {ranks} ranks", live[OURS][0] / law, 1.02))
+    print()
+    holds = report_targets(targets)
+    if options.json is not None:
+        options.json.write_text(json.dumps({**record, "targets": [asdict(t) for t in targets], **context()}, indent=1))
+    sys.exit(not holds)
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line of this benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
+    parser.add_argument("--rounds", type=int, default=6, help="counted rounds of each side (default: 6)")
+    parser.add_argument("--steps", type=int, default=2, help="steps of one round (default: 2)")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*builds()], help="sides beside the first and ours")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    return parser.parse_args()
+
+
+def measure(
+    chosen: Mapping[str, Build], *, ranks: int, options: argparse.Namespace
+) -> tuple[dict[str, dict[str, float]], list[dict[str, Any]]]:
+    """Prints a table for each group of sides; returns ratios by side, and each group's rounds."""
+    figures: dict[str, dict[str, float]] = {}
+    rounds: list[dict[str, Any]] = []
+    for group in groups_of([*chosen], size=max(1, MOST_PROCESSES // ranks - 1)):
+        sides = [start_side(BASE, build_reference, ranks=ranks)]
+        for name in group:
+            packages = ("deepspeed",) if name == DEEPSPEED else ()
+            sides.append(start_side(name, chosen[name], ranks=ranks, packages=packages))
+        measured = run_rounds(sides, rounds=options.rounds, steps=options.steps)
+        figures |= print_table(measured, base=BASE)
+        rounds.append({name: [asdict(one) for one in some] for name, some in measured.items()})
+    return figures, rounds
+
+
+def count_memory(chosen: Mapping[str, Build], *, ranks: int) -> dict[str, tuple[float, float]]:
+    """Prints and returns live bytes a parameter between steps, and the most in a step, of the worst rank."""
+    width = max(map(len, chosen)) + 2
+    print(" " * width + f"{'at rest, bytes a parameter':>30}{'most in a step':>20}")
+    found: dict[str, tuple[float, float]] = {}
+    for name, build in chosen.items():
+        port = free_port()
+        with ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
+            jobs = [pool.submit(live_bytes, build, rank=rank, ranks=ranks, port=port) for rank in range(ranks)]
+            each = [job.result() for job in jobs]
+        at_rest, most = (max(numbers) for numbers in zip(*each))
+        found[name] = at_rest, most
+        print(f"{name:{width}}{at_rest:30.2f}{most:20.2f}")
+    return found
+
+
+def live_bytes(build: Build, *, rank: int, ranks: int, port: int) -> tuple[float, float]:
+    """Of one rank, see count_memory."""
+    join_ranks(rank, ranks=ranks, port=port)
+    with PeakBytes() as held:
+        step = build()
+        most = max(held.peak_of(step) for _ in range(3))
+        at_rest = held.total()
+    dist.destroy_process_group()
+    return at_rest / NUM_PARAMS, most / NUM_PARAMS
+
+
+def groups_of(names: Sequence[str], *, size: int) -> Iterator[Sequence[str]]:
+    """The names in groups of at most `size`."""
+    return (names[start : start + size] for start in range(0, len(names), size))
+
+
+def builds() -> dict[str, Build]:
+    """The sides that are compared with the first, by name."""
+    sides: dict[str, Build] = {
+        OURS: build_ours,
+        "ours, buckets of 8 MB": partial(build_ours, bucket_cap_mb=8.0),
+        "ours, standing gradients": partial(build_ours, contiguous_grad_buffer=True),
+        "ours, gathers in forward": partial(build_ours, overlap_param_sync=True),
+        "ours, bf16 with remainders": build_remainders,
+        "ZeRO-1 of pretrain_gpt.py": build_zero1,
+        "ZeroRedundancyOptimizer": build_zero_redundancy,
+        "FSDP2": build_fsdp2,
+    }
+    if importlib.util.find_spec("deepspeed") is not None:
+        sides[DEEPSPEED] = build_deepspeed
+    return sides
+
+
+def build_model() -> PlainModel:
+    """The model of every side, in a fresh process group."""
+    dist.init_process_group("gloo")
+    return seeded_model()
+
+
+def seeded_model() -> PlainModel:
+    """The same weights on all ranks."""
+    torch.manual_seed(1234)
+    return PlainModel(MODEL)
+
+
+def build_reference() -> Callable[[], None]:
+    """torch's DDP, as it is by default, and torch's AdamW."""
+    model = nn.parallel.DistributedDataParallel(build_model())
+    return torch_step(model, torch.optim.AdamW(model.parameters(), fused=True, **RATES))
+
+
+def build_zero_redundancy() -> Callable[[], None]:
+    """torch's DDP with its sharded optimizer around AdamW."""
+    model = nn.parallel.DistributedDataParallel(build_model())
+    return torch_step(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **RATES))
+
+
+def build_fsdp2() -> Callable[[], None]:
+    """torch's fully_shard, layer by layer, with AdamW on the shards."""
+    model = build_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return torch_step(model, torch.optim.AdamW(model.parameters(), fused=True, **RATES))
+
+
+def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """The step of what torch clips."""
+
+    def step() -> None:
+        loss_of(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def build_ours(**settings: Any) -> Callable[[], None]:
+    """This framework's optimizer around the bare model; settings: beside the rates."""
+    model = build_model()
+    return our_step(model, DistributedFusedAdam(model.parameters(), **RATES, **settings))
+
+
+def build_remainders() -> Callable[[], None]:
+    """Parameters in bf16, which travel so, and of which the optimizer keeps what they lack of fp32."""
+    model = build_model().bfloat16()
+    settings: dict[str, Any] = {"store_params": False, "store_param_remainders": True}
+    optimizer = DistributedFusedAdam(model.parameters(), param_sync_dtype=torch.bfloat16, **RATES, **settings)
+    return our_step(model, optimizer)
+
+
+def our_step(model: nn.Module, optimizer: DistributedFusedAdam) -> Callable[[], None]:
+    """The same step with the optimizer's own clipping."""
+
+    def step() -> None:
+        loss_of(model).backward()
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def build_zero1() -> Callable[[], None]:
+    """This framework's wrapper and sharded optimizer, with overlapped reductions."""
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=6_000_000
+    )
+    model = DistributedDataParallel(ModelParallelConfig(), settings, build_model())
+    optimizer = get_megatron_optimizer(OptimizerConfig(clip_grad=1.0, **RATES), [model])
+
+    def step() -> None:
+        loss_of(model).backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def build_deepspeed() -> Callable[[], None]:
+    """DeepSpeed's ZeRO-2, which clips by itself, around AdamW."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    model = seeded_model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **RATES)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step() -> None:
+        engine.backward(loss_of(engine))
+        engine.step()
+
+    return step
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    """The loss of a sequence of random tokens: scalar, the model's dtype."""
+    tokens = torch.randint(MODEL.vocab_size, (1, SEQUENCE + 1))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+if __name__ == "__main__":
+    main()
