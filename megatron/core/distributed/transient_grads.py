@@ -290,6 +290,19 @@ class TransientGroup(SyncedGroup):
                 here = Fragment(fragment.param, part, start)
                 self._place(self._stage, here).copy_(self._part_of(param, here))
 
+    def poison(self) -> None:
+        """Fills what is no parameter's value before the gather with NaN, for debugging."""
+        rank = group_rank(self._buffer.data_parallel_group)
+        own = self._buffer.layout.shard(self.bucket.layout.index, rank)
+        # What is staged has not come to this rank's own part either.
+        current = Span(own.start, 0 if self._buffer.is_staged else own.numel)
+        for param, fragment in self._fragment_of.items():
+            flat = self._part_of(param, fragment)
+            here = fragment.span.intersection(current)
+            first = max(0, min(here.start - fragment.span.start, fragment.span.numel))
+            flat[:first].fill_(float("nan"))
+            flat[first + here.numel :].fill_(float("nan"))
+
     def launch_gathers(self) -> None:
         """See SyncedGroup."""
         if not self._buffer.is_staged:

@@ -3,6 +3,7 @@
 Buffers, and what is sent when, are megatron.core.distributed's; the update of a shard is flat_adam.py's.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -56,7 +57,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     memory, see grad_buffer_view. store_params: masters in `dtype` where the parameters are not that themselves;
     store_param_remainders: instead the half of fp32 that bf16 parameters lack. with_scaled_states: 16-bit states with
     scales. capturable: lr is a tensor on the device, and ranks agree on nothing on the host, so that a CUDA graph can
-    hold a step: all ranks must then run the same program. amsgrad: False.
+    hold a step: all ranks must then run the same program. amsgrad: False. debug: with overlap_param_sync, parameters
+    are NaN from the step to their gather.
 
     Raises ValueError where arguments contradict each other, naming them. Follows ZeRO (Rajbhandari et al., 2020), and
     the interface of apex's class of this name.
@@ -87,7 +89,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         average_grad_sync: bool = True,
         overlap_grad_sync: bool = True,
         overlap_param_sync: bool = False,
-        bucket_cap_mb: float = 100.0,
+        bucket_cap_mb: float = 25.0,
         pipeline_size: int = 2,
         contiguous_param_buffer: bool = True,
         contiguous_grad_buffer: bool = False,
@@ -131,6 +133,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             take_over=self._take_over_rest,
             unscale=self._unscale,
         )
+        self._pipeline_size, self._debug = pipeline_size, debug
         self._rates: list[torch.Tensor] = []
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(groups, {**defaults, "weight_decay": weight_decay})
@@ -412,6 +415,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         by_group: dict[TransientGroup, list[AdamRun]] = {group: [] for group in groups}
         for run in self._shards.runs:
             by_group[run.group].append(run)
+        under_way: deque[SyncedGroup] = deque()
         for group in self._order.gather_order:
             assert isinstance(group, TransientGroup), "the order has no others"
             if scale.skip is not None:
@@ -421,6 +425,12 @@ class DistributedFusedAdam(torch.optim.Optimizer):
                 adam_step([run.update() for run in by_group[group] if run.key == key], rate, scale=scale)
             if self._forward is None:
                 self._order.start_param_sync([group])
+                under_way.append(group)
+                if len(under_way) > self._pipeline_size:
+                    # Each may hold a message of a bucket's size.
+                    self._order.need(under_way.popleft(), prefetch=False)
+            elif self._debug:
+                group.poison()
         self._order.note_update()
         if self._forward is None:
             self._order.finish_param_sync(groups)
