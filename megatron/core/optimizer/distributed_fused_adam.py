@@ -398,7 +398,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         return self._shards.sums_of([parameters] if isinstance(parameters, nn.Parameter) else parameters)
 
     def _unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """See GradStandIn."""
+        """See ReducedGrads."""
         self.grad_sync()
         found_inf.copy_(torch.maximum(found_inf, self._scaling.any_not_finite(self._shards.sums)))
         self._scaling.divide(1.0 / inv_scale.to(self._device).double())

@@ -6,7 +6,6 @@ first called; from then on they have hooks of their own.
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -66,19 +65,20 @@ class ForwardGathers:
 
     def _attach(self, module: nn.Module) -> None:
         if any(param in self._params for param in module.parameters()):
-            wait = self._hook(partial(self._waits.before, module))
+            wait = self._hook(lambda waits: waits.before(module))
             self._handles.append(module.register_forward_pre_hook(wait))
         if any(param in self._params for param in module.parameters(recurse=False)):
             # Weights are read and written by their names as well, and what was loaded must not be gathered over.
-            wait = self._hook(partial(self._waits.own, module))
+            wait = self._hook(lambda waits: waits.own(module))
             self._handles.append(module.register_state_dict_pre_hook(wait))
             self._handles.append(module.register_load_state_dict_pre_hook(wait))
 
-    def _hook(self, groups: Callable[[], Iterable[SyncedGroup]]) -> Callable[..., None]:
-        # No bound method, with which a copy of the module would copy the optimizer.
-        need = self._need
+    def _hook(self, groups: Callable[[ForwardWaits], Iterable[SyncedGroup]]) -> Callable[..., None]:
+        # Weakly, as above; a copy of the module would copy the optimizer, too.
+        me = weakref.ref(self)
 
         def wait_for_params(*unused: Any) -> None:
-            need(groups())
+            if (gathers := me()) is not None:
+                gathers._need(groups(gathers._waits))
 
         return wait_for_params

@@ -28,7 +28,7 @@ class GradMode(Enum):
 
 
 class GradIntake:
-    """take_over: moves all parameters that require grad into buffers; unscale: see GradStandIn.
+    """take_over: moves all parameters that require grad into buffers; unscale: see ReducedGrads.
 
     Gradients of parameters that were not taken over wait in param.grad for the end of their backward.
     """
@@ -69,7 +69,12 @@ class GradIntake:
         self._handles.append(param.register_post_accumulate_grad_hook(came))
         if self._holder is None:
             self._holder = param
-            self._handles.append(param.register_hook(self._take_stand_in_away))
+
+            def comes(grad: torch.Tensor) -> None:
+                if (intake := me()) is not None:
+                    intake._take_stand_in_away()
+
+            self._handles.append(param.register_hook(comes))
 
     def release(self) -> None:
         """Gradients stay where autograd leaves them."""
@@ -106,6 +111,10 @@ class GradIntake:
             self._order.gradient_ready(group, param)
         if self._mode is GradMode.SYNC:
             self._pass.note()
+
+    def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """See ReducedGrads."""
+        self._unscale(found_inf, inv_scale)
 
     def forget(self) -> None:
         """All gradients are gone. Collective only after an error in a backward."""
@@ -171,10 +180,10 @@ class GradIntake:
 
     def _put_stand_in(self) -> None:
         if self._holder is not None and self._holder.grad is None:
-            self._holder.grad = GradStandIn(self._holder, unscale=self._unscale, zero=self.forget)
+            self._holder.grad = GradStandIn(self._holder, self)
             self._stands = True
 
-    def _take_stand_in_away(self, grad: torch.Tensor) -> None:
+    def _take_stand_in_away(self) -> None:
         """Before autograd adds a gradient to what there is."""
         self._notice_changes()
         assert self._holder is not None

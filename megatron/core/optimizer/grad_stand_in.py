@@ -3,35 +3,45 @@
 What is done with it is the optimizer's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-_Unscale = Callable[[torch.Tensor, torch.Tensor], None]
+
+class ReducedGrads(Protocol):
+    """Who knows where the gradients are."""
+
+    def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """Multiplies them by inv_scale, [] fp32; sets found_inf, [] fp32, above 0 where one is not finite."""
+        ...
+
+    def forget(self) -> None:
+        """Makes them zeros."""
+        ...
 
 
 class GradStandIn(torch.Tensor):
     """Of a parameter's shape, dtype and device, without memory. torch.amp.GradScaler unscales gradients in place, and
-    notes whether any is not finite: that is handed to `unscale`. A module's zero_grad calls `zero`. Anything else
-    raises RuntimeError.
-
-    unscale: is given found_inf, [] fp32, to be set above 0 where a gradient is not finite, and the factor, [] fp32.
+    notes whether any is not finite: that, and a module's zero_grad, is handed to `grads`. Anything else raises
+    RuntimeError.
     """
 
-    _unscale: _Unscale
-    _zero: Callable[[], None]
+    _grads: "weakref.ref[ReducedGrads]"
 
     @staticmethod
-    def __new__(cls, param: nn.Parameter, *, unscale: _Unscale, zero: Callable[[], None]) -> "GradStandIn":
+    def __new__(cls, param: nn.Parameter, grads: ReducedGrads) -> "GradStandIn":
         """See the class; param: any shape and dtype."""
         stand_in = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
         assert isinstance(stand_in, GradStandIn)
-        stand_in._unscale, stand_in._zero = unscale, zero
+        # Weakly: param.grad belongs to torch, whose references the garbage collector does not follow. Parameters and
+        # process groups would live to the end of the process, and gloo then aborts it.
+        stand_in._grads = weakref.ref(grads)
         return stand_in
 
-    def __init__(self, param: nn.Parameter, *, unscale: _Unscale, zero: Callable[[], None]) -> None:
+    def __init__(self, param: nn.Parameter, grads: ReducedGrads) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -42,7 +52,7 @@ class GradStandIn(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
         if func is torch.ops.aten.zero_.default:
-            args[0]._zero()
+            args[0]._owner().forget()
             return
         if func is not torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             raise RuntimeError(
@@ -56,4 +66,10 @@ class GradStandIn(torch.Tensor):
             torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inv_scale)
         for grad in grads:
             if isinstance(grad, cls):
-                grad._unscale(found_inf, inv_scale)
+                grad._owner().unscale(found_inf, inv_scale)
+
+    def _owner(self) -> ReducedGrads:
+        grads = self._grads()
+        if grads is None:
+            raise RuntimeError("the DistributedFusedAdam that reduced this gradient is gone: set .grad to None")
+        return grads
