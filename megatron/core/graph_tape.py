@@ -134,6 +134,9 @@ class _Recorder(TorchDispatchMode):
         self._made: dict[int, tuple[Tensor, int]] = {}  # storages made here, as bytes, and how many these were
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            # A tensor that has no memory of its own says what it does instead, in operations that come here.
+            return NotImplemented
         kwargs = kwargs or {}
         if _READS & set(func.tags) and not _is_plain_index(func, args):
             raise _read_refused(str(func))

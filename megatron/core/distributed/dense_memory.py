@@ -38,10 +38,12 @@ def check_dense(name: str, param: nn.Parameter) -> None:
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides of a dense copy in the same order of memory: any shape and dtype."""
-    strides, step = [1] * tensor.dim(), 1
+    # A dimension of one element moves nowhere: what its stride says is kept for who looks at it.
+    strides, step = list(tensor.stride()), 1
     for dim in reversed(memory_order(tensor)):
-        strides[dim] = step
-        step *= max(1, tensor.shape[dim])
+        if tensor.shape[dim] > 1:
+            strides[dim] = step
+            step *= tensor.shape[dim]
     return tuple(strides)
 
 

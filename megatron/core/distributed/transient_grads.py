@@ -150,6 +150,7 @@ class TransientGroup(SyncedGroup):
         fragments = self._buffer.layout.fragments(bucket.layout.index)
         self._fragment_of = {self._buffer.entries[one.param].param: one for one in fragments}
         self._gaps = _gaps(bucket.layout.span, [one.span for one in fragments])
+        self._is_standing = self._buffer.memory.grads is GradMemory.STANDING
         self._writers = Writers(self.device)
         self._flat: torch.Tensor | None = None
         self._filled: set[nn.Parameter] = set()
@@ -176,10 +177,8 @@ class TransientGroup(SyncedGroup):
         self._move(param, new.compute())
 
     def note_added(self, param: nn.Parameter) -> None:
-        """Says that a kernel has written a parameter's gradient, unscaled, to its standing memory."""
-        place = self._place(self._open(), self._fragment_of[param])
-        if self._buffer.settings.scale != 1.0:
-            place.mul_(self._buffer.settings.scale)
+        """Says that a kernel has added a parameter's gradient to its standing memory."""
+        self._open()
         self._note(param)
 
     def unfilled(self) -> list[str]:
@@ -196,6 +195,8 @@ class TransientGroup(SyncedGroup):
                 self._place(flat, fragment).zero_()
         for start, end in self._gaps:
             flat[start:end].zero_()
+        if self._is_standing and self._buffer.settings.scale != 1.0:
+            flat.mul_(self._buffer.settings.scale)
         if self.ledger is not None:
             group = self._buffer.data_parallel_group
             self.ledger.record(op="reduce-scatter", group=group, flat=flat, bucket=self.name)
@@ -213,7 +214,7 @@ class TransientGroup(SyncedGroup):
         else:
             self.shard.copy_(total)
         self._has_sum = True
-        if self._buffer.memory.grads is GradMemory.STANDING:
+        if self._is_standing:
             # Kernels add to it.
             done.flat.zero_()
 
@@ -332,7 +333,7 @@ class TransientGroup(SyncedGroup):
 
     def _open(self) -> torch.Tensor:
         """The memory for gradients that come now."""
-        if self._flat is None and self._buffer.memory.grads is GradMemory.STANDING:
+        if self._flat is None and self._is_standing:
             while self._in_flight:
                 # They are on their way in the same memory.
                 self.settle()
@@ -343,7 +344,9 @@ class TransientGroup(SyncedGroup):
         return self._flat
 
     def _move(self, param: nn.Parameter, new: torch.Tensor) -> None:
-        fragment, scale = self._fragment_of[param], self._buffer.settings.scale
+        fragment = self._fragment_of[param]
+        # What kernels add has no scale yet: there all get it together.
+        scale = 1.0 if self._is_standing else self._buffer.settings.scale
         place = self._place(self._open(), fragment)
         if fragment.span.numel == param.numel():
             # The whole of it, in whatever order it comes.
@@ -378,6 +381,8 @@ class TransientGroup(SyncedGroup):
     def _drop(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().handle.wait()
+        if self._is_standing:
+            self.bucket.grad_data.zero_()
         self._flat, self._has_sum = None, False
         self._filled.clear()
         self._came.clear()

@@ -22,7 +22,7 @@ from megatron.core.optimizer.adam_state_dict import AdamShard, adam_state_dict, 
 from megatron.core.optimizer.flat_adam import AdamRates, adam_step
 from megatron.core.optimizer.forward_gathers import ForwardGathers
 from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid, check_group
-from megatron.core.optimizer.grad_intake import GradIntake, GradMode
+from megatron.core.optimizer.grad_intake import GradIntake, GradMode, check_free
 from megatron.core.optimizer.param_runs import RunParam
 from megatron.core.optimizer.shard_scaling import ShardScaling
 from megatron.core.optimizer.sharded_params import ShardedParams
@@ -168,7 +168,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     # Parameters are taken over.
 
-    def init_params(self, params: Iterable[nn.Parameter] | None = None, **memory: Any) -> None:
+    def init_params(self, params: nn.Parameter | Iterable[nn.Parameter] | None = None, **memory: Any) -> None:
         """Takes parameters over now, in the order given, not with their first gradients. Collective.
 
         params: None for all; those that do not require grad, or were taken over before, are left out. They share
@@ -176,14 +176,14 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         store_param_remainders, with_scaled_states, contiguous_param_buffer or contiguous_grad_buffer for them.
         """
         asked = self._memory.replaced(memory)
-        given = [*self._shards.names] if params is None else self._shards.check_own(params)
+        given = [*self._shards.names] if params is None else self._shards.check_own(_as_params(params))
         taken = self._shards.groups_of
         new = [param for param in given if param.requires_grad and param not in taken]
         self._shards.take_over(new, asked)
         if self._forward is not None:
             self._forward.forget()
 
-    def init_params_bucket(self, params: Iterable[nn.Parameter], **memory: Any) -> None:
+    def init_params_bucket(self, params: nn.Parameter | Iterable[nn.Parameter], **memory: Any) -> None:
         """As init_params: parameters that are taken over together are reduced and gathered together."""
         self.init_params(params, **memory)
 
@@ -320,8 +320,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
         Collective while their gather is due.
         """
-        params = [params] if isinstance(params, nn.Parameter) else params
-        self._need(dict.fromkeys(group for param in params for group in self._shards.groups_of.get(param, ())))
+        self._need(
+            dict.fromkeys(group for param in _as_params(params) for group in self._shards.groups_of.get(param, ()))
+        )
 
     # What is saved.
 
@@ -369,6 +370,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def _check_param(self, name: str, param: nn.Parameter) -> None:
         self._memory.check_param(name, param)
         check_dense(name, param)
+        check_free(name, param)
         if param.device != self._device:
             raise ValueError(f"{name} is on {param.device}: must be on {self._device}, as the others")
 
@@ -393,9 +395,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             self.init_params([*rest, *reversed(arrived)])
 
     def _sums_of(self, parameters: nn.Parameter | Iterable[nn.Parameter] | None) -> list[torch.Tensor]:
-        if parameters is None:
-            return self._shards.sums
-        return self._shards.sums_of([parameters] if isinstance(parameters, nn.Parameter) else parameters)
+        return self._shards.sums if parameters is None else self._shards.sums_of(_as_params(parameters))
 
     def _unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """See ReducedGrads."""
@@ -446,6 +446,11 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             adam_w_mode=self._adam_w_mode,
             bias_correction=group["bias_correction"],
         )
+
+
+def _as_params(params: nn.Parameter | Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
+    # A tensor would be iterated by its rows.
+    return [params] if isinstance(params, nn.Parameter) else params
 
 
 def _check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) -> None:

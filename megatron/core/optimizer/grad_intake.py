@@ -3,6 +3,7 @@
 Which buckets they go to is sharded_params.py's, when these are sent the launch order's.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.optimizer.grad_stand_in import GradStandIn
 from megatron.core.optimizer.shard_scaling import ShardScaling
 from megatron.core.optimizer.sharded_params import ShardedParams
+from megatron.core.tensor_parallel.param_attributes import has_main_grad
 
 
 class GradMode(Enum):
@@ -25,6 +27,47 @@ class GradMode(Enum):
     SYNC = "sync"
     COPY = "copy"
     KEEP = "keep"
+
+
+class _Came:
+    """A hook behind a gradient; weakly, as a parameter must not keep an optimizer alive that nobody uses any more."""
+
+    def __init__(self, intake: "GradIntake") -> None:
+        self.intake = weakref.ref(intake)
+
+    def __call__(self, param: torch.Tensor) -> None:
+        intake = self.intake()
+        if intake is not None:
+            assert isinstance(param, nn.Parameter)
+            intake.gradient_came(param)
+
+
+class _Comes:
+    """A hook before the gradient of the parameter that has the stand-in."""
+
+    def __init__(self, intake: "GradIntake", param: nn.Parameter) -> None:
+        self._intake, self._param = weakref.ref(intake), weakref.ref(param)
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        intake, param = self._intake(), self._param()
+        if intake is not None and param is not None:
+            intake.take_stand_in_away(param)
+
+
+def check_free(name: str, param: nn.Parameter) -> None:
+    """Raises ValueError for a parameter, any shape and dtype, whose gradients somebody else takes."""
+    if has_main_grad(param):
+        raise ValueError(f"{name} is in a DistributedDataParallel: call its release(), or leave out the wrapper")
+    if _has_intake(param):
+        # One that is out of use, and was not collected yet.
+        gc.collect()
+        if _has_intake(param):
+            raise ValueError(f"{name} is in another DistributedFusedAdam: must be in one, so call release() of that")
+
+
+def _has_intake(param: nn.Parameter) -> bool:
+    hooks = (param._post_accumulate_grad_hooks or {}).values()
+    return any(isinstance(hook, _Came) and hook.intake() is not None for hook in hooks)
 
 
 class GradIntake:
@@ -58,23 +101,11 @@ class GradIntake:
 
     def watch(self, param: nn.Parameter) -> None:
         """From now on a parameter's gradients come here."""
-        # Weakly: a parameter's hooks must not keep an optimizer alive that nobody uses any more.
-        me = weakref.ref(self)
-
-        def came(param: torch.Tensor) -> None:
-            if (intake := me()) is not None:
-                assert isinstance(param, nn.Parameter)
-                intake.gradient_came(param)
-
-        self._handles.append(param.register_post_accumulate_grad_hook(came))
-        if self._holder is None:
+        self._handles.append(param.register_post_accumulate_grad_hook(_Came(self)))
+        # torch's scalers unscale no gradients of fp16.
+        if self._holder is None or (self._holder.dtype == torch.float16 and param.dtype != torch.float16):
             self._holder = param
-
-            def comes(grad: torch.Tensor) -> None:
-                if (intake := me()) is not None:
-                    intake._take_stand_in_away()
-
-            self._handles.append(param.register_hook(comes))
+            self._handles.append(param.register_hook(_Comes(self, param)))
 
     def release(self) -> None:
         """Gradients stay where autograd leaves them."""
@@ -113,7 +144,7 @@ class GradIntake:
             self._pass.note()
 
     def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """See ReducedGrads."""
+        """See ReducedGrads: both [], fp32."""
         self._unscale(found_inf, inv_scale)
 
     def forget(self) -> None:
@@ -172,8 +203,11 @@ class GradIntake:
 
     def _take_left(self) -> None:
         """Of no_sync, of the first backward, or set by hand."""
-        for param in self._params.groups_of:
+        for param, groups in self._params.groups_of.items():
             if param.grad is not None and not isinstance(param.grad, GradStandIn):
+                for group in groups:
+                    # Set by hand, it says nothing of what forward has read.
+                    self._order.need(group, prefetch=False)
                 self._take(param)
 
     # The stand-in of reduced gradients: scalers find it, and it shows what others have done to param.grad.
@@ -183,13 +217,13 @@ class GradIntake:
             self._holder.grad = GradStandIn(self._holder, self)
             self._stands = True
 
-    def _take_stand_in_away(self) -> None:
-        """Before autograd adds a gradient to what there is."""
+    def take_stand_in_away(self, param: nn.Parameter) -> None:
+        """Before autograd adds a gradient, any shape and dtype, to what there is."""
         self._notice_changes()
-        assert self._holder is not None
-        if isinstance(self._holder.grad, GradStandIn):
-            self._holder.grad = None
-        self._stands = False
+        if isinstance(param.grad, GradStandIn):
+            param.grad = None
+        if param is self._holder:
+            self._stands = False
 
     def _notice_changes(self) -> None:
         """Forgets what was reduced if param.grad was cleared or replaced since: by a module's zero_grad, or by hand."""

@@ -74,7 +74,7 @@ class ShardedParams:
 
         Raises ValueError where it does not stand.
         """
-        segment = next(segment for segment in self._segments if param in segment.params)
+        segment = next(segment for segment in self._segments if any(param is own for own in segment.params))
         if not segment.memory.contiguous_grad_buffer:
             raise ValueError(
                 f"grad_buffer_view of {self.names[param]}: contiguous_grad_buffer is False, so that gradients have no "
