@@ -37,6 +37,8 @@ _BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"}
 # The optimizer's state is that of these values.
 _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
+# Optimizers that go on from each other's state: they differ in where it lies.
+_SAME_STATES = {"adam", "distributed_fused_adam"}
 
 
 def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +99,10 @@ def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) ->
     if stored.get("optimizer") == "sgd" and stored.get("sgd_momentum") == 0:
         # Without momentum nothing was stored that a run with momentum could go on from.
         names = (*names, "sgd_momentum")
-    differences = _differences(args_to_json(args), stored, names=names)
+    here = args_to_json(args)
+    differences = _differences(here, stored, names=names)
+    if {here.get("optimizer"), stored.get("optimizer")} == _SAME_STATES:
+        del differences["optimizer"]
     if differences:
         words = ", ".join(differences.values())
         raise ValueError(

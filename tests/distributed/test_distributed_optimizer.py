@@ -44,6 +44,7 @@ class Run:
         model: nn.Module,
         *,
         zero1: bool,
+        zero2: bool = False,
         bucket_size: int | None = None,
         overlap: str = "none",
         on_device: bool = False,
@@ -54,12 +55,15 @@ class Run:
         fp32_grads = settings.pop("grad_reduce_in_fp32", True)
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=zero1,
+            shard_gradients=zero2,
             bucket_size=bucket_size,
             grad_reduce_in_fp32=fp32_grads,
             **OVERLAPS[overlap],
         )
         self.model = DistributedDataParallel(ModelParallelConfig(deterministic_mode=True), ddp_config, model)
         precision = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}.get(self.dtype, {})
+        if zero2:
+            settings = {"optimizer": "distributed_fused_adam", **settings}
         config = OptimizerConfig(**{"lr": 0.01, "clip_grad": 0.05, "deterministic_mode": True, **precision, **settings})
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(config, [self.model])
 

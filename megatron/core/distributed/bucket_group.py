@@ -40,6 +40,11 @@ class _ParamAndGradBucketGroup(SyncedGroup):
         """Whether a gradient of this iteration came when its bucket was on its way."""
         return bool(self._late)
 
+    @property
+    def is_moving(self) -> bool:
+        """See SyncedGroup."""
+        return self.grad_state is GradState.IN_FLIGHT
+
     # For users: each in its turn among all groups.
 
     def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:

@@ -1,10 +1,13 @@
 """From a module, its settings and its groups to flat buffers, how they are cut and scaled, and to a launch order."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import SideStream, default_device
+from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.ddp_debug import DdpDebug
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -13,20 +16,28 @@ from megatron.core.distributed.flat_buffer import (
     BufferSettings,
     _ParamAndGradBuffer,
     buffer_kind,
+    partition_buckets,
 )
+from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.layout import resolve_bucket_size
 from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.stage_groups import stage_group_of
+from megatron.core.distributed.synced_group import SyncedGroup
+from megatron.core.distributed.transient_grads import MemoryPolicy, TransientBuffer, TransientGroup
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.tensor_parallel.param_attributes import has_main_grad, param_facts
+from megatron.core.tensor_parallel.param_attributes import is_wrapped, param_facts
 
 # What optimizers step and all back ends add up.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Longer than any pause between two launches of a healthy run.
 _DEBUG_TIMEOUT_S = 600.0
+
+# Buckets of gradients that are sent and not yet freed, beside those that fill: one to wait for, one to keep links busy.
+_MAX_IN_FLIGHT = 2
 
 
 def check_settings(
@@ -38,6 +49,8 @@ def check_settings(
 ) -> None:
     """Raises ValueError where a module cannot be wrapped with these settings and groups."""
     _check_params(module)
+    if ddp_config.shard_gradients:
+        _check_contiguous(module)
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
         raise ValueError(
             "DistributedDataParallelConfig.average_in_collective and calculate_per_token_loss are both set: the sum "
@@ -73,10 +86,20 @@ def _check_params(module: nn.Module) -> None:
                 "require grad must be on one device"
             )
         # Two wrappers would each reduce a part of its gradient, and the first one's buffer be nobody's parameter.
-        if has_main_grad(param):
+        if is_wrapped(param):
             raise ValueError(
                 f"parameter {name} is in another DistributedDataParallel: call that one's release() before the module "
                 "is wrapped again; two chunks cannot share a parameter"
+            )
+
+
+def _check_contiguous(module: nn.Module) -> None:
+    # Buffers of transient gradients keep the order of memory, which checkpoints of this optimizer take for the logical.
+    for name, param in module.named_parameters():
+        if param.requires_grad and not param.is_contiguous():
+            raise ValueError(
+                f"parameter {name} has shape {tuple(param.shape)} and strides {param.stride()}: must be contiguous "
+                "with DistributedDataParallelConfig.shard_gradients; make it so with .data = .data.contiguous()"
             )
 
 
@@ -101,8 +124,8 @@ def build_buffers(
     several = ddp_config.num_distributed_optimizer_instances > 1
     device = next((param.device for param in module.parameters()), default_device())
     side = SideStream(device) if several and ddp_config.overlap_grad_reduce else None
-    is_whole = single_bucket or not ddp_config.overlap_grad_reduce
-    buffers = []
+    is_whole = single_bucket or not ddp_config.cuts_buckets
+    buffers: list[_ParamAndGradBuffer] = []
     for kind, named_params in by_kind.items():
         replicas = groups.expt_dp if kind.is_expert else groups.dp_cp
         group = replicas
@@ -130,8 +153,25 @@ def build_buffers(
             high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
             fp32_patterns=tuple(ddp_config.param_name_patterns_for_fp32_local_accumulation),
         )
-        buffers.append(_ParamAndGradBuffer(kind, named_params, settings=settings))
+        if ddp_config.shard_gradients:
+            buffers.append(TransientBuffer(kind, named_params, settings=settings, memory=MemoryPolicy()))
+        else:
+            buffers.append(_ParamAndGradBuffer(kind, named_params, settings=settings))
     return buffers
+
+
+def build_groups(
+    buffers: Sequence[_ParamAndGradBuffer], *, name: str, force_single: bool, checks: GradChecks | None
+) -> list[SyncedGroup]:
+    """The bucket groups of buffers; name: what theirs begin with. force_single: one group, where gradients stand."""
+    groups: list[SyncedGroup] = []
+    for buckets in partition_buckets(buffers, force_single_bucket_group=force_single):
+        if isinstance(buckets[0].buffer, TransientBuffer):
+            for bucket in buckets:
+                groups.append(TransientGroup(bucket, name=f"{name} {len(groups)}", checks=checks))
+        else:
+            groups.append(_ParamAndGradBucketGroup(buckets, name=f"{name} {len(groups)}", checks=checks))
+    return groups
 
 
 def build_launch_order(groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig) -> LaunchOrder:
@@ -143,6 +183,7 @@ def build_launch_order(groups: ProcessGroupCollection, ddp_config: DistributedDa
         stage_host=groups.tp_dp_cp_host,
         pp_host=groups.pp_host,
         overlap_grad_reduce=ddp_config.overlap_grad_reduce,
+        passes=Passes(PassScope.CHUNK, max_in_flight=_MAX_IN_FLIGHT) if ddp_config.shard_gradients else None,
         ledger=Ledger(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if ddp_config.ddp_debug else None),
     )
     if ddp_config.ddp_debug:

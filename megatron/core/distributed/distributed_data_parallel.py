@@ -14,24 +14,30 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.backward_end import BackwardEnd
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
-from megatron.core.distributed.buffer_setup import build_buffers, build_launch_order, check_settings
+from megatron.core.distributed.buffer_setup import build_buffers, build_groups, build_launch_order, check_settings
 from megatron.core.distributed.chunk_sync import ChunkSync
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer, partition_buckets
+from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
 from megatron.core.distributed.forward_waits import ForwardWaits
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.module_changes import WrappedParams
 from megatron.core.distributed.param_gathers import all_current
 from megatron.core.distributed.stage_groups import stage_group_of
-from megatron.core.distributed.synced_group import GradState, SyncedGroup
+from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.tied_weights import follow_owner
 from megatron.core.distributed.wrap_agreement import check_wraps_agree
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.tensor_parallel.param_attributes import clear_main_grad, gradient_of, param_facts
+from megatron.core.tensor_parallel.param_attributes import (
+    clear_main_grad,
+    gradient_of,
+    mark_gradients_pass,
+    param_facts,
+)
 from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 from megatron.core.utils import ModelWrapper
 
@@ -46,6 +52,10 @@ class DistributedDataParallel(ModelWrapper):
     finalize_model_grads to divide by the tokens; only this rank's shard of each bucket with use_distributed_optimizer).
     `param.grad` is None. A parameter that backward did not reach, on some ranks or all, counts as zeros there.
     After an error in a step that is caught: `reset_iteration`. The module's own buffers stay each rank's.
+
+    With shard_gradients every backward outside `no_sync` reduces what it has, at its end or before, all ranks alike in
+    number; there is no `param.main_grad`, and this rank's shards add up. After an error that some ranks catch, others
+    must not be in a later backward of the iteration.
 
     config: calculate_per_token_loss, deterministic_mode and gradient_accumulation_fusion count here.
     disable_bucketing: one bucket for all. pg_collection: None for parallel_state's groups, or else all ranks there are.
@@ -85,7 +95,9 @@ class DistributedDataParallel(ModelWrapper):
             self.pg_collection,
             config=config,
             ddp_config=ddp_config,
-            single_bucket=disable_bucketing or group_rank(self.pg_collection.pp) > 0,
+            # Later stages end their last backward earlier: cuts hide nothing there, and only free memory.
+            single_bucket=disable_bucketing
+            or (group_rank(self.pg_collection.pp) > 0 and not ddp_config.shard_gradients),
         )
         _warn_of_settings(ddp_config, built, order=self.launch_order)
         # The name that users know hides nn.Module's; named_buffers gives those.
@@ -94,17 +106,17 @@ class DistributedDataParallel(ModelWrapper):
         self.expert_parallel_buffers = [buffer for buffer in built if buffer.is_expert]
         self.all_buffers = built
         self.checks = GradChecks.of(ddp_config)
-        self.bucket_groups = self._build_groups("dense", dense, force_single=disable_bucketing)
-        self.expert_parallel_bucket_groups = self._build_groups(
-            "experts", self.expert_parallel_buffers, force_single=disable_bucketing
-        )
+        build = partial(build_groups, force_single=disable_bucketing, checks=self.checks)
+        chunk = f"chunk {self.launch_order.num_chunks}"
+        self.bucket_groups = build(dense, name=f"{chunk} dense")
+        self.expert_parallel_bucket_groups = build(self.expert_parallel_buffers, name=f"{chunk} experts")
         self._groups = [*self.bucket_groups, *self.expert_parallel_bucket_groups]
         self.param_to_bucket_group = {entry.param: group for group in self._groups for entry in group.entries}
-        self._params_at_start = dict(module.named_parameters())
-        self._addresses = {param: param.data_ptr() for param in self.param_to_bucket_group}
+        params = WrappedParams(module, self.param_to_bucket_group)
         self.launch_order.attach(
-            ChunkSync(self._in_order_of_backward(), module, self._find_problem, self._zero_grads, self.checks)
+            ChunkSync(self._in_order_of_backward(), module, params.find_problem, self._zero_grads, self.checks)
         )
+        self._backward_end = BackwardEnd(self._end_pass)
         self._grad_hooks = self._own_gradients()
         self._waits = ForwardWaits({param: [group] for param, group in self.param_to_bucket_group.items()}, root=module)
         self.align_param_gather = ddp_config.align_param_gather
@@ -145,17 +157,25 @@ class DistributedDataParallel(ModelWrapper):
 
         For gradients that autograd does not produce; scaling is done here.
         """
-        if param not in self.param_to_bucket_group:
+        group = self.param_to_bucket_group.get(param)
+        if group is None:
             names = (name for name, other in self.module.named_parameters() if other is param)
             raise ValueError(
                 f"register_grad_ready was given {next(names, 'a parameter of another module')}: must be a parameter of "
                 "the wrapped module that required grad when it was wrapped"
             )
-        self.param_to_bucket_group[param].register_grad_ready(param)
+        if not isinstance(group, _ParamAndGradBucketGroup):
+            raise ValueError(
+                "register_grad_ready with DistributedDataParallelConfig.shard_gradients: there is no main_grad to add "
+                "to; return the gradient to autograd, or leave shard_gradients out"
+            )
+        group.register_grad_ready(param)
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts to reduce all gradients that this chunk has so far, and those of chunks before it. Collective."""
-        self.launch_order.start_grad_sync(self._groups)
+        if not self.ddp_config.shard_gradients:
+            # Else the end of each backward has done it.
+            self.launch_order.start_grad_sync(self._groups)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduces what is left and waits for all of it; call after the last microbatch. Collective.
@@ -178,7 +198,7 @@ class DistributedDataParallel(ModelWrapper):
         Raises RuntimeError while gradients are on their way: before finish_grad_sync those of some ranks might count
         twice.
         """
-        moving = next((group for group in self._groups if group.grad_state is GradState.IN_FLIGHT), None)
+        moving = next((group for group in self._groups if group.is_moving), None)
         if moving is not None:
             raise RuntimeError(
                 f"scale_gradients while gradients of {moving.entries[0].name} are being reduced: call it before the "
@@ -202,7 +222,15 @@ class DistributedDataParallel(ModelWrapper):
         self.launch_order.freeze()
 
     def named_main_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and gradients of all parameters that require grad: [*parameter shape], floating point, views."""
+        """Names and gradients of all parameters that require grad: [*parameter shape], floating point, views.
+
+        Raises ValueError with shard_gradients.
+        """
+        if self.ddp_config.shard_gradients:
+            raise ValueError(
+                "named_main_grads with DistributedDataParallelConfig.shard_gradients: no rank has whole gradients; "
+                "owned_grads of all_buffers gives this rank's parts"
+            )
         return (item for buffer in self.all_buffers for item in buffer.named_grads())
 
     # Parameters.
@@ -330,8 +358,11 @@ class DistributedDataParallel(ModelWrapper):
         """From now on every gradient comes here; gives the handles of the hooks."""
         for param in self.param_to_bucket_group:
             set_grad_owner(param, self._owner_of(param))
+            if self.ddp_config.shard_gradients:
+                mark_gradients_pass(param)
+        take = self._take_in_pass if self.ddp_config.shard_gradients else self._take_gradient
         # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
-        return [param.register_post_accumulate_grad_hook(self._take_gradient) for param in self.param_to_bucket_group]
+        return [param.register_post_accumulate_grad_hook(take) for param in self.param_to_bucket_group]
 
     def _group_of_replicas(self, *, is_expert: bool) -> dist.ProcessGroup | None:
         return self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
@@ -340,9 +371,25 @@ class DistributedDataParallel(ModelWrapper):
         assert isinstance(param, nn.Parameter)
         self.launch_order.gradient_came(self.param_to_bucket_group[param], param)
 
+    def _take_in_pass(self, param: torch.Tensor) -> None:
+        assert isinstance(param, nn.Parameter)
+        group = self.param_to_bucket_group[param]
+        if group.is_last_microbatch:
+            self._backward_end.note()
+        self.launch_order.gradient_came(group, param)
+        # The bucket has a copy.
+        param.grad = None
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        self.launch_order.end_pass(self._groups)
+
     def _owner_of(self, param: nn.Parameter) -> GradOwner | None:
         # Added in place, gradients that come in time have other last digits than those that come late.
         if self.config.deterministic_mode or not self.config.gradient_accumulation_fusion:
+            return None
+        if self.ddp_config.shard_gradients:
+            # They stand nowhere.
             return None
         main_grad = gradient_of(param)
         assert main_grad is not None, "buffers give each of their parameters one"
@@ -352,6 +399,7 @@ class DistributedDataParallel(ModelWrapper):
         self.launch_order.add_gradient(self.param_to_bucket_group[param], param, new=new)
 
     def _zero_grads(self) -> None:
+        self._backward_end.forget()
         for buffer in self.all_buffers:
             buffer.zero_grads()
 
@@ -363,51 +411,10 @@ class DistributedDataParallel(ModelWrapper):
 
         return wait_for_params
 
-    def _build_groups(
-        self, kind: str, buffers: list[_ParamAndGradBuffer], *, force_single: bool
-    ) -> list[_ParamAndGradBucketGroup]:
-        chunk = self.launch_order.num_chunks
-        parts = partition_buckets(buffers, force_single_bucket_group=force_single)
-        return [
-            _ParamAndGradBucketGroup(buckets, name=f"chunk {chunk} {kind} {index}", checks=self.checks)
-            for index, buckets in enumerate(parts)
-        ]
-
-    def _in_order_of_backward(self) -> list[_ParamAndGradBucketGroup]:
+    def _in_order_of_backward(self) -> list[SyncedGroup]:
         # A bucket is complete when backward has come to the first of its modules.
         places = {param: place for place, param in enumerate(self.module.parameters())}
         return sorted(self._groups, key=lambda group: -min(places[entry.param] for entry in group.entries))
-
-    def _find_problem(self) -> str | None:
-        """What was done to the module that its buffers do not know of."""
-        wrapped, now = self.param_to_bucket_group, dict(self.module.named_parameters())
-        for name, param in now.items():
-            if param.requires_grad == (param in wrapped):
-                continue
-            before = self._params_at_start.get(name)
-            if before is param:
-                what = "unfrozen" if param.requires_grad else "frozen"
-            else:
-                what = "added" if before is None else "replaced"
-            return _changed(name, what)
-        if len(now) < len(self._params_at_start):
-            return _changed(next(name for name in self._params_at_start if name not in now), "removed")
-        lost = next((n for n, p in self._params_at_start.items() if p in wrapped and now.get(n) is not p), None)
-        return self._find_moved(now) if lost is None else _changed(lost, "replaced")
-
-    def _find_moved(self, params: dict[str, nn.Parameter]) -> str | None:
-        # No longer a view: forward would read what nobody updates.
-        for name, param in params.items():
-            if param.data_ptr() != self._addresses.get(param, param.data_ptr()):
-                return _changed(name, "moved, converted or given other data")
-        return None
-
-
-def _changed(name: str, what: str) -> str:
-    return (
-        f"parameter {canonical_name(name)} was {what} after the module was wrapped in DistributedDataParallel: "
-        "wrap the module, and build its optimizer, after such changes, between steps after release()"
-    )
 
 
 def _check_types(*, config: object, ddp_config: object, module: object) -> None:

@@ -30,6 +30,11 @@ class DistributedDataParallelConfig:
     use_distributed_optimizer: bool = config_field(
         False, help="Shard optimizer state and update over the data-parallel ranks (ZeRO-1)."
     )
+    shard_gradients: bool = config_field(
+        False,
+        flags=(),
+        help="With a sharded optimizer: reduce gradients in every backward, and keep this rank's shard alone (ZeRO-2).",
+    )
     num_distributed_optimizer_instances: int = config_field(
         1,
         at_least=1,
@@ -95,6 +100,7 @@ class DistributedDataParallelConfig:
         self.validate_bucket_size()
         self.validate_overlap()
         self.validate_reduction()
+        self.validate_sharded_gradients()
 
     def validate_bucket_size(self) -> None:
         if self.bucket_size is not None and self.num_buckets is not None:
@@ -137,18 +143,40 @@ class DistributedDataParallelConfig:
                 f"{patterns}: grad_reduce_in_fp32 accumulates all parameters in fp32 already, leave out one of them"
             )
 
+    def validate_sharded_gradients(self) -> None:
+        self._needs("shard_gradients", "use_distributed_optimizer")
+        if not self.shard_gradients:
+            return
+        if self.ddp_debug:
+            raise ValueError(
+                "DistributedDataParallelConfig.ddp_debug and shard_gradients are both set: its checks are of gradients "
+                "that stand in buffers and are reduced once a step; debug without shard_gradients"
+            )
+        patterns = self.param_name_patterns_for_fp32_local_accumulation
+        if patterns:
+            raise ValueError(
+                f"DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is {patterns} and "
+                "shard_gradients is set: no micro-batches add up before they are reduced; set grad_reduce_in_fp32 for "
+                "sums in fp32, or leave out one of the two"
+            )
+
     def without_effect(self, *, has_16_bit_grads: bool) -> list[str]:
         """What is set and changes nothing, in words; has_16_bit_grads: whether any gradients are reduced in 16 bits."""
         narrow = ("reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation")
         found = {
-            "bucket_size without overlap_grad_reduce": self.bucket_size is not None and not self.overlap_grad_reduce,
-            "num_buckets without overlap_grad_reduce": self.num_buckets is not None and not self.overlap_grad_reduce,
+            "bucket_size without overlap_grad_reduce": self.bucket_size is not None and not self.cuts_buckets,
+            "num_buckets without overlap_grad_reduce": self.num_buckets is not None and not self.cuts_buckets,
             "align_param_gather False without overlap_param_gather": not (
                 self.align_param_gather or self.overlap_param_gather
             ),
             **{f"{name} with fp32 gradients": vars(self)[name] and not has_16_bit_grads for name in narrow},
         }
         return [words for words, is_so in found.items() if is_so]
+
+    @property
+    def cuts_buckets(self) -> bool:
+        """Whether there is anything to gain from more than one bucket: time, or memory that is free earlier."""
+        return self.overlap_grad_reduce or self.shard_gradients
 
     def _needs(self, name: str, *needed: str) -> None:
         for other in needed:

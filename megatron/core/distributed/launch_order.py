@@ -6,9 +6,7 @@ have one total order, and each rank launches a prefix of it, then more of it: ga
 decided from this rank's data alone is how long the prefix is. Whatever all ranks must know at the end of an iteration
 (who broke it off, which gradients came too late, whether to change the order) takes one small all-reduce.
 
-[Note: passes] Groups whose gradients are freed once they are reduced are so in each backward: a pass, which `end_pass`
-ends. Every pass goes through the whole order, on all ranks alike, so that launches pair up although the ranks tell each
-other nothing between passes. What comes behind its group's launch waits for the next pass, or for `finish`.
+Where gradients are reduced in each backward, see [Note: passes] in passes.py.
 """
 
 import logging
@@ -27,6 +25,7 @@ from megatron.core.distributed.iteration_phase import Phase
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.param_gathers import ParamGathers
+from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.replica_checks import raise_non_finite
 from megatron.core.distributed.stage_groups import groups_of_stage
 from megatron.core.distributed.step_agreement import StepAgreement, Verdict
@@ -45,8 +44,7 @@ class LaunchOrder(ParamGathers):
     stage_group: ranks whose collectives are to be in one order: all that share a dense or an expert group with each
     other; None is this rank alone. pp_group: those that must stop together. stage_host, pp_host: the same ranks, where
     these can send from the host; without them, each step reads a GPU. overlap_grad_reduce: reduce during backward; else
-    at the end. max_in_flight: for groups that sum up passes, see [Note: passes], how many reductions may hold memory
-    at a time; None for those that are reduced once an iteration.
+    at the end. passes: for groups that sum up those of an iteration, see [Note: passes]; None: they are reduced once.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class LaunchOrder(ParamGathers):
         stage_host: dist.ProcessGroup | None = None,
         pp_host: dist.ProcessGroup | None = None,
         overlap_grad_reduce: bool = False,
-        max_in_flight: int | None = None,
+        passes: Passes | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         super().__init__()
@@ -67,10 +65,9 @@ class LaunchOrder(ParamGathers):
             stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, ledger=self.ledger
         )
         self._overlap = overlap_grad_reduce
-        self._max_in_flight = max_in_flight
+        self._passes = passes or Passes(PassScope.ITERATION, max_in_flight=0)
         # Late gradients only wait for the next pass, so nothing has to be seen first; and nothing is kept meanwhile.
-        self._sequence = LaunchSequence(is_armed=max_in_flight is not None)
-        self._seen_in_pass: list[int] | None = None
+        self._sequence = LaunchSequence(is_armed=self._passes.scope is not PassScope.ITERATION)
         self._groups: list[SyncedGroup] = []
         # Of this rank; other ranks of the stage may have more.
         self._by_number: dict[int, SyncedGroup] = {}
@@ -82,8 +79,6 @@ class LaunchOrder(ParamGathers):
         self._begun_by: set[Hashable] = set()
         # Groups of which more may be started before the end.
         self._launched: deque[SyncedGroup] = deque()
-        # One for each reduction that holds memory, the oldest first.
-        self._in_flight: deque[SyncedGroup] = deque()
         self._warned: set[str] = set()
 
     def attach(self, chunk: ChunkSync) -> None:
@@ -92,6 +87,7 @@ class LaunchOrder(ParamGathers):
             raise ValueError("launch_order is given after its first iteration: wrap all chunks of a model before it")
         of_stage, own = groups_of_stage(chunk.groups, self.stage_group), {group.name: group for group in chunk.groups}
         numbers = self._sequence.add([name in own for name in of_stage.names])
+        self._passes.add_chunk(numbers)
         for number, group in ((number, own[name]) for number, name in zip(numbers, of_stage.names) if name in own):
             group.number, group.order = number, self
             self._by_number[number] = group
@@ -126,7 +122,7 @@ class LaunchOrder(ParamGathers):
         Collective if an iteration with overlap was under way: some ranks may have reduced a part of it, also where
         this one has not had a gradient yet.
         """
-        was_begun = self._overlap and self._max_in_flight is None and caller in self._begun_by
+        was_begun = self._passes.may_launch_early(overlap=self._overlap) and caller in self._begun_by
         if self._phase is Phase.COLLECTING and (was_begun or self._sequence.may_have_begun):
             self._break_off(_RESET)
         begun_by = self._begun_by if self._phase is Phase.COLLECTING else set()
@@ -148,9 +144,11 @@ class LaunchOrder(ParamGathers):
     def gradient_ready(self, group: SyncedGroup, param: nn.Parameter) -> None:
         """Counts a gradient that is in its place, and launches what need not wait any longer."""
         self._check_collecting(group, param)
-        if not (self._overlap and group.is_last_microbatch):
+        if not group.is_last_microbatch or not (self._overlap or self._has_chunk_passes):
             return
-        self._sequence.came(group.number)
+        self._sequence.came(group.number, part=self._passes.groups_with(group.number))
+        if not self._overlap:
+            return
         if group.count_gradient(param) and group.grad_state is GradState.COLLECTING:
             self._launch(self._sequence.ready(group.number))
         self._advance_early()
@@ -165,7 +163,7 @@ class LaunchOrder(ParamGathers):
         """Launches what is left of a pass, that of these groups; see [Note: passes]. Collective, without waiting."""
         numbers = {group.number for group in groups}
         incomplete = {group.number for group in groups if not group.readiness.is_complete}
-        self._seen_in_pass = self._sequence.seen(incomplete)
+        self._passes.ended(numbers, seen=self._sequence.seen(incomplete))
         self._launch([number for number in self._sequence.rest() if number in numbers])
         self._sequence.start()
         for group in groups:
@@ -314,6 +312,10 @@ class LaunchOrder(ParamGathers):
 
     # Inside.
 
+    @property
+    def _has_chunk_passes(self) -> bool:
+        return self._passes.scope is PassScope.CHUNK
+
     @contextmanager
     def _taking(self, group: SyncedGroup, param: nn.Parameter) -> Iterator[None]:
         self._check_collecting(group, param)
@@ -347,7 +349,7 @@ class LaunchOrder(ParamGathers):
     def _check_nothing_came(self) -> None:
         """Before a step in which nobody has reduced gradients, which is right where they are made by hand."""
         problem = "optimizer.step() was called before finish_grad_sync(), which reduces the gradients: call that first"
-        if self._overlap and self._sequence.is_armed:
+        if self._has_chunk_passes or (self._overlap and self._sequence.is_armed):
             # Ranks may have launched different parts.
             self._break_off(problem)
             raise RuntimeError(problem)
@@ -374,7 +376,7 @@ class LaunchOrder(ParamGathers):
         self._begun_by = set()
         self._sequence.start()
         self._launched.clear()
-        self._in_flight.clear()
+        self._passes.begin()
         for group in self._groups:
             group.reset()
         for chunk in self._chunks:
@@ -398,11 +400,10 @@ class LaunchOrder(ParamGathers):
             with self.observers.launching(Traffic.REDUCE, group):
                 group.launch_reductions()
             self._launched.append(group)
-            if self._max_in_flight is not None:
-                self._in_flight.append(group)
-                # At the same places of the order on all ranks: a wait may send more.
-                if len(self._in_flight) > self._max_in_flight:
-                    self._in_flight.popleft().settle()
+            oldest = self._passes.launched(group)
+            if oldest is not None:
+                with self.observers.waiting(Traffic.REDUCE, oldest):
+                    oldest.settle()
 
     def _advance_early(self) -> None:
         # In the order of the launches on every rank, so that what follows pairs up though ranks differ in when.
@@ -410,21 +411,19 @@ class LaunchOrder(ParamGathers):
             self._launched.popleft()
 
     def _seen(self) -> list[int]:
-        if self._max_in_flight is not None:
-            # Chunks have passes of their own, which say nothing of the order of all.
-            return self._sequence.order if self._seen_in_pass is None or len(self._chunks) > 1 else self._seen_in_pass
-        return self._sequence.seen({group.number for group in self._groups if not group.readiness.is_complete})
+        incomplete = {group.number for group in self._groups if not group.readiness.is_complete}
+        return self._passes.order_seen(self._sequence, incomplete=incomplete)
 
     def _launch_last(self) -> None:
-        """What nobody need agree on: passes have been launched whole, and what has come since is late."""
-        if self._max_in_flight is None:
-            self._launch_rest()
-        else:
+        """What nobody need agree on: passes of all groups have been launched whole, what has come since is late."""
+        if self._passes.scope is PassScope.ALL:
             self._end_gathers()
+        else:
+            self._launch_rest()
 
     def _launch_rest(self) -> None:
         self._launch_gathers()
-        self._launch(self._sequence.rest())
+        self._launch(self._passes.rest(self._sequence))
         self._end_gathers()
 
     def _end_gathers(self) -> None:
@@ -452,7 +451,7 @@ class LaunchOrder(ParamGathers):
         for group in in_order:
             with self.observers.waiting(traffic[group.number], group):
                 group.complete_reductions()
-        self._in_flight.clear()
+        self._passes.all_settled()
 
     def _warn_of_unused(self) -> None:
         unused = [name for group in self._groups for name in group.unfilled() if name not in self._warned]
@@ -483,7 +482,7 @@ class LaunchOrder(ParamGathers):
     def _abandon(self) -> None:
         for group in self._in_order():
             group.abandon()
-        self._in_flight.clear()
+        self._passes.all_settled()
         self._phase = Phase.ABORTED
 
 

@@ -65,12 +65,14 @@ class LaunchSequence:
 
     A group is launched once it and all groups before it are ready, or at the end. In the first iteration nothing is
     launched before the end: nobody knows yet what to wait for. Then `learn` tells in which order they became complete.
-    is_armed: not so, the order that they were added in is as good as any.
+    is_armed: not so, the order that they were added in is as good as any. part: the groups that alone are launched and
+    waited for until the next `start`; None: all.
     """
 
     def __init__(self, *, is_armed: bool = False) -> None:
         self.order: list[int] = []
         self.is_frozen = False
+        self.part: frozenset[int] | None = None
         self._cursor = 0
         self._ready: set[int] = set()
         self._absent: set[int] = set()
@@ -99,8 +101,9 @@ class LaunchSequence:
         self.order = [*new, *self.order]
         return new
 
-    def came(self, group: int) -> None:
-        """Notes a gradient of a group in the last microbatch."""
+    def came(self, group: int, *, part: frozenset[int] | None = None) -> None:
+        """Notes a gradient of a group in the last microbatch; part: which groups go with it."""
+        self.part = part
         self._num_came += 1
         self._last_came[group] = self._num_came
 
@@ -108,11 +111,7 @@ class LaunchSequence:
         """Marks a group and gives those that are to be launched now, in order."""
         self._ready.add(group)
         end = self._cursor
-        while (
-            self._is_armed
-            and end < len(self.order)
-            and (self.order[end] in self._ready or self.order[end] in self._absent)
-        ):
+        while self._is_armed and end < len(self.order) and self._need_not_wait_for(self.order[end]):
             end += 1
         return self._take_until(end)
 
@@ -127,6 +126,7 @@ class LaunchSequence:
     def start(self) -> None:
         """Begins an iteration."""
         self._cursor = self._num_came = 0
+        self.part = None
         self._ready.clear()
         self._last_came.clear()
 
@@ -151,6 +151,9 @@ class LaunchSequence:
         assert sorted(order) == sorted(self.order), "an order has every group once"
         self.order = list(order)
 
+    def _need_not_wait_for(self, group: int) -> bool:
+        return group in self._ready or group in self._absent or (self.part is not None and group not in self.part)
+
     def _take_until(self, end: int) -> list[int]:
         taken, self._cursor = self.order[self._cursor : end], end
-        return taken
+        return taken if self.part is None else [group for group in taken if group in self.part]

@@ -104,6 +104,11 @@ class SyncedGroup(ABC):
     def is_late(self) -> bool:
         """Whether there are gradients that the reductions launched so far do not have."""
 
+    @property
+    @abstractmethod
+    def is_moving(self) -> bool:
+        """Whether some of the gradients are on their way, so that nobody can scale all of them."""
+
     @abstractmethod
     def take(self, param: nn.Parameter) -> None:
         """Takes what autograd left in `param.grad`, if it left anything."""
@@ -155,6 +160,10 @@ class SyncedGroup(ABC):
     @abstractmethod
     def works(self, traffic: Traffic) -> list[dist.Work]:
         """The messages under way, for observers."""
+
+    @abstractmethod
+    def take_sums(self) -> None:
+        """Makes every main_grad what was reduced, if it was."""
 
     def settle(self) -> None:
         """Waits for the oldest reduction of a pass, and frees what it held; for groups that sum up passes."""

@@ -1,7 +1,7 @@
 """Gradients that live no longer than they must (ZeRO-2): from the first of a bucket to the end of its reduction.
 
 The sums of all passes add up in this rank's shard, which is all that stands of them. What is launched when is
-launch_order.py's, see [Note: passes] there.
+launch_order.py's, see [Note: passes] in passes.py.
 """
 
 from collections import deque
@@ -27,6 +27,7 @@ from megatron.core.distributed.flat_buffer import (
     _ParamAndGradBuffer,
     plain_grad,
 )
+from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.layout import Fragment, Span
 from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
 from megatron.core.process_groups_config import group_rank
@@ -140,12 +141,14 @@ class TransientGroup(SyncedGroup):
     1. the first gradient allocates the bucket's memory, in which all that come add up;
     2. `launch_reductions` sends it, and what comes from then on begins memory of its own;
     3. `settle` adds this rank's shard of the sum to shard_grads and frees the memory.
+
+    checks: looks at what each reduction sends; None: nobody does.
     """
 
-    def __init__(self, bucket: _ParamAndGradBucket, *, name: str) -> None:
+    def __init__(self, bucket: _ParamAndGradBucket, *, name: str, checks: GradChecks | None = None) -> None:
         assert isinstance(bucket.buffer, TransientBuffer), "a bucket of gradients that do not stand"
         super().__init__([bucket], name=name)
-        self.bucket, self._buffer = bucket, bucket.buffer
+        self.bucket, self._buffer, self._checks = bucket, bucket.buffer, checks
         self.shard = self._buffer.shard_grad(bucket.layout.index)
         fragments = self._buffer.layout.fragments(bucket.layout.index)
         self._fragment_of = {self._buffer.entries[one.param].param: one for one in fragments}
@@ -165,6 +168,11 @@ class TransientGroup(SyncedGroup):
     def is_late(self) -> bool:
         """See SyncedGroup: whether any gradient has come since the last launch."""
         return bool(self._filled)
+
+    @property
+    def is_moving(self) -> bool:
+        """See SyncedGroup: some are reduced and some are not, until all are."""
+        return bool(self._came) and self.grad_state is not GradState.REDUCED
 
     def take(self, param: nn.Parameter) -> None:
         """See SyncedGroup. `param.grad` stays: other buckets may have parts of it."""
@@ -197,6 +205,9 @@ class TransientGroup(SyncedGroup):
             flat[start:end].zero_()
         if self._is_standing and self._buffer.settings.scale != 1.0:
             flat.mul_(self._buffer.settings.scale)
+        if self._checks is not None:
+            names = {entry.param: entry.name for entry in self.entries}
+            self._checks.measure([(names[p], self._place(flat, part)) for p, part in self._fragment_of.items()])
         if self.ledger is not None:
             group = self._buffer.data_parallel_group
             self.ledger.record(op="reduce-scatter", group=group, flat=flat, bucket=self.name)
@@ -244,6 +255,9 @@ class TransientGroup(SyncedGroup):
         if not self._has_sum:
             self.shard.zero_()
         self.grad_state, self._has_sum = GradState.REDUCED, True
+
+    def take_sums(self) -> None:
+        """See SyncedGroup: there is no main_grad."""
 
     def go_on(self) -> None:
         """See SyncedGroup."""

@@ -7,7 +7,11 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
 from megatron.core.distributed.distributed_data_parallel import require_wrapped
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, check_same_sharding
+from megatron.core.optimizer.distrib_optimizer import (
+    DistributedOptimizer,
+    check_same_sharding,
+    check_sharded_gradients,
+)
 from megatron.core.optimizer.distributed_fused_adam import DistributedFusedAdam
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.group_agreement import agree_on_groups, check_patterns_match
@@ -68,6 +72,7 @@ def get_megatron_optimizer(
     buffers = [buffer for chunk in chunks for buffer in chunk.all_buffers]
     _check_settings(config, groups, buffers=buffers)
     is_sharded = check_same_sharding(chunks, wanted=config.use_distributed_optimizer)
+    check_sharded_gradients(chunks, optimizer=config.optimizer)
     grouping = ParamGrouping(config, config_overrides)
     entries = [entry for buffer in buffers for entry in buffer.entries]
     keys = agree_on_groups(entries, grouping, groups=groups)

@@ -20,8 +20,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class DistributedOptimizer(MegatronOptimizer):
-    """ZeRO-1: masters and moments of this rank's shards alone, in fp32 or as the settings say. In a step, after what
-    MegatronOptimizer does:
+    """ZeRO-1: masters and moments of this rank's shards alone, in fp32 or as the settings say; ZeRO-2 over chunks that
+    keep its shards of gradients alone, which changes nothing here. In a step, after what MegatronOptimizer does:
 
     1. the parameters of other ranks' shards are stale from here on;
     2. this rank's shards are updated;
@@ -128,3 +128,15 @@ def check_same_sharding(chunks: list[DistributedDataParallel], *, wanted: bool |
             f"DistributedDataParallelConfig.use_distributed_optimizer is {sharded[0]}: must be the same"
         )
     return sharded[0]
+
+
+def check_sharded_gradients(chunks: list[DistributedDataParallel], *, optimizer: str) -> None:
+    """Raises ValueError unless gradients are sharded by all chunks or none, and by distributed_fused_adam alone."""
+    wanted = optimizer == "distributed_fused_adam"
+    found = [chunk.ddp_config.shard_gradients for chunk in chunks]
+    if any(is_sharded != wanted for is_sharded in found):
+        raise ValueError(
+            f"OptimizerConfig.optimizer is {optimizer} and DistributedDataParallelConfig.shard_gradients of the chunks "
+            f"is {found}: must be {wanted} in all of them, or optimizer be "
+            + ("adam" if wanted else "distributed_fused_adam")
+        )

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from megatron.core.distributed.dense_memory import check_dense
 from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.optimizer.adam_segments import AdamRun, SegmentPlan
@@ -115,7 +116,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         grid = RankGrid.of(process_group, distributed=distributed_process_group, redundant=redundant_process_group)
         # Ranks that a graph's replays bring to the same places need not tell each other on the host, and could not.
         order = LaunchOrder(
-            None if capturable else grid.ranks, overlap_grad_reduce=overlap_grad_sync, max_in_flight=pipeline_size
+            None if capturable else grid.ranks,
+            overlap_grad_reduce=overlap_grad_sync,
+            passes=Passes(PassScope.ALL, max_in_flight=pipeline_size),
         )
         if capturable:
             order.freeze()

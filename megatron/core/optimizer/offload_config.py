@@ -31,7 +31,7 @@ class OptimizerOffloadConfig:
     def validate_offload(self, optimizer: str) -> None:
         """optimizer: the name of the update rule. Raises ValueError for what cannot be offloaded."""
         if self.optimizer_cpu_offload and optimizer == "muon":
-            raise ValueError("OptimizerConfig.optimizer_cpu_offload is set: optimizer must be adam or sgd, not muon")
+            raise ValueError("OptimizerConfig.optimizer_cpu_offload is set: any optimizer will do but muon")
         if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
             raise ValueError(
                 "OptimizerConfig.overlap_cpu_optimizer_d2h_h2d is set: needs optimizer_cpu_offload as well"

@@ -23,8 +23,9 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig):
 
     optimizer: str = config_field(
         "adam",
-        choices=("adam", "sgd", "muon"),
-        help="Optimizer; adam is AdamW, muon is Muon for matrices with AdamW for the rest.",
+        choices=("adam", "sgd", "muon", "distributed_fused_adam"),
+        help="Optimizer; adam is AdamW, muon is Muon for matrices with AdamW for the rest, distributed_fused_adam is "
+        "AdamW with sharded states and gradients (ZeRO-2).",
     )
     lr: float | None = config_field(None, more_than=0, help="Highest learning rate; the schedule scales it.")
     min_lr: float = config_field(0.0, at_least=0, help="Lowest learning rate; the schedule never goes below it.")

@@ -53,7 +53,8 @@ class PrecisionConfig:
                 raise ValueError(f"OptimizerConfig.{name} is fp8: must be fp32, bf16 or fp16, there is no fp8 here")
             if value != "fp32" and not self.use_precision_aware_optimizer:
                 raise ValueError(f"OptimizerConfig.{name} is {value}: needs use_precision_aware_optimizer")
-        if self.use_precision_aware_optimizer and optimizer != "adam":
+        if self.use_precision_aware_optimizer and optimizer not in ("adam", "distributed_fused_adam"):
             raise ValueError(
-                f"OptimizerConfig.use_precision_aware_optimizer is set: optimizer must be adam, not {optimizer}"
+                "OptimizerConfig.use_precision_aware_optimizer is set: optimizer must be adam or "
+                f"distributed_fused_adam, not {optimizer}"
             )

@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGrouping
+from megatron.core.optimizer.param_runs import FlatBuffer
 from megatron.core.optimizer.precision_config import DTYPES
 from megatron.core.optimizer.stored_floats import BLOCK
 from megatron.core.process_groups_config import group_size
@@ -41,11 +42,13 @@ def state_bytes(
     params_dtype: torch.dtype,
     grads_dtype: torch.dtype,
     num_shards: int = 1,
+    num_grad_shards: int = 1,
     num_matrix_params: int = 0,
 ) -> StateBytes:
     """Of `num_params` parameters on a rank, all of one dtype.
 
     num_shards: the ranks that share the optimizer's state (use_distributed_optimizer); 1 where each has all of it.
+    num_grad_shards: those that share the gradients (shard_gradients), of which a backward holds buckets besides.
     num_matrix_params: how many of them Muon steps, which keeps one moment.
     """
     # What the update computes in.
@@ -57,7 +60,7 @@ def state_bytes(
         moments = (num_params - num_matrix_params) * of_adam + num_matrix_params * wide
     return StateBytes(
         parameters=num_params * params_dtype.itemsize,
-        gradients=num_params * grads_dtype.itemsize,
+        gradients=num_params * grads_dtype.itemsize / num_grad_shards,
         masters=num_params * _master_bytes(params_dtype, config) / num_shards,
         moments=moments / num_shards,
     )
@@ -67,19 +70,26 @@ def state_bytes_of(model_chunks: Sequence[DistributedDataParallel], config: Opti
     """As state_bytes, of all that the wrapped chunks of this rank train."""
     grouping = ParamGrouping(config, None)
     total = StateBytes()
-    for buffer in (buffer for chunk in model_chunks for buffer in chunk.all_buffers):
-        matrices = [
-            entry.param.numel() for entry in buffer.entries if grouping.key_of(entry.name, entry.param).is_matrix
-        ]
-        total += state_bytes(
-            sum(entry.param.numel() for entry in buffer.entries),
-            config,
-            params_dtype=buffer.param_data.dtype,
-            grads_dtype=buffer.grad_data.dtype,
-            num_shards=group_size(buffer.data_parallel_group) if buffer.is_sharded else 1,
-            num_matrix_params=sum(matrices),
-        )
+    for chunk in model_chunks:
+        for buffer in chunk.all_buffers:
+            total += _bytes_of(buffer, config, grouping=grouping, shards_grads=chunk.ddp_config.shard_gradients)
     return total
+
+
+def _bytes_of(
+    buffer: FlatBuffer, config: OptimizerConfig, *, grouping: ParamGrouping, shards_grads: bool
+) -> StateBytes:
+    num_shards = group_size(buffer.data_parallel_group) if buffer.is_sharded else 1
+    matrices = [entry.param.numel() for entry in buffer.entries if grouping.key_of(entry.name, entry.param).is_matrix]
+    return state_bytes(
+        sum(entry.param.numel() for entry in buffer.entries),
+        config,
+        params_dtype=buffer.param_data.dtype,
+        grads_dtype=buffer.grad_data.dtype,
+        num_shards=num_shards,
+        num_grad_shards=num_shards if shards_grads else 1,
+        num_matrix_params=sum(matrices),
+    )
 
 
 def _stored_bytes(dtype: torch.dtype, wide: int) -> float:

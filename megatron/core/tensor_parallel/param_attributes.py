@@ -77,13 +77,23 @@ def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
 
 def clear_main_grad(param: nn.Parameter) -> None:
     """Takes that back from a parameter, any shape and dtype, with what kernels wrote of it."""
-    for name in ("main_grad", "grad_added_to_main_grad"):
+    for name in ("main_grad", "grad_added_to_main_grad", "gradients_pass"):
         vars(param).pop(name, None)
 
 
 def has_main_grad(param: nn.Parameter) -> bool:
-    """Whether a data-parallel wrapper has taken a parameter, any shape and dtype."""
+    """Whether a data-parallel wrapper keeps the gradients of a parameter, any shape and dtype."""
     return "main_grad" in vars(param)
+
+
+def mark_gradients_pass(param: nn.Parameter) -> None:
+    """Writes on a parameter, any shape and dtype, that a wrapper has it and keeps none of its gradients."""
+    vars(param).update(gradients_pass=True)
+
+
+def is_wrapped(param: nn.Parameter) -> bool:
+    """Whether a data-parallel wrapper has taken a parameter, any shape and dtype."""
+    return has_main_grad(param) or bool(vars(param).get("gradients_pass", False))
 
 
 def gradient_of(param: Tensor) -> Tensor | None:

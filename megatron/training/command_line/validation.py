@@ -26,6 +26,7 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flag_table import flags_of_class
 from megatron.training.command_line.graph_checks import check_graphs
 from megatron.training.command_line.layout_checks import check_layout
+from megatron.training.command_line.optimizer_checks import check_optimizer
 from megatron.training.command_line.registry import flag_table
 
 
@@ -52,6 +53,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_experts(args)
     check_schedule(args)
     check_logging(args)
+    check_optimizer(args)
     check_graphs(args)
     derive_shapes(args)
     derive_run_state(args)

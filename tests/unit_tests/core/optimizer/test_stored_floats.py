@@ -99,7 +99,10 @@ def test_norm_of_parameters_and_reload_read_any_form() -> None:
     [
         ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype is bf16: needs use_precision_aware_optimizer"),
         ({"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp8"}, "exp_avg_sq_dtype is fp8: must be fp32"),
-        ({"use_precision_aware_optimizer": True, "optimizer": "sgd"}, "optimizer must be adam, not sgd"),
+        (
+            {"use_precision_aware_optimizer": True, "optimizer": "sgd"},
+            "optimizer must be adam or distributed_fused_adam, not sgd",
+        ),
     ],
 )
 def test_types_that_cannot_be_kept_are_refused(settings: dict, message: str) -> None:
