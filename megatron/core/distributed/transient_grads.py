@@ -219,6 +219,8 @@ class TransientGroup(SyncedGroup):
         """See SyncedGroup."""
         done = self._in_flight.popleft()
         done.handle.wait()
+        # Another stream may have allocated it, and would hand its memory out while this one reads.
+        keep_for_current_stream(done.flat)
         total = shard_of(done.flat, self._buffer.data_parallel_group)
         if self._has_sum:
             self.shard.add_(total)
