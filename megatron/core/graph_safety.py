@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -311,6 +312,9 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         watch, named = self._watch, kwargs or {}
+        if any(_does_more(kind) for kind in types):
+            # Its operators come here next, one by one.
+            return NotImplemented
         with torch._C.DisableTorchFunction():
             given = _by_name(func, args, named=named)
             storages = [tensor.untyped_storage() for tensor in tensors_in(given.values())]
@@ -339,6 +343,11 @@ class _Operators(TorchDispatchMode):
             on_host = (tensor for tensor in tensors_in(given.values()) if tensor.device.type == "cpu")
             return BAKED if not all(watch.memory.is_made(number.untyped_storage()) for number in on_host) else None
         return reason
+
+
+def _does_more(kind: type[Tensor]) -> bool:
+    """Whether operators on tensors of a class run others, which a fake tensor's do not."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
 
 
 def _by_name(func: Any, args: Sequence[Any], *, named: dict[str, Any]) -> dict[str, Any]:

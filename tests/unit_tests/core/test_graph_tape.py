@@ -1,11 +1,13 @@
 """The tape shows what a CUDA graph would do to a program: what other tests take it for."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.graph_safety import CaptureError, assert_capturable
 from megatron.core.graph_tape import Tape, TapeGraphs
 
 
@@ -65,6 +67,43 @@ def test_backward_is_part_of_it_and_views_stay_views() -> None:
     assert grad is not None
     found = loss.clone(), grad.clone()
     assert torch.equal(found[0], program()) and weight.grad is not None and torch.equal(found[1], weight.grad)
+
+
+class Twice(Tensor):
+    """Without memory: what is added to it goes to another tensor, twice; factors are read by the host."""
+
+    @staticmethod
+    def __new__(cls, other: Tensor) -> "Twice":
+        made = torch.Tensor._make_wrapper_subclass(cls, other.shape, dtype=other.dtype)
+        assert isinstance(made, Twice)
+        made.other = other
+        return made
+
+    other: Tensor
+
+    # torch's refuses our arguments.
+    def __init__(self, other: Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        if func is torch.ops.aten.mul_.Tensor:
+            return args[0].other.mul_(args[1].sum().item())
+        return args[0].other.add_(2 * args[1])
+
+
+def test_what_a_tensor_of_another_class_does_is_on_the_tape_and_seen_by_the_lint() -> None:
+    total, more = torch.zeros(3), torch.ones(3)
+    stand_in = Twice(total)
+    tape, _ = _on_tape(lambda: stand_in.add_(more))
+    assert not total.any()
+    more.fill_(5)
+    tape.replay()
+    assert torch.equal(total, torch.full((3,), 10.0))
+    with assert_capturable():
+        stand_in.add_(more)
+    with pytest.raises(CaptureError, match="item"), assert_capturable():
+        stand_in.mul_(more)
 
 
 @pytest.mark.parametrize(
