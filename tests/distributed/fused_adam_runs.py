@@ -1,0 +1,295 @@
+"""Runs of DistributedFusedAdam beside torch's own Adam, with gradients whose sums have the same bits in any order.
+
+No test here.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import cycle, product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.optimizer import DistributedFusedAdam
+
+STEPS = 20
+MIB = 1 << 20
+Shapes = Sequence[tuple[int, ...]]
+# Whether a weight, by its number, is used in a step by a rank in a microbatch.
+Used = Callable[[int, int, int, int], bool]
+# Eleven layers of width 7, and sizes about the grid of 64 elements; a number and a parameter without elements, too.
+LAYERS: Shapes = [(7, 7), (7,)] * 11
+ODD: Shapes = [(1,), (63,), (), (64,), (2, 0), (65,), (129,), (3, 5, 7)]
+HYPER: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+NONE, LAZY, GREEDY = "no", "lazy", "greedy"
+
+
+class Product(nn.Module):
+    """A weight whose gradient is what it is multiplied by, in fp64."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, factor: Tensor) -> Tensor:
+        return (self.weight.double() * factor).sum()
+
+
+class Sums(nn.Module):
+    """A sum of products; a factor that is None leaves its weight unused."""
+
+    def __init__(self, shapes: Shapes = LAYERS, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(3)
+        weights = [torch.randn(s, generator=made).to(dtype) for s, dtype in zip(shapes, cycle(dtypes))]
+        self.products = nn.ModuleList(map(Product, weights))
+
+    def forward(self, factors: Sequence[Tensor | None]) -> Tensor:
+        terms = [one(factor) for one, factor in zip(self.products, factors) if factor is not None]
+        return torch.stack(terms).sum()
+
+
+@cache
+def factors(shapes: tuple[tuple[int, ...], ...], step: int, rank: int, microbatch: int) -> list[Tensor]:
+    """Integers from -3 to 3, in fp64, one tensor for each shape.
+
+    Times the number of ranks they are gradients of which sum and mean over up to five ranks and three microbatches
+    have fewer digits than any dtype: no order of additions, and no way to divide, gives other bits.
+    """
+    made = torch.Generator().manual_seed(1000 * step + 10 * rank + microbatch)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    drawn = torch.randint(-3, 4, (sum(sizes),), generator=made).double().split(sizes)
+    return [flat.view(shape) for flat, shape in zip(drawn, shapes)]
+
+
+def used_factors(
+    shapes: Shapes, step: int, rank: int, *, microbatch: int = 0, used: Used | None = None
+) -> list[Tensor | None]:
+    """The factors of those weights that are used, None for the others."""
+    every = enumerate(factors(tuple(shapes), step, rank, microbatch))
+    return [factor if used is None or used(number, step, rank, microbatch) else None for number, factor in every]
+
+
+def mean_gradients(
+    shapes: Shapes, step: int, *, world: int, microbatches: int = 1, used: Used | None = None
+) -> list[Tensor]:
+    """Means over `world` ranks, sums over microbatches, of the gradients by `world` times the factors, in fp64."""
+    sums = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    for rank, number in product(range(world), range(microbatches)):
+        for total, factor in zip(sums, used_factors(shapes, step, rank, microbatch=number, used=used)):
+            if factor is not None:
+                total.add_(factor)
+    return sums
+
+
+class Reference:
+    """torch's fused Adam on masters of each parameter, of any shape; what the parameters then are is in `values`.
+
+    groups: as torch.optim.Optimizer takes them; None: one.
+
+    dtype: what masters and moments are kept in, but fp64 for fp64 parameters; 16 bits are computed in fp32. out: what
+    the masters are rounded to on their way to the parameters. masters: "copy"; "none", where the parameters are their
+    own; or "remainders", a copy of which they are the upper half, rounded as stored_floats.WithRemainder says.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        *,
+        groups: Sequence[dict[str, Any]] | None = None,
+        dtype: torch.dtype = torch.float32,
+        out: torch.dtype | None = None,
+        masters: str = "copy",
+        adam_w_mode: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.out, self.kind = out, masters
+        self.params = list(params)
+        self.values = [param.detach().clone() for param in self.params]
+        self.dtypes = [dtype if param.dtype != torch.float64 else param.dtype for param in self.params]
+        wide = [torch.promote_types(one, torch.float32) for one in self.dtypes]
+        kept = [param.to(one) for param, one in zip(self.params, self.dtypes)]
+        self.masters = [nn.Parameter(param.detach().to(computes, copy=True)) for param, computes in zip(kept, wide)]
+        first, *others = [{"params": self.params}] if groups is None else groups
+        kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+        self.optimizer: torch.optim.Optimizer = kind([self._of_masters(first)], fused=True, **settings)
+        for group in others:
+            self.add_param_group(group)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's; what is in no group is not stepped."""
+        self.optimizer.add_param_group(self._of_masters(group))
+
+    def _of_masters(self, group: dict[str, Any]) -> dict[str, Any]:
+        master_of = {id(param): master for param, master in zip(self.params, self.masters)}
+        return {**group, "params": [master_of[id(param)] for param in group["params"]]}
+
+    def set_grads(self, grads: Sequence[Tensor | None], *, scale: float = 1.0) -> None:
+        """Gives the masters gradients in the parameters' shapes, any dtype, times `scale`; None: zeros."""
+        for master, value, grad in zip(self.masters, self.values, grads, strict=True):
+            master.grad = (torch.zeros_like(value) if grad is None else grad * scale).to(master)
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """A step by such gradients."""
+        self.set_grads(grads)
+        self.optimizer.step()
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Brings what was stepped into the form it is kept in, and to the parameters."""
+        for master, value, dtype in zip(self.masters, self.values, self.dtypes):
+            if master not in self.optimizer.state:
+                continue
+            state = self.optimizer.state[master]
+            for kept in (master, state["exp_avg"], state["exp_avg_sq"]):
+                kept.copy_(kept.to(dtype))
+            seen = master if self.out is None else master.to(self.out)
+            if self.kind == "remainders":
+                seen = ((master.view(torch.int32) + 0x8000) & ~0xFFFF).view(torch.float32)
+            value.copy_(seen)
+            if self.kind == "none":
+                master.copy_(value)
+
+    def loss(self, chosen: Sequence[Tensor | None]) -> Tensor:
+        """What Sums gives for these factors."""
+        used = [(value, factor) for value, factor in zip(self.values, chosen) if factor is not None]
+        return torch.stack([(value.double() * factor).sum() for value, factor in used]).sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to compare. waits: in which way the microbatches before the last are kept from being reduced.
+
+    grid: sizes of the group of shards and of that of copies. out, masters: see Reference.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    shapes: Shapes = tuple(LAYERS)
+    microbatches: int = 1
+    waits: str = NONE
+    grid: tuple[int, int] | None = None
+    out: torch.dtype | None = None
+    masters: str = "copy"
+
+    def reference(self, params: Iterable[Tensor], *, groups: Sequence[dict[str, Any]] | None = None) -> Reference:
+        """torch's own Adam for it."""
+        names = ("adam_w_mode", "betas", "eps", "lr", "weight_decay", "dtype")
+        given = {name: value for name, value in {**HYPER, **self.settings}.items() if name in names}
+        return Reference(params, groups=groups, out=self.out, masters=self.masters, **given)
+
+
+def cap(num_bytes: int) -> float:
+    """bucket_cap_mb for buckets of that many bytes."""
+    return num_bytes / MIB
+
+
+def world() -> tuple[int, int]:
+    """Rank and number of ranks; alone where there is no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def grid_groups(sizes: tuple[int, int]) -> dict[str, Any]:
+    """Groups of a grid over all ranks, neighbours share the shards. Collective."""
+    shards, copies = sizes
+    ranks = torch.arange(shards * copies).view(copies, shards)
+    assert ranks.numel() == dist.get_world_size()
+    distributed, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    redundant, _ = dist.new_subgroups_by_enumeration(ranks.t().tolist())
+    return {
+        "process_group": dist.group.WORLD,
+        "distributed_process_group": distributed,
+        "redundant_process_group": redundant,
+    }
+
+
+class Run:
+    """A model of products with its optimizer, and the reference.
+
+    groups: makes parameter groups of all parameters; None: one.
+    """
+
+    def __init__(self, case: Case, groups: Callable[[list[nn.Parameter]], list[dict[str, Any]]] | None = None) -> None:
+        _, size = world()
+        adds_up = case.waits == GREEDY or not case.settings.get("overlap_grad_sync", True)
+        if adds_up and case.microbatches > 1 and size & (size - 1):
+            # Rounded together with what it is added to a third or a fifth of a gradient is no integer.
+            case = replace(case, settings={**case.settings, "average_grad_sync": False})
+        self.case = case
+        self.model = Sums(case.shapes, case.dtypes)
+        params = list(self.model.parameters())
+        made = None if groups is None else groups(params)
+        self.reference = case.reference(params, groups=made)
+        grid = {} if case.grid is None else grid_groups(case.grid)
+        self.optimizer = DistributedFusedAdam(made or params, **{**HYPER, **case.settings, **grid})
+
+    def backward(self, step: int, *, used: Used | None = None) -> Tensor:
+        """All microbatches. Returns the last loss; all must be those of the reference."""
+        rank, size = world()
+        last = self.case.microbatches - 1
+        for number in range(self.case.microbatches):
+            chosen = used_factors(self.case.shapes, step, rank, microbatch=number, used=used)
+            own = [None if factor is None else factor * size for factor in chosen]
+            is_kept = self.case.waits != NONE and number < last
+            kept = self.optimizer.no_sync(greedy_grad_copy=self.case.waits == GREEDY) if is_kept else nullcontext()
+            with kept:
+                loss = self.model(own)
+                loss.backward()
+            assert torch.equal(loss, self.reference.loss(own)), f"loss of step {step}, {self.case}"
+        return loss
+
+    def grads(self, step: int, *, used: Used | None = None) -> list[Tensor]:
+        """What all ranks' microbatches make together, in fp64."""
+        _, size = world()
+        grads = mean_gradients(self.case.shapes, step, world=size, microbatches=self.case.microbatches, used=used)
+        factor = 1 if self.case.settings.get("average_grad_sync", True) else size
+        return [grad * factor for grad in grads]
+
+    def step(self, step: int, *, used: Used | None = None) -> None:
+        """An iteration of both."""
+        self.optimizer.zero_grad()
+        self.backward(step, used=used)
+        self.optimizer.step()
+        self.reference.step(self.grads(step, used=used))
+
+    def check(self, step: int) -> None:
+        """The parameters must have the reference's bits."""
+        params = list(self.model.parameters())
+        self.optimizer.wait_params(params)
+        for number, (param, value) in enumerate(zip(params, self.reference.values, strict=True)):
+            assert torch.equal(param, value), f"parameter {number} after step {step}, {self.case}"
+
+
+def run_cases(cases: Sequence[Case], steps: int = STEPS) -> None:
+    """Each case against its reference: losses in each step, and parameters in some and at the end."""
+    for case in cases:
+        run = Run(case)
+        moved = [value.clone() for value in run.reference.values]
+        for step in range(steps):
+            run.step(step)
+            if step in (0, steps // 2, steps - 1):
+                run.check(step)
+        for before, after in zip(moved, run.reference.values):
+            assert before.numel() == 0 or not torch.equal(before, after), case
+
+
+def assert_same_on_all_ranks(tensors: Iterable[Tensor]) -> None:
+    """Each of any shape and dtype has the bits of rank 0's."""
+    for tensor in tensors:
+        first = tensor.detach().clone()
+        dist.broadcast(first, src=0)
+        assert torch.equal(first, tensor)
+
+
+def plain_and_ours(make: Callable[[], nn.Module], **settings: Any) -> tuple[nn.Module, nn.Module, DistributedFusedAdam]:
+    """Two models with the same weights; the second with our optimizer."""
+    torch.manual_seed(5)
+    plain = make()
+    torch.manual_seed(5)
+    ours = make()
+    return plain, ours, DistributedFusedAdam(ours.parameters(), **{**HYPER, **settings})

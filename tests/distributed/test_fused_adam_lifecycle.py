@@ -1,0 +1,428 @@
+"""DistributedFusedAdam over a run's life: groups, schedules, first steps, frozen and unused weights, recomputation.
+
+All against torch's fused Adam, bit for bit.
+"""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.optimizer import DistributedFusedAdam
+from tests.distributed.fused_adam_runs import (
+    GREEDY,
+    HYPER,
+    LAYERS,
+    LAZY,
+    ODD,
+    STEPS,
+    Case,
+    Reference,
+    Run,
+    Sums,
+    assert_same_on_all_ranks,
+    cap,
+    factors,
+    mean_gradients,
+    world,
+)
+from tests.harness import run_on_ranks
+
+SHAPES = tuple(ODD)
+SMALL = {"bucket_cap_mb": cap(700)}
+OVERLAPPED = {**SMALL, "overlap_param_sync": True, "debug": True}
+
+
+def each_third(params):
+    """Groups whose parameters are neighbours of other groups'."""
+    return [
+        {"params": params[::3], "lr": 0.11, "weight_decay": 0.0},
+        {"params": params[1::3], "betas": (0.5, 0.9), "eps": 1e-3},
+        {"params": params[2::3]},
+    ]
+
+
+def decaying(optimizer):
+    return LambdaLR(optimizer, [lambda epoch: 1 / (epoch + 1), lambda epoch: 1.0, lambda epoch: 0.9**epoch])
+
+
+def one_cycle(optimizer):
+    # Moves a beta, too.
+    return OneCycleLR(optimizer, max_lr=[0.1, 0.2, 0.05], total_steps=STEPS + 1)
+
+
+def groups_and_schedules():
+    every = (SMALL, OVERLAPPED, {"bucket_cap_mb": cap(128)})
+    for settings, schedule in itertools.product(every, (decaying, one_cycle)):
+        run = Run(Case(settings, shapes=SHAPES), each_third)
+        schedules = [schedule(optimizer) for optimizer in (run.optimizer, run.reference.optimizer)]
+        for step in range(STEPS):
+            run.step(step)
+            for one in schedules:
+                one.step()
+        run.check(STEPS)
+        rates = [[group["lr"] for group in o.param_groups] for o in (run.optimizer, run.reference.optimizer)]
+        assert rates[0] == rates[1] and len(set(rates[0])) == 3
+
+
+def test_groups_have_their_own_rates_which_schedules_move():
+    run_on_ranks(groups_and_schedules, 3)
+
+
+def added_groups():
+    for settings in (SMALL, OVERLAPPED, {}):
+        # Of the reference none is stepped before it is added: a gradient it has not.
+        run = Run(Case(settings, shapes=SHAPES), lambda params: [{"params": params[:4]}])
+        params, there = list(run.model.parameters()), 4
+        for step in range(9):
+            run.step(step, used=lambda number, step, rank, microbatch, there=there: number < there)
+            if step % 3 == 2 and there < 8:
+                added = {"params": params[there : there + 2], "lr": 0.2}
+                run.optimizer.add_param_group(added)
+                run.reference.add_param_group(added)
+                there += 2
+        run.check(9)
+
+
+def test_groups_are_added_between_steps():
+    run_on_ranks(added_groups, 2)
+
+
+def initialised(run, how):
+    params = list(run.model.parameters())
+    if how == "all":
+        run.optimizer.init_params()
+    elif how == "some":
+        run.optimizer.init_params(params[3:5])
+        run.optimizer.init_params(params[2:6])
+    elif how == "buckets":
+        run.optimizer.init_params_bucket([params[5], params[0]])
+        run.optimizer.init_params_bucket(params[1:4])
+    elif how == "one":
+        run.optimizer.init_params(params[7])
+
+
+def ways_to_begin():
+    for how, settings, dtypes in itertools.product(
+        ("lazily", "all", "some", "buckets", "one"),
+        (OVERLAPPED, {"contiguous_grad_buffer": True}),
+        ((torch.float32,), (torch.bfloat16, torch.float32)),
+    ):
+        run = Run(Case(settings, shapes=SHAPES, dtypes=dtypes))
+        initialised(run, how)
+        for step in range(4):
+            # In the first step another order than that of the groups, and not all of them.
+            run.step(step, used=lambda number, step, rank, microbatch: step > 0 or number in (2, 7, 3))
+        run.check(4)
+
+
+def test_parameters_join_at_their_first_gradient_or_when_told_with_the_same_result():
+    run_on_ranks(ways_to_begin, 2)
+
+
+def dtypes_of_their_own():
+    """States in bf16 of one parameter, of another what is sent in bf16, beside one of which nothing else is said."""
+    rank, size = world()
+    shapes, bf16 = ((65,), (65,), (65,)), torch.bfloat16
+    model = Sums(shapes)
+    params = list(model.parameters())
+    references = [
+        Reference([one], **given, **HYPER) for one, given in zip(params, ({"dtype": bf16}, {"out": bf16}, {}))
+    ]
+    optimizer = DistributedFusedAdam(params, **HYPER)
+    optimizer.init_params(params[:1], dtype=bf16)
+    optimizer.init_params_bucket(params[1:2], param_sync_dtype=bf16)
+    with pytest.raises((TypeError, ValueError), match="grad_dtype"):
+        optimizer.init_params(params[2:], grad_dtype=bf16)
+    for step in range(5):
+        optimizer.zero_grad()
+        model([factor * size for factor in factors(shapes, step, rank, 0)]).backward()
+        optimizer.step()
+        for reference, grad in zip(references, mean_gradients(shapes, step, world=size)):
+            reference.step([grad])
+    for param, reference in zip(params, references):
+        assert torch.equal(param.detach(), reference.values[0])
+
+
+def test_parameters_can_be_given_dtypes_of_their_own():
+    run_on_ranks(dtypes_of_their_own, 2)
+
+
+# Which weights are used, by number of the weight, step, rank and microbatch; weight 0 always, as a loss needs one.
+USES = {
+    "on no rank": lambda number, step, rank, microbatch: number != 3,
+    "not on rank 1": lambda number, step, rank, microbatch: number not in (3, 5) or rank != 1,
+    "on rank 1 alone": lambda number, step, rank, microbatch: number == 0 or rank == 1,
+    "alternately": lambda number, step, rank, microbatch: number % 2 == step % 2 or number == 0,
+    "by step, rank and microbatch": lambda number, step, rank, microbatch: (
+        (number * 7 + step + rank + microbatch) % 3 > 0 or number == 0
+    ),
+}
+
+
+def unused_weights():
+    cases = [
+        Case(SMALL, shapes=SHAPES),
+        Case({**OVERLAPPED, "bucket_cap_mb": cap(128)}, shapes=SHAPES, microbatches=3),
+        Case({**SMALL, "contiguous_grad_buffer": True}, shapes=SHAPES, microbatches=3, waits=LAZY),
+        Case({"overlap_grad_sync": False}, shapes=SHAPES, microbatches=3, waits=GREEDY),
+    ]
+    for case, used in itertools.product(cases, USES.values()):
+        run = Run(case)
+        for step in range(6):
+            run.step(step, used=used)
+        run.check(6)
+
+
+def test_b4_b6_weights_that_get_no_gradient_somewhere_are_stepped_by_zeros():
+    run_on_ranks(unused_weights, 3)
+
+
+FROZEN = (1, 4, 6)
+
+
+def frozen_weights():
+    for settings in (SMALL, OVERLAPPED, {"contiguous_param_buffer": True, "contiguous_grad_buffer": True}):
+        run = Run(Case(settings, shapes=SHAPES))
+        params = list(run.model.parameters())
+        before = [param.detach().clone() for param in params]
+        for number in FROZEN:
+            params[number].requires_grad_(False)
+        for step in range(4):
+            run.step(step, used=lambda number, step, rank, microbatch: number not in FROZEN)
+        run.optimizer.wait_params(params)
+        for number, (param, old) in enumerate(zip(params, before)):
+            assert torch.equal(param, old if number in FROZEN else run.reference.values[number]), number
+
+
+def test_b24_frozen_weights_stay_what_they_are():
+    run_on_ranks(frozen_weights, 2)
+
+
+class Repeated(nn.Module):
+    """Calls the products of a model twice each, in two orders, some of them recomputed."""
+
+    def __init__(self, model, reentrant):
+        super().__init__()
+        self.model, self.reentrant = model, reentrant
+
+    def forward(self, factors):
+        terms = []
+        for round_, products in enumerate((self.model.products, reversed(self.model.products))):
+            factors_of_round = factors if round_ == 0 else factors[::-1]
+            for number, (one, factor) in enumerate(zip(products, factors_of_round)):
+                is_recomputed = self.reentrant is not None and (number + round_) % 3 > 0
+                given = factor.clone().requires_grad_()
+                terms.append(checkpoint(one, given, use_reentrant=self.reentrant) if is_recomputed else one(given))
+        return torch.stack(terms).sum()
+
+
+def used_twice():
+    rank, size = world()
+    for reentrant, settings in itertools.product(
+        (None, False, True), (OVERLAPPED, {"bucket_cap_mb": cap(128)}, {"contiguous_grad_buffer": True})
+    ):
+        run = Run(Case(settings, shapes=SHAPES))
+        model = Repeated(run.model, reentrant)
+        for step in range(4):
+            run.optimizer.zero_grad()
+            for microbatch in range(2):
+                kept = run.optimizer.no_sync() if step == 1 and microbatch == 0 else torch.enable_grad()
+                with kept:
+                    model([factor * size for factor in factors(SHAPES, step, rank, 0)]).backward()
+            run.optimizer.step()
+            run.reference.step([4 * grad for grad in run.grads(step)])
+        run.check(4)
+
+
+def test_b5_weights_used_twice_and_recomputed_get_the_sum():
+    run_on_ranks(used_twice, 3)
+
+
+def backwards_and_zeros():
+    """Gradients that are dropped, graphs that run twice, and steps by gradients of before."""
+    for settings in (SMALL, OVERLAPPED, {"overlap_grad_sync": False}, {"contiguous_grad_buffer": True}):
+        run = Run(Case(settings, shapes=SHAPES))
+        run.step(0)
+        # Dropped, reduced or not.
+        run.optimizer.zero_grad()
+        run.backward(7)
+        with run.optimizer.no_sync():
+            run.backward(8)
+        run.optimizer.zero_grad(set_to_none=settings is SMALL)
+        run.backward(1)
+        run.optimizer.step()
+        run.reference.step(run.grads(1))
+        # The same again, as with torch's own where nobody calls zero_grad; then added to.
+        run.optimizer.step()
+        run.reference.step(run.grads(1))
+        run.backward(2)
+        run.optimizer.step()
+        run.reference.step([a + b for a, b in zip(run.grads(1), run.grads(2))])
+        run.check(2)
+        run.step(3)
+        run.check(3)
+
+
+def test_gradients_add_up_until_zero_grad_also_over_steps():
+    run_on_ranks(backwards_and_zeros, 3)
+
+
+def closures():
+    run = Run(Case(OVERLAPPED, shapes=SHAPES))
+    for step in range(3):
+
+        def closure(step=step):
+            assert torch.is_grad_enabled()
+            run.optimizer.zero_grad()
+            return run.backward(step)
+
+        with torch.no_grad():
+            loss = run.optimizer.step(closure)
+        assert loss.requires_grad
+        run.reference.step(run.grads(step))
+    run.check(3)
+
+
+def test_a_closure_makes_the_gradients_and_its_loss_is_returned():
+    run_on_ranks(closures, 2)
+
+
+def gradients_by_hand():
+    """Set before the step, for all or beside those of a backward pass; and where nobody else has any."""
+    rank, size = world()
+    for settings in (SMALL, {"contiguous_grad_buffer": True, **OVERLAPPED}):
+        run = Run(Case(settings, shapes=SHAPES))
+        for step in range(4):
+            run.optimizer.zero_grad()
+            own = [factor * size for factor in factors(SHAPES, step, rank, 0)]
+            by_hand = range(8) if step % 2 else (1, 5)
+            if step % 2 == 0:
+                run.backward(step, used=lambda number, step, rank, microbatch: number not in (1, 5))
+            for number in by_hand:
+                param = list(run.model.parameters())[number]
+                param.grad = own[number].to(param.dtype)
+            if step == 3:
+                run.optimizer.grad_sync()
+            run.optimizer.step()
+            run.reference.step(run.grads(step))
+        run.check(4)
+
+
+def test_gradients_set_by_hand_are_stepped_by():
+    run_on_ranks(gradients_by_hand, 3)
+
+
+def stale_reads():
+    """Under overlapped gathers: reads outside modules, evaluation, modules that are not called, saved weights."""
+    run = Run(Case({**OVERLAPPED, "bucket_cap_mb": cap(300)}, shapes=LAYERS))
+    params = list(run.model.parameters())
+    run.step(0)
+    # Poisoned until someone waits for it, but for what this rank has itself.
+    assert any(param.isnan().any() for param in params)
+    run.optimizer.wait_params(params[4:6])
+    assert all(torch.equal(a, b) for a, b in zip(params[4:6], run.reference.values[4:6]))
+    with torch.no_grad():
+        own = factors(tuple(LAYERS), 0, 0, 0)
+        assert torch.equal(run.model(own), run.reference.loss(own))
+    run.check(0)
+    # Never called in between.
+    for step in range(1, 4):
+        run.step(step, used=lambda number, step, rank, microbatch: number in (0, 3))
+    run.optimizer.param_sync()
+    assert all(torch.equal(param, value) for param, value in zip(params, run.reference.values))
+    saved = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.step(4)
+    run.optimizer.param_sync()
+    assert not any(torch.equal(value, saved[name]) for name, value in run.model.state_dict().items())
+    assert_same_on_all_ranks(params)
+
+
+def test_b1_b2_b10_weights_that_are_not_gathered_are_nan_and_never_read():
+    run_on_ranks(stale_reads, 3)
+
+
+class Failing(RuntimeError):
+    pass
+
+
+def errors_in_a_step():
+    run = Run(Case(OVERLAPPED, shapes=SHAPES))
+
+    def fail(grad):
+        raise Failing
+
+    for step in range(6):
+        if step % 2:
+            # On all ranks: what one alone does wrong is another's timeout.
+            handle = list(run.model.parameters())[3].register_hook(fail)
+            with pytest.raises(Failing):
+                run.backward(step)
+            handle.remove()
+        run.step(step)
+    run.check(6)
+
+
+def test_b32_after_an_error_in_backward_zero_grad_begins_anew():
+    run_on_ranks(errors_in_a_step, 2)
+
+
+def views_of_buffers():
+    plain = Run(Case(SMALL)).optimizer
+    with pytest.raises(ValueError, match="contiguous_grad_buffer"):
+        plain.grad_buffer_view(plain.param_groups[0]["params"][0])
+    param = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    other = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    optimizer = DistributedFusedAdam([param, other], contiguous_grad_buffer=True)
+    for each in (param, other):
+        view = optimizer.grad_buffer_view(each)
+        assert view.shape == each.shape and view.stride() == each.stride() and view.dtype == torch.float32
+        with optimizer.no_sync(greedy_grad_copy=True):
+            (each * 3).sum().backward()
+        assert each.grad is None and torch.equal(view, torch.full_like(view, 3.0))
+    optimizer.zero_grad()
+    assert not any(optimizer.grad_buffer_view(each).any() for each in (param, other))
+
+
+def test_buffers_show_gradients_in_the_memory_order_of_parameters():
+    run_on_ranks(views_of_buffers, 2)
+
+
+class AddsItself(torch.autograd.Function):
+    """A product that adds its weight's gradient to the buffer, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, weight, add, factor):
+        ctx.weight, ctx.factor, ctx.add = weight, factor, add
+        return (weight.double() * factor).sum()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        ctx.add(ctx.weight, ctx.factor * grad_output)
+        return None, None, None
+
+
+def add_to_buffer(optimizer, weight, grad):
+    optimizer.grad_buffer_view(weight).add_(grad)
+    optimizer.register_grad_ready(weight)
+
+
+def fused_gradients():
+    """Half of the weights' gradients are added by their own backward, three microbatches of which two wait."""
+    rank, size = world()
+    for settings in (SMALL, {"overlap_grad_sync": False}, {"bucket_cap_mb": cap(128)}):
+        run = Run(Case({**settings, "contiguous_grad_buffer": True}, shapes=SHAPES, microbatches=3))
+        run.optimizer.init_params()
+        for product in list(run.model.products)[::2]:
+            product.forward = partial(AddsItself.apply, product.weight, partial(add_to_buffer, run.optimizer))
+        for step in range(4):
+            run.step(step)
+        run.check(4)
+
+
+def test_kernels_add_gradients_to_buffers_themselves():
+    run_on_ranks(fused_gradients, 3)

@@ -1,0 +1,354 @@
+"""Clipping, norms and loss scaling of DistributedFusedAdam against plain PyTorch: clip_grad_norm_ and GradScaler."""
+
+import io
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from megatron.core.optimizer import DistributedFusedAdam
+from tests.distributed.fused_adam_runs import LAZY, ODD, Case, Run, assert_same_on_all_ranks, cap, factors, world
+from tests.harness import run_on_ranks
+
+SHAPES = tuple(ODD)
+# Adam hardly sees the size of gradients but next to a large eps.
+BIG_EPS = {"eps": 1.0, "lr": 0.3}
+# A factor of clipping comes at another place: a digit or two in each gradient, so in each of 8 steps of at most 0.3.
+CLOSE = {"rtol": 0.0, "atol": 8 * 0.3 * 4 * 2**-23}
+FP16, FP32 = torch.float16, torch.float32
+
+
+class PlainSteps(DistributedFusedAdam):
+    """As subclasses of trainers set it: the scaler unscales gradients before the step, and skips it itself."""
+
+    _step_supports_amp_scaling = False
+
+
+class Scaled:
+    """A run with a loss scale, and plain PyTorch's with another scaler."""
+
+    def __init__(self, settings, dtype=FP32, *, plain_steps=False, **scaler):
+        self.run = Run(Case({**BIG_EPS, **settings}, shapes=SHAPES, dtypes=(dtype,)))
+        self.ours, self.reference = self.run.optimizer, self.run.reference
+        self.plain = self.reference.optimizer
+        if plain_steps:
+            self.ours.__class__ = PlainSteps
+        chosen = {"init_scale": 2.0**8, "growth_interval": 3, **scaler}
+        self.our_scaler, self.scaler = (torch.amp.GradScaler("cpu", **chosen) for _ in range(2))
+        self.scaler.scale(torch.zeros(()))
+        self.overflow = 0.0
+
+    def gradients(self, step, *, overflow=False):
+        """Both sides' gradients, scaled; overflow: one element of rank 1 is infinite."""
+        self.ours.zero_grad()
+        self.backward(step, overflow=overflow)
+        self.reference.set_grads(self.all_grads(step, overflow), scale=self.scaler.get_scale())
+
+    def backward(self, step, *, overflow=False):
+        rank, size = world()
+        own = [factor * size for factor in factors(SHAPES, step, rank, 0)]
+        if overflow and rank == size - 1:
+            own[5][3] = math.inf
+        self.our_scaler.scale(self.run.model(own)).backward()
+
+    def all_grads(self, step, overflow):
+        grads = self.run.grads(step)
+        if overflow:
+            grads[5][3] = math.inf
+        return grads
+
+    def clip(self, max_norm):
+        """Both norms, which must be close."""
+        ours = self.ours.clip_grad_norm(max_norm)
+        plain = clip_grad_norm_(self.reference.masters, max_norm)
+        assert ours.shape == () and ours.dtype == FP32
+        torch.testing.assert_close(ours, plain.float(), rtol=1e-6, atol=0, equal_nan=True)
+        return plain.item()
+
+    def finish(self):
+        """Steps both by their scalers, which must agree after it."""
+        self.our_scaler.step(self.ours)
+        self.scaler.step(self.plain)
+        for scaler in (self.our_scaler, self.scaler):
+            scaler.update()
+        assert self.our_scaler.state_dict() == self.scaler.state_dict()
+        self.reference.publish()
+
+    def check(self, **bounds):
+        params = list(self.run.model.parameters())
+        self.ours.wait_params(params)
+        for param, value in zip(params, self.reference.values):
+            torch.testing.assert_close(param.detach(), value, **(bounds or {"rtol": 0.0, "atol": 0.0}))
+        assert_same_on_all_ranks(params)
+
+
+# Each leaves both sides as scaler.step is to find them.
+
+
+def unscale_then_clip(scaled):
+    scaled.ours.unscale_grads(grad_scaler=scaled.our_scaler)
+    scaled.scaler.unscale_(scaled.plain)
+    scaled.clip(2.0)
+
+
+def torchs_unscale_then_clip(scaled):
+    scaled.our_scaler.unscale_(scaled.ours)
+    scaled.scaler.unscale_(scaled.plain)
+    scaled.clip(2.0)
+
+
+def clip_then_unscale(scaled):
+    scaled.clip(600.0)
+    scaled.ours.unscale_grads(grad_scaler=scaled.our_scaler)
+    scaled.scaler.unscale_(scaled.plain)
+
+
+def clip_then_torchs_unscale(scaled):
+    scaled.clip(600.0)
+    scaled.our_scaler.unscale_(scaled.ours)
+    scaled.scaler.unscale_(scaled.plain)
+
+
+def clip_alone(scaled):
+    scaled.clip(600.0)
+
+
+def nothing(scaled):
+    pass
+
+
+ORDERS = [unscale_then_clip, torchs_unscale_then_clip, clip_then_unscale, clip_then_torchs_unscale, clip_alone, nothing]
+OVERFLOWS = {0, 3, 4}  # the first step too: states are there and have seen nothing
+
+
+def orders_of_calls(order):
+    for plain_steps, settings in itertools.product(
+        (False, True),
+        ({"bucket_cap_mb": cap(700)}, {"overlap_param_sync": True, "debug": True}, {"overlap_grad_sync": False}),
+    ):
+        scaled = Scaled(settings, plain_steps=plain_steps)
+        for step in range(8):
+            scaled.gradients(step, overflow=step in OVERFLOWS)
+            order(scaled)
+            before = [value.clone() for value in scaled.reference.values]
+            scaled.finish()
+            has_moved = not all(torch.equal(a, b) for a, b in zip(before, scaled.reference.values))
+            assert has_moved == (step not in OVERFLOWS)
+        # A scale is a power of two: without clipping there is nothing to round.
+        scaled.check(**({} if order is nothing else CLOSE))
+        assert scaled.scaler.get_scale() != 2.0**8
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_any_order_of_unscaling_clipping_and_stepping_equals_plain_pytorch(order):
+    run_on_ranks(orders_of_calls, 3, order)
+
+
+def scales_by_hand():
+    scaled = Scaled({"bucket_cap_mb": cap(700)}, init_scale=1000.1)
+    for step in range(6):
+        scaled.gradients(step, overflow=step == 3)
+        inverse = torch.tensor(1 / 1000.1)
+        found = scaled.ours.unscale_grads(inv_scale=inverse)
+        assert {place: flag.item() for place, flag in found.items()} == {torch.device("cpu"): float(step == 3)}
+        for master in scaled.reference.masters:
+            master.grad.mul_(inverse)
+        scaled.clip(1.5)
+        # Nobody else takes note of what was found.
+        if step != 3:
+            scaled.ours.step()
+            scaled.plain.step()
+        scaled.reference.publish()
+    scaled.check(**CLOSE)
+
+
+def test_gradients_unscaled_by_a_number_are_stepped_without_a_scaler():
+    run_on_ranks(scales_by_hand, 2)
+
+
+def without_scales():
+    """Neither scaler nor unscaling: infinite gradients are stepped by, as torch does."""
+    scaled = Scaled({"bucket_cap_mb": cap(700)}, enabled=False)
+    for step in range(3):
+        scaled.gradients(step)
+        scaled.clip(2.0)
+        scaled.our_scaler.step(scaled.ours)
+        scaled.plain.step()
+        scaled.reference.publish()
+    scaled.check(**CLOSE)
+
+
+def test_without_a_scale_clipping_equals_plain_pytorch():
+    run_on_ranks(without_scales, 2)
+
+
+def more_after_unscaling():
+    """Backward again where gradients were unscaled or clipped: later ones are added as they are."""
+    for settings, contiguous in itertools.product(({"bucket_cap_mb": cap(700)}, {"overlap_grad_sync": False}), (0, 1)):
+        scaled = Scaled({**settings, "contiguous_grad_buffer": bool(contiguous)})
+        for step in range(0, 9, 3):
+            scaled.gradients(step)
+            unscale_then_clip(scaled)
+            for later in (step + 1, step + 2):
+                scaled.backward(later)
+                added = scaled.run.grads(later)
+                for master, grad in zip(scaled.reference.masters, added):
+                    master.grad.add_(grad * scaled.scaler.get_scale())
+                if later == step + 1:
+                    scaled.clip(300.0)
+            scaled.clip(1e9)
+            scaled.finish()
+        scaled.check(**CLOSE)
+
+
+def test_gradients_that_come_after_unscaling_and_clipping_are_added_as_plain_pytorch_adds_them():
+    run_on_ranks(more_after_unscaling, 3)
+
+
+def steps_without_zero_grad():
+    """Clipped and unscaled gradients are stepped by again; then the same with a new scale."""
+    scaled = Scaled({"bucket_cap_mb": cap(700)})
+    scaled.gradients(0)
+    unscale_then_clip(scaled)
+    scaled.finish()
+    for _ in range(2):
+        scaled.ours.step()
+        scaled.plain.step()
+    scaled.reference.publish()
+    scaled.clip(0.5)
+    scaled.ours.step()
+    scaled.plain.step()
+    scaled.reference.publish()
+    scaled.gradients(1)
+    scaled.finish()
+    scaled.check(**CLOSE)
+
+
+def test_steps_without_zero_grad_go_on_with_unscaled_and_clipped_gradients():
+    run_on_ranks(steps_without_zero_grad, 2)
+
+
+def overflow_of_one_rank():
+    for dtype, settings in (
+        (FP32, {}),
+        (FP16, {"overlap_param_sync": True}),
+        (torch.bfloat16, {"store_params": False, "store_param_remainders": True}),
+        (FP16, {"with_scaled_states": True, "dtype": FP16, "param_sync_dtype": FP16}),
+    ):
+        settings = {"bucket_cap_mb": cap(400), **settings}
+        runs = [Run(Case(settings, shapes=SHAPES, dtypes=(dtype,))) for _ in range(2)]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        # What the device decides against what never ran, from the first step on.
+        for step in range(6):
+            for run, skips in zip(runs, (step in (0, 3), False)):
+                if run is runs[1] and step in (0, 3):
+                    continue
+                run.optimizer.zero_grad()
+                rank, size = world()
+                own = [factor * size for factor in factors(SHAPES, step, rank, 0)]
+                if skips and rank == 1:
+                    own[5][3] = math.inf
+                loss = run.model(own)
+                (scaler.scale(loss) if run is runs[0] else loss).backward()
+                scaler.step(run.optimizer) if run is runs[0] else run.optimizer.step()
+            scaler.update()
+            saved = io.BytesIO()
+            torch.save(runs[0].optimizer.state_dict(), saved)
+            if step in (0, 4):
+                saved.seek(0)
+                runs[0].optimizer.load_state_dict(torch.load(saved, weights_only=False))
+        for run in runs:
+            run.optimizer.wait_params(run.model.parameters())
+        assert scaler.get_scale() == 1.0
+        for ours, theirs in zip(runs[0].model.parameters(), runs[1].model.parameters()):
+            assert torch.equal(ours, theirs), settings
+
+
+def test_b22_an_overflow_of_one_rank_skips_the_step_on_all_and_leaves_states_to_save_and_load():
+    run_on_ranks(overflow_of_one_rank, 3)
+
+
+def plain_norm(grads, norm_type=2.0):
+    return torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]), norm_type).item()
+
+
+def norms(dtype, settings, rel):
+    """Of all, of some, in either order, by several measures, after more gradients, and of nothing."""
+    case = Case({"bucket_cap_mb": cap(700), **settings}, shapes=SHAPES, dtypes=(dtype,), microbatches=2, waits=LAZY)
+    for first in ("some", "all"):
+        run = Run(case)
+        optimizer, params = run.optimizer, list(run.model.parameters())
+        assert optimizer.grad_norm().item() == 0.0
+        run.backward(0)
+        grads = run.grads(0)
+        some = (1, 5, 6)
+        expected = {"all": plain_norm(grads), "some": plain_norm([grads[number] for number in some])}
+        chosen = {"all": None, "some": [params[number] for number in some]}
+        for which in (first, *sorted(expected), *sorted(expected, reverse=True)):
+            assert optimizer.grad_norm(chosen[which]).item() == pytest.approx(expected[which], rel=rel), which
+        assert optimizer.grad_norm(iter(chosen["some"])).item() == pytest.approx(expected["some"], rel=rel)
+        assert optimizer.grad_norm(params[3]).item() == pytest.approx(plain_norm([grads[3]]), rel=rel)
+        assert optimizer.grad_norm([]).item() == 0.0 == optimizer.grad_norm([params[4]]).item()
+        for norm_type in (math.inf, 1.0, 3.0):
+            found = optimizer.grad_norm(norm_type=norm_type).item()
+            assert found == pytest.approx(plain_norm(grads, norm_type), rel=rel)
+        run.backward(1)
+        grads = [a + b for a, b in zip(grads, run.grads(1))]
+        assert optimizer.grad_norm(force=True).item() == pytest.approx(plain_norm(grads), rel=rel)
+        optimizer.zero_grad()
+        assert optimizer.grad_norm().item() == 0.0
+
+
+def all_norms():
+    for dtype in (FP32, FP16, torch.bfloat16):
+        norms(dtype, {}, 1e-6)
+    norms(torch.float64, {"dtype": torch.float64, "grad_sync_dtype": torch.float64}, 1e-6)
+    norms(FP32, {"contiguous_grad_buffer": True, "overlap_param_sync": True}, 1e-6)
+    # Beyond fp16, but not each element; and far below it, squared. On one rank alone, so that no sum leaves fp16.
+    for value in (3e4, 2.0**-20):
+        param = nn.Parameter(torch.zeros(1000, dtype=FP16))
+        optimizer = DistributedFusedAdam([param], grad_sync_dtype=FP16, average_grad_sync=False)
+        param.grad = torch.full_like(param, value if world()[0] == 0 else 0.0)
+        assert optimizer.grad_norm().item() == pytest.approx(value * math.sqrt(1000), rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_b35_b37_norms_of_some_and_of_all_are_right_in_any_order(ranks):
+    run_on_ranks(all_norms, ranks)
+
+
+def clips():
+    """Some first, then all, to nothing, by inf norms, and not at all."""
+    for settings in ({"bucket_cap_mb": cap(700)}, {"contiguous_grad_buffer": True}):
+        scaled = Scaled(settings, enabled=False)
+        params, masters = list(scaled.run.model.parameters()), scaled.reference.masters
+        for step, calls in enumerate(
+            [
+                [((1, 5, 6), 2.0, 2.0), (range(8), 3.0, 2.0)],
+                [(range(8), 3.0, 2.0), ((0, 6), 0.5, 2.0), ((7,), math.inf, 2.0)],
+                [((3,), 0.0, 2.0), ((), 1.0, 2.0), (range(8), 2.0, math.inf)],
+                [(range(8), 0.0, 2.0)],
+                [(range(8), 1e9, 1.0), ((2, 3), 1.0, math.inf)],
+            ]
+        ):
+            scaled.gradients(step)
+            for numbers, max_norm, norm_type in calls:
+                ours = scaled.ours.clip_grad_norm(max_norm, [params[number] for number in numbers], norm_type)
+                # torch knows no largest element of none.
+                chosen = [masters[number] for number in numbers if masters[number].numel()]
+                plain = clip_grad_norm_(chosen, max_norm, norm_type)
+                assert ours.item() == pytest.approx(plain.item(), rel=1e-6)
+            norm = plain_norm([master.grad for master in masters])
+            assert scaled.ours.grad_norm().item() == pytest.approx(norm, rel=1e-6)
+            scaled.ours.step()
+            scaled.plain.step()
+            scaled.reference.publish()
+            scaled.check(**CLOSE)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_b37_clipping_some_or_all_to_anything_equals_torchs(ranks):
+    run_on_ranks(clips, ranks)
