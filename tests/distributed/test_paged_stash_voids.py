@@ -32,6 +32,7 @@ EVALUATED: Flags = {"eval-interval": 1, "eval-iters": 2}
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     "ep 2": (2, {**layout(ep=2), "global-batch-size": 6}),
     "pp 2, ep 2": (4, {**layout(pp=2, ep=2), "global-batch-size": 6}),
+    "ep 2, zero 2": (2, {**layout(ep=2), "global-batch-size": 6, "optimizer": "distributed_fused_adam"}),
     # The first step overflows; the two after it do not, so that the scale grows, and the last one overflows again.
     "ep 2, fp16": (
         2,
@@ -88,6 +89,7 @@ CASES: list[tuple[str, str, str, list[int]]] = [
     ("pp 2, ep 2", "first layer", "rows", [2]),
     ("pp 2, ep 2", "last layer", "rows", [2]),
     ("ep 2, fp16", "twice in a row", "pages", [2, 3]),
+    ("ep 2, zero 2", "middle layer", "rows", [2]),
 ]
 
 

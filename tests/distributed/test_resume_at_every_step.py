@@ -10,6 +10,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.training.training import train_step
+from tests.counts import long_count
 from tests.distributed.tiny_runs import SHARDED, comparable, record_run, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -39,6 +40,8 @@ PRECISIONS: dict[str, Flags] = {
 IN_STEP: Flags = {**SHARDED, "overlap-param-gather-with-optimizer-step": True}
 CASES: list[tuple[str, str, Flags]] = [(base, precision, {}) for base in ("dense", "moe") for precision in PRECISIONS]
 CASES += [("moe", "fp32", IN_STEP), ("moe", "bf16", IN_STEP), ("dense", "fp16", IN_STEP)]
+if long_count(0, soak=1):
+    CASES += [("moe", "bf16", {**IN_STEP, "optimizer": "distributed_fused_adam"})]
 Steps = list[dict[str, Any]]
 State = dict[str, str]
 

@@ -1,0 +1,151 @@
+"""--optimizer distributed_fused_adam through the training program (TRAPS B25 with ZeRO-2 as a mode; B12, B14, B22).
+
+Every micro-batch is reduced: with one, bits are those of adam with --use-distributed-optimizer; with more, those of no
+other mode, but of any overlap and bucket size. What a single wrapped module does is in test_zero2.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.counts import long_count, slow
+from tests.distributed.parity import layout, put_together
+from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, INTERLEAVED, OVERLAPPED, SHARDED, Case, _train
+from tests.distributed.test_sharded_runs import _load, _save, _steps
+from tests.distributed.tiny_runs import started_run, state_of
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+STEPS = long_count(6, soak=20)
+ZERO2: Flags = {**SHARDED, "optimizer": "distributed_fused_adam"}
+ALL: Flags = {**ZERO2, **OVERLAPPED}
+VARIANTS: list[Flags] = [
+    ZERO2,
+    {**ALL, "ddp-bucket-size": 1},
+    {**ALL, "overlap-param-gather-with-optimizer-step": True, "ddp-bucket-size": 1001},
+]
+MORE: list[Flags] = [
+    {**ZERO2, "ddp-bucket-size": 1001},
+    {**ZERO2, "overlap-grad-reduce": True, "ddp-num-buckets": 3},
+    {**ALL, "no-align-param-gather": True},
+    {**ALL, "ddp-bucket-size": 10**9},
+]
+FP16: Flags = {"fp16": True, "initial-loss-scale": 2.0**20, "hysteresis": 1, "loss-scale-window": 2}
+RECOMPUTED: Flags = {
+    "recompute-granularity": "full",
+    "recompute-method": "uniform",
+    "recompute-num-layers": 1,
+    "hidden-dropout": 0.1,
+}
+ONE_EACH = {
+    "dense, 3 ranks, bf16": Case(3, "dense", {**BF16, "global-batch-size": 3}),
+    "moe, ep 2": Case(4, "moe", {**EP2, "global-batch-size": 4}),
+    "moe, 3 ranks, fp16": Case(3, "moe", {**FP16, "global-batch-size": 3}),
+    "tp 2, sp": Case(4, "moe", {**layout(2), "num-query-groups": 2, "global-batch-size": 2}),
+    "pp 2, tied": Case(4, "dense", {**layout(pp=2), **BF16, "global-batch-size": 2}),
+    "cp 2, recomputed": Case(2, "llama", {**layout(cp=2), **RECOMPUTED, "global-batch-size": 1}),
+    "frozen": Case(3, "dense", {**BF16, "global-batch-size": 3}, frozen="embedding."),
+    "bf16 gradients, per token": Case(
+        2, "llama", {**BF16, "grad-reduce-in-bf16": True, "calculate-per-token-loss": True, "global-batch-size": 2}
+    ),
+}
+SEVERAL = {
+    "moe, ep 2": Case(4, "moe", EP2),
+    "pp 2, vpp 2, ep 2": Case(4, "moe", {**INTERLEAVED, **BF16, **EP2}),
+    "growing batch": Case(3, "dense", {"step-batch-size-schedule": "0:3 6:12 99:6", "global-batch-size": None}),
+    "tp 2, pp 2": Case(4, "llama", {**layout(2, pp=2), "num-query-groups": 2, "global-batch-size": 4}),
+}
+# Each precision and kind of layout once; all of them in the long run.
+ALWAYS = ("dense, 3 ranks, bf16", "moe, ep 2", "pp 2, vpp 2, ep 2")
+USUAL = (*ALWAYS, "moe, 3 ranks, fp16", "tp 2, sp", "cp 2, recomputed")
+Run = tuple[list[dict[str, Any]], dict[str, str]]
+
+
+def _run_all(case: Case, variants: Sequence[Flags]) -> list[list[Run]]:
+    """Of each rank, reports and digests of weights of each run."""
+    flags = {**read_bases()[case.base], **FLAGS, **case.flags}
+    argvs = [command_line({**flags, **SHARDED}), *(command_line({**flags, **variant}) for variant in variants)]
+    return run_on_ranks(_train_each, case.ranks, argvs, case.frozen, timeout=60 + 60 * len(argvs))
+
+
+def _train_each(argvs: Sequence[Sequence[str]], frozen: str) -> list[Run]:
+    return [_train(argv, frozen, STEPS) for argv in argvs]
+
+
+def _variants() -> list[Flags]:
+    return [*VARIANTS, *(MORE if long_count(0, soak=1) else [])]
+
+
+def _assert_same(run: Run, reference: Run, what: object) -> None:
+    for step, expected in zip(run[0], reference[0], strict=True):
+        assert step == expected, what
+    assert run[1] == reference[1], what
+
+
+def _chosen(cases: dict[str, Case]) -> list[Any]:
+    chosen = [name for name in cases if name in USUAL or long_count(0, soak=1)]
+    return [name if name in ALWAYS else slow(name) for name in chosen]
+
+
+@pytest.mark.parametrize("name", _chosen(ONE_EACH))
+def test_b25_one_microbatch_has_the_bits_of_zero1(name: str) -> None:
+    variants = _variants()
+    for rank, (reference, *runs) in enumerate(_run_all(ONE_EACH[name], variants)):
+        assert len({step["grad_norm"] for step in reference[0]}) > STEPS // 2
+        for variant, run in zip(variants, runs, strict=True):
+            _assert_same(run, reference, (rank, variant))
+
+
+@pytest.mark.parametrize("name", _chosen(SEVERAL))
+def test_b25_several_microbatches_have_the_bits_of_any_overlap_and_bucket_size(name: str) -> None:
+    variants = _variants()
+    tolerance = 0.02 if "bf16" in SEVERAL[name].flags else 1e-3
+    for rank, (zero1, first, *runs) in enumerate(_run_all(SEVERAL[name], variants)):
+        for variant, run in zip(variants[1:], runs, strict=True):
+            _assert_same(run, first, (rank, variant))
+        for step, expected in zip(first[0], zero1[0], strict=True):
+            assert step["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+            assert float(step["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=tolerance)
+
+
+RELAY: Flags = {**read_bases()["moe"], **FLAGS, **BF16, "train-iters": 6, "global-batch-size": 3}
+
+
+def _take_over(argvs: Sequence[Sequence[str]], folder: str) -> None:
+    """One run, and the same steps with the optimizer changed after every second one."""
+    with started_run(argvs[0]) as run:
+        expected, final = _steps(run, 6), state_of(run)
+    seen = []
+    # The last cuts buckets, and so states, as the whole run does.
+    for number, argv in enumerate([argvs[2], argvs[0], argvs[1]]):
+        source = ["--load", f"{folder}/{number - 1}"] if number else []
+        with started_run([*argv, *source, "--save", f"{folder}/{number}"]) as run:
+            seen += _steps(run, 2)
+            run.save_checkpoint()
+            last = state_of(run)
+    assert seen == expected
+    assert last == final
+
+
+def test_runs_go_on_from_each_others_checkpoints_bit_for_bit(tmp_path: Path) -> None:
+    argvs = [command_line({**RELAY, **flags}) for flags in (SHARDED, VARIANTS[0], VARIANTS[2])]
+    run_on_ranks(_take_over, 3, argvs, str(tmp_path), timeout=300)
+
+
+@pytest.mark.slow
+def test_b14_any_number_of_ranks_goes_on_from_any_other(tmp_path: Path) -> None:
+    argvs = [command_line({**RELAY, "global-batch-size": 12, **flags}) for flags in (SHARDED, VARIANTS[2])]
+    folders = [str(tmp_path / name) for name in ("zero1", "zero2")]
+    saved = [
+        put_together(sum(run_on_ranks(_save, ranks, argv, folder), []))
+        for ranks, argv, folder in zip((2, 3), argvs, folders)
+    ]
+    for ranks in (1, 2, 4):
+        # Each loads what the other has saved.
+        for number, results in enumerate(zip(*run_on_ranks(_load, ranks, argvs[::-1], folders))):
+            state = put_together(sum((own for own, _ in results), []))
+            assert state.keys() == saved[number].keys()
+            assert all(torch.equal(value, saved[number][key]) for key, value in state.items()), (ranks, folders[number])
