@@ -36,8 +36,7 @@ def check_weights_agree(
     dense: dict[str, tuple[int, bool]] = {}
     experts: dict[str, tuple[int, bool]] = {}
     for name, param in model.named_parameters():
-        # Of bytes: bit-identical is what replicas are, and NaN equals itself.
-        fingerprint = _crc32_sync(param), param.requires_grad
+        fingerprint = bits_sync(param), param.requires_grad
         (experts if param_facts(param).is_expert else dense)[canonical_name(name)] = fingerprint
     differences = [_first_difference(dense, group), _first_difference(experts, expert_group)]
     with all_ranks_agree():
@@ -76,6 +75,10 @@ def _and_more(names: list[str]) -> str:
     return f" and {len(names) - _NAMES_SHOWN} more parameters" if len(names) > _NAMES_SHOWN else ""
 
 
-def _crc32_sync(param: torch.Tensor) -> int:
+def bits_sync(param: torch.Tensor) -> int:
+    """A checksum of the bytes of a tensor, any shape and dtype: replicas are bit-identical, and NaN equals itself.
+
+    NOTE: waits for the device; for the start of a run.
+    """
     # As bytes: numpy has no bfloat16.
     return zlib.crc32(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

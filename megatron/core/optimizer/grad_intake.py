@@ -18,7 +18,7 @@ from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.optimizer.grad_stand_in import GradStandIn
 from megatron.core.optimizer.shard_scaling import ShardScaling
 from megatron.core.optimizer.sharded_params import ShardedParams
-from megatron.core.tensor_parallel.param_attributes import has_main_grad
+from megatron.core.tensor_parallel.param_attributes import is_wrapped
 
 
 class GradMode(Enum):
@@ -56,7 +56,7 @@ class _Comes:
 
 def check_free(name: str, param: nn.Parameter) -> None:
     """Raises ValueError for a parameter, any shape and dtype, whose gradients somebody else takes."""
-    if has_main_grad(param):
+    if is_wrapped(param):
         raise ValueError(f"{name} is in a DistributedDataParallel: call its release(), or leave out the wrapper")
     if _has_intake(param):
         # One that is out of use, and was not collected yet.

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.core.distributed.chunk_sync import ChunkSync
 from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.replica_checks import bits_sync
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam_segments import AdamRun, Segment, SegmentPlan
@@ -95,7 +96,8 @@ class ShardedParams:
 
         Collective; raises ValueError on all ranks where these do not give the same.
         """
-        self._check_equal(params, memory)
+        self._check_equal([str(memory), *(_describe(self.names[param], param) for param in params)])
+        self._check_equal([f"{self.names[param]} with bits {bits_sync(param):08x}" for param in params])
         for param in params:
             memory.check_param(self.names[param], param)
         if not params:
@@ -120,8 +122,7 @@ class ShardedParams:
         everywhere = dict.fromkeys(place for order in orders for place in order)
         return [by_place[place] for place in everywhere]
 
-    def _check_equal(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
-        own = [str(memory), *(_describe(self.names[param], param) for param in params)]
+    def _check_equal(self, own: list[str]) -> None:
         ranks = gather_objects(own, self._plan.grid.ranks)
         for rank, other in enumerate(ranks):
             if other == ranks[0]:
@@ -129,7 +130,8 @@ class ShardedParams:
             pairs = zip([*ranks[0], "nothing"], [*other, "nothing"])
             first, here = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
-                f"ranks differ in what they give the optimizer: rank 0 has {first}, rank {rank} has {here}"
+                f"ranks differ in what they give the optimizer: rank 0 has {first}, rank {rank} has {here}; must be "
+                "the same, with the same values (seed ranks alike, or broadcast the model from one)"
             )
 
     def _find_moved(self) -> str | None:
