@@ -66,7 +66,8 @@ class ForwardGathers:
     def _attach(self, module: nn.Module) -> None:
         if any(param in self._params for param in module.parameters()):
             wait = self._hook(lambda waits: waits.before(module))
-            self._handles.append(module.register_forward_pre_hook(wait))
+            # Before others of the module, which may read its weights: weight_norm does.
+            self._handles.append(module.register_forward_pre_hook(wait, prepend=True))
         if any(param in self._params for param in module.parameters(recurse=False)):
             # Weights are read and written by their names as well, and what was loaded must not be gathered over.
             wait = self._hook(lambda waits: waits.own(module))

@@ -42,18 +42,6 @@ class _Came:
             intake.gradient_came(param)
 
 
-class _Comes:
-    """A hook before the gradient of the parameter that has the stand-in."""
-
-    def __init__(self, intake: "GradIntake", param: nn.Parameter) -> None:
-        self._intake, self._param = weakref.ref(intake), weakref.ref(param)
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        intake, param = self._intake(), self._param()
-        if intake is not None and param is not None:
-            intake.take_stand_in_away(param)
-
-
 def check_free(name: str, param: nn.Parameter) -> None:
     """Raises ValueError for a parameter, any shape and dtype, whose gradients somebody else takes."""
     if is_wrapped(param):
@@ -105,7 +93,6 @@ class GradIntake:
         # torch's scalers unscale no gradients of fp16.
         if self._holder is None or (self._holder.dtype == torch.float16 and param.dtype != torch.float16):
             self._holder = param
-            self._handles.append(param.register_hook(_Comes(self, param)))
 
     def release(self) -> None:
         """Gradients stay where autograd leaves them."""
@@ -124,6 +111,8 @@ class GradIntake:
 
     def gradient_came(self, param: nn.Parameter) -> None:
         """A hook: autograd has left a gradient."""
+        if param is self._holder:
+            self._take_stand_in_away(param)
         if self._mode is GradMode.KEEP:
             return
         if self._mode is GradMode.SYNC:
@@ -217,13 +206,14 @@ class GradIntake:
             self._holder.grad = GradStandIn(self._holder, self)
             self._stands = True
 
-    def take_stand_in_away(self, param: nn.Parameter) -> None:
-        """Before autograd adds a gradient, any shape and dtype, to what there is."""
+    def _take_stand_in_away(self, param: nn.Parameter) -> None:
+        """Leaves what autograd has added to it. A hook before that would be called for torch.autograd.grad as well."""
         self._notice_changes()
         if isinstance(param.grad, GradStandIn):
-            param.grad = None
-        if param is self._holder:
-            self._stands = False
+            added = param.grad.added
+            # Where it stays, other gradients may be the same memory.
+            param.grad = added if added is None or self._mode is not GradMode.KEEP else added.clone()
+        self._stands = False
 
     def _notice_changes(self) -> None:
         """Forgets what was reduced if param.grad was cleared or replaced since: by a module's zero_grad, or by hand."""

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+
+# In place, and with create_graph.
+_ADDS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
 
 class ReducedGrads(Protocol):
@@ -25,23 +27,27 @@ class ReducedGrads(Protocol):
 
 class GradStandIn(torch.Tensor):
     """Of a parameter's shape, dtype and device, without memory. torch.amp.GradScaler unscales gradients in place, and
-    notes whether any is not finite: that, and a module's zero_grad, is handed to `grads`. Anything else raises
-    RuntimeError.
+    notes whether any is not finite: that, and a module's zero_grad, is handed to `grads`. What autograd adds to it is
+    `added`, for a hook to take. Anything else raises RuntimeError.
     """
 
     _grads: "weakref.ref[ReducedGrads]"
+    added: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, param: nn.Parameter, grads: ReducedGrads) -> "GradStandIn":
+    def __new__(cls, param: torch.Tensor, grads: ReducedGrads) -> "GradStandIn":
         """See the class; param: any shape and dtype."""
-        stand_in = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+        stand_in = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
         assert isinstance(stand_in, GradStandIn)
+        stand_in.added = None
         # Weakly: param.grad belongs to torch, whose references the garbage collector does not follow. Parameters and
         # process groups would live to the end of the process, and gloo then aborts it.
         stand_in._grads = weakref.ref(grads)
         return stand_in
 
-    def __init__(self, param: nn.Parameter, grads: ReducedGrads) -> None:
+    def __init__(self, param: torch.Tensor, grads: ReducedGrads) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -50,10 +56,15 @@ class GradStandIn(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch's own subclasses have it
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> None:
+    ) -> Any:
         if func is torch.ops.aten.zero_.default:
             args[0]._owner().forget()
-            return
+            return args[0]
+        if func in _ADDS and isinstance(args[0], cls) and torch._C._current_graph_task_id() != -1:
+            # Autograd leaves a gradient where it finds another.
+            result = args[0] if func is _ADDS[0] else cls(args[0], args[0]._owner())
+            result.added = args[1]
+            return result
         if func is not torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             raise RuntimeError(
                 f"{func} was given a parameter's .grad, which DistributedFusedAdam has reduced to the shards of ranks. "
@@ -67,6 +78,7 @@ class GradStandIn(torch.Tensor):
         for grad in grads:
             if isinstance(grad, cls):
                 grad._owner().unscale(found_inf, inv_scale)
+        return None
 
     def _owner(self) -> ReducedGrads:
         grads = self._grads()

@@ -1,0 +1,86 @@
+"""DistributedFusedAdam beside what else programs do with parameters: torch.autograd.grad, hooks of their own."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.optimizer import DistributedFusedAdam
+from tests.harness import run_on_ranks
+
+RATES = {"lr": 0.01, "betas": (0.75, 0.5), "eps": 1e-3, "weight_decay": 0.125}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3))
+
+
+def loss_of(model, step):
+    torch.manual_seed(step)
+    return model(torch.randn(4, 5)).square().mean()
+
+
+def pair(**settings):
+    """The same model twice, with torch's AdamW and with DistributedFusedAdam in small buckets."""
+    plain, model = net(), net()
+    optimizer = DistributedFusedAdam(model.parameters(), **RATES, bucket_cap_mb=512 / 2**20, **settings)
+    return plain, torch.optim.AdamW(plain.parameters(), **RATES), model, optimizer
+
+
+def assert_equal(plain, model):
+    actual = dict(model.named_parameters())
+    torch.testing.assert_close(actual, dict(plain.named_parameters()), rtol=1e-5, atol=1e-6)
+
+
+def test_module_zero_grad_counts_after_autograd_grad_of_parameters():
+    plain, plain_optimizer, model, optimizer = pair()
+    for step in range(3):
+        for module, steps in ((plain, plain_optimizer), (model, optimizer)):
+            module.zero_grad()
+            loss_of(module, step).backward()
+            steps.step()
+            torch.autograd.grad(loss_of(module, step), list(module.parameters()))
+    assert_equal(plain, model)
+
+
+def test_a_scaler_finds_gradients_after_autograd_grad_of_parameters():
+    _, _, model, optimizer = pair()
+    before = [param.detach().clone() for param in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    torch.autograd.grad(loss_of(model, 0), list(model.parameters()))
+    scaler.step(optimizer)
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_kept_beside_reduced_ones_are_nobody_elses_memory(create_graph):
+    first, second = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    optimizer = DistributedFusedAdam([first, second], **RATES)
+    (first + second).sum().backward()
+    with optimizer.no_sync():
+        for _ in range(2):
+            (first + second).sum().backward(create_graph=create_graph)
+    assert first.grad.tolist() == second.grad.tolist() == [2.0] * 4
+    assert optimizer.grad_norm().item() == pytest.approx(3 * 8**0.5)
+
+
+def hooks_that_read_weights(overlap_param_sync):
+    plain, plain_optimizer, model, optimizer = pair(overlap_param_sync=overlap_param_sync, debug=True)
+    for module in (plain, model):
+        module[2].register_forward_pre_hook(lambda layer, given: (given[0] + layer.weight.sum(),))
+        # Another one, which is called for what the first call has found.
+        module[0].register_forward_pre_hook(lambda layer, given: (given[0] * layer.bias.sum(),))
+    for step in range(4):
+        for module, steps in ((plain, plain_optimizer), (model, optimizer)):
+            steps.zero_grad()
+            loss_of(module, step).backward()
+            steps.step()
+    optimizer.wait_params(model.parameters())
+    assert_equal(plain, model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hooks_before_forward_read_gathered_weights(ranks):
+    run_on_ranks(hooks_that_read_weights, ranks, True, timeout=60)
