@@ -156,7 +156,7 @@ def builds() -> dict[str, Build]:
     """The sides that are compared with the first, by name."""
     sides: dict[str, Build] = {
         OURS: build_ours,
-        "ours, buckets of 8 MB": partial(build_ours, bucket_cap_mb=8.0),
+        "ours, buckets of 100 MB": partial(build_ours, bucket_cap_mb=100.0),
         "ours, standing gradients": partial(build_ours, contiguous_grad_buffer=True),
         "ours, gathers in forward": partial(build_ours, overlap_param_sync=True),
         "ours, bf16 with remainders": build_remainders,

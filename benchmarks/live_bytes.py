@@ -42,9 +42,11 @@ class PeakBytes(LiveBytes):
         self._peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = len(self._made)
         results = super().__torch_dispatch__(func, types, args, kwargs)
-        self._made = {address: ref for address, ref in self._made.items() if not ref.expired()}
-        self._peak = max(self._peak, self.total())
+        if len(self._made) > known:
+            self._made = {address: ref for address, ref in self._made.items() if not ref.expired()}
+            self._peak = max(self._peak, self.total())
         return results
 
     def peak_of(self, call: Callable[[], object]) -> int:

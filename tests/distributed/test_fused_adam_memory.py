@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks.live_bytes import PeakBytes
@@ -16,8 +18,8 @@ from tests.harness import run_on_ranks
 
 WIDTH, LAYERS = 256, 48
 NUM_PARAMS = WIDTH * WIDTH * LAYERS
-# Bytes of a bucket, of two layers' gradients in fp32, and how many are under way.
-CAP, PIPELINE = 1 << 19, 2
+# Bytes of a bucket, of one layer's gradients in fp32, and how many are under way.
+CAP, PIPELINE = 1 << 18, 2
 FP32, BF16 = torch.float32, torch.bfloat16
 REMAINDERS = {"store_params": False, "store_param_remainders": True}
 # The parameters' dtype, settings, bytes a parameter of: itself, states, gradients.
@@ -25,6 +27,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], int, int, int]] = {
     "fp32": (FP32, {}, 4, 8, 4),
     "bf16": (BF16, {}, 2, 12, 4),
     "bf16 gradients": (BF16, {"grad_sync_dtype": BF16}, 2, 12, 2),
+    "fp32 in place": (FP32, {"contiguous_param_buffer": False}, 4, 12, 4),
     "remainders": (BF16, REMAINDERS, 2, 10, 4),
 }
 
@@ -47,16 +50,18 @@ class Held:
 
 
 def held_by_ours(case: str, **settings: Any) -> Held:
-    """Of the third step."""
+    """Of the second step, and after it."""
     dtype, own, *_ = CASES[case]
     with PeakBytes() as held:
         model = build_model(dtype)
         optimizer = DistributedFusedAdam(model.parameters(), **own, **settings)
-        for _ in range(3):
+        for _ in range(2):
             optimizer.zero_grad()
-            at_rest = held.total()
             in_backward, in_step = (held.peak_of(part) for part in (partial(backward, model), optimizer.step))
-    return Held(at_rest, in_backward, in_step)
+        optimizer.zero_grad()
+        # gloo's threads let go of what they have sent a little after the ranks know that it is there.
+        dist.destroy_process_group()
+    return Held(held.total(), in_backward, in_step)
 
 
 def backward(model: nn.Module) -> None:
@@ -86,16 +91,15 @@ def of_law(case: str, ranks: int) -> float:
     return NUM_PARAMS * (of_param + (of_states + of_grads) / ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "ranks"), [("fp32", 1), *product(CASES, [2, 4])])
 def test_a_rank_holds_parameters_and_its_share_of_states_and_gradients(case: str, ranks: int) -> None:
     for held in run_on_ranks(partial(held_by_ours, case, bucket_cap_mb=CAP / 2**20), ranks):
         assert held.at_rest == pytest.approx(of_law(case, ranks), rel=0.02)
-        # Those under way with what others send, two that one gradient fills, and that gradient, made and copied.
-        buckets = PIPELINE * (1 + (ranks - 1) / ranks) + 2
-        in_flight = buckets * CAP + 2 * 4 * WIDTH * WIDTH
-        assert held.in_backward <= 1.02 * (of_law(case, ranks) + in_flight)
-        assert held.in_step <= 1.02 * (of_law(case, ranks) + in_flight)
+        # Those under way with what others send, and as many of which gloo's two threads have not let go yet; two that
+        # one gradient fills, and that gradient, made and copied.
+        buckets = (PIPELINE + 2) * (1 + (ranks - 1) / ranks) + 2
+        most = 1.02 * (of_law(case, ranks) + buckets * CAP + 2 * 4 * WIDTH * WIDTH)
+        assert max(held.in_backward, held.in_step) <= most, (held, most)
 
 
 def test_a_bucket_that_is_larger_than_the_model_takes_no_more_than_the_model() -> None:
