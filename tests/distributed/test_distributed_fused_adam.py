@@ -11,7 +11,7 @@ from torch.nn.utils import parameters_to_vector
 
 from megatron.core.dist_checkpointing.spread_tensor import SpreadTensor
 from megatron.core.optimizer import DistributedFusedAdam
-from tests.counts import long_count
+from tests.counts import long_count, slow
 from tests.distributed.fused_adam_runs import (
     GREEDY,
     HYPER,
@@ -97,7 +97,7 @@ def every_case():
         yield Case(settings, dtypes=dtype, shapes=ODD, microbatches=count, waits=how)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, slow(4), slow(5)])
 def test_twenty_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch(ranks):
     run_on_ranks(run_cases, ranks, CASES if ranks in (1, 3) else CASES[1:9], timeout=300)
 
@@ -321,13 +321,13 @@ def train_networks():
             train_network(bound, microbatches, dtype=dtype, **settings)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, slow(4)])
 def test_a_network_of_width_7_follows_torchs_adamw_on_the_whole_batch(ranks):
     run_on_ranks(train_networks, ranks)
 
 
 def overlap_and_bucket_sizes():
-    """Weights and losses of 10 steps by bucket size, which must not depend on what overlaps."""
+    """Weights and losses of 6 steps by bucket size, which must not depend on what overlaps."""
     rank, size = world()
     of_sizes = []
     for num_bytes in (4, 128, 1001, 100 << 20):
@@ -341,7 +341,7 @@ def overlap_and_bucket_sizes():
                 contiguous_grad_buffer=contiguous,
             )
             losses = []
-            for step in range(10):
+            for step in range(6):
                 optimizer.zero_grad()
                 loss = model(batch(step, FP32, size)[rank]).square().mean()
                 loss.backward()

@@ -1,0 +1,128 @@
+"""Whole iterations with DistributedFusedAdam in a graph: what can be captured, and what replays do, on any ranks."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.graph_safety import assert_capturable
+from megatron.core.graph_tape import TapeGraphs
+from megatron.core.optimizer import DistributedFusedAdam
+from tests.distributed.fused_adam_runs import world
+from tests.harness import run_on_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def capturable(params, **settings):
+    chosen = {"lr": torch.tensor(0.05), "weight_decay": 0.1, "bucket_cap_mb": 700 / 2**20, "capturable": True}
+    return DistributedFusedAdam(params, **{**chosen, **settings})
+
+
+def products(dtype):
+    torch.manual_seed(2)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((7, 7), (65,), (3, 5, 7), (1,))]
+
+
+def iteration(optimizer, params, factors, scaler):
+    """As a user writes it; all of it goes into a graph."""
+    optimizer.zero_grad()
+    loss = torch.stack([(param * factor).sum().float() for param, factor in zip(params, factors)]).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = optimizer.clip_grad_norm(2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm
+
+
+def new_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
+
+
+CAPTURED = [
+    (FP32, {}),
+    (BF16, {}),
+    (BF16, {"store_params": False}),
+    (BF16, {"contiguous_grad_buffer": True, "contiguous_param_buffer": False, "grad_sync_dtype": BF16}),
+    (FP32, {"adam_w_mode": False, "bias_correction": False}),
+]
+OVERFLOWS = {0, 4}
+
+
+def captures(dtype, settings):
+    """An iteration that the lint has nothing against, all of it."""
+    params = products(dtype)
+    optimizer, scaler = capturable(params, **settings), new_scaler()
+    factors = [torch.ones_like(param) for param in params]
+    # What is made at the first step is there before the capture, as on a GPU.
+    iteration(optimizer, params, factors, scaler)
+    with assert_capturable() as region:
+        norm = iteration(optimizer, params, factors, scaler)
+        region.keep(norm, *(param.grad for param in params if param.grad is not None))
+
+
+def step_count(optimizer):
+    # torch's Adam, whose format says it, always corrects.
+    if not optimizer.param_groups[0]["bias_correction"]:
+        return None
+    state = optimizer.state_dict(state_dict_format="torch")
+    counts = set() if state is None else {float(one["step"]) for one in state["state"].values()}
+    assert len(counts) <= 1
+    return counts.pop() if counts else None
+
+
+def set_factors(factors, step, *, overflow):
+    """Other numbers in the same memory, on each rank its own; overflow: infinite on the last rank alone."""
+    rank, size = world()
+    for factor in factors:
+        factor.copy_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(10 * step + rank)))
+    if overflow and rank == size - 1:
+        factors[1][3] = math.inf
+
+
+def replays(dtype, settings):
+    """One capture, and steps with other gradients, rates and scales, against an optimizer that runs them."""
+    params, others = products(dtype), products(dtype)
+    graphed = capturable(params, **settings)
+    eager = DistributedFusedAdam(others, lr=0.05, weight_decay=0.1, bucket_cap_mb=700 / 2**20, **settings)
+    factors, scaler, other_scaler = [torch.ones_like(param) for param in params], new_scaler(), new_scaler()
+    iteration(graphed, params, factors, scaler)
+    iteration(eager, others, factors, other_scaler)
+    with TapeGraphs().capturing() as tape:
+        captured = iteration(graphed, params, factors, scaler)
+    for step in range(8):
+        set_factors(factors, step, overflow=step in OVERFLOWS)
+        graphed.param_groups[0]["lr"].fill_(0.1 / (step + 1))
+        eager.param_groups[0]["lr"] = graphed.param_groups[0]["lr"].item()
+        before = [param.detach().clone() for param in params]
+        tape.replay()
+        norm = iteration(eager, others, factors, other_scaler)
+        torch.testing.assert_close(captured, norm, rtol=0, atol=0, equal_nan=True)
+        assert all(torch.equal(a, b) for a, b in zip(params, others)), step
+        assert (step in OVERFLOWS) == all(torch.equal(a, b) for a, b in zip(params, before))
+        assert scaler.state_dict() == other_scaler.state_dict()
+        count = step_count(graphed)
+        assert count == step_count(eager)
+        assert count in (None, 2 + step - len([one for one in OVERFLOWS if one <= step]))
+
+
+@pytest.mark.parametrize("dtype, settings", CAPTURED, ids=str)
+def test_an_iteration_with_scaling_and_clipping_can_be_captured(dtype, settings):
+    captures(dtype, settings)
+
+
+@pytest.mark.parametrize("dtype, settings", CAPTURED, ids=str)
+def test_a_replay_follows_rates_scales_and_overflows_as_steps_by_themselves_do(dtype, settings):
+    replays(dtype, settings)
+
+
+def on_ranks():
+    for dtype, settings in CAPTURED:
+        captures(dtype, settings)
+        replays(dtype, settings)
+
+
+def test_iterations_of_several_ranks_are_captured_and_replayed():
+    run_on_ranks(on_ranks, 3)
