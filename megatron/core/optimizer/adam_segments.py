@@ -19,6 +19,7 @@ from megatron.core.optimizer.adam_state_dict import write_parameters
 from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters
 from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid
 from megatron.core.optimizer.param_runs import RunParam, ranges_in
+from megatron.core.optimizer.stored_floats import WithRemainder
 from megatron.core.process_groups_config import group_size
 
 
@@ -58,6 +59,16 @@ class AdamRun:
         target = self._target()
         if target is not None:
             write_parameters(self.state, target)
+
+    def take_model(self) -> None:
+        """Makes the masters what the parameters are."""
+        main = self.state.main
+        if isinstance(main, WithRemainder):
+            main.forget()
+        elif self.state.form.masters is Masters.COPY:
+            numel, device = self.grad.numel(), self.grad.device
+            values = _collect(self.members, numel=numel, dtype=self.members[0].param.dtype, device=device)
+            main.write(0, values.to(main.read(0, 0).dtype))
 
     def _target(self) -> torch.Tensor | None:
         """Where new parameters go: to their place, or to that from which they are sent; None: they are the masters."""
@@ -137,7 +148,7 @@ def _runs(
     memory: AdamMemory,
     keys: Mapping[nn.Parameter, int],
 ) -> Iterator[AdamRun]:
-    form = memory.form(buffer.entries[0].param)
+    form, device = memory.form(buffer.entries[0].param), buffer.shard_grads.device
     for found in ranges_in(buffer, enumerate(buffer.owned_spans()), groups=keys):
         span, group = found.span, groups[found.bucket]
         owned = buffer.owned_spans()[found.bucket]
@@ -145,7 +156,7 @@ def _runs(
         model = (
             buffer.param_data[span.start : span.end]
             if is_flat
-            else _collect(found.members, numel=span.numel, dtype=buffer.kind.param_dtype)
+            else _collect(found.members, numel=span.numel, dtype=buffer.kind.param_dtype, device=device)
         )
         yield AdamRun(
             found.key,
@@ -170,9 +181,9 @@ def _joined(spans: Sequence[Span]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _collect(members: Sequence[RunParam], *, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def _collect(members: Sequence[RunParam], *, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A run's parameters from their own memory: [numel], their dtype."""
-    flat = torch.zeros(numel, dtype=dtype, device=members[0].param.device)
+    flat = torch.zeros(numel, dtype=dtype, device=device)
     for member in members:
         member.view_of(flat).copy_(flat_view(member.param)[member.start : member.start + member.span.numel])
     return flat

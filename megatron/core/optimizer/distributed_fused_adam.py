@@ -4,7 +4,7 @@ Buffers, and what is sent when, are megatron.core.distributed's; the update of a
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -22,15 +22,23 @@ from megatron.core.optimizer.adam_segments import AdamRun, SegmentPlan
 from megatron.core.optimizer.adam_state_dict import AdamShard, adam_state_dict, load_adam_state_dict
 from megatron.core.optimizer.flat_adam import AdamRates, adam_step
 from megatron.core.optimizer.forward_gathers import ForwardGathers
-from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid, check_group
+from megatron.core.optimizer.fused_adam_settings import (
+    AdamMemory,
+    Params,
+    RankGrid,
+    as_groups,
+    as_params,
+    check_capturable,
+    check_group,
+    check_scalars,
+    common_device,
+)
 from megatron.core.optimizer.grad_intake import GradIntake, GradMode, check_free
 from megatron.core.optimizer.param_runs import RunParam
 from megatron.core.optimizer.shard_scaling import ShardScaling
 from megatron.core.optimizer.sharded_params import ShardedParams
 from megatron.core.optimizer.torch_adam_state import gather_torch_state_sync
 from megatron.core.optimizer.update_rules import GradScale
-
-_Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):
@@ -71,7 +79,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: _Params,
+        params: Params,
         lr: float | torch.Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -100,7 +108,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         capturable: bool = False,
         debug: bool = False,
     ) -> None:
-        _check_scalars(amsgrad=amsgrad, bucket_cap_mb=bucket_cap_mb, pipeline_size=pipeline_size)
+        check_scalars(amsgrad=amsgrad, bucket_cap_mb=bucket_cap_mb, pipeline_size=pipeline_size)
         self._memory = AdamMemory(
             dtype=dtype,
             grad_sync_dtype=grad_sync_dtype,
@@ -112,7 +120,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             with_scaled_states=with_scaled_states,
         )
         self._memory.check()
-        _check_capturable(capturable, self._memory)
+        check_capturable(capturable, self._memory)
         grid = RankGrid.of(process_group, distributed=distributed_process_group, redundant=redundant_process_group)
         # Ranks that a graph's replays bring to the same places need not tell each other on the host, and could not.
         order = LaunchOrder(
@@ -125,8 +133,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         plan = SegmentPlan(grid, bucket_cap_mb * 2**20, average=average_grad_sync, overlap=overlap_grad_sync)
         self._order, self._shards = order, ShardedParams(plan, order)
         self._adam_w_mode, self._capturable, self._ranks = adam_w_mode, capturable, grid.ranks
-        groups = _as_groups(params)
-        self._device = _common_device(groups, None if device is None else torch.device(device))
+        groups = as_groups(params)
+        self._device = common_device(groups, None if device is None else torch.device(device))
         self._scaling = ShardScaling(grid.shards, self._device)
         self._grads = GradIntake(
             self._shards,
@@ -179,7 +187,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         store_param_remainders, with_scaled_states, contiguous_param_buffer or contiguous_grad_buffer for them.
         """
         asked = self._memory.replaced(memory)
-        given = [*self._shards.names] if params is None else self._shards.check_own(_as_params(params))
+        given = [*self._shards.names] if params is None else self._shards.check_own(as_params(params))
         taken = self._shards.groups_of
         new = [param for param in given if param.requires_grad and param not in taken]
         self._shards.take_over(new, asked)
@@ -318,13 +326,23 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.start_param_sync(self._shards.groups, again=True)
         self._order.finish_param_sync(self._shards.groups)
 
+    @torch.no_grad()
+    def reload_params(self) -> None:
+        """Takes the masters from the parameters, after something else than a step has written these. Collective.
+
+        Where masters are copies, or remainders, the next step would undo what was written.
+        """
+        self._order.finish_param_sync(self._shards.groups)
+        for run in self._shards.runs:
+            run.take_model()
+
     def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter]) -> None:
         """Waits until these may be read, any shapes and dtypes: with overlap_param_sync, outside of modules.
 
         Collective while their gather is due.
         """
         self._need(
-            dict.fromkeys(group for param in _as_params(params) for group in self._shards.groups_of.get(param, ()))
+            dict.fromkeys(group for param in as_params(params) for group in self._shards.groups_of.get(param, ()))
         )
 
     # What is saved.
@@ -365,6 +383,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         if self._forward is not None:
             self._forward.remove()
 
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a DistributedFusedAdam cannot be pickled, as its process groups cannot: save its state_dict")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError("a DistributedFusedAdam cannot be copied, as its process groups cannot: build another")
 
@@ -398,7 +419,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             self.init_params([*rest, *reversed(arrived)])
 
     def _sums_of(self, parameters: nn.Parameter | Iterable[nn.Parameter] | None) -> list[torch.Tensor]:
-        return self._shards.sums if parameters is None else self._shards.sums_of(_as_params(parameters))
+        return self._shards.sums if parameters is None else self._shards.sums_of(as_params(parameters))
 
     def _unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """See ReducedGrads."""
@@ -449,50 +470,3 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             adam_w_mode=self._adam_w_mode,
             bias_correction=group["bias_correction"],
         )
-
-
-def _as_params(params: nn.Parameter | Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
-    # A tensor would be iterated by its rows.
-    return [params] if isinstance(params, nn.Parameter) else params
-
-
-def _check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) -> None:
-    if amsgrad:
-        raise ValueError("amsgrad is True: DistributedFusedAdam keeps no maximum of squares, must be False")
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb!r}: must be a number of MiB above 0")
-    if isinstance(pipeline_size, bool) or not isinstance(pipeline_size, int) or pipeline_size < 1:
-        raise ValueError(f"pipeline_size is {pipeline_size!r}: must be a number of buckets, at least 1")
-
-
-def _check_capturable(capturable: bool, memory: AdamMemory) -> None:
-    for name in ("store_param_remainders", "with_scaled_states"):
-        if capturable and vars(memory)[name]:
-            raise ValueError(f"capturable and {name} are both True: one of them must be False")
-
-
-def _as_groups(params: _Params) -> list[dict[str, Any]]:
-    """Parameter groups, as torch.optim.Optimizer makes them of what it is given."""
-    if isinstance(params, torch.Tensor):
-        raise TypeError("params is a tensor: must be the parameters, or groups of them")
-    given: list[Any] = list(params)
-    if not given:
-        raise ValueError("params is empty: must be the parameters, or groups of them")
-    # What is an iterator is read once.
-    groups = given if isinstance(given[0], dict) else [{"params": given}]
-    return [{**group, "params": _as_list(group["params"])} for group in groups]
-
-
-def _as_list(params: torch.Tensor | Iterable[Any]) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-def _common_device(groups: Sequence[dict[str, Any]], device: torch.device | None) -> torch.device:
-    """The device given, or that of the first parameter."""
-    for group in groups:
-        for param in [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]:
-            first = param[1] if isinstance(param, tuple) else param
-            return (
-                first.device if device is None or device.index is None and device.type == first.device.type else device
-            )
-    return device or torch.device("cpu")

@@ -65,21 +65,37 @@ class ForwardGathers:
 
     def _attach(self, module: nn.Module) -> None:
         if any(param in self._params for param in module.parameters()):
-            wait = self._hook(lambda waits: waits.before(module))
+            wait = _Wait(self, lambda waits: waits.before(module))
             # Before others of the module, which may read its weights: weight_norm does.
             self._handles.append(module.register_forward_pre_hook(wait, prepend=True))
         if any(param in self._params for param in module.parameters(recurse=False)):
             # Weights are read and written by their names as well, and what was loaded must not be gathered over.
-            wait = self._hook(lambda waits: waits.own(module))
+            wait = _Wait(self, lambda waits: waits.own(module))
             self._handles.append(module.register_state_dict_pre_hook(wait))
             self._handles.append(module.register_load_state_dict_pre_hook(wait))
 
-    def _hook(self, groups: Callable[[ForwardWaits], Iterable[SyncedGroup]]) -> Callable[..., None]:
-        # Weakly, as above; a copy of the module would copy the optimizer, too.
-        me = weakref.ref(self)
+    def wait(self, groups: Callable[[ForwardWaits], Iterable[SyncedGroup]]) -> None:
+        """Waits for groups that are looked up now."""
+        self._need(groups(self._waits))
 
-        def wait_for_params(*unused: Any) -> None:
-            if (gathers := me()) is not None:
-                gathers._need(groups(gathers._waits))
 
-        return wait_for_params
+class _Wait:
+    """A hook of a module; weakly, as above, and of a module that is stored or copied it does nothing."""
+
+    def __init__(self, gathers: ForwardGathers, groups: Callable[[ForwardWaits], Iterable[SyncedGroup]]) -> None:
+        self._gathers, self._groups = weakref.ref(gathers), groups
+
+    def __call__(self, *unused: Any) -> None:
+        gathers = self._gathers()
+        if gathers is not None:
+            gathers.wait(self._groups)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NoWait, ()
+
+
+class _NoWait:
+    """What a stored hook comes back as."""
+
+    def __call__(self, *unused: Any) -> None:
+        pass

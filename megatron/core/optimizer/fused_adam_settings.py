@@ -5,7 +5,7 @@ No tensor and no collective here.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from megatron.core.distributed.transient_grads import GradMemory, MemoryPolicy, 
 from megatron.core.optimizer.flat_adam import Masters, StateForm
 from megatron.core.process_groups_config import group_size
 
+# What torch.optim.Optimizer takes.
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _PARAM_DTYPES = (*_FLOATS, torch.float64)
 
@@ -201,3 +203,53 @@ def _is_at_least_zero(value: object) -> bool:
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
+
+
+def as_params(params: nn.Parameter | Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
+    """One parameter or several, any shapes and dtypes, as several."""
+    # A tensor would be iterated by its rows.
+    return [params] if isinstance(params, nn.Parameter) else params
+
+
+def check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) -> None:
+    """Raises ValueError for numbers and switches that mean nothing."""
+    if amsgrad:
+        raise ValueError("amsgrad is True: DistributedFusedAdam keeps no maximum of squares, must be False")
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb!r}: must be a number of MiB above 0")
+    if isinstance(pipeline_size, bool) or not isinstance(pipeline_size, int) or pipeline_size < 1:
+        raise ValueError(f"pipeline_size is {pipeline_size!r}: must be a number of buckets, at least 1")
+
+
+def check_capturable(capturable: bool, memory: AdamMemory) -> None:
+    """Raises ValueError for forms of state that no graph can hold."""
+    for name in ("store_param_remainders", "with_scaled_states"):
+        if capturable and vars(memory)[name]:
+            raise ValueError(f"capturable and {name} are both True: one of them must be False")
+
+
+def as_groups(params: Params) -> list[dict[str, Any]]:
+    """Parameter groups, as torch.optim.Optimizer makes them of what it is given."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params is a tensor: must be the parameters, or groups of them")
+    given: list[Any] = list(params)
+    if not given:
+        raise ValueError("params is empty: must be the parameters, or groups of them")
+    # What is an iterator is read once.
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    return [{**group, "params": _as_list(group["params"])} for group in groups]
+
+
+def _as_list(params: torch.Tensor | Iterable[Any]) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def common_device(groups: Sequence[dict[str, Any]], device: torch.device | None) -> torch.device:
+    """The device given, or that of the first parameter."""
+    for group in groups:
+        for param in [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]:
+            first = param[1] if isinstance(param, tuple) else param
+            return (
+                first.device if device is None or device.index is None and device.type == first.device.type else device
+            )
+    return device or torch.device("cpu")

@@ -136,6 +136,12 @@ class ShardedParams:
 
     def _find_moved(self) -> str | None:
         """What would make an update miss the parameters, in words."""
+        frozen = next((param for param in self.groups_of if not param.requires_grad), None)
+        if frozen is not None:
+            return (
+                f"{self.names[frozen]} was frozen after the optimizer took it over: must stay as it is, or be frozen "
+                "after release() and before another optimizer is built"
+            )
         for segment in self._segments:
             for place in segment.find_moved():
                 return (
