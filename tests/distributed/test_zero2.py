@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core import parallel_state
 from megatron.core.agreement import RemoteRankError
@@ -127,7 +128,7 @@ def test_b22_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
 
 
 class Parts(nn.Module):
-    """Layers of which a forward uses some, in any order."""
+    """Layers of which a forward uses some, in any order; those below 0 run again in backward, with a gradient each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +137,8 @@ class Parts(nn.Module):
 
     def forward(self, x: torch.Tensor, plan: Sequence[int]) -> torch.Tensor:
         for index in plan:
-            x = torch.tanh(self.layers[index](x))
+            layer = self.layers[index]
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if index < 0 else layer(x))
         return x
 
 
@@ -150,7 +152,7 @@ def _plans(step: int, rank: int) -> list[int]:
 
 def _use_parts() -> None:
     seen = []
-    for mode in [{"zero1": True}, *MODES]:
+    for mode in [{"zero1": True}, *MODES[::2]]:
         run = Run(Parts(), **mode)
         reports = []
         for step in range(6):
@@ -165,6 +167,33 @@ def _use_parts() -> None:
 
 def test_parameters_that_some_ranks_do_not_use_count_as_zeros() -> None:
     run_on_ranks(_use_parts, 3)
+
+
+def _come_late() -> None:
+    seen, num_late = [], 0
+    for mode in [{"zero1": True}, *MODES[1:6:2]]:
+        run, reports = Run(Parts(), **mode), []
+        for step in range(6):
+            run.optimizer.zero_grad()
+            for number in range(2):
+                # More uses of the last layer than ever before, on one rank: its bucket is on its way too early.
+                plan = [0, 1, *[-1] * (3 if (number + step) % 2 and step % 3 == dist.get_rank() else 1), 2, 3]
+                x = microbatches(10 * step + number + dist.get_rank())[0].requires_grad_()
+                # Reduced once with ZeRO-1.
+                with nullcontext() if number or "zero2" in mode else run.model.no_sync():
+                    run.model(x, plan).square().mean().backward()
+            num_late += "zero2" in mode and any(group.is_late for group in run.model.bucket_groups)
+            finalize_model_grads([run.model])
+            reports.append(run.optimizer.step()[1])
+        seen.append((reports, run.weights()))
+        assert reports == pytest.approx(seen[0][0], rel=1e-5), mode
+        for name, weight in seen[0][1].items():
+            torch.testing.assert_close(seen[-1][1][name], weight, rtol=1e-4, atol=1e-6)
+    assert num_late or dist.get_rank() > 0
+
+
+def test_gradients_that_come_behind_the_launch_of_their_bucket_are_not_lost() -> None:
+    run_on_ranks(_come_late, 3)
 
 
 def _survive_an_error_on_all_ranks() -> None:
