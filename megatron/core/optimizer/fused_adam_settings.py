@@ -19,8 +19,7 @@ from megatron.core.process_groups_config import group_size
 
 # What torch.optim.Optimizer takes.
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_PARAM_DTYPES = (*_FLOATS, torch.float64)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,8 @@ class AdamMemory:
         """Raises ValueError where the settings contradict each other."""
         for name in ("dtype", "grad_sync_dtype", "param_sync_dtype"):
             value = vars(self)[name]
-            if value is not None and value not in _PARAM_DTYPES:
-                raise ValueError(f"{name} is {value}: must be one of {_names(_PARAM_DTYPES)}")
+            if value is not None and value not in _DTYPES:
+                raise ValueError(f"{name} is {value}: must be one of {_names(_DTYPES)}")
         if self.store_params and self.store_param_remainders:
             raise ValueError(
                 "store_params and store_param_remainders are both True: masters are kept whole, or as remainders of "
@@ -84,8 +83,8 @@ class AdamMemory:
 
     def check_param(self, name: str, param: nn.Parameter) -> None:
         """Raises ValueError for a parameter, any shape and dtype, that cannot be kept so."""
-        if param.dtype not in _PARAM_DTYPES:
-            raise ValueError(f"{name} is {param.dtype}: must be one of {_names(_PARAM_DTYPES)}")
+        if param.dtype not in _DTYPES:
+            raise ValueError(f"{name} is {param.dtype}: must be one of {_names(_DTYPES)}")
         if self.store_param_remainders and param.dtype != torch.bfloat16:
             raise ValueError(f"{name} is {param.dtype} with store_param_remainders: must be torch.bfloat16")
         sync = self.param_sync_dtype
@@ -245,11 +244,11 @@ def _as_list(params: torch.Tensor | Iterable[Any]) -> list[Any]:
 
 
 def common_device(groups: Sequence[dict[str, Any]], device: torch.device | None) -> torch.device:
-    """The device given, or that of the first parameter."""
-    for group in groups:
-        for param in [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]:
-            first = param[1] if isinstance(param, tuple) else param
-            return (
-                first.device if device is None or device.index is None and device.type == first.device.type else device
-            )
-    return device or torch.device("cpu")
+    """The device given, or that of the first parameter: of "cuda" alone, the one that this is on."""
+    first = next((param for group in groups for param in group["params"]), None)
+    if first is None:
+        return device or torch.device("cpu")
+    found: torch.device = (first[1] if isinstance(first, tuple) else first).device
+    if device is None or (device.index is None and device.type == found.type):
+        return found
+    return device
