@@ -189,6 +189,9 @@ class _ParamAndGradBucketGroup(SyncedGroup):
         }
         return [work for handle in handles[traffic] for work in handle.works()]
 
+    def _unpack(self) -> None:
+        """See SyncedGroup: parameters are views of what was gathered."""
+
     def _reduce(self, bucket: _ParamAndGradBucket, flat: torch.Tensor) -> Handle:
         buffer = bucket.buffer
         op = "reduce-scatter" if buffer.is_sharded else "all-reduce"

@@ -191,10 +191,10 @@ class SyncedGroup(ABC):
     def launch_gathers(self) -> None:
         """Starts to gather the parameters from the ranks that own their shards. Collective."""
         for bucket in self.buckets:
-            group = bucket.buffer.data_parallel_group
+            flat, group = self._message_of(bucket), bucket.buffer.data_parallel_group
             if self.ledger is not None:
-                self.ledger.record(op="all-gather", group=group, flat=bucket.param_data, bucket=self.name)
-            self._gathers.append(gather_shards_(bucket.param_data, group))
+                self.ledger.record(op="all-gather", group=group, flat=flat, bucket=self.name)
+            self._gathers.append(gather_shards_(flat, group))
         self.param_state = ParamState.IN_FLIGHT
 
     @record_function("SyncedGroup.complete_gathers")
@@ -202,9 +202,18 @@ class SyncedGroup(ABC):
         """Waits for a gather under way."""
         for handle in self._gathers:
             handle.wait()
+        self._unpack()
         self._gathers.clear()
         self.arrival.note()
         self.param_state = ParamState.ARRIVED
+
+    def _message_of(self, bucket: _ParamAndGradBucket) -> torch.Tensor:
+        """What is gathered of a bucket: [bucket elements], any float dtype, with this rank's shard in its place."""
+        return bucket.param_data
+
+    @abstractmethod
+    def _unpack(self) -> None:
+        """Puts what was gathered where the parameters are, if it was gathered elsewhere."""
 
     @property
     def device(self) -> torch.device:

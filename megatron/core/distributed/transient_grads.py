@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from megatron.core.device import Writers, keep_for_current_stream
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.bucket_observer import Traffic
-from megatron.core.distributed.collectives import Handle, gather_shards_, reduce_bucket_, shard_of
+from megatron.core.distributed.collectives import Handle, reduce_bucket_, shard_of
 from megatron.core.distributed.dense_memory import flat_view, in_order_of, shaped_view
 from megatron.core.distributed.flat_buffer import (
     BufferKind,
@@ -29,7 +29,7 @@ from megatron.core.distributed.flat_buffer import (
 )
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.layout import Fragment, Span
-from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
+from megatron.core.distributed.synced_group import GradState, SyncedGroup
 from megatron.core.process_groups_config import group_rank
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
@@ -150,6 +150,8 @@ class TransientGroup(SyncedGroup):
         super().__init__([bucket], name=name)
         self.bucket, self._buffer, self._checks = bucket, bucket.buffer, checks
         self.shard = self._buffer.shard_grad(bucket.layout.index)
+        # This rank's part of the buffer's elements.
+        self._own = self._buffer.layout.shard(bucket.layout.index, group_rank(self._buffer.data_parallel_group))
         fragments = self._buffer.layout.fragments(bucket.layout.index)
         self._fragment_of = {self._buffer.entries[one.param].param: one for one in fragments}
         self._gaps = _gaps(bucket.layout.span, [one.span for one in fragments])
@@ -297,11 +299,9 @@ class TransientGroup(SyncedGroup):
         if not self._buffer.is_staged:
             return
         self.staged_shard()
-        assert self._stage is not None
-        rank = group_rank(self._buffer.data_parallel_group)
-        own = self._buffer.layout.shard(self.bucket.layout.index, rank)
+        assert self._stage is not None, "staged_shard allocates it"
         for param, fragment in self._fragment_of.items():
-            part = fragment.span.intersection(own)
+            part = fragment.span.intersection(self._own)
             if part.numel:
                 start = fragment.start + part.start - fragment.span.start
                 here = Fragment(fragment.param, part, start)
@@ -309,10 +309,8 @@ class TransientGroup(SyncedGroup):
 
     def poison(self) -> None:
         """Fills what is no parameter's value before the gather with NaN, for debugging."""
-        rank = group_rank(self._buffer.data_parallel_group)
-        own = self._buffer.layout.shard(self.bucket.layout.index, rank)
         # What is staged has not come to this rank's own part either.
-        current = Span(own.start, 0 if self._buffer.is_staged else own.numel)
+        current = Span(self._own.start, 0 if self._buffer.is_staged else self._own.numel)
         for param, fragment in self._fragment_of.items():
             flat = self._part_of(param, fragment)
             here = fragment.span.intersection(current)
@@ -320,30 +318,20 @@ class TransientGroup(SyncedGroup):
             flat[:first].fill_(float("nan"))
             flat[first + here.numel :].fill_(float("nan"))
 
-    def launch_gathers(self) -> None:
-        """See SyncedGroup."""
+    def _message_of(self, bucket: _ParamAndGradBucket) -> torch.Tensor:
         if not self._buffer.is_staged:
-            super().launch_gathers()
-            return
+            return super()._message_of(bucket)
         if self._stage is None:
             self.fill_stage()
         assert self._stage is not None, "fill_stage allocates it"
-        group = self._buffer.data_parallel_group
-        if self.ledger is not None:
-            self.ledger.record(op="all-gather", group=group, flat=self._stage, bucket=self.name)
-        self._gathers.append(gather_shards_(self._stage, group))
-        self.param_state = ParamState.IN_FLIGHT
+        return self._stage
 
-    def complete_gathers(self) -> None:
-        """See SyncedGroup."""
-        for handle in self._gathers:
-            handle.wait()
+    @torch.no_grad()
+    def _unpack(self) -> None:
         if self._stage is not None:
-            with torch.no_grad():
-                for param, fragment in self._fragment_of.items():
-                    self._part_of(param, fragment).copy_(self._place(self._stage, fragment))
+            for param, fragment in self._fragment_of.items():
+                self._part_of(param, fragment).copy_(self._place(self._stage, fragment))
             self._stage = None
-        super().complete_gathers()
 
     # Inside.
 
