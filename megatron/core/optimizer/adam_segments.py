@@ -15,8 +15,7 @@ from megatron.core.distributed.dense_memory import flat_view
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
 from megatron.core.distributed.layout import Span
 from megatron.core.distributed.transient_grads import ParamMemory, TransientBuffer, TransientGroup
-from megatron.core.optimizer.adam_state_dict import write_parameters
-from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters
+from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters, write_parameters
 from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid
 from megatron.core.optimizer.param_runs import RunParam, ranges_in
 from megatron.core.optimizer.stored_floats import WithRemainder
@@ -101,17 +100,15 @@ class Segment:
         self.buffers = [_buffer(members, memory, plan=plan) for members in by_dtype.values()]
         # By address: a comparison of numbers, no read of a device.
         self._addresses = [param.data_ptr() for param in self.params]
-        self.groups = [
-            TransientGroup(bucket, name=f"{name}, bucket {index} of {buffer.kind.param_dtype}")
-            for buffer in self.buffers
-            for index, bucket in enumerate(buffer.buckets)
-        ]
-        groups = iter(self.groups)
-        self.runs = [
-            run
-            for buffer in self.buffers
-            for run in _runs(buffer, [next(groups) for _ in buffer.buckets], memory=memory, keys=keys)
-        ]
+        self.groups: list[TransientGroup] = []
+        self.runs: list[AdamRun] = []
+        for buffer in self.buffers:
+            groups = [
+                TransientGroup(bucket, name=f"{name}, bucket {index} of {buffer.kind.param_dtype}")
+                for index, bucket in enumerate(buffer.buckets)
+            ]
+            self.groups += groups
+            self.runs += _runs(buffer, groups, memory=memory, keys=keys)
 
     def find_moved(self) -> Iterator[nn.Parameter]:
         """Parameters, any shapes and dtypes, whose memory is no longer where it was."""
@@ -148,25 +145,24 @@ def _runs(
     memory: AdamMemory,
     keys: Mapping[nn.Parameter, int],
 ) -> Iterator[AdamRun]:
-    form, device = memory.form(buffer.entries[0].param), buffer.shard_grads.device
-    for found in ranges_in(buffer, enumerate(buffer.owned_spans()), groups=keys):
-        span, group = found.span, groups[found.bucket]
-        owned = buffer.owned_spans()[found.bucket]
-        is_flat = buffer.memory.params is ParamMemory.FLAT
+    form, owned = memory.form(buffer.entries[0].param), buffer.owned_spans()
+    is_flat, device = buffer.memory.params is ParamMemory.FLAT, buffer.shard_grads.device
+    for found in ranges_in(buffer, owned, groups=keys):
+        span = found.span
         model = (
             buffer.param_data[span.start : span.end]
             if is_flat
             else _collect(found.members, numel=span.numel, dtype=buffer.kind.param_dtype, device=device)
         )
         yield AdamRun(
-            found.key,
-            found.members,
-            FlatAdam(model, form),
-            buffer.grad_of(span),
-            group,
-            span.start - owned.start,
-            None if buffer.is_staged else model,
-            _joined([member.span for member in found.members]),
+            key=found.key,
+            members=found.members,
+            state=FlatAdam(model, form),
+            grad=buffer.grad_of(span),
+            group=groups[found.place],
+            start=span.start - owned[found.place].start,
+            model=None if buffer.is_staged else model,
+            ranges=_joined([member.span for member in found.members]),
         )
 
 

@@ -34,7 +34,7 @@ from megatron.core.optimizer.adam_state_checks import (
 from megatron.core.optimizer.flat_adam import FlatAdam
 from megatron.core.optimizer.shard_map import boxes_of_range, range_tensors
 from megatron.core.optimizer.state_keys import MASTERS
-from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats, WithRemainder, pieces
+from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats
 
 # Elements of a box that is saved: who reads a file has so much of it in memory at a time, and reads it once for each
 # part that it needs. 64 MiB of fp32.
@@ -109,7 +109,7 @@ def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> Non
 
     Collective. The groups take the hyper-parameters; a learning rate that is a tensor keeps its memory. Without masters
     in it, masters become what the parameters are, so these must be whole. With them it is the parameters that must
-    change: call write_parameters for each run and gather them as after a step.
+    change: call flat_adam's write_parameters for each run and gather them as after a step.
     Raises ValueError or RemoteRankError, on every rank and with nothing changed, naming parameter, value and what would
     be right: for other groups, for entries that are missing, unknown or of another shape, for elements that this rank
     needs and the value lacks, and for step counts that differ among parameters of one run.
@@ -128,17 +128,6 @@ def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> Non
         for kind, stored in _stored(part.adam).items():
             _write(part, stored, source=loaded[part.index].sources.get(kind))
     take_groups(shard.param_groups, groups)
-
-
-@torch.no_grad()
-def write_parameters(adam: FlatAdam, out: torch.Tensor) -> None:
-    """Rounds what is stepped to the parameters of a run; out: [N], any float dtype, perhaps the parameters' memory."""
-    if isinstance(adam.main, WithRemainder):
-        # Rounded by torch, halves between two numbers of bf16 would differ from those that the remainders belong to.
-        out.copy_(adam.main.upper.view(torch.bfloat16))
-        return
-    for start, values in pieces(adam.main, start=0, end=adam.main.numel):
-        out[start : start + values.numel()].copy_(values)
 
 
 def range_values(part: OwnedRange, stored: StoredFloats) -> torch.Tensor:

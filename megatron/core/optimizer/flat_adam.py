@@ -152,6 +152,15 @@ def adam_step(updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradSca
         torch._foreach_sub_(steps, [scaled.skip] * len(steps))
 
 
+@torch.no_grad()
+def write_parameters(state: FlatAdam, out: torch.Tensor) -> None:
+    """Rounds what is stepped to the parameters of a run; out: [N], any float dtype, perhaps the parameters' memory."""
+    size = piece_elements(state.main)
+    for start in range(0, state.main.numel, size):
+        end = min(start + size, state.main.numel)
+        out[start:end].copy_(_as_parameters(state.main, start, end=end))
+
+
 @dataclass(frozen=True)
 class _Scaled:
     """A GradScale on the device of a step: [], fp32 each, or None."""

@@ -163,37 +163,44 @@ def build_runs(
     """
     runs: list[ParamRun] = []
     for buffer in buffers:
-        for bucket, owned in enumerate(buffer.owned_spans()):
-            for part, kept in _by_memory(owned, main_of, host_fraction=host_fraction):
-                for found in ranges_in(buffer, [(bucket, part)], groups=groups):
-                    model = buffer.param_data[found.span.start : found.span.end]
-                    grad = buffer.grad_of(found.span)
-                    runs.append(ParamRun(found.members, found.key, model, kept(model), grad, buffer, bucket))
+        parts = [
+            (part, kept, bucket)
+            for bucket, owned in enumerate(buffer.owned_spans())
+            for part, kept in _by_memory(owned, main_of, host_fraction=host_fraction)
+        ]
+        for found in ranges_in(buffer, [part for part, _, _ in parts], groups=groups):
+            _, kept, bucket = parts[found.place]
+            model = buffer.param_data[found.span.start : found.span.end]
+            grad = buffer.grad_of(found.span)
+            runs.append(ParamRun(found.members, found.key, model, kept(model), grad, buffer, bucket))
     return runs
 
 
 @dataclass(frozen=True, eq=False)
 class OwnedParams(Generic[_Key]):
-    """Neighbours in a buffer, in one of the spans asked for, that share a key. span: in the buffer, with padding."""
+    """Neighbours in a buffer, in one of the spans asked for, that share a key.
+
+    span: theirs in the buffer, with padding. place: of the span asked for, among all of these.
+    """
 
     members: list[RunParam]
     key: _Key
     span: Span
-    bucket: int
+    place: int
 
 
 def ranges_in(
-    buffer: PlacedParams, spans: Iterable[tuple[int, Span]], *, groups: Mapping[nn.Parameter, _Key]
+    buffer: PlacedParams, spans: Iterable[Span], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[OwnedParams[_Key]]:
-    """What lies in some spans, each with the bucket that it is of; groups: a key for every parameter of the buffer."""
+    """What lies in some spans of a buffer; groups: a key for every parameter of it."""
     # By their places, so that those of a span are found without looking at all.
     # An empty parameter starts where the next one does.
     entries = sorted(buffer.entries, key=lambda entry: (entry.span.start, entry.span.end))
     ends = [entry.span.end for entry in entries]
-    for bucket, span in spans:
+    for place, span in enumerate(spans):
         here = entries[bisect_right(ends, span.start) :]
-        for members, start, end in _ranges_in(span, here, groups=groups):
-            yield OwnedParams(members, groups[members[0].param], Span(start, end - start), bucket)
+        for members, start, end in _neighbours_in(span, here, groups=groups):
+            yield OwnedParams(members, groups[members[0].param], Span(start, end - start), place)
 
 
 def _by_memory(
@@ -208,7 +215,7 @@ def _by_memory(
         yield Span(owned.start + on_host, owned.numel - on_host), main_of
 
 
-def _ranges_in(
+def _neighbours_in(
     owned: Span, entries: Sequence[PlacedParam], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[tuple[list[RunParam], int, int]]:
     """Members and range of each run inside one owned span; entries: in the order of their places."""
