@@ -16,14 +16,10 @@ class BackwardEnd:
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
+        # Stays so where an error broke a backward off.
         self._is_open = False
         # The graph task that calls back; another one inside it, or after an error, needs a callback of its own.
         self._task: int | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a backward has begun and not ended; so it stays where an error broke it off."""
-        return self._is_open
 
     def note(self) -> None:
         """Call it in a hook that autograd runs."""

@@ -3,22 +3,23 @@
 The reductions of gradients have theirs in launch_order.py, which comes to one sequence with this.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from megatron.core.distributed.bucket_observer import Observers, Traffic
 from megatron.core.distributed.synced_group import ParamState, SyncedGroup
 
 
-class ParamGathers:
+class ParamGathers(ABC):
     """The gathers of the groups in `gather_order`, about the order in which forward needs their parameters."""
 
     def __init__(self) -> None:
         self.observers = Observers()
 
     @property
+    @abstractmethod
     def gather_order(self) -> list[SyncedGroup]:
         """All groups; the same order on all ranks."""
-        raise NotImplementedError
 
     def mark_stale(self, groups: Sequence[SyncedGroup]) -> None:
         """Says that owners have updated their shards: the others gather before they read. Same on all ranks."""

@@ -9,8 +9,9 @@ import torch
 class AdamRates:
     """What torch.optim.Adam and AdamW call so. lr: [], on the runs' device, fp64 on the CPU, else fp32.
 
-    adam_w_mode: weights decay apart from their gradients. bias_correction: as in the paper, else moments count as they
-    are.
+    adam_w_mode: weights decay apart from their gradients (Loshchilov & Hutter, 2019, Decoupled Weight Decay
+    Regularization). bias_correction: as in Adam: A Method for Stochastic Optimization (Kingma & Ba, 2015), else moments
+    count as they are.
     """
 
     lr: torch.Tensor

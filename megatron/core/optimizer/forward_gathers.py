@@ -32,14 +32,14 @@ class ForwardGathers:
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
         # Weakly: the hook is of the process, and must not keep an optimizer alive that nobody uses any more.
-        found = weakref.WeakMethod(self._found)
+        attach_new = weakref.WeakMethod(self._attach_new)
 
         def look(module: nn.Module, *unused: Any) -> None:
-            if (method := found()) is not None:
+            if (method := attach_new()) is not None:
                 method(module)
 
         self._handles.append(register_module_forward_pre_hook(look))
-        self._last = weakref.finalize(self, self._handles[0].remove)
+        weakref.finalize(self, self._handles[0].remove)
 
     def remove(self) -> None:
         """Takes all hooks away."""
@@ -50,7 +50,8 @@ class ForwardGathers:
         """Learns anew: other parameters are gathered from now on."""
         self._waits.forget()
 
-    def _found(self, module: nn.Module) -> None:
+    def _attach_new(self, module: nn.Module) -> None:
+        """Before a forward: gives hooks to what is seen for the first time."""
         if module in self._known:
             return
         below = list(module.modules())

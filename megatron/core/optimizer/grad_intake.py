@@ -29,7 +29,7 @@ class GradMode(Enum):
     KEEP = "keep"
 
 
-class _Came:
+class _AfterGrad:
     """A hook behind a gradient; weakly, as a parameter must not keep an optimizer alive that nobody uses any more."""
 
     def __init__(self, intake: "GradIntake") -> None:
@@ -55,7 +55,7 @@ def check_free(name: str, param: nn.Parameter) -> None:
 
 def _has_intake(param: nn.Parameter) -> bool:
     hooks = (param._post_accumulate_grad_hooks or {}).values()
-    return any(isinstance(hook, _Came) and hook.intake() is not None for hook in hooks)
+    return any(isinstance(hook, _AfterGrad) and hook.intake() is not None for hook in hooks)
 
 
 class GradIntake:
@@ -89,7 +89,7 @@ class GradIntake:
 
     def watch(self, param: nn.Parameter) -> None:
         """From now on a parameter's gradients come here."""
-        self._handles.append(param.register_post_accumulate_grad_hook(_Came(self)))
+        self._handles.append(param.register_post_accumulate_grad_hook(_AfterGrad(self)))
         # torch's scalers unscale no gradients of fp16.
         if self._holder is None or (self._holder.dtype == torch.float16 and param.dtype != torch.float16):
             self._holder = param
