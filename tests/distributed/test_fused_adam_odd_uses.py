@@ -84,3 +84,78 @@ def hooks_that_read_weights(overlap_param_sync):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_hooks_before_forward_read_gathered_weights(ranks):
     run_on_ranks(hooks_that_read_weights, ranks, True, timeout=60)
+
+
+def test_hooks_of_parameters_see_gradients_that_add_to_others():
+    plain, model, seen = net(), net(), []
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), **RATES)
+    for module in (plain, model):
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.isfinite().all()))
+    # Its own hooks come behind those.
+    optimizer = DistributedFusedAdam(model.parameters(), **RATES)
+    for step in range(2):
+        for module, steps in ((plain, plain_optimizer), (model, optimizer)):
+            for part in range(3):
+                loss_of(module, 3 * step + part).backward()
+            steps.step()
+    assert_equal(plain, model)
+    assert len(seen) == 2 * 2 * 3 * 4
+
+
+class Broken(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, given):
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("broken")
+
+
+def test_module_zero_grad_forgets_a_backward_that_broke_off():
+    plain, plain_optimizer, model, optimizer = pair()
+    for step in range(3):
+        for module, steps in ((plain, plain_optimizer), (model, optimizer)):
+            module.zero_grad()
+            hidden = Broken.apply(module[1](module[0](torch.ones(1, 5))))
+            with pytest.raises(ValueError, match="broken"):
+                module[2](hidden).sum().backward()
+            module.zero_grad()
+            loss_of(module, step).backward()
+            steps.step()
+    assert_equal(plain, model)
+
+
+def test_module_zero_grad_forgets_what_no_sync_has_copied():
+    _, _, model, optimizer = pair()
+    with optimizer.no_sync(greedy_grad_copy=True):
+        loss_of(model, 0).backward()
+        model.zero_grad()
+    assert optimizer.grad_norm().item() == 0.0
+
+
+@pytest.mark.parametrize("unscales_first", [False, True])
+def test_a_scaler_that_saw_gradients_of_one_rank_alone_is_refused(unscales_first):
+    _, _, model, optimizer = pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with optimizer.no_sync():
+        scaler.scale(loss_of(model, 0)).backward()
+    if unscales_first:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="call grad_sync"):
+        scaler.step(optimizer)
+
+
+def test_a_scaler_sees_what_no_sync_has_copied():
+    plain, plain_optimizer, model, optimizer = pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer.init_params()
+    loss_of(plain, 0).backward()
+    with optimizer.no_sync(greedy_grad_copy=True):
+        scaler.scale(loss_of(model, 0)).backward()
+    plain_optimizer.step()
+    scaler.step(optimizer)
+    assert_equal(plain, model)

@@ -287,7 +287,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         found_inf = torch.zeros((), device=self._device)
         if grad_scaler is not None:
             self.grad_sync()
-            found_inf = self._scaling.any_not_finite(self._shards.sums)
+            found_inf = self._check_finite()
             grad_scaler.unscale_(self)
         elif inv_scale is not None:
             self._unscale(found_inf, inv_scale)
@@ -317,6 +317,12 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self.grad_sync()
         # torch's scaler leaves them on the optimizer while it steps.
         amp = vars(self)
+        if "found_inf" in amp and not self._grads.is_checked:
+            # Each rank has looked at its own, and some may skip.
+            raise RuntimeError(
+                "GradScaler has not seen the reduced gradients, only those of no_sync or set by hand, or none: call "
+                "grad_sync() before scaler.unscale_ and scaler.step"
+            )
         self._update(self._scaling.scale(amp.get("grad_scale"), amp.get("found_inf")))
         return loss
 
@@ -424,8 +430,13 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def _unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """See ReducedGrads."""
         self.grad_sync()
-        found_inf.copy_(torch.maximum(found_inf, self._scaling.any_not_finite(self._shards.sums)))
+        found_inf.copy_(torch.maximum(found_inf, self._check_finite()))
         self._scaling.divide(1.0 / inv_scale.to(self._device).double())
+
+    def _check_finite(self) -> torch.Tensor:
+        """See ShardScaling.any_not_finite."""
+        self._grads.is_checked = True
+        return self._scaling.any_not_finite(self._shards.sums)
 
     def _need(self, groups: Iterable[SyncedGroup]) -> None:
         for group in groups:

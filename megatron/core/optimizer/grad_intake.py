@@ -83,6 +83,8 @@ class GradIntake:
         self.arrived: dict[nn.Parameter, None] = {}
         # Whether the shards hold the sums of all that has come.
         self._is_summed = False
+        # Whether it is known if all that has come is finite.
+        self.is_checked = False
         # The parameter that has the stand-in, and whether it was put there and not taken away.
         self._holder: nn.Parameter | None = None
         self._stands = False
@@ -111,8 +113,6 @@ class GradIntake:
 
     def gradient_came(self, param: nn.Parameter) -> None:
         """A hook: autograd has left a gradient."""
-        if param is self._holder:
-            self._take_stand_in_away(param)
         if self._mode is GradMode.KEEP:
             return
         if self._mode is GradMode.SYNC:
@@ -142,7 +142,7 @@ class GradIntake:
         self._order.begin_iteration(self)
         self._pass.forget()
         self.arrived.clear()
-        self._is_summed = False
+        self._is_summed = self.is_checked = False
         self._scaling.reset()
         for param in self._params.names:
             param.grad = None
@@ -168,11 +168,13 @@ class GradIntake:
         for group in self._params.groups_of[param]:
             self._order.gradient_came(group, param)
         param.grad = None
+        # At once: an error may break the backward off, and param.grad be cleared for it.
+        self._put_stand_in()
 
     def _go_on(self) -> None:
         """Before a gradient that adds to sums there are."""
         if self._is_summed:
-            self._is_summed = False
+            self._is_summed = self.is_checked = False
             self._order.go_on()
             self._scaling.fold(self._params.sums)
 
@@ -206,14 +208,13 @@ class GradIntake:
             self._holder.grad = GradStandIn(self._holder, self)
             self._stands = True
 
-    def _take_stand_in_away(self, param: nn.Parameter) -> None:
-        """Leaves what autograd has added to it. A hook before that would be called for torch.autograd.grad as well."""
-        self._notice_changes()
-        if isinstance(param.grad, GradStandIn):
-            added = param.grad.added
-            # Where it stays, other gradients may be the same memory.
-            param.grad = added if added is None or self._mode is not GradMode.KEEP else added.clone()
-        self._stands = False
+    def replace_stand_in(self, new: torch.Tensor) -> torch.Tensor:
+        """See ReducedGrads; of any shape and dtype. A hook before it would run for torch.autograd.grad as well."""
+        assert self._holder is not None
+        # Where it stays, other gradients may be the same memory.
+        new = new.clone() if self._mode is GradMode.KEEP else new
+        self._holder.grad, self._stands = new, False
+        return new
 
     def _notice_changes(self) -> None:
         """Forgets what was reduced if param.grad was cleared or replaced since: by a module's zero_grad, or by hand."""

@@ -24,15 +24,18 @@ class ReducedGrads(Protocol):
         """Makes them zeros."""
         ...
 
+    def replace_stand_in(self, new: torch.Tensor) -> torch.Tensor:
+        """Lets a new gradient, [*parameter shape], its dtype, be param.grad; returns what is."""
+        ...
+
 
 class GradStandIn(torch.Tensor):
     """Of a parameter's shape, dtype and device, without memory. torch.amp.GradScaler unscales gradients in place, and
-    notes whether any is not finite: that, and a module's zero_grad, is handed to `grads`. What autograd adds to it is
-    `added`, for a hook to take. Anything else raises RuntimeError.
+    notes whether any is not finite: that, a module's zero_grad, and what autograd adds to it, is handed to `grads`.
+    Anything else raises RuntimeError.
     """
 
     _grads: "weakref.ref[ReducedGrads]"
-    added: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, grads: ReducedGrads) -> "GradStandIn":
@@ -41,7 +44,6 @@ class GradStandIn(torch.Tensor):
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
         assert isinstance(stand_in, GradStandIn)
-        stand_in.added = None
         # Weakly: param.grad belongs to torch, whose references the garbage collector does not follow. Parameters and
         # process groups would live to the end of the process, and gloo then aborts it.
         stand_in._grads = weakref.ref(grads)
@@ -62,9 +64,8 @@ class GradStandIn(torch.Tensor):
             return args[0]
         if func in _ADDS and isinstance(args[0], cls) and torch._C._current_graph_task_id() != -1:
             # Autograd leaves a gradient where it finds another.
-            result = args[0] if func is _ADDS[0] else cls(args[0], args[0]._owner())
-            result.added = args[1]
-            return result
+            new = args[0]._owner().replace_stand_in(args[1])
+            return args[0] if func is _ADDS[0] else new
         if func is not torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             raise RuntimeError(
                 f"{func} was given a parameter's .grad, which DistributedFusedAdam has reduced to the shards of ranks. "
