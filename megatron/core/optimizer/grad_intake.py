@@ -83,7 +83,7 @@ class GradIntake:
         self.arrived: dict[nn.Parameter, None] = {}
         # Whether the shards hold the sums of all that has come.
         self._is_summed = False
-        # Whether it is known if all that has come is finite.
+        # Whether somebody has asked, since zero_grad, if what is reduced is finite.
         self.is_checked = False
         # The parameter that has the stand-in, and whether it was put there and not taken away.
         self._holder: nn.Parameter | None = None
@@ -165,6 +165,9 @@ class GradIntake:
 
     def _take(self, param: nn.Parameter) -> None:
         self._go_on()
+        if isinstance(param.grad, GradStandIn):
+            # Autograd has left nothing: a kernel has added the gradient itself.
+            param.grad = None
         for group in self._params.groups_of[param]:
             self._order.gradient_came(group, param)
         param.grad = None
@@ -174,7 +177,7 @@ class GradIntake:
     def _go_on(self) -> None:
         """Before a gradient that adds to sums there are."""
         if self._is_summed:
-            self._is_summed = self.is_checked = False
+            self._is_summed = False
             self._order.go_on()
             self._scaling.fold(self._params.sums)
 
