@@ -156,6 +156,7 @@ def builds() -> dict[str, Build]:
     """The sides that are compared with the first, by name."""
     sides: dict[str, Build] = {
         OURS: build_ours,
+        "ours, init_params": build_taken_over,
         "ours, buckets of 100 MB": partial(build_ours, bucket_cap_mb=100.0),
         "ours, standing gradients": partial(build_ours, contiguous_grad_buffer=True),
         "ours, gathers in forward": partial(build_ours, overlap_param_sync=True),
@@ -221,6 +222,14 @@ def build_ours(**settings: Any) -> Callable[[], None]:
     return our_step(model, DistributedFusedAdam(model.parameters(), **RATES, **settings))
 
 
+def build_taken_over() -> Callable[[], None]:
+    """As build_ours, without the whole gradients of a first backward, whose order buckets otherwise take."""
+    model = build_model()
+    optimizer = DistributedFusedAdam(model.parameters(), **RATES)
+    optimizer.init_params()
+    return our_step(model, optimizer)
+
+
 def build_remainders() -> Callable[[], None]:
     """Parameters in bf16, which travel so, and of which the optimizer keeps what they lack of fp32."""
     model = build_model().bfloat16()
@@ -264,10 +273,12 @@ def build_deepspeed() -> Callable[[], None]:
 
     deepspeed.init_distributed("gloo")
     model = seeded_model()
+    # As many elements as DDP's buckets have, and ours.
+    buckets = {"reduce_bucket_size": 25 * 2**18, "allgather_bucket_size": 25 * 2**18}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 2, "overlap_comm": False},
+        "zero_optimization": {"stage": 2, "overlap_comm": False, **buckets},
         "zero_allow_untested_optimizer": True,
     }
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **RATES)
