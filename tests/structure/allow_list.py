@@ -26,7 +26,6 @@ PUBLIC_NAMES = frozenset(
     DistributedDataParallel.__init__ TorchFullyShardedDataParallel.__init__ finalize_model_grads
     partition_buckets get_megatron_optimizer MegatronOptimizer.__init__ Float16OptimizerWithFloat16Params.__init__
     FP32Optimizer.__init__ DistributedOptimizer.__init__ DistributedFusedAdam.__init__
-    DistributedFusedAdam.grad_norm DistributedFusedAdam.clip_grad_norm
     get_grad_norm_fp32 clip_grad_by_total_norm_fp32 count_zeros_fp32 DynamicGradScaler.__init__
     OptimizerParamScheduler.__init__
     GPTDataset.__init__ BlendedDataset.__init__ BlendedMegatronDatasetBuilder.__init__ IndexedDataset.__init__

@@ -31,7 +31,7 @@ def check_dense(name: str, param: nn.Parameter) -> None:
     """Raises ValueError for a parameter whose memory cannot become a range of a flat buffer."""
     if param.numel() and not is_dense(param):
         raise ValueError(
-            f"parameter {name} has shape {tuple(param.shape)} and strides {param.stride()}: must be dense and without "
+            f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: must be dense and without "
             "overlaps (contiguous, channels_last, transposed); make it so with .data = .data.contiguous()"
         )
 
@@ -48,8 +48,11 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor, any shape and dtype, as its memory has it: [numel], the same dtype, a view."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    """A dense tensor, any shape and dtype, as its memory has it: [numel], the same dtype, a view.
+
+    What is written there does not count as a change of the tensor, as of its `_version`.
+    """
+    return tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def shaped_view(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

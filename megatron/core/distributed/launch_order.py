@@ -168,6 +168,10 @@ class LaunchOrder(ParamGathers):
         self._sequence.start()
         for group in groups:
             group.readiness.learn()
+        if any(group.keeps_memory for group in groups):
+            # What comes next is collected where these reductions are under way.
+            for group in self._passes.all_in_flight():
+                group.settle()
 
     def go_on(self) -> None:
         """Lets gradients come after `finish` that add to what is summed up already."""

@@ -66,6 +66,12 @@ class Passes:
         self._in_flight.append(group)
         return self._in_flight.popleft() if len(self._in_flight) > self._max_in_flight else None
 
+    def all_in_flight(self) -> list[SyncedGroup]:
+        """The groups whose reductions hold memory, the oldest first; they are to be settled."""
+        found = list(self._in_flight)
+        self._in_flight.clear()
+        return found
+
     def all_settled(self) -> None:
         """Says that nothing is under way any more."""
         self._in_flight.clear()

@@ -165,6 +165,11 @@ class SyncedGroup(ABC):
     def take_sums(self) -> None:
         """Makes every main_grad what was reduced, if it was."""
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether all passes collect gradients in the same memory."""
+        return False
+
     def settle(self) -> None:
         """Waits for the oldest reduction of a pass, and frees what it held; for groups that sum up passes."""
         raise AssertionError(f"{self.name} is reduced once an iteration")

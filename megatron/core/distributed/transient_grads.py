@@ -217,8 +217,15 @@ class TransientGroup(SyncedGroup):
         self._flat = None
         self._filled.clear()
 
-    def settle(self) -> None:
+    @property
+    def keeps_memory(self) -> bool:
         """See SyncedGroup."""
+        return self._is_standing
+
+    def settle(self) -> None:
+        """See SyncedGroup; nothing where `_open` had to wait for it already."""
+        if not self._in_flight:
+            return
         done = self._in_flight.popleft()
         done.handle.wait()
         # Another stream may have allocated it, and would hand its memory out while this one reads.
@@ -285,6 +292,11 @@ class TransientGroup(SyncedGroup):
 
     # Parameters.
 
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """In which parameters are sent."""
+        return self._buffer.memory.wire_dtype or self._buffer.kind.param_dtype
+
     def staged_shard(self) -> torch.Tensor:
         """Where an optimizer writes this rank's new parameters, for the gather that follows: [shard elements], in the
         dtype that they are sent in.
@@ -339,7 +351,7 @@ class TransientGroup(SyncedGroup):
         """The memory for gradients that come now."""
         if self._flat is None and self._is_standing:
             while self._in_flight:
-                # They are on their way in the same memory.
+                # They are on their way in the same memory: a parameter has another gradient in the same pass.
                 self.settle()
             self._flat = self.bucket.grad_data
         elif self._flat is None:

@@ -65,9 +65,21 @@ class AdamRun:
         if isinstance(main, WithRemainder):
             main.forget()
         elif self.state.form.masters is Masters.COPY:
-            numel, device = self.grad.numel(), self.grad.device
-            values = _collect(self.members, numel=numel, dtype=self.members[0].param.dtype, device=device)
-            main.write(0, values.to(main.read(0, 0).dtype))
+            main.write(0, self._parameters().to(main.read(0, 0).dtype))
+
+    def take_changes(self) -> None:
+        """Makes masters what their parameters are where these are not what the masters were rounded to."""
+        if self.state.form.masters is Masters.COPY:
+            main, wire = self.state.main, self.group.wire_dtype
+            values = self._parameters()
+            rounded = torch.empty_like(values, dtype=wire)
+            write_parameters(self.state, rounded)
+            own = main.read(0, main.numel)
+            main.write(0, torch.where(values == rounded.to(values.dtype), own, values.to(own.dtype)))
+
+    def _parameters(self) -> torch.Tensor:
+        numel, device = self.grad.numel(), self.grad.device
+        return _collect(self.members, numel=numel, dtype=self.members[0].param.dtype, device=device)
 
     def _target(self) -> torch.Tensor | None:
         """Where new parameters go: to their place, or to that from which they are sent; None: they are the masters."""

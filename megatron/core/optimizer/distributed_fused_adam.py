@@ -4,7 +4,7 @@ Buffers, and what is sent when, are megatron.core.distributed's; the update of a
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -246,6 +246,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def grad_norm(
         self,
         parameters: nn.Parameter | Iterable[nn.Parameter] | None = None,
+        *,
         norm_type: float = 2.0,
         force: bool = False,
     ) -> torch.Tensor:
@@ -259,7 +260,11 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm(
-        self, max_norm: float, parameters: nn.Parameter | Iterable[nn.Parameter] | None = None, norm_type: float = 2.0
+        self,
+        max_norm: float,
+        parameters: nn.Parameter | Iterable[nn.Parameter] | None = None,
+        *,
+        norm_type: float = 2.0,
     ) -> torch.Tensor:
         """Scales the gradients to a norm of at most max_norm; returns the norm before: [], fp32. Collective.
 
@@ -341,6 +346,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.finish_param_sync(self._shards.groups)
         for run in self._shards.runs:
             run.take_model()
+        self._shards.note_versions()
 
     def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter]) -> None:
         """Waits until these may be read, any shapes and dtypes: with overlap_param_sync, outside of modules.
@@ -364,7 +370,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             raise ValueError(f'state_dict_format is {state_dict_format!r}: must be None, 2 (the same), or "torch"')
         self._take_over_rest()
         shard = self._adam_shard()
-        return gather_torch_state_sync(shard) if state_dict_format == "torch" else adam_state_dict(shard)
+        if state_dict_format == "torch":
+            return gather_torch_state_sync(shard)
+        return {**adam_state_dict(shard), "order": self._shards.order}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -373,6 +381,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         The parameters become what the masters are, where it has any. Collective. Raises ValueError or RemoteRankError,
         with nothing changed, where it does not fit.
         """
+        if not self._shards.groups_of:
+            # A share that one rank has stored fits its own places alone, which the first backward may have chosen.
+            self._take_over_as(state_dict.get("order", []))
         self._take_over_rest()
         self._order.finish_param_sync(self._shards.groups)
         load_adam_state_dict(self._adam_shard(), state_dict)
@@ -381,6 +392,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             run.write_model()
         self._order.start_param_sync(self._shards.groups)
         self._order.finish_param_sync(self._shards.groups)
+        self._shards.note_versions()
 
     def release(self) -> None:
         """Takes all hooks off; the parameters have their last values on all ranks then. Collective."""
@@ -413,6 +425,13 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             without_state=self._shards.without_state,
         )
 
+    def _take_over_as(self, order: Sequence[Sequence[int]]) -> None:
+        params = list(self._shards.names)
+        trained = {place for place, param in enumerate(params) if param.requires_grad}
+        if {place for places in order for place in places} == trained:
+            for places in order:
+                self.init_params([params[place] for place in places])
+
     def _take_over_rest(self) -> None:
         """What requires grad, that whose gradients have come first in the order in which they came."""
         waiting = self._shards.waiting
@@ -444,6 +463,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     def _update(self, scale: GradScale) -> None:
         groups = self._shards.groups
+        self._shards.take_changes()
         # First of all: a gather that is still under way would write over what is updated.
         self._order.mark_stale(groups)
         rates = [self._rates_of(key) for key in range(len(self.param_groups))]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.transient_grads import GradMemory, MemoryPolicy, ParamMemory
 from megatron.core.optimizer.flat_adam import Masters, StateForm
@@ -83,6 +84,9 @@ class AdamMemory:
 
     def check_param(self, name: str, param: nn.Parameter) -> None:
         """Raises ValueError for a parameter, any shape and dtype, that cannot be kept so."""
+        if param.is_meta or isinstance(param.detach(), DTensor):
+            what = "on the meta device" if param.is_meta else "a DTensor"
+            raise ValueError(f"{name} is {what}: must be a whole tensor with memory, on each rank the same")
         if param.dtype not in _DTYPES:
             raise ValueError(f"{name} is {param.dtype}: must be one of {_names(_DTYPES)}")
         if self.store_param_remainders and param.dtype != torch.bfloat16:
@@ -151,6 +155,14 @@ class RankGrid:
         redundant: dist.ProcessGroup | None,
     ) -> "RankGrid":
         """From what a user gives; raises ValueError where it is no grid."""
+        given = {
+            "process_group": process_group,
+            "distributed_process_group": distributed,
+            "redundant_process_group": redundant,
+        }
+        for name, group in given.items():
+            if group is not None and not isinstance(group, dist.ProcessGroup):
+                raise TypeError(f"{name} is {group!r}: must be a torch.distributed.ProcessGroup, or None")
         if not dist.is_initialized():
             return cls(None, None, None)
         ranks = process_group or dist.group.WORLD
@@ -176,7 +188,9 @@ def check_group(values: Mapping[str, Any]) -> None:
     """Raises ValueError where the hyper-parameters of a parameter group are not Adam's."""
     lr = values["lr"]
     # A tensor's value is the device's.
-    if not isinstance(lr, torch.Tensor):
+    if isinstance(lr, torch.Tensor):
+        _check(lr.numel() == 1, "lr", value=lr, wanted="a number, or a tensor of one")
+    else:
         _check(_is_at_least_zero(lr), "lr", value=lr, wanted="a number, at least 0")
     betas = values["betas"]
     is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
@@ -229,13 +243,18 @@ def check_capturable(capturable: bool, memory: AdamMemory) -> None:
 
 def as_groups(params: Params) -> list[dict[str, Any]]:
     """Parameter groups, as torch.optim.Optimizer makes them of what it is given."""
-    if isinstance(params, torch.Tensor):
-        raise TypeError("params is a tensor: must be the parameters, or groups of them")
+    if isinstance(params, (torch.Tensor, nn.Module)):
+        raise TypeError(
+            f"params is a {type(params).__name__}: must be parameters (model.parameters()), or groups of them"
+        )
     given: list[Any] = list(params)
     if not given:
         raise ValueError("params is empty: must be the parameters, or groups of them")
     # What is an iterator is read once.
     groups = given if isinstance(given[0], dict) else [{"params": given}]
+    for place, group in enumerate(groups):
+        if "params" not in group:
+            raise ValueError(f"group {place} of params has {', '.join(group)}: must have its parameters as params")
     return [{**group, "params": _as_list(group["params"])} for group in groups]
 
 

@@ -69,7 +69,8 @@ class GradStandIn(torch.Tensor):
         if func is not torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             raise RuntimeError(
                 f"{func} was given a parameter's .grad, which DistributedFusedAdam has reduced to the shards of ranks. "
-                "Use its clip_grad_norm, grad_norm, unscale_grads, or zero_grad; or no_sync for gradients of this rank"
+                "Use its clip_grad_norm, grad_norm, unscale_grads, or zero_grad; no_sync for gradients of this rank; "
+                "and leave out torch's DistributedDataParallel, and other optimizers of the same parameters"
             )
         grads, found_inf, inv_scale = args
         others = [grad for grad in grads if not isinstance(grad, cls)]

@@ -6,6 +6,7 @@ What is sent when is the launch order's; where gradients come from, grad_intake.
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.chunk_sync import ChunkSync
@@ -29,6 +30,7 @@ class ShardedParams:
         self.names: dict[nn.Parameter, str] = {}
         self.keys: dict[nn.Parameter, int] = {}
         self.groups_of: dict[nn.Parameter, list[TransientGroup]] = {}
+        self._versions: dict[nn.Parameter, int] = {}
 
     @property
     def groups(self) -> list[TransientGroup]:
@@ -55,6 +57,12 @@ class ShardedParams:
     def waiting(self) -> list[nn.Parameter]:
         """Those that require grad, any shapes and dtypes, and were not taken over yet."""
         return [param for param in self.names if param.requires_grad and param not in self.groups_of]
+
+    @property
+    def order(self) -> list[list[int]]:
+        """The parameters of each segment by their numbers, in the order of their places."""
+        index = {param: place for place, param in enumerate(self.names)}
+        return [[index[param] for param in segment.params] for segment in self._segments]
 
     @property
     def without_state(self) -> frozenset[int]:
@@ -96,6 +104,11 @@ class ShardedParams:
 
         Collective; raises ValueError on all ranks where these do not give the same.
         """
+        if self._plan.grid.ranks is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "the optimizer was built before torch.distributed was initialised: call init_process_group first, or "
+                "this rank would train alone"
+            )
         self._check_equal([str(memory), *(_describe(self.names[param], param) for param in params)])
         self._check_equal([f"{self.names[param]} with bits {bits_sync(param):08x}" for param in params])
         for param in params:
@@ -110,8 +123,25 @@ class ShardedParams:
         self.groups_of.update((param, []) for param in params)
         for param, group in segment.groups_of():
             self.groups_of[param].append(group)
+        self.note_versions()
         self._order.go_on()
         self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_moved, _nothing))
+
+    def take_changes(self) -> None:
+        """Before an update: lets masters follow what others have written to parameters, as `load_state_dict` does.
+
+        Told by torch's own count of changes, which the host reads.
+        """
+        changed = {param for param in self.groups_of if param._version != self._versions[param]}
+        if changed:
+            for run in self.runs:
+                if any(member.param in changed for member in run.members):
+                    run.take_changes()
+            self.note_versions()
+
+    def note_versions(self) -> None:
+        """The parameters are as the masters have them."""
+        self._versions = {param: param._version for param in self.groups_of}
 
     def agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The first rank's order of the same parameters. Collective."""

@@ -59,3 +59,76 @@ def test_modules_are_stored_without_their_optimizer_and_optimizers_not_at_all():
     assert torch.equal(stored(torch.ones(2, 3)), model(torch.ones(2, 3)))
     with pytest.raises(TypeError, match="save its state_dict"):
         pickle.dumps(optimizer)
+
+
+@pytest.mark.parametrize("settings", [{}, {"contiguous_param_buffer": False}, REMAINDERS], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_goes_on_from_what_others_have_written_and_keeps_the_digits_of_the_rest(settings, dtype):
+    if dtype == torch.float32 and settings is REMAINDERS:
+        settings = {}
+    start = torch.linspace(-3, 3, 77).to(dtype)
+    kept, written = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    plain = nn.Parameter(start.clone())
+    optimizer, alone = (
+        DistributedFusedAdam([kept, written], lr=1e-4, **settings),
+        DistributedFusedAdam([plain], lr=1e-4),
+    )
+    for number in range(8):
+        optimizer.zero_grad()
+        (kept.float().square().sum() + written.float().square().sum()).backward()
+        optimizer.step()
+        alone.zero_grad()
+        plain.float().square().sum().backward()
+        alone.step()
+        if number == 4:
+            with torch.no_grad():
+                written[3:5] = 7.0
+                kept.copy_(kept.clone())
+    assert torch.equal(kept, plain)
+    assert torch.equal(written[:3], plain[:3]) and torch.equal(written[5:], plain[5:])
+    assert float((written[3:5] - 7.0).abs().max()) < 0.05
+
+
+def test_a_share_of_states_fits_an_optimizer_that_has_not_stepped_whatever_its_order_was():
+    def build() -> tuple[nn.Module, DistributedFusedAdam]:
+        torch.manual_seed(0)
+        model = nn.LSTM(4, 4)
+        return model, DistributedFusedAdam(model.parameters(), bucket_cap_mb=512 / 2**20)
+
+    def train(model: nn.Module, optimizer: DistributedFusedAdam) -> None:
+        optimizer.zero_grad()
+        model(torch.linspace(0, 1, 24).view(3, 2, 4))[0].square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = build()
+    train(model, optimizer)
+    stored = pickle.loads(pickle.dumps({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    other, resumed = build()
+    other.load_state_dict(stored["model"])
+    resumed.load_state_dict(stored["optimizer"])
+    assert resumed._shards.order == optimizer._shards.order != [[0, 1, 2, 3]]
+    train(model, optimizer)
+    train(other, resumed)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((nn.Linear(2, 2),), "params is a Linear: must be parameters"),
+        (([{"lr": 1.0}],), "group 0 of params has lr: must have its parameters as params"),
+        (([nn.Parameter(torch.ones(2, device="meta"))],), "on the meta device: must be a whole tensor"),
+        (
+            ([nn.Parameter(torch.ones(2))], torch.tensor([1.0, 2.0])),
+            "lr is tensor.*: must be a number, or a tensor of one",
+        ),
+    ],
+)
+def test_what_cannot_be_stepped_is_refused_in_words(arguments, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        DistributedFusedAdam(*arguments)
+
+
+def test_no_process_group_is_taken_for_one():
+    with pytest.raises(TypeError, match="process_group is 'world': must be a torch.distributed.ProcessGroup"):
+        DistributedFusedAdam([nn.Parameter(torch.ones(2))], process_group="world")
