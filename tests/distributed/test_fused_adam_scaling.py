@@ -336,7 +336,7 @@ def clips():
         ):
             scaled.gradients(step)
             for numbers, max_norm, norm_type in calls:
-                ours = scaled.ours.clip_grad_norm(max_norm, [params[number] for number in numbers], norm_type)
+                ours = scaled.ours.clip_grad_norm(max_norm, [params[number] for number in numbers], norm_type=norm_type)
                 # torch knows no largest element of none.
                 chosen = [masters[number] for number in numbers if masters[number].numel()]
                 plain = clip_grad_norm_(chosen, max_norm, norm_type)
