@@ -4,7 +4,7 @@ Buffers, and what is sent when, are megatron.core.distributed's; the update of a
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -383,7 +383,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """
         if not self._shards.groups_of:
             # A share that one rank has stored fits its own places alone, which the first backward may have chosen.
-            self._take_over_as(state_dict.get("order", []))
+            for params in self._shards.in_order(state_dict.get("order", [])):
+                self.init_params(params)
         self._take_over_rest()
         self._order.finish_param_sync(self._shards.groups)
         load_adam_state_dict(self._adam_shard(), state_dict)
@@ -424,13 +425,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             self._ranks,
             without_state=self._shards.without_state,
         )
-
-    def _take_over_as(self, order: Sequence[Sequence[int]]) -> None:
-        params = list(self._shards.names)
-        trained = {place for place, param in enumerate(params) if param.requires_grad}
-        if {place for places in order for place in places} == trained:
-            for places in order:
-                self.init_params([params[place] for place in places])
 
     def _take_over_rest(self) -> None:
         """What requires grad, that whose gradients have come first in the order in which they came."""

@@ -64,6 +64,13 @@ class ShardedParams:
         index = {param: place for place, param in enumerate(self.names)}
         return [[index[param] for param in segment.params] for segment in self._segments]
 
+    def in_order(self, order: Sequence[Sequence[int]]) -> list[list[nn.Parameter]]:
+        """What `order` gave, as parameters, any shapes and dtypes; nothing where it is not of those that are trained."""
+        params = list(self.names)
+        trained = {place for place, param in enumerate(params) if param.requires_grad}
+        is_fitting = {place for places in order for place in places} == trained
+        return [[params[place] for place in places] for places in order] if is_fitting else []
+
     @property
     def without_state(self) -> frozenset[int]:
         """The numbers of parameters that nobody steps."""
