@@ -159,3 +159,28 @@ def test_a_scaler_sees_what_no_sync_has_copied():
     plain_optimizer.step()
     scaler.step(optimizer)
     assert_equal(plain, model)
+
+
+class Scaled(DistributedFusedAdam):
+    """One that leaves unscaling and skipping to the scaler."""
+
+    _step_supports_amp_scaling = False
+
+
+def scaler_that_saw_own_gradients_alone():
+    optimizer = Scaled([param := nn.Parameter(torch.ones(3))], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with optimizer.no_sync():
+        scaler.scale(param.sum()).backward()
+    with pytest.raises(RuntimeError, match=r"call grad_sync\(\) before scaler.unscale_"):
+        scaler.step(optimizer)
+    optimizer.grad_sync()
+    scaler.update()
+    before = param.detach().clone()
+    scaler.step(optimizer)
+    assert bool((param < before).all())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_scaler_that_decides_itself_must_see_reduced_gradients(ranks):
+    run_on_ranks(scaler_that_saw_own_gradients_alone, ranks)

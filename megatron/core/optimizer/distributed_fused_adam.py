@@ -23,6 +23,7 @@ from megatron.core.optimizer.adam_state_dict import AdamShard, adam_state_dict, 
 from megatron.core.optimizer.flat_adam import AdamRates, adam_step
 from megatron.core.optimizer.forward_gathers import ForwardGathers
 from megatron.core.optimizer.fused_adam_settings import (
+    SWITCHES,
     AdamMemory,
     Params,
     RankGrid,
@@ -31,6 +32,7 @@ from megatron.core.optimizer.fused_adam_settings import (
     check_capturable,
     check_group,
     check_scalars,
+    check_switches,
     common_device,
 )
 from megatron.core.optimizer.grad_intake import GradIntake, GradMode, check_free
@@ -109,6 +111,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         debug: bool = False,
     ) -> None:
         check_scalars(amsgrad=amsgrad, bucket_cap_mb=bucket_cap_mb, pipeline_size=pipeline_size)
+        check_switches({name: value for name, value in locals().items() if name in SWITCHES})
         self._memory = AdamMemory(
             dtype=dtype,
             grad_sync_dtype=grad_sync_dtype,
@@ -319,15 +322,13 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         if scaler is not None:
             scaler.step(self)
             return loss
+        if not self._step_supports_amp_scaling:
+            self._grads.check_none_left()
         self.grad_sync()
         # torch's scaler leaves them on the optimizer while it steps.
         amp = vars(self)
-        if "found_inf" in amp and not self._grads.is_checked:
-            # Each rank has looked at its own, and some may skip.
-            raise RuntimeError(
-                "GradScaler has not seen the reduced gradients, only those of no_sync or set by hand, or none: call "
-                "grad_sync() before scaler.unscale_ and scaler.step"
-            )
+        if "found_inf" in amp:
+            self._grads.check_seen()
         self._update(self._scaling.scale(amp.get("grad_scale"), amp.get("found_inf")))
         return loss
 

@@ -23,6 +23,23 @@ Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str,
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
+# Arguments of DistributedFusedAdam that are True or False.
+SWITCHES = (
+    "bias_correction",
+    "adam_w_mode",
+    "average_grad_sync",
+    "overlap_grad_sync",
+    "overlap_param_sync",
+    "contiguous_param_buffer",
+    "contiguous_grad_buffer",
+    "store_params",
+    "store_param_remainders",
+    "with_scaled_states",
+    "capturable",
+    "debug",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamMemory:
     """How parameters, gradients and states of some parameters are kept and sent; names as DistributedFusedAdam's.
@@ -201,6 +218,8 @@ def check_group(values: Mapping[str, Any]) -> None:
         wanted="two of [0, 1)",
     )
     _check(_is_at_least_zero(values["eps"]), "eps", value=values["eps"], wanted="a number, at least 0")
+    for name in ("amsgrad", "maximize"):
+        _check(not values.get(name), name, value=values.get(name), wanted="False, or left out")
     decay = values["weight_decay"]
     _check(_is_at_least_zero(decay), "weight_decay", value=decay, wanted="a number, at least 0")
 
@@ -232,6 +251,12 @@ def check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) ->
         raise ValueError(f"bucket_cap_mb is {bucket_cap_mb!r}: must be a number of MiB above 0")
     if isinstance(pipeline_size, bool) or not isinstance(pipeline_size, int) or pipeline_size < 1:
         raise ValueError(f"pipeline_size is {pipeline_size!r}: must be a number of buckets, at least 1")
+
+
+def check_switches(values: Mapping[str, object]) -> None:
+    """Raises ValueError for what is neither True nor False, by name."""
+    for name, value in values.items():
+        _check(isinstance(value, bool), name, value=value, wanted="True or False")
 
 
 def check_capturable(capturable: bool, memory: AdamMemory) -> None:

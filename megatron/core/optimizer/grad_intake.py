@@ -20,6 +20,12 @@ from megatron.core.optimizer.shard_scaling import ShardScaling
 from megatron.core.optimizer.sharded_params import ShardedParams
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
 
+# Each rank has looked at its own, and some may skip.
+_UNSEEN = (
+    "GradScaler has not seen the reduced gradients, only those of no_sync or set by hand, or none: call grad_sync() "
+    "before scaler.unscale_ and scaler.step"
+)
+
 
 class GradMode(Enum):
     """What becomes of gradients that come now. COPY: they go to their buckets, and nothing is sent; KEEP: they stay."""
@@ -51,6 +57,10 @@ def check_free(name: str, param: nn.Parameter) -> None:
         gc.collect()
         if _has_intake(param):
             raise ValueError(f"{name} is in another DistributedFusedAdam: must be in one, so call release() of that")
+
+
+def _has_own_grad(param: nn.Parameter) -> bool:
+    return param.grad is not None and not isinstance(param.grad, GradStandIn)
 
 
 def _has_intake(param: nn.Parameter) -> bool:
@@ -195,10 +205,20 @@ class GradIntake:
                 self._order.end_pass([group for group in self._params.groups if group not in before])
         self._put_stand_in()
 
+    def check_none_left(self) -> None:
+        """Raises RuntimeError where a gradient is in param.grad, as nobody has reduced it: scalers have read that."""
+        if any(_has_own_grad(param) for param in self._params.names):
+            raise RuntimeError(_UNSEEN)
+
+    def check_seen(self) -> None:
+        """Raises RuntimeError where a scaler has found an infinity, or none, elsewhere than in the sums of all ranks."""
+        if not self.is_checked:
+            raise RuntimeError(_UNSEEN)
+
     def _take_left(self) -> None:
         """Of no_sync, of the first backward, or set by hand."""
         for param, groups in self._params.groups_of.items():
-            if param.grad is not None and not isinstance(param.grad, GradStandIn):
+            if _has_own_grad(param):
                 for group in groups:
                     # Set by hand, it says nothing of what forward has read.
                     self._order.need(group, prefetch=False)

@@ -53,6 +53,8 @@ class ShardScaling:
 
     def norm(self, grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Norm over all ranks: [], fp32; grads: [n] each, any float dtype, what this rank owns. Collective."""
+        if isinstance(norm_type, bool) or not norm_type > 0:
+            raise ValueError(f"norm_type is {norm_type!r}: must be a number above 0, or infinity")
         # A rank that owns nothing joins the sums on the device that the others' are on.
         owned = [*grads] or [self._divisor.new_empty(0)]
         total = total_norm(owned, norm_type, groups=[self._shards], accumulate_in=torch.float32)

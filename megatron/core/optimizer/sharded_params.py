@@ -65,7 +65,7 @@ class ShardedParams:
         return [[index[param] for param in segment.params] for segment in self._segments]
 
     def in_order(self, order: Sequence[Sequence[int]]) -> list[list[nn.Parameter]]:
-        """What `order` gave, as parameters, any shapes and dtypes; nothing where it is not of those that are trained."""
+        """What `order` gave, as parameters, any shapes and dtypes; nothing if it is of others than are trained."""
         params = list(self.names)
         trained = {place for place, param in enumerate(params) if param.requires_grad}
         is_fitting = {place for places in order for place in places} == trained
