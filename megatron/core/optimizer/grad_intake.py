@@ -211,7 +211,7 @@ class GradIntake:
             raise RuntimeError(_UNSEEN)
 
     def check_seen(self) -> None:
-        """Raises RuntimeError where a scaler has found an infinity, or none, elsewhere than in the sums of all ranks."""
+        """Raises RuntimeError where a scaler has looked for infinities elsewhere than in the sums of all ranks."""
         if not self.is_checked:
             raise RuntimeError(_UNSEEN)
 
