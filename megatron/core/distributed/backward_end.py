@@ -1,4 +1,4 @@
-"""BackwardEnd: tells when the backward that a gradient came in is over, for modules that nobody has wrapped."""
+"""BackwardEnd: tells when the backward that a gradient came in is over, to who sees its gradients alone."""
 
 from collections.abc import Callable
 from typing import Any

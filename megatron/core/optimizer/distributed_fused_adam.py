@@ -145,7 +145,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             scaling=self._scaling,
             overlap=overlap_grad_sync,
             take_over=self._take_over_rest,
-            unscale=self._unscale,
         )
         self._pipeline_size, self._debug = pipeline_size, debug
         self._rates: list[torch.Tensor] = []
@@ -295,10 +294,10 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         found_inf = torch.zeros((), device=self._device)
         if grad_scaler is not None:
             self.grad_sync()
-            found_inf = self._check_finite()
+            found_inf = self._grads.any_not_finite()
             grad_scaler.unscale_(self)
         elif inv_scale is not None:
-            self._unscale(found_inf, inv_scale)
+            self._grads.unscale(found_inf, inv_scale)
         return {self._device: found_inf}
 
     # The step.
@@ -440,17 +439,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     def _sums_of(self, parameters: nn.Parameter | Iterable[nn.Parameter] | None) -> list[torch.Tensor]:
         return self._shards.sums if parameters is None else self._shards.sums_of(as_params(parameters))
-
-    def _unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """See ReducedGrads."""
-        self.grad_sync()
-        found_inf.copy_(torch.maximum(found_inf, self._check_finite()))
-        self._scaling.divide(1.0 / inv_scale.to(self._device).double())
-
-    def _check_finite(self) -> torch.Tensor:
-        """See ShardScaling.any_not_finite."""
-        self._grads.is_checked = True
-        return self._scaling.any_not_finite(self._shards.sums)
 
     def _need(self, groups: Iterable[SyncedGroup]) -> None:
         for group in groups:

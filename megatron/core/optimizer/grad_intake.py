@@ -69,7 +69,7 @@ def _has_intake(param: nn.Parameter) -> bool:
 
 
 class GradIntake:
-    """take_over: moves all parameters that require grad into buffers; unscale: see ReducedGrads.
+    """take_over: moves all parameters that require grad into buffers.
 
     Gradients of parameters that were not taken over wait in param.grad for the end of their backward.
     """
@@ -82,10 +82,9 @@ class GradIntake:
         scaling: ShardScaling,
         overlap: bool,
         take_over: Callable[[], None],
-        unscale: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
         self._params, self._order, self._scaling = params, order, scaling
-        self._overlap, self._take_over, self._unscale = overlap, take_over, unscale
+        self._overlap, self._take_over = overlap, take_over
         self._mode = GradMode.SYNC
         self._pass = BackwardEnd(self._end_pass)
         self._handles: list[Any] = []
@@ -144,7 +143,14 @@ class GradIntake:
 
     def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """See ReducedGrads: both [], fp32."""
-        self._unscale(found_inf, inv_scale)
+        self.finish()
+        found_inf.copy_(torch.maximum(found_inf, self.any_not_finite()))
+        self._scaling.divide(1.0 / inv_scale.to(found_inf.device).double())
+
+    def any_not_finite(self) -> torch.Tensor:
+        """See ShardScaling, of all sums: [], fp32."""
+        self.is_checked = True
+        return self._scaling.any_not_finite(self._params.sums)
 
     def forget(self) -> None:
         """All gradients are gone. Collective only after an error in a backward."""

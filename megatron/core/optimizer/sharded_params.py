@@ -193,4 +193,4 @@ def _describe(name: str, param: nn.Parameter) -> str:
 
 
 def _nothing() -> None:
-    pass
+    """What an order forgets of gradients that were not taken: the optimizer's zero_grad does."""
