@@ -67,7 +67,7 @@ def test_gradients_kept_beside_reduced_ones_are_nobody_elses_memory(create_graph
 
 
 def hooks_that_read_weights(overlap_param_sync):
-    plain, plain_optimizer, model, optimizer = pair(overlap_param_sync=overlap_param_sync, debug=True)
+    plain, plain_optimizer, model, optimizer = pair(overlap_param_sync=overlap_param_sync, debug=overlap_param_sync)
     for module in (plain, model):
         module[2].register_forward_pre_hook(lambda layer, given: (given[0] + layer.weight.sum(),))
         # Another one, which is called for what the first call has found.

@@ -254,9 +254,11 @@ def check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) ->
 
 
 def check_switches(values: Mapping[str, object]) -> None:
-    """Raises ValueError for what is neither True nor False, by name."""
+    """Raises ValueError for what is neither True nor False, by name, and for one that would change nothing."""
     for name, value in values.items():
         _check(isinstance(value, bool), name, value=value, wanted="True or False")
+    if values["debug"] and not values["overlap_param_sync"]:
+        raise ValueError("debug is True without overlap_param_sync: no parameter is stale then, so leave it out")
 
 
 def check_capturable(capturable: bool, memory: AdamMemory) -> None:

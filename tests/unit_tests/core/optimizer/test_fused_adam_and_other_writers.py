@@ -116,6 +116,7 @@ def test_a_share_of_states_fits_an_optimizer_that_has_not_stepped_whatever_its_o
     ("arguments", "text"),
     [
         ((nn.Linear(2, 2),), "params is a Linear: must be parameters"),
+        (([nn.Parameter(torch.ones(2))], "1e-3"), "lr is '1e-3': must be a number"),
         (([{"lr": 1.0}],), "group 0 of params has lr: must have its parameters as params"),
         (([nn.Parameter(torch.ones(2, device="meta"))],), "on the meta device: must be a whole tensor"),
         (
@@ -127,6 +128,18 @@ def test_a_share_of_states_fits_an_optimizer_that_has_not_stepped_whatever_its_o
 def test_what_cannot_be_stepped_is_refused_in_words(arguments, text):
     with pytest.raises((TypeError, ValueError), match=text):
         DistributedFusedAdam(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"overlap_param_sync": "yes"}, "overlap_param_sync is 'yes': must be True or False"),
+        ({"debug": True}, "debug is True without overlap_param_sync"),
+    ],
+)
+def test_switches_are_true_or_false_and_change_something(settings, text):
+    with pytest.raises(ValueError, match=text):
+        DistributedFusedAdam([nn.Parameter(torch.ones(2))], **settings)
 
 
 def test_no_process_group_is_taken_for_one():
