@@ -36,7 +36,6 @@ from megatron.core.optimizer.fused_adam_settings import (
     common_device,
 )
 from megatron.core.optimizer.grad_intake import GradIntake, GradMode, check_free
-from megatron.core.optimizer.param_runs import RunParam
 from megatron.core.optimizer.shard_scaling import ShardScaling
 from megatron.core.optimizer.sharded_params import ShardedParams
 from megatron.core.optimizer.torch_adam_state import gather_torch_state_sync
@@ -200,10 +199,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """As init_params: parameters that are taken over together are reduced and gathered together."""
         self.init_params(params, **memory)
 
-    def parameter(self, group: "int | RunParam", index: int = 0) -> nn.Parameter:
-        """The parameter at a place of param_groups, or that of a fragment."""
-        if isinstance(group, RunParam):
-            return group.param
+    def parameter(self, group: int, index: int) -> nn.Parameter:
+        """The parameter at a place of a group of param_groups."""
         found: nn.Parameter = self.param_groups[group]["params"][index]
         return found
 
@@ -339,9 +336,10 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload_params(self) -> None:
-        """Takes the masters from the parameters, after something else than a step has written these. Collective.
+        """Takes the masters from the parameters, after something else than a step has written to `param.data`.
 
-        Where masters are copies, or remainders, the next step would undo what was written.
+        The next step would undo that where masters are copies. Other writes count in the version of a parameter, by
+        which a step notices them. Collective.
         """
         self._order.finish_param_sync(self._shards.groups)
         for run in self._shards.runs:

@@ -142,6 +142,13 @@ def test_switches_are_true_or_false_and_change_something(settings, text):
         DistributedFusedAdam([nn.Parameter(torch.ones(2))], **settings)
 
 
+def test_parameters_are_found_by_their_places():
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = DistributedFusedAdam([{"params": params[:1]}, {"params": params[1:]}])
+    found = [optimizer.parameter(0, 0), optimizer.parameter(1, 0), optimizer.parameter(1, 1)]
+    assert all(one is param for one, param in zip(found, params, strict=True))
+
+
 def test_no_process_group_is_taken_for_one():
     with pytest.raises(TypeError, match="process_group is 'world': must be a torch.distributed.ProcessGroup"):
         DistributedFusedAdam([nn.Parameter(torch.ones(2))], process_group="world")
