@@ -14,10 +14,11 @@ from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.dense_memory import flat_view
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
 from megatron.core.distributed.layout import Span
+from megatron.core.distributed.run_params import RunParam
 from megatron.core.distributed.transient_grads import ParamMemory, TransientBuffer, TransientGroup
 from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters, write_parameters
 from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid
-from megatron.core.optimizer.param_runs import RunParam, ranges_in
+from megatron.core.optimizer.param_runs import ranges_in
 from megatron.core.optimizer.stored_floats import WithRemainder
 from megatron.core.process_groups_config import group_size
 

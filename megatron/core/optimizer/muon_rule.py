@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.distributed.run_params import RunParam
 from megatron.core.optimizer.matrix_plan import MatrixUnit, batches_of, owners_of, ranges_of, units_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
-from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam, RunParam
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam
 from megatron.core.optimizer.shard_map import range_views
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from megatron.core.optimizer.update_rules import GradScale

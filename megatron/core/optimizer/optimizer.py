@@ -16,12 +16,13 @@ from torch.profiler import record_function
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed.run_params import RunParam
 from megatron.core.optimizer.clip_grads import clip_coefficient, read_count_sync, read_norm_sync
 from megatron.core.optimizer.device_step import DeviceStep, decide
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.grad_stats import OwnedElements, ShardGroups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, RunParam
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
 from megatron.core.optimizer.shard_map import range_tensors, range_views
 from megatron.core.optimizer.state_keys import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats

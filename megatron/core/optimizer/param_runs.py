@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.layout import ALIGNMENT, BufferLayout, Span
+from megatron.core.distributed.run_params import RunParam
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import (
     Plain,
@@ -70,22 +71,6 @@ class FlatBuffer(PlacedParams, Protocol):
     def grad_of(self, span: Span) -> torch.Tensor:
         """The reduced gradients of elements of one owned span: [span.numel], their dtype, a view."""
         ...
-
-
-@dataclass(frozen=True)
-class RunParam:
-    """A parameter of a run, or a range of it. span: its elements in the run's flat tensors; start: the first of them in
-    the flattened parameter.
-    """
-
-    name: str
-    param: nn.Parameter
-    span: Span
-    start: int
-
-    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its part of a flat tensor of the run: [N], any dtype -> [span.numel], the same dtype, a view."""
-        return flat[self.span.start : self.span.end]
 
 
 @dataclass(frozen=True, eq=False)
