@@ -85,13 +85,17 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class _ParamAndGradBucket:
-    """Neighbours in a buffer that are reduced and gathered together; param_data, grad_data: [N], views."""
+    """Neighbours in a buffer that are reduced and gathered together; grad_data: [N], a view."""
 
     buffer: "_ParamAndGradBuffer"
     layout: BucketLayout
     entries: list[Entry]
-    param_data: torch.Tensor
     grad_data: torch.Tensor
+
+    @property
+    def param_data(self) -> torch.Tensor:
+        """The parameters: [N], their dtype, a view of what the buffer has them in by now."""
+        return self.buffer.param_data[self.layout.span.start : self.layout.span.end]
 
 
 class _ParamAndGradBuffer:
@@ -243,9 +247,8 @@ class _ParamAndGradBuffer:
         return Entry(canonical_name(name), param, span, main_grad, wire)
 
     def _bucket(self, layout: BucketLayout) -> _ParamAndGradBucket:
-        part = slice(layout.span.start, layout.span.end)
         entries = [self.entries[index] for index in layout.params]
-        return _ParamAndGradBucket(self, layout, entries, self.param_data[part], self.grad_data[part])
+        return _ParamAndGradBucket(self, layout, entries, self.grad_data[layout.span.start : layout.span.end])
 
     def _move(self, entry: Entry, new: torch.Tensor) -> None:
         grad, scale = entry.main_grad, self._scale_of(entry.param)

@@ -15,9 +15,10 @@ from megatron.core.distributed.dense_memory import flat_view
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
 from megatron.core.distributed.layout import Span
 from megatron.core.distributed.run_params import RunParam
-from megatron.core.distributed.transient_grads import ParamMemory, TransientBuffer, TransientGroup
+from megatron.core.distributed.transient_grads import ParamMemory, TransientGroup
 from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters, write_parameters
 from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid
+from megatron.core.optimizer.late_buffer import LateBuffer
 from megatron.core.optimizer.param_runs import ranges_in
 from megatron.core.optimizer.stored_floats import WithRemainder
 from megatron.core.process_groups_config import group_size
@@ -93,7 +94,8 @@ class AdamRun:
 class Segment:
     """named_params: those taken over, in the order of places; keys: of each its parameter group. name: its own.
 
-    Parameters of one dtype share a buffer, whose buckets cut them.
+    Parameters of one dtype share a buffer, whose buckets cut them. Until move_in they stay in their own memory, and
+    have no states.
     """
 
     def __init__(
@@ -111,17 +113,32 @@ class Segment:
         for param_name, param in named_params:
             by_dtype.setdefault(param.dtype, []).append((param_name, param))
         self.buffers = [_buffer(members, memory, plan=plan) for members in by_dtype.values()]
-        # By address: a comparison of numbers, no read of a device.
-        self._addresses = [param.data_ptr() for param in self.params]
-        self.groups: list[TransientGroup] = []
-        self.runs: list[AdamRun] = []
-        for buffer in self.buffers:
-            groups = [
+        self._keys = keys
+        self._runs: list[AdamRun] | None = None
+        self._note_addresses()
+        self._groups_of = {
+            buffer: [
                 TransientGroup(bucket, name=f"{name}, bucket {index} of {buffer.kind.param_dtype}")
                 for index, bucket in enumerate(buffer.buckets)
             ]
-            self.groups += groups
-            self.runs += _runs(buffer, groups, memory=memory, keys=keys)
+            for buffer in self.buffers
+        }
+        self.groups = [group for groups in self._groups_of.values() for group in groups]
+
+    @property
+    def runs(self) -> list[AdamRun]:
+        """All that this rank owns; whoever asks first moves the parameters in."""
+        return self.move_in()
+
+    def move_in(self) -> list[AdamRun]:
+        """Gives the parameters their places, and this rank's runs of them states, unless they have them."""
+        if self._runs is None:
+            self._runs = []
+            for buffer, groups in self._groups_of.items():
+                buffer.move_in()
+                self._runs += _runs(buffer, groups, memory=self.memory, keys=self._keys)
+            self._note_addresses()
+        return self._runs
 
     def find_moved(self) -> Iterator[nn.Parameter]:
         """Parameters, any shapes and dtypes, whose memory is no longer where it was."""
@@ -131,8 +148,12 @@ class Segment:
         """Each parameter with each bucket that has a part of it."""
         return ((entry.param, group) for group in self.groups for entry in group.entries)
 
+    def _note_addresses(self) -> None:
+        # By address: a comparison of numbers, no read of a device.
+        self._addresses = [param.data_ptr() for param in self.params]
 
-def _buffer(members: Sequence[tuple[str, nn.Parameter]], memory: AdamMemory, *, plan: SegmentPlan) -> TransientBuffer:
+
+def _buffer(members: Sequence[tuple[str, nn.Parameter]], memory: AdamMemory, *, plan: SegmentPlan) -> LateBuffer:
     first = members[0][1]
     kind = BufferKind(first.dtype, memory.grad_dtype(first), is_expert=False)
     device = first.device
@@ -148,11 +169,11 @@ def _buffer(members: Sequence[tuple[str, nn.Parameter]], memory: AdamMemory, *, 
         ),
         split=True,
     )
-    return TransientBuffer(kind, members, settings=settings, memory=memory.policy(first))
+    return LateBuffer(kind, members, settings=settings, memory=memory.policy(first))
 
 
 def _runs(
-    buffer: TransientBuffer,
+    buffer: LateBuffer,
     groups: Sequence[TransientGroup],
     *,
     memory: AdamMemory,

@@ -4,7 +4,7 @@ Buffers, and what is sent when, are megatron.core.distributed's; the update of a
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -190,10 +190,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         asked = self._memory.replaced(memory)
         given = [*self._shards.names] if params is None else self._shards.check_own(as_params(params))
         taken = self._shards.groups_of
-        new = [param for param in given if param.requires_grad and param not in taken]
-        self._shards.take_over(new, asked)
-        if self._forward is not None:
-            self._forward.forget()
+        self._take_over([param for param in given if param.requires_grad and param not in taken], asked)
+        self._shards.move_in()
 
     def init_params_bucket(self, params: nn.Parameter | Iterable[nn.Parameter], **memory: Any) -> None:
         """As init_params: parameters that are taken over together are reduced and gathered together."""
@@ -433,7 +431,15 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             came = set(arrived)
             rest = [param for param in waiting if param not in came]
             # Places go from the last to the first.
-            self.init_params([*rest, *reversed(arrived)])
+            self._take_over([*rest, *reversed(arrived)], self._memory)
+        if self._capturable:
+            # Else at the first use of states, when whole gradients are gone; but then a graph might be captured.
+            self._shards.move_in()
+
+    def _take_over(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
+        self._shards.take_over(params, memory)
+        if self._forward is not None:
+            self._forward.forget()
 
     def _sums_of(self, parameters: nn.Parameter | Iterable[nn.Parameter] | None) -> list[torch.Tensor]:
         return self._shards.sums if parameters is None else self._shards.sums_of(as_params(parameters))

@@ -223,7 +223,8 @@ class GradIntake:
 
     def _take_left(self) -> None:
         """Of no_sync, of the first backward, or set by hand."""
-        for param, groups in self._params.groups_of.items():
+        # From the last place on, as buckets are launched: what is full is sent and freed before the next one fills.
+        for param, groups in reversed(self._params.groups_of.items()):
             if _has_own_grad(param):
                 for group in groups:
                     # Set by hand, it says nothing of what forward has read.

@@ -39,7 +39,7 @@ class ShardedParams:
 
     @property
     def runs(self) -> list[AdamRun]:
-        """All that this rank owns."""
+        """All that this rank owns; see move_in."""
         return [run for segment in self._segments for run in segment.runs]
 
     @property
@@ -133,6 +133,11 @@ class ShardedParams:
         self.note_versions()
         self._order.go_on()
         self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_moved, _nothing))
+
+    def move_in(self) -> None:
+        """Lets all that were taken over have their places and states, which they else have when `runs` is asked for."""
+        for segment in self._segments:
+            segment.move_in()
 
     def take_changes(self) -> None:
         """Before an update: lets masters follow what others have written to parameters, as `load_state_dict` does.
