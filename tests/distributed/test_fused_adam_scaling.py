@@ -210,7 +210,11 @@ def test_gradients_that_come_after_unscaling_and_clipping_are_added_as_plain_pyt
 
 def steps_without_zero_grad():
     """Clipped and unscaled gradients are stepped by again; then the same with a new scale."""
-    scaled = Scaled({"bucket_cap_mb": cap(700)})
+    for settings in ({}, {"contiguous_param_buffer": False}):
+        steps_of(Scaled({"bucket_cap_mb": cap(700), **settings}))
+
+
+def steps_of(scaled):
     scaled.gradients(0)
     unscale_then_clip(scaled)
     scaled.finish()
@@ -222,8 +226,17 @@ def steps_without_zero_grad():
     scaled.ours.step()
     scaled.plain.step()
     scaled.reference.publish()
-    scaled.gradients(1)
-    scaled.finish()
+    # By what the scaler has unscaled in its own step, too, and clipped before.
+    for clips in (False, True):
+        scaled.gradients(1)
+        if clips:
+            scaled.clip(600.0)
+        scaled.finish()
+        norm = plain_norm([master.grad for master in scaled.reference.masters])
+        assert scaled.ours.grad_norm().item() == pytest.approx(norm, rel=1e-6)
+        scaled.ours.step()
+        scaled.plain.step()
+        scaled.reference.publish()
     scaled.check(**CLOSE)
 
 

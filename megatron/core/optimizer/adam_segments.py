@@ -140,6 +140,12 @@ class Segment:
             self._note_addresses()
         return self._runs
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's kernel on a CPU serves all of it; GPUs have one that divides gradients while it reads."""
+        firsts = [buffer.entries[0].param for buffer in self.buffers]
+        return all(param.device.type == "cpu" and self.memory.is_plain(param) for param in firsts)
+
     def find_moved(self) -> Iterator[nn.Parameter]:
         """Parameters, any shapes and dtypes, whose memory is no longer where it was."""
         return (param for param, address in zip(self.params, self._addresses) if param.data_ptr() != address)

@@ -20,7 +20,7 @@ from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.optimizer.adam_segments import AdamRun, SegmentPlan
 from megatron.core.optimizer.adam_state_dict import AdamShard, adam_state_dict, load_adam_state_dict
-from megatron.core.optimizer.flat_adam import AdamRates, adam_step
+from megatron.core.optimizer.flat_adam import AdamRates, GradUse, adam_step
 from megatron.core.optimizer.forward_gathers import ForwardGathers
 from megatron.core.optimizer.fused_adam_settings import (
     SWITCHES,
@@ -453,6 +453,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._shards.take_changes()
         # First of all: a gather that is still under way would write over what is updated.
         self._order.mark_stale(groups)
+        grad_use = self._shards.grad_use
         rates = [self._rates_of(key) for key in range(len(self.param_groups))]
         by_group: dict[TransientGroup, list[AdamRun]] = {group: [] for group in groups}
         for run in self._shards.runs:
@@ -464,7 +465,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
                 # What a skipped update leaves alone is sent all the same.
                 group.fill_stage()
             for key, rate in enumerate(rates):
-                adam_step([run.update() for run in by_group[group] if run.key == key], rate, scale=scale)
+                updates = [run.update() for run in by_group[group] if run.key == key]
+                adam_step(updates, rate, scale=scale, grads=grad_use)
             if self._forward is None:
                 self._order.start_param_sync([group])
                 under_way.append(group)
@@ -473,6 +475,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
                     self._order.need(under_way.popleft(), prefetch=False)
             elif self._debug:
                 group.poison()
+        if grad_use is GradUse.DIVIDE:
+            self._scaling.note_divided(scale.skip)
         self._order.note_update()
         if self._forward is None:
             self._order.finish_param_sync(groups)

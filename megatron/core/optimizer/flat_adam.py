@@ -40,6 +40,16 @@ class Masters(Enum):
     REMAINDERS = auto()
 
 
+class GradUse(Enum):
+    """What becomes of gradients that a step divides."""
+
+    # They stay as they are.
+    READ = auto()
+    # They are divided in their memory where a step is not skipped: nothing is copied. Torch's kernel does it, where it
+    # serves the whole run.
+    DIVIDE = auto()
+
+
 @dataclass(frozen=True)
 class StateForm:
     """How the state of a run is kept. dtype: of moments and masters, except that masters with remainders are fp32.
@@ -96,7 +106,7 @@ class FlatAdam:
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """One run to be stepped. grad: [N], any float dtype, is only read, whatever it is divided by.
+    """One run to be stepped. grad: [N], any float dtype, what becomes of it is GradUse's.
 
     out: [N], any float dtype, where the new parameters are written, None if `state` steps them in place. A step that is
     skipped leaves it alone: it must hold the parameters before. ranges: see [Note: ends of parameters]; None for all.
@@ -113,7 +123,9 @@ class AdamUpdate:
 
 
 @torch.no_grad()
-def adam_step(updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradScale) -> None:
+def adam_step(
+    updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradScale, grads: GradUse = GradUse.READ
+) -> None:
     """Steps runs of one device, each by its gradient over the divisor, or none of them; nothing reads the device.
 
     Where all is of one dtype and nothing divides, one call of torch's fused kernel does it, to the bits of torch.optim
@@ -127,7 +139,8 @@ def adam_step(updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradSca
     counts = torch._foreach_add(steps, 1.0 if rates.bias_correction else torch.inf)
     whole: dict[torch.dtype, list[_Operands]] = {}
     for update, count in zip(updates, counts):
-        operands = _whole(update, count) if scaled.divisor is None else None
+        operands = _whole(update, count) if scaled.divisor is None or grads is GradUse.DIVIDE else None
+        assert operands is not None or grads is GradUse.READ, "only torch's kernel divides gradients in place"
         if operands is not None:
             whole.setdefault(operands.main.dtype, []).append(operands)
         elif HAS_TRITON and update.grad.is_cuda and update.state.wide == torch.float32:
@@ -143,10 +156,7 @@ def adam_step(updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradSca
         else:
             _step_in_pieces(update, rates, count=count, scaled=scaled)
     for together in whole.values():
-        _fused_kernel(together, rates, scaled=scaled)
-        for operands in together:
-            if operands.out is not None:
-                scaled.put(operands.out, operands.main)
+        _step_together(together, rates, scaled=scaled)
     torch._foreach_add_(steps, 1.0)
     if scaled.skip is not None:
         torch._foreach_sub_(steps, [scaled.skip] * len(steps))
@@ -233,6 +243,14 @@ def _whole(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
     return _Operands(main, update.grad, exp_avg, exp_avg_sq, count, out, update.ranges)
 
 
+def _step_together(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _Scaled) -> None:
+    """Runs of one dtype; the kernel writes the gradients that it divides."""
+    _fused_kernel(operands, rates, skip=scaled.skip, divisor=scaled.divisor)
+    for one in operands:
+        if one.out is not None:
+            scaled.put(one.out, one.main)
+
+
 def _step_in_pieces(update: AdamUpdate, rates: AdamRates, *, count: torch.Tensor, scaled: _Scaled) -> None:
     """Any form, converted on the way through torch's kernel in pieces that stay in a core's cache."""
     state, size = update.state, _piece_elements(update.state)
@@ -240,11 +258,11 @@ def _step_in_pieces(update: AdamUpdate, rates: AdamRates, *, count: torch.Tensor
         end = min(start + size, state.main.numel)
         grad = update.grad[start:end].to(state.wide)
         if scaled.divisor is not None:
-            # The kernel would write what it divides.
+            # The kernel would write what it divides, see GradUse.
             grad = grad / scaled.divisor
         main, exp_avg, exp_avg_sq = values = [stored.read(start, end) for stored in state.stored]
         operands = _Operands(main, grad, exp_avg, exp_avg_sq, count, ranges=_ranges_in(update.ranges, start, end=end))
-        _fused_kernel([operands], rates, scaled=scaled)
+        _fused_kernel([operands], rates, skip=scaled.skip)
         for stored, new in zip(state.stored, values):
             _write_back(stored, start, values=new, scaled=scaled)
         if update.out is not None:
@@ -288,7 +306,9 @@ def _as_parameters(main: StoredFloats, start: int, *, end: int) -> torch.Tensor:
     return main.upper[start:end].view(torch.bfloat16) if isinstance(main, WithRemainder) else main.read(start, end)
 
 
-def _fused_kernel(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _Scaled) -> None:
+def _fused_kernel(
+    operands: Sequence[_Operands], rates: AdamRates, *, skip: torch.Tensor | None, divisor: torch.Tensor | None = None
+) -> None:
     # Below torch.optim.adamw.adamw, which would count the steps and take half as long again for a piece.
     kernel = torch._fused_adamw_ if rates.adam_w_mode else torch._fused_adam_
     beta1, beta2 = rates.betas
@@ -307,5 +327,6 @@ def _fused_kernel(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _S
         eps=rates.eps,
         amsgrad=False,
         maximize=False,
-        found_inf=scaled.skip,
+        grad_scale=divisor,
+        found_inf=skip,
     )

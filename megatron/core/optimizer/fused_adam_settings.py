@@ -134,6 +134,12 @@ class AdamMemory:
         """How states of the parameters of its buffer are kept."""
         return StateForm(self._state_dtype(param), self._masters(param), self.with_scaled_states)
 
+    def is_plain(self, param: nn.Parameter) -> bool:
+        """Whether its buffer is stepped in place, with states and gradients of the same wide dtype."""
+        form = self.form(param)
+        dtypes = {param.dtype, form.dtype, self.grad_dtype(param)}
+        return form.masters is Masters.NONE and dtypes in ({torch.float32}, {torch.float64})
+
     def _masters(self, param: nn.Parameter) -> Masters:
         if self.store_param_remainders:
             return Masters.REMAINDERS

@@ -75,12 +75,22 @@ class ShardScaling:
         return found
 
     def scale(self, amp_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> GradScale:
-        """What an update divides by, and whether it is skipped.
+        """What an update divides by, and whether it is skipped; gradients count as divided by it from now on.
 
         amp_scale: [], a loss scale that is still in the gradients. found_inf: [], above 0 to skip. Any float dtypes and
         devices; None: nothing of the kind.
         """
         device = self._divisor.device
-        divisor = self._divisor if amp_scale is None else self._divisor * amp_scale.to(device)
+        if amp_scale is not None:
+            self.divide(amp_scale.to(device))
         skip = None if found_inf is None else (found_inf.to(device) > 0).float()
-        return GradScale(divisor.float() if self._is_scaled or amp_scale is not None else 1.0, skip)
+        return GradScale(self._divisor.float() if self._is_scaled else 1.0, skip)
+
+    def note_divided(self, skip: torch.Tensor | None) -> None:
+        """Says that an update has divided the gradients themselves, unless it was skipped; skip: [], fp32, or None,
+        see GradScale.
+        """
+        if skip is None:
+            self.reset()
+        else:
+            self._divisor.copy_(torch.where(skip == 0, 1.0, self._divisor))

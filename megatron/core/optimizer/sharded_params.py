@@ -16,6 +16,7 @@ from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam_segments import AdamRun, Segment, SegmentPlan
 from megatron.core.optimizer.adam_state_dict import OwnedRange
+from megatron.core.optimizer.flat_adam import GradUse
 from megatron.core.optimizer.fused_adam_settings import AdamMemory
 
 
@@ -52,6 +53,12 @@ class ShardedParams:
         wanted = set(self.check_own(params))
         found = ((run, member) for run in self.runs for member in run.members if member.param in wanted)
         return [member.view_of(run.grad) for run, member in found]
+
+    @property
+    def grad_use(self) -> GradUse:
+        """What an update does to the gradients that it divides, of all buckets, and on all ranks, the same."""
+        is_plain = all(segment.is_plain for segment in self._segments)
+        return GradUse.DIVIDE if is_plain else GradUse.READ
 
     @property
     def waiting(self) -> list[nn.Parameter]:

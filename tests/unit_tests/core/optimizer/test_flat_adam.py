@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer.flat_adam import AdamRates, AdamUpdate, FlatAdam, Masters, StateForm, adam_step
+from megatron.core.optimizer.flat_adam import AdamRates, AdamUpdate, FlatAdam, GradUse, Masters, StateForm, adam_step
 from megatron.core.optimizer.update_rules import GradScale
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -78,6 +78,20 @@ def test_plain_runs_step_to_the_bits_of_torch(dtype: torch.dtype, adam: type[tor
         adam_step(updates, settings, scale=GradScale(1.0))
     assert all(map(torch.equal, ours, theirs))
     assert [int(state.step) for state in states] == [20, 20]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_divided_in_place_step_to_the_same_bits(dtype: torch.dtype) -> None:
+    form, divisor = StateForm(dtype, Masters.NONE), torch.tensor(3.7)
+    for skip in (None, torch.tensor(0.0), torch.tensor(1.0)):
+        one, other = Run(dtype, form), Run(dtype, form)
+        grad, divided = normal(3, dtype), normal(3, dtype)
+        step(one.state, grad, divisor=divisor, skip=skip)
+        scale = GradScale(divisor, skip)
+        adam_step([AdamUpdate(other.state, divided)], rates(), scale=scale, grads=GradUse.DIVIDE)
+        assert all(map(torch.equal, one.memory(), other.memory()))
+        assert torch.equal(grad, normal(3, dtype))
+        assert torch.equal(divided, grad if skip is not None and skip > 0 else grad / divisor)
 
 
 def test_both_dtypes_step_in_one_call_of_adam_step() -> None:
