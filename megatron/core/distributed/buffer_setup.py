@@ -40,6 +40,17 @@ _DEBUG_TIMEOUT_S = 600.0
 _MAX_IN_FLIGHT = 2
 
 
+def check_types(*, config: object, ddp_config: object, module: object) -> None:
+    """Raises TypeError for arguments of DistributedDataParallel that are something else."""
+    kinds = (config, ModelParallelConfig), (ddp_config, DistributedDataParallelConfig), (module, nn.Module)
+    for name, (value, kind) in zip(("config", "ddp_config", "module"), kinds):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"DistributedDataParallel: {name} is {'None' if value is None else 'a ' + type(value).__name__}: must "
+                f"be a {kind.__name__}"
+            )
+
+
 def check_settings(
     module: nn.Module,
     groups: ProcessGroupCollection,

@@ -4,7 +4,7 @@ How buffers are laid out, and what is launched when, is in layout.py and launch_
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -16,19 +16,28 @@ from torch import nn
 from megatron.core.device import default_device
 from megatron.core.distributed.backward_end import BackwardEnd
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
-from megatron.core.distributed.buffer_setup import build_buffers, build_groups, build_launch_order, check_settings
+from megatron.core.distributed.buffer_setup import (
+    build_buffers,
+    build_groups,
+    build_launch_order,
+    check_settings,
+    check_types,
+)
 from megatron.core.distributed.chunk_sync import ChunkSync
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
 from megatron.core.distributed.forward_waits import ForwardWaits
 from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.grad_hooks import GradHooks
+from megatron.core.distributed.hand_out import GradConsumer, HandOut, is_completed_later
+from megatron.core.distributed.hooked_wrapper import HookedWrapper
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.module_changes import WrappedParams
 from megatron.core.distributed.param_gathers import all_current
 from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.tied_weights import follow_owner
-from megatron.core.distributed.wrap_agreement import check_wraps_agree
+from megatron.core.distributed.wrap_agreement import check_wraps_agree, settings_of_all_ranks
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
@@ -39,12 +48,11 @@ from megatron.core.tensor_parallel.param_attributes import (
     param_facts,
 )
 from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
-from megatron.core.utils import ModelWrapper
 
 logger = logging.getLogger(__name__)
 
 
-class DistributedDataParallel(ModelWrapper):
+class DistributedDataParallel(HookedWrapper):
     """Wraps a module: those of its parameters that require grad move into flat buffers, as do their gradients.
 
     In a step: `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `no_sync`),
@@ -75,15 +83,18 @@ class DistributedDataParallel(ModelWrapper):
         pg_collection: ProcessGroupCollection | None = None,
         launch_order: LaunchOrder | None = None,
     ) -> None:
-        _check_types(config=config, ddp_config=ddp_config, module=module)
+        check_types(config=config, ddp_config=ddp_config, module=module)
         super().__init__(module)
         self.config, self.ddp_config = config, ddp_config
         self.pg_collection = pg_collection or _existing_groups()
         check_wraps_agree(
             module,
             self.pg_collection,
-            settings=_settings_of_all_ranks(
-                config, ddp_config, disable_bucketing=disable_bucketing, launch_order=launch_order
+            settings=settings_of_all_ranks(
+                config,
+                ddp_config,
+                disable_bucketing=disable_bucketing,
+                chunk=launch_order.num_chunks if launch_order else 0,
             ),
             stage_group=launch_order.stage_group if launch_order else stage_group_of(self.pg_collection),
             check_alone=partial(check_settings, module, self.pg_collection, config=config, ddp_config=ddp_config),
@@ -113,11 +124,16 @@ class DistributedDataParallel(ModelWrapper):
         self._groups = [*self.bucket_groups, *self.expert_parallel_bucket_groups]
         self.param_to_bucket_group = {entry.param: group for group in self._groups for entry in group.entries}
         params = WrappedParams(module, self.param_to_bucket_group)
+        is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
+        self._hand_out = HandOut(self._groups, is_later=is_later)
         self.launch_order.attach(
-            ChunkSync(self._in_order_of_backward(), module, params.find_problem, self._zero_grads, self.checks)
+            ChunkSync(
+                self._in_order_of_backward(), module, params.find_problem, self._zero_grads, self.checks, self._hand_out
+            )
         )
         self._backward_end = BackwardEnd(self._end_pass)
-        self._grad_hooks = self._own_gradients()
+        self.grad_hooks.adopt()
+        self._own_hooks = self._own_gradients()
         self._waits = ForwardWaits({param: [group] for param, group in self.param_to_bucket_group.items()}, root=module)
         self.align_param_gather = ddp_config.align_param_gather
         self.overlap_param_gather_with_optimizer_step = ddp_config.overlap_param_gather_with_optimizer_step
@@ -233,7 +249,33 @@ class DistributedDataParallel(ModelWrapper):
             )
         return (item for buffer in self.all_buffers for item in buffer.named_grads())
 
+    # Hooks on reduced gradients: HookedWrapper has the others.
+
+    @property
+    def grad_hooks(self) -> GradHooks:
+        """The registry of hooks."""
+        return self._hand_out.hooks
+
+    def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
+        """See HookedWrapper: the parameter, or with use_distributed_optimizer this rank's part of it, [n], a view."""
+        return self._hand_out.owned_shard(param)
+
+    def set_consumer(self, consumer: GradConsumer | None) -> None:
+        """Attaches an optimizer that takes each bucket after the hooks; None: takes it off."""
+        self._hand_out.consumer = consumer
+
+    def hand_out_completed(self) -> None:
+        """Lets hooks have gradients that were not complete when they were reduced: complete_model_grads says when."""
+        self._hand_out.complete()
+
     # Parameters.
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *strict: bool, assign: bool = False, **kwargs: Any) -> Any:
+        """Loads what the model's own state_dict gave, tensors of any shape and dtype.
+
+        assign: values are copied all the same, as parameters must stay in their buffers, with whoever holds them.
+        """
+        return super().load_state_dict(state_dict, *strict[:1], **kwargs)
 
     def note_update(self) -> None:
         """Says that an optimizer has updated the parameters: a rank that did not is found out when a step ends."""
@@ -318,7 +360,9 @@ class DistributedDataParallel(ModelWrapper):
                 _broadcast(param.data, self._group_of_replicas(is_expert=param_facts(param).is_expert))
 
     def release(self) -> nn.Module:
-        """Gives the module back, with all parameters gathered and without hooks and gradients; use it in place of this.
+        """Gives the module back, with all parameters gathered and without gradients; use it in place of this.
+
+        Post-accumulate hooks go to its parameters, from which the next wrapper takes them.
 
         To freeze, unfreeze or replace parameters between two steps: then wrap it, and build the optimizer, anew.
         Collective.
@@ -327,8 +371,9 @@ class DistributedDataParallel(ModelWrapper):
             self.disable_forward_pre_hook(param_sync=False)
         self.launch_order.finish_param_sync(self._groups)
         self.launch_order.close()
-        for handle in self._grad_hooks:
+        for handle in self._own_hooks:
             handle.remove()
+        self.grad_hooks.give_back()
         for param in self.param_to_bucket_group:
             clear_main_grad(param)
             set_grad_owner(param, None)
@@ -417,16 +462,6 @@ class DistributedDataParallel(ModelWrapper):
         return sorted(self._groups, key=lambda group: -min(places[entry.param] for entry in group.entries))
 
 
-def _check_types(*, config: object, ddp_config: object, module: object) -> None:
-    kinds = (config, ModelParallelConfig), (ddp_config, DistributedDataParallelConfig), (module, nn.Module)
-    for name, (value, kind) in zip(("config", "ddp_config", "module"), kinds):
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"DistributedDataParallel: {name} is {'None' if value is None else 'a ' + type(value).__name__}: must "
-                f"be a {kind.__name__}"
-            )
-
-
 def _warn_of_settings(
     config: DistributedDataParallelConfig, buffers: list[_ParamAndGradBuffer], *, order: LaunchOrder
 ) -> None:
@@ -436,23 +471,6 @@ def _warn_of_settings(
     is_narrow = any(buffer.grad_data.dtype.itemsize < 4 for buffer in buffers)
     for words in config.without_effect(has_16_bit_grads=is_narrow):
         logger.warning("DistributedDataParallelConfig: %s has no effect", words)
-
-
-def _settings_of_all_ranks(
-    config: ModelParallelConfig,
-    ddp_config: DistributedDataParallelConfig,
-    *,
-    disable_bucketing: bool,
-    launch_order: LaunchOrder | None,
-) -> dict[str, object]:
-    """What buffers, scales and collectives come from, besides the parameters; by name."""
-    of_config = ("calculate_per_token_loss", "deterministic_mode", "gradient_accumulation_fusion")
-    return {
-        **{f"DistributedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
-        **{f"ModelParallelConfig.{name}": vars(config)[name] for name in of_config},
-        "disable_bucketing": bool(disable_bucketing),
-        "number of the chunk in launch_order": launch_order.num_chunks if launch_order else 0,
-    }
 
 
 def _existing_groups() -> ProcessGroupCollection:

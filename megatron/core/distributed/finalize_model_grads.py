@@ -71,6 +71,8 @@ def complete_model_grads(
     # After all of them: the two stages have the tied weight in different chunks, and between them wait for others.
     for chunk in chunks:
         _reduce_shared_grads(chunk, groups.embd)
+    for chunk in chunks:
+        chunk.hand_out_completed()
 
 
 def end_model_step(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:

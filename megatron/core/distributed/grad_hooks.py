@@ -179,7 +179,9 @@ class GradHooks:
         """Calls `hook` with each bucket that is reduced."""
         return _register(self._of_bucket, hook)
 
-    def register_post_backward_hook(self, params: Iterable[nn.Parameter], hook: PostBackwardHook) -> RemovableHandle:
+    def register_post_backward_hook(
+        self, params: nn.Parameter | Iterable[nn.Parameter], hook: PostBackwardHook
+    ) -> RemovableHandle:
         """Calls `hook` once when all `params`, of any shapes and dtypes, are reduced, with what they are of buckets.
 
         Register it between two iterations: it waits for all of them from then on.

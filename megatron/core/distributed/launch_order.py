@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
-from megatron.core.distributed.chunk_sync import ChunkSync
+from megatron.core.distributed.chunk_sync import ChunkSync, StageChunks
 from megatron.core.distributed.iteration_phase import Phase
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.ledger import Ledger
@@ -71,7 +71,7 @@ class LaunchOrder(ParamGathers):
         self._groups: list[SyncedGroup] = []
         # Of this rank; other ranks of the stage may have more.
         self._by_number: dict[int, SyncedGroup] = {}
-        self._chunks: list[ChunkSync] = []
+        self._chunks = StageChunks()
         self._phase = Phase.COLLECTING
         # Whether someone calls `step` after `finish`, on all ranks of the model.
         self.has_optimizer = False
@@ -95,7 +95,7 @@ class LaunchOrder(ParamGathers):
                 group.ledger = self.ledger
                 self.ledger.name_bucket(group.name, [entry.name for entry in group.entries])
         self._groups += chunk.groups
-        self._chunks.append(chunk)
+        self._chunks.add(chunk)
         for observer in self.observers:
             observer.attach(chunk.groups, chunk.module)
 
@@ -190,10 +190,10 @@ class LaunchOrder(ParamGathers):
         if self._phase in (Phase.FINISHED, Phase.STEPPED):
             return
         self._check_usable()
-        problem = next((found for chunk in self._chunks if (found := chunk.find_problem())), None)
+        problem = self._chunks.find_problem()
         if not (is_replayed := self._phase is Phase.REPLAYED):
             self._launch_last()
-        non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
+        non_finite = self._chunks.non_finite_sync()
         seen = self._seen()
         decides = self._overlap and group_rank(self.stage_group) == 0
         local = Verdict(
@@ -215,6 +215,8 @@ class LaunchOrder(ParamGathers):
             self._warn_of_unused()
             self._learn(seen, is_reordered=verdict.is_reordered)
         self._phase = Phase.FINISHED
+        for group in self._in_order():
+            self._chunks.reduced(group)
         self.observers.end_iteration()
 
     def reset(self) -> None:
@@ -383,9 +385,7 @@ class LaunchOrder(ParamGathers):
         self._passes.begin()
         for group in self._groups:
             group.reset()
-        for chunk in self._chunks:
-            if chunk.checks is not None:
-                chunk.checks.forget()
+        self._chunks.begin()
         for observer in self.observers:
             observer.begin_iteration()
 
@@ -473,7 +473,7 @@ class LaunchOrder(ParamGathers):
             self._sequence.adopt(self._agreement.first_ranks_order_sync(seen))
 
     def _agree_sync(self, local: Verdict) -> Verdict:
-        return self._agreement.agree_sync(local, of_all_stages=any(chunk.checks for chunk in self._chunks))
+        return self._agreement.agree_sync(local, of_all_stages=self._chunks.are_checked)
 
     def _break_off(self, reason: str) -> None:
         """Ends an iteration for all ranks."""

@@ -165,6 +165,11 @@ class SyncedGroup(ABC):
     def take_sums(self) -> None:
         """Makes every main_grad what was reduced, if it was."""
 
+    def reduced_grad(self, bucket: _ParamAndGradBucket) -> torch.Tensor:
+        """What this rank owns of a bucket's sums: [owned elements], the gradients' dtype."""
+        owned = bucket.buffer.owned_spans()[bucket.layout.index]
+        return bucket.buffer.grad_of(owned)
+
     @property
     def keeps_memory(self) -> bool:
         """Whether all passes collect gradients in the same memory."""

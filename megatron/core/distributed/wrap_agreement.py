@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.agreement import RemoteRankError
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.group_collectives import gather_objects
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 
@@ -37,6 +39,23 @@ class _Wrapping:
     def describe(self, name: str) -> str:
         """A parameter in words, whichever kind this rank takes it for."""
         return self.params[0].get(name) or self.params[1].get(name, _ABSENT)
+
+
+def settings_of_all_ranks(
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+    *,
+    disable_bucketing: bool,
+    chunk: int,
+) -> dict[str, object]:
+    """What buffers, scales and collectives come from, besides the parameters; by name. chunk: number of the chunk."""
+    of_config = ("calculate_per_token_loss", "deterministic_mode", "gradient_accumulation_fusion")
+    return {
+        **{f"DistributedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
+        **{f"ModelParallelConfig.{name}": vars(config)[name] for name in of_config},
+        "disable_bucketing": bool(disable_bucketing),
+        "number of the chunk in launch_order": chunk,
+    }
 
 
 def check_wraps_agree(

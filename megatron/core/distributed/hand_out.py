@@ -1,0 +1,180 @@
+"""HandOut: gives the reduced buckets of a chunk to hooks, and to an optimizer that is attached.
+
+When a bucket is reduced is launch_order.py's; which hook is due for it, grad_hooks.py's.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket
+from megatron.core.distributed.grad_hooks import GradHooks, ReadyBucket, RunState
+from megatron.core.distributed.layout import Span
+from megatron.core.distributed.run_params import RunParam
+from megatron.core.distributed.synced_group import SyncedGroup
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.param_attributes import param_facts
+
+
+class GradConsumer(Protocol):
+    """An optimizer that takes each bucket's gradient as soon as it is reduced."""
+
+    def begin(self) -> None:
+        """An iteration begins, perhaps after one that broke off: what is held of gradients is nobody's."""
+        ...
+
+    def take(self, bucket: ReadyBucket, place: _ParamAndGradBucket) -> None:
+        """Takes a bucket, after all hooks; place: where it lies in the wrapper's buffers. See ReadyBucket of memory."""
+        ...
+
+    def states(self, place: _ParamAndGradBucket) -> Sequence[RunState]:
+        """What is kept of a bucket, for hooks."""
+        ...
+
+
+def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, groups: ProcessGroupCollection) -> bool:
+    """Whether complete_model_grads changes a parameter's gradient after it is reduced over data-parallel ranks; any
+    shape and dtype.
+    """
+    facts = param_facts(param)
+    return (
+        config.calculate_per_token_loss
+        or (facts.sequence_parallel and group_size(groups.tp) > 1)
+        or (facts.shared_embedding and group_size(groups.embd) > 1)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A bucket and what this rank owns of it: span: in the buffer."""
+
+    bucket: _ParamAndGradBucket
+    name: str
+    span: Span
+    slices: list[RunParam]
+
+    @classmethod
+    def of(cls, bucket: _ParamAndGradBucket, name: str) -> "_Place":
+        owned = bucket.buffer.owned_spans()[bucket.layout.index]
+        return cls(bucket, name, owned, [_slice(entry, owned) for entry in bucket.entries])
+
+    @property
+    def shard(self) -> torch.Tensor:
+        return self.bucket.buffer.param_data[self.span.start : self.span.end]
+
+
+def _slice(entry: Entry, owned: Span) -> RunParam:
+    part = entry.span.intersection(owned)
+    if part.numel == 0:
+        # In the order of places all the same.
+        return RunParam(entry.name, entry.param, Span(min(part.start - owned.start, owned.numel), 0), 0)
+    return RunParam(entry.name, entry.param, Span(part.start - owned.start, part.numel), part.start - entry.span.start)
+
+
+class HandOut:
+    """Of one chunk. In an iteration, after `begin`: each of its groups is given out once by `reduced`, those whose
+    gradients are completed later by `complete`, in launch order.
+
+    is_later: whether a parameter's gradient is completed later.
+    """
+
+    def __init__(self, groups: Sequence[SyncedGroup], *, is_later: Callable[[nn.Parameter], bool]) -> None:
+        self.hooks = GradHooks({entry.param: entry.name for group in groups for entry in group.entries})
+        self.consumer: GradConsumer | None = None
+        self._places = {
+            group: [_Place.of(bucket, f"{group.name}.{number}") for number, bucket in enumerate(group.buckets)]
+            for group in groups
+        }
+        self._later = {group for group in groups if any(is_later(entry.param) for entry in group.entries)}
+        self._waiting: list[SyncedGroup] = []
+        self._given: set[SyncedGroup] = set()
+        # Of buckets that a hook waits with.
+        self._place_of: dict[ReadyBucket, _Place] = {}
+        self._owned: dict[nn.Parameter, nn.Parameter] = {}
+
+    def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
+        """What this rank owns of a parameter, always the same object: itself, or where it is sharded [n], a view."""
+        if param not in self._owned:
+            found = ((place, one) for places in self._places.values() for place in places for one in place.slices)
+            mine = next(((place, one) for place, one in found if one.param is param), None)
+            if mine is None:
+                raise ValueError(
+                    f"owned_shard was given a parameter of shape {tuple(param.shape)} that is not wrapped: must be one "
+                    "that required grad when its module was"
+                )
+            place, one = mine
+            is_whole = not place.bucket.buffer.is_sharded
+            self._owned[param] = param if is_whole else nn.Parameter(one.view_of(place.shard))
+        return self._owned[param]
+
+    def begin(self) -> None:
+        """Begins an iteration."""
+        self._waiting.clear()
+        self._given.clear()
+        self._place_of.clear()
+        self.hooks.begin()
+        if self.consumer is not None:
+            self.consumer.begin()
+
+    def reduced(self, group: SyncedGroup) -> None:
+        """Says that a group's gradients are the sums over data-parallel ranks."""
+        if group in self._given:
+            return
+        self._given.add(group)
+        if group in self._later:
+            self._waiting.append(group)
+        else:
+            self._give(group)
+
+    def complete(self) -> None:
+        """Says that the gradients of all groups are complete."""
+        waiting, self._waiting = self._waiting, []
+        for group in waiting:
+            self._give(group)
+
+    @record_function("HandOut.give")
+    @torch.no_grad()
+    def _give(self, group: SyncedGroup) -> None:
+        if self.consumer is None and self.hooks.is_empty:
+            return
+        for place in self._places[group]:
+            ready = ReadyBucket(place.name, place.slices, place.shard, group.reduced_grad(place.bucket))
+            if self.consumer is not None:
+                ready.find_states = partial(self.consumer.states, place.bucket)
+            self._place_of[ready] = place
+            for one in place.slices:
+                if self.hooks.has_param_hooks(one.name):
+                    self._fire_param(one, ready.grad)
+            for free in self.hooks.fire_bucket(ready):
+                freed = self._place_of.pop(free)
+                if self.consumer is not None:
+                    self.consumer.take(free, freed.bucket)
+        # Hooks may have changed them.
+        group.take_sums()
+
+    def _fire_param(self, one: RunParam, flat: torch.Tensor) -> None:
+        owned = self.owned_shard(one.param)
+        with _lent(owned, one.view_of(flat).view(owned.shape)):
+            self.hooks.fire_param(one.name, owned)
+
+
+@contextmanager
+def _lent(owned: nn.Parameter, grad: torch.Tensor) -> Iterator[None]:
+    """Inside, `owned.grad` is `grad`, the same shape, rounded to its dtype; what is done to it is done to `grad`."""
+    given = grad.to(owned.dtype)
+    before = given._version
+    owned.grad = given
+    try:
+        yield
+        left = owned.grad
+        if left is not None and (left is not given or (given is not grad and given._version != before)):
+            grad.copy_(left)
+    finally:
+        owned.grad = None

@@ -1,0 +1,48 @@
+"""HookedWrapper: what wrappers that reduce gradients offer to users who want them as soon as they are reduced.
+
+Which hook is due when is grad_hooks.py's, when a bucket is reduced the wrapper's.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.core.distributed.grad_hooks import BucketHook, GradHooks, ParamHook, PostBackwardHook
+from megatron.core.utils import ModelWrapper
+
+
+class HookedWrapper(ModelWrapper):
+    """A wrapper with hooks on reduced gradients; docs/hooks.md says when and in which order they run.
+
+    All fire once in an iteration, on all ranks, after the backward that reduces (never in `no_sync`). Hooks that are on
+    a parameter when it is wrapped are taken over, for its reduced gradient.
+    """
+
+    @property
+    @abstractmethod
+    def grad_hooks(self) -> GradHooks:
+        """The registry."""
+
+    @abstractmethod
+    def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
+        """What this rank owns and steps of a parameter, any shape and dtype: always the same object, whose `.grad` is
+        set for the time of a post-accumulate hook.
+        """
+
+    def register_post_accumulate_grad_hook(self, param: nn.Parameter, hook: ParamHook) -> RemovableHandle:
+        """Calls `hook(owned_shard(param))` when the gradient of a parameter, any shape and dtype, is reduced."""
+        return self.grad_hooks.register_post_accumulate_grad_hook(param, hook)
+
+    def register_bucket_ready_hook(self, hook: BucketHook) -> RemovableHandle:
+        """Calls `hook` with each bucket when it is reduced, as a ReadyBucket."""
+        return self.grad_hooks.register_bucket_ready_hook(hook)
+
+    def register_post_backward_hook(
+        self, params: nn.Parameter | Iterable[nn.Parameter], hook: PostBackwardHook
+    ) -> RemovableHandle:
+        """Calls `hook` when all of `params`, any shapes and dtypes, are reduced, with a list of ReadyBucket that hold
+        these alone.
+        """
+        return self.grad_hooks.register_post_backward_hook(params, hook)
