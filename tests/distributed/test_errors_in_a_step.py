@@ -17,7 +17,7 @@ from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import CollectiveMismatchError, finalize_model_grads
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.update_rules import FusedRule
 from tests.distributed.test_distributed_optimizer import OVERLAPS, Run
 from tests.harness import run_on_ranks
@@ -45,7 +45,7 @@ def _break_here(run: Run, where: str) -> AbstractContextManager[Any]:
     if where == "forward":
         return patch.object(layer, "forward", _raise)
     if where == "norm":
-        return patch.object(MegatronOptimizer, "_grad_norm", _raise)
+        return patch.object(RunUpdates, "norm", _raise)
     if where == "gather":
         return patch.object(Group, "launch_gathers", _raise)
     return nullcontext()

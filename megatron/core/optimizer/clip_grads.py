@@ -48,7 +48,32 @@ def total_norm(
 
     groups: over the ranks of the first, then over those of the next: each spreads elements apart from the others.
     """
-    total = _local_norm(grads, norm_type, accumulate_in=accumulate_in)
+    return total_of_norms(piece_norms(grads, norm_type, accumulate_in=accumulate_in), norm_type, groups=groups)
+
+
+def piece_norms(grads: Sequence[torch.Tensor], norm_type: float, *, accumulate_in: torch.dtype) -> torch.Tensor:
+    """Norms of the pieces that gradients of any shape and dtype are cut into, for total_of_norms: [n], fp64."""
+    # Views, so that cutting costs no memory.
+    flat = [grad.view(-1) for grad in grads if grad.numel() > 0]
+    pieces = [piece for grad in flat for piece in (grad.split(_PIECE) if grad.device.type == "cpu" else [grad])]
+    if not pieces:
+        return torch.zeros(0, dtype=torch.float64, device=grads[0].device if grads else default_device())
+    # One launch for all gradients of a dtype.
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for piece in pieces:
+        by_dtype.setdefault(torch.promote_types(piece.dtype, accumulate_in), []).append(piece)
+    # fp64 gradients keep their own precision beside fp32 ones.
+    norms = [torch.stack(torch._foreach_norm(some, norm_type, dtype=dtype)) for dtype, some in by_dtype.items()]
+    # Few numbers by now: fp64 costs nothing and the order no longer matters.
+    return torch.cat([of_dtype.double() for of_dtype in norms])
+
+
+def total_of_norms(
+    norms: torch.Tensor, norm_type: float, *, groups: Sequence[dist.ProcessGroup | None]
+) -> torch.Tensor:
+    """total_norm of gradients from the norms of their pieces, [n], fp64: the same bits, [], fp64."""
+    # A rank may own nothing and still take part in the exchange over ranks.
+    total = torch.linalg.vector_norm(norms, norm_type) if norms.numel() > 0 else norms.new_zeros(())
     for group in groups:
         total = _norm_over_ranks(total, norm_type, group=group)
     return total
@@ -113,8 +138,17 @@ def total_zeros(grads: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGrou
     grads: any shapes, floating point, other elements on each rank of the groups, over the ranks of the first, then over
     those of the next.
     """
+    return sum_over_ranks(num_zeros(grads), groups)
+
+
+def num_zeros(grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """total_zeros of this rank alone; grads: any shapes, floating point. [], int64."""
     counts = [grad.numel() - torch.count_nonzero(grad) for grad in grads]
-    total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=default_device())
+    return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=default_device())
+
+
+def sum_over_ranks(total: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+    """A count, [], int64, summed in place over the ranks of the first group, then over those of the next."""
     for group in groups:
         if group_size(group) > 1:
             dist.all_reduce(total, group=group)
@@ -124,23 +158,6 @@ def total_zeros(grads: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGrou
 def read_count_sync(total: torch.Tensor) -> float:
     """A count, [], int64, as a number. NOTE: reads the device, where zeros are counted."""
     return float(total.item())
-
-
-def _local_norm(grads: list[torch.Tensor], norm_type: float, *, accumulate_in: torch.dtype) -> torch.Tensor:
-    # Views, so that cutting costs no memory.
-    flat = [grad.view(-1) for grad in grads if grad.numel() > 0]
-    pieces = [piece for grad in flat for piece in (grad.split(_PIECE) if grad.device.type == "cpu" else [grad])]
-    # A rank may own nothing and still take part in the exchange over ranks.
-    if not pieces:
-        return torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else default_device())
-    # One launch for all gradients of a dtype.
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for piece in pieces:
-        by_dtype.setdefault(torch.promote_types(piece.dtype, accumulate_in), []).append(piece)
-    # fp64 gradients keep their own precision beside fp32 ones.
-    norms = [torch.stack(torch._foreach_norm(some, norm_type, dtype=dtype)) for dtype, some in by_dtype.items()]
-    # Few numbers by now: fp64 costs nothing and the order no longer matters.
-    return torch.linalg.vector_norm(torch.cat([of_dtype.double() for of_dtype in norms]), norm_type)
 
 
 def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 How buckets are cut and what is launched when is megatron.core.distributed's; what a step is, optimizer.py's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,7 @@ from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
+from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.update_rules import GradScale, UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -43,6 +44,7 @@ class DistributedOptimizer(MegatronOptimizer):
         pg_collection: ProcessGroupCollection | None = None,
         device: torch.device | None = None,
         logical_pieces: dict[str, list[LogicalPiece]] | None = None,
+        build_updates: Callable[..., RunUpdates] = RunUpdates,
     ) -> None:
         super().__init__(
             rules,
@@ -53,6 +55,7 @@ class DistributedOptimizer(MegatronOptimizer):
             pg_collection=pg_collection,
             device=device,
             logical_pieces=logical_pieces,
+            build_updates=build_updates,
         )
         self._sharded_chunks = list(model_chunks)
         # Chunks of a stage share one, in which their gathers have one order.
@@ -80,7 +83,7 @@ class DistributedOptimizer(MegatronOptimizer):
         # First of all: a gather that is still under way would write over what is updated.
         self._mark_params_stale()
         if self._gathers_in_step:
-            with self._updating():
+            with self._updates.whole():
                 self._update_and_gather_buckets(scale)
             self._note_update()
             return
@@ -105,13 +108,13 @@ class DistributedOptimizer(MegatronOptimizer):
 
     def _update_and_gather_buckets(self, scale: GradScale) -> None:
         together = [rule for rule in self._rules if rule.is_collective]
-        self._update_runs(scale, self._every_run, rules=together)
+        self._updates.update(scale, self._runs, rules=together)
         rest = [rule for rule in self._rules if not rule.is_collective]
         for order in self._orders:
             for group in order.gather_order:
                 places = [(bucket.buffer, bucket.layout.index) for bucket in group.buckets]
-                runs = frozenset(run for place in places for run in self._runs_in.get(place, []))
-                self._update_runs(scale, runs, rules=rest)
+                runs = [run for place in places for run in self._runs_in.get(place, [])]
+                self._updates.update(scale, runs, rules=rest)
                 order.start_param_sync([group])
 
 

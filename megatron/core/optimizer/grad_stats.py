@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.optimizer.clip_grads import owns_elements, read_norm_sync, total_norm, total_zeros
+from megatron.core.optimizer.clip_grads import (
+    num_zeros,
+    owns_elements,
+    piece_norms,
+    read_norm_sync,
+    sum_over_ranks,
+    total_of_norms,
+)
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
 from megatron.core.optimizer.stored_floats import Plain, pieces
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -60,6 +67,22 @@ class ShardGroups:
         return cls(found.get(False), found.get(True, found.get(False)))
 
 
+@dataclass(frozen=True)
+class NormsHere:
+    """This rank's part of a norm over all ranks, of dense parameters and of experts apart from them: [n], fp64."""
+
+    dense: Tensor
+    experts: Tensor
+
+
+@dataclass(frozen=True)
+class ZerosHere:
+    """This rank's exact zeros, likewise: [], int64."""
+
+    dense: Tensor
+    experts: Tensor
+
+
 class OwnedElements:
     """Which elements of its parameters a rank counts, and over which ranks the counts are joined.
 
@@ -100,10 +123,19 @@ class OwnedElements:
 
         owned: tensors that this rank counts, any shapes, contiguous, floating point; and with_experts of each.
         """
-        dense, experts = self._by_group(owned)
-        total = total_norm(dense, 2, groups=self._dense_groups, accumulate_in=accumulate_in)
+        return self.norm_of_all([self.norms_here(owned, accumulate_in=accumulate_in)])
+
+    def norms_here(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> "NormsHere":
+        """What `norm` needs of some tensors, any shapes, floating point, which may change or go afterwards."""
+        dense, experts = (piece_norms(some, 2, accumulate_in=accumulate_in) for some in self._by_group(owned))
+        return NormsHere(dense, experts)
+
+    def norm_of_all(self, parts: Sequence["NormsHere"]) -> Tensor:
+        """`norm` of the tensors of all parts, the same bits as of all at once: [], fp64. Collective."""
+        total = total_of_norms(torch.cat([part.dense for part in parts]), 2, groups=self._dense_groups)
         if not self._one_group:
-            of_experts = total_norm(experts, 2, groups=self._expert_groups, accumulate_in=accumulate_in)
+            norms = torch.cat([part.experts for part in parts])
+            of_experts = total_of_norms(norms, 2, groups=self._expert_groups)
             total = torch.linalg.vector_norm(torch.stack([total, of_experts]), 2)
         return total
 
@@ -116,10 +148,20 @@ class OwnedElements:
         """Exact zeros over all ranks, left on the device: [], int64. Collective. grads: parameters and what there is of
         their gradients, any shape and floating dtype.
         """
+        return self.zeros_of_all([self.zeros_here(grads)])
+
+    def zeros_here(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> "ZerosHere":
+        """What count_zeros needs of some gradients, any shape and floating dtype, which may change afterwards."""
         owned = ((param, parts) for param, parts in grads if self.owns(param))
         dense, experts = self._by_group((part, self._with_experts(param)) for param, parts in owned for part in parts)
-        total = total_zeros(dense, self._dense_groups)
-        return total if self._one_group else total + total_zeros(experts, self._expert_groups)
+        return ZerosHere(num_zeros(dense), num_zeros(experts))
+
+    def zeros_of_all(self, parts: Sequence["ZerosHere"]) -> Tensor:
+        """count_zeros of the gradients of all parts: [], int64. Collective."""
+        total = sum_over_ranks(torch.stack([part.dense for part in parts]).sum(), self._dense_groups)
+        if self._one_group:
+            return total
+        return total + sum_over_ranks(torch.stack([part.experts for part in parts]).sum(), self._expert_groups)
 
     def _with_experts(self, param: Tensor) -> bool:
         return not self._one_group and param_facts(param).is_expert

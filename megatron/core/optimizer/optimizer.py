@@ -4,7 +4,7 @@ Which parameters lie together is param_runs.py; the update rules are torch.optim
 """
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,14 +16,14 @@ from torch.profiler import record_function
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.run_params import RunParam
 from megatron.core.optimizer.clip_grads import clip_coefficient, read_count_sync, read_norm_sync
 from megatron.core.optimizer.device_step import DeviceStep, decide
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.grad_stats import OwnedElements, ShardGroups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
-from megatron.core.optimizer.shard_map import range_tensors, range_views
+from megatron.core.optimizer.run_updates import RunUpdates
+from megatron.core.optimizer.shard_map import range_tensors
 from megatron.core.optimizer.state_keys import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
 from megatron.core.optimizer.update_rules import GradScale, UpdateRule
@@ -83,7 +83,8 @@ class MegatronOptimizer:
     prepare_device_step, then that or a replay of it, then settle_step_sync come to the same bits as `step`.
 
     pg_collection: the groups that parameters are spread over. device: the model's; None: default_device().
-    logical_pieces: by parameter name, those whose padding is not to be counted. State exists from the start, so that a
+    logical_pieces: by parameter name, those whose padding is not to be counted. build_updates: from the arguments of
+    RunUpdates what reads gradients and updates. State exists from the start, so that a
     run whose every step was skipped can be saved and resumed.
     """
 
@@ -98,13 +99,13 @@ class MegatronOptimizer:
         pg_collection: ProcessGroupCollection | None = None,
         device: torch.device | None = None,
         logical_pieces: dict[str, list[LogicalPiece]] | None = None,
+        build_updates: Callable[..., RunUpdates] = RunUpdates,
     ):
         self.config = config
         self.grad_scaler = grad_scaler
         # Copies of the lists: a caller that goes on building must not change what is stepped.
         self._rules = list(rules)
         self._runs = list(runs)
-        self._every_run = frozenset(runs)
         self._model_chunks = list(model_chunks)
         # Chunks of a stage share one.
         self._gradient_orders = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
@@ -115,18 +116,16 @@ class MegatronOptimizer:
         self._owned = OwnedElements(groups, ShardGroups.of(buffers), device=device)
         # Of parameters that are nobody's to step every rank has the whole.
         self._replicated = OwnedElements(groups, ShardGroups(), device=device)
-        self._logical_pieces = logical_pieces or {}
         self._owned_parts = self._owned.parts_of(self._runs)
+        self._updates = build_updates(
+            self._rules, config, runs=self._runs, owned=self._owned, logical_pieces=logical_pieces or {}
+        )
         # Here and not read from torch's state: a rank may have nothing to train, and steps with the others.
         self._num_steps = 0
         # Standing, so that graphs multiply losses and divide gradients by the scale of their replay.
         self._device_scale = torch.full((), self._loss_scale, dtype=torch.float64, device=device)
         # What a graph has taken as plain numbers; None before the first step on the device.
         self._decays_on_device: list[float] | None = None
-        # From the beginning of an update to its end, and for good if an error comes between.
-        self._is_half_updated = False
-        # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
-        self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -171,26 +170,28 @@ class MegatronOptimizer:
         inside it parameters and states are of two steps, and this raises RuntimeError until a checkpoint is loaded. So
         it does without finish_grad_sync, and RemoteRankError where another rank has called reset_iteration since.
         """
-        self._prepare()
+        self._updates.prepare()
         # Before anything of this rank changes: others may have caught an error since their gradients were reduced.
         for order in self._gradient_orders:
             order.step()
         # One pass for both: a norm is finite only if every gradient is.
         with self.config.timers("optimizer-clip-main-grad", log_level=1):
-            scaled_norm = read_norm_sync(self._grad_norm())
+            scaled_norm = read_norm_sync(self._updates.norm())
         found_inf = not math.isfinite(scaled_norm)
         grad_norm = scaled_norm / self._loss_scale
         divisor = self._loss_scale / self._clip_coefficient(grad_norm)
         # After the divisor: these gradients carry the old scale.
         self._update_scale(found_inf)
         if found_inf:
+            self._updates.skip_step(grad_norm)
             return False, grad_norm, None
         # Before the update, which may overwrite gradients with unscaled ones.
         with self.config.timers("optimizer-count-zeros", log_level=1):
-            num_zeros = read_count_sync(self._count_zeros()) if self.config.log_num_zeros_in_grad else None
+            num_zeros = read_count_sync(self._updates.count_zeros()) if self.config.log_num_zeros_in_grad else None
         with self.config.timers("optimizer-inner-step", log_level=1):
             self._num_steps += 1
             self._update(GradScale(divisor))
+        self._updates.end_step(grad_norm)
         return True, grad_norm, num_zeros
 
     def prepare_device_step(self) -> None:
@@ -198,7 +199,7 @@ class MegatronOptimizer:
 
         Raises RuntimeError and ValueError where `step` would, ValueError where the graph has another weight decay.
         """
-        self._prepare()
+        self._updates.prepare()
         decays = self._weight_decays()
         if self._decays_on_device not in (None, decays):
             raise ValueError(
@@ -216,16 +217,18 @@ class MegatronOptimizer:
         """
         self.config.validate_device_step()
         self._decays_on_device = self._weight_decays()
-        decision = decide(self._grad_norm(), loss_scale=self._device_scale, void=void, clip_grad=self.config.clip_grad)
+        decision = decide(
+            self._updates.norm(), loss_scale=self._device_scale, void=void, clip_grad=self.config.clip_grad
+        )
         # Before the update, as in `step`.
-        num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
-        with self._updating():
-            self._update_runs(decision.scale, self._every_run, rules=self._rules)
+        num_zeros = self._updates.count_zeros() if self.config.log_num_zeros_in_grad else None
+        with self._updates.whole():
+            self._updates.update(decision.scale, self._runs, rules=self._rules)
         return decision.for_host(num_zeros)
 
     def forget_broken_capture(self) -> None:
         """After an error while step_on_device was captured: nothing was done, so parameters and states are whole."""
-        self._is_half_updated = False
+        self._updates.make_whole()
 
     def settle_step_sync(self, done: DeviceStep) -> tuple[bool, float, float | None]:
         """Takes note of a step on the device, or of a replay of it, and returns what `step` does; once for each.
@@ -262,7 +265,7 @@ class MegatronOptimizer:
 
         Of this rank's shard alone. What is kept as fp32 is not copied. Raises RuntimeError where `step` would.
         """
-        self._check_whole()
+        self._updates.check_whole()
         return [tensor for state in self._flat_states() for tensor in state.tensors(state.read(), model_pieces)]
 
     @contextmanager
@@ -277,7 +280,7 @@ class MegatronOptimizer:
             # What only stands elsewhere is in no checkpoint of its own.
             if run.is_copy and not run.has_master:
                 run.take_model()
-        self._is_half_updated = False
+        self._updates.make_whole()
 
     def _flat_states(self) -> list[_FlatState]:
         states = []
@@ -293,6 +296,7 @@ class MegatronOptimizer:
         return {
             "step": self._num_steps,
             "grad_scaler": None if self.grad_scaler is None else self.grad_scaler.state_dict(),
+            **self._updates.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -304,6 +308,7 @@ class MegatronOptimizer:
         if self.grad_scaler is not None and state_dict["grad_scaler"] is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
             self._device_scale.fill_(self._loss_scale)
+        self._updates.load_state_dict(state_dict)
 
     @property
     def _loss_scale(self) -> float:
@@ -317,28 +322,15 @@ class MegatronOptimizer:
     def _weight_decays(self) -> list[float]:
         return [group["weight_decay"] for group in self.param_groups]
 
-    def _grad_norm(self) -> torch.Tensor:
-        grads = (part.of_grad() for part in self._owned_parts)
-        return self._owned.norm(grads, accumulate_in=self._norm_dtype)
-
     def _clip_coefficient(self, grad_norm: float) -> float:
         # No factor would repair such a gradient, and a step that is skipped needs none.
         if self.config.clip_grad == 0 or not math.isfinite(grad_norm):
             return 1.0
         return clip_coefficient(self.config.clip_grad, grad_norm)
 
-    def _count_zeros(self) -> torch.Tensor:
-        # By logical piece: zeros of padding, between parameters and of the vocabulary, are nobody's.
-        members = ((member, member.view_of(run.grad)) for run in self._runs for member in run.params)
-        return self._owned.count_zeros((member.param, self._without_padding(member, grad)) for member, grad in members)
-
-    def _without_padding(self, member: RunParam, flat: torch.Tensor) -> list[torch.Tensor]:
-        pieces = self._logical_pieces.get(member.name)
-        return [flat] if pieces is None else range_views(pieces, flat, start=member.start)
-
     def _update(self, scale: GradScale) -> None:
-        with self._updating():
-            self._update_runs(scale, self._every_run, rules=self._rules)
+        with self._updates.whole():
+            self._updates.update(scale, self._runs, rules=self._rules)
         self._note_update()
 
     def _after_device_update(self) -> None:
@@ -348,32 +340,6 @@ class MegatronOptimizer:
     def _note_update(self) -> None:
         for chunk in self._model_chunks:
             chunk.note_update()
-
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        """Around all that must be done as a whole, or not at all."""
-        self._is_half_updated = True
-        yield
-        self._is_half_updated = False
-
-    def _prepare(self) -> None:
-        self._check_whole()
-        # Else the kernel would update memory that the model no longer reads, silently.
-        for run in self._runs:
-            run.check_attached()
-        for rule in self._rules:
-            rule.refresh_rates()
-
-    def _check_whole(self) -> None:
-        if self._is_half_updated:
-            raise RuntimeError(
-                "an error broke an earlier step off in the middle of its update, so parameters and optimizer states "
-                "are no longer of one step: load a checkpoint"
-            )
-
-    def _update_runs(self, scale: GradScale, runs: Set[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
-        for rule in rules:
-            rule.update(scale, runs)
 
     def _step_counts(self) -> list[torch.Tensor]:
         # One a run of rules that count, all moved together.

@@ -48,6 +48,14 @@ class PlacedParams(Protocol):
     def entries(self) -> Sequence[PlacedParam]: ...
 
 
+class GradPlace(Protocol):
+    """Where reduced gradients are found: in their buffer, or with whoever holds them for the time of an update."""
+
+    def grad_of(self, span: Span) -> torch.Tensor:
+        """The reduced gradients of elements of one owned span: [span.numel], their dtype, a view."""
+        ...
+
+
 class FlatBuffer(PlacedParams, Protocol):
     """What runs need of a data-parallel buffer: parameters and gradients of one dtype each, at the same places.
 
@@ -69,7 +77,7 @@ class FlatBuffer(PlacedParams, Protocol):
     def is_sharded(self) -> bool: ...
     def owned_spans(self) -> list[Span]: ...
     def grad_of(self, span: Span) -> torch.Tensor:
-        """The reduced gradients of elements of one owned span: [span.numel], their dtype, a view."""
+        """See GradPlace: [span.numel], the dtype of grad_data."""
         ...
 
 
@@ -78,18 +86,24 @@ class ParamRun:
     """What this rank owns of parameters that lie side by side and share dtype and parameter group.
 
     model: [N], the parameters' dtype; they are views of it. main: the N numbers that are stepped: `model` itself, or
-    what has the digits that 16-bit parameters lack. grad: [N], the buffer's dtype, a view of it. N is a multiple of 64.
-    Padding between parameters is zero in all three and stays zero: neither norm nor step sees it. bucket: which of the
-    owned spans of `buffer` it lies in.
+    what has the digits that 16-bit parameters lack. span: its place in `buffer`; N is a multiple of 64. Padding between
+    parameters is zero in these and in `grad`, and stays zero: neither norm nor step sees it. bucket: which of the owned
+    spans of `buffer` it lies in. grads: the buffer itself, unless gradients do not stand in it.
     """
 
     params: list[RunParam]
     group: GroupKey
     model: torch.Tensor
     main: StoredFloats
-    grad: torch.Tensor
     buffer: FlatBuffer
+    span: Span
     bucket: int
+    grads: GradPlace
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """The reduced gradients, where they are now: [N], the buffer's dtype, a view."""
+        return self.grads.grad_of(self.span)
 
     @property
     def has_master(self) -> bool:
@@ -140,14 +154,17 @@ def build_runs(
     *,
     main_of: Callable[[torch.Tensor], StoredFloats] = full_masters,
     host_fraction: float = 0.0,
+    grad_places: Mapping[FlatBuffer, GradPlace] | None = None,
 ) -> list[ParamRun]:
     """Joins what this rank owns of each buffer's parameters into runs, in the order of the buffers.
 
     groups: of every parameter of the buffers. main_of: how the numbers that are stepped are kept of parameters [N], any
-    floating dtype. host_fraction: part of each owned span that is kept in the host's memory.
+    floating dtype. host_fraction: part of each owned span that is kept in the host's memory. grad_places: of each
+    buffer, where its gradients do not stand in it.
     """
     runs: list[ParamRun] = []
     for buffer in buffers:
+        grads = buffer if grad_places is None else grad_places[buffer]
         parts = [
             (part, kept, bucket)
             for bucket, owned in enumerate(buffer.owned_spans())
@@ -156,8 +173,7 @@ def build_runs(
         for found in ranges_in(buffer, [part for part, _, _ in parts], groups=groups):
             _, kept, bucket = parts[found.place]
             model = buffer.param_data[found.span.start : found.span.end]
-            grad = buffer.grad_of(found.span)
-            runs.append(ParamRun(found.members, found.key, model, kept(model), grad, buffer, bucket))
+            runs.append(ParamRun(found.members, found.key, model, kept(model), buffer, found.span, bucket, grads))
     return runs
 
 

@@ -126,10 +126,10 @@ class FusedRule:
             self._kernel(whole, settings, scale=scale)
         for run, one in operands.items():
             if one is None:
-                step = piece_elements(run.main)
+                step, grad = piece_elements(run.main), run.grad
                 for start in range(0, run.main.numel, step):
                     chunk = Chunk(run, start, min(start + step, run.main.numel))
-                    self._update_chunk(chunk, run.grad[chunk.start : chunk.end], settings=settings, scale=scale)
+                    self._update_chunk(chunk, grad[chunk.start : chunk.end], settings=settings, scale=scale)
                 self._count(run, scale)
             run.write_model()
 
@@ -151,8 +151,9 @@ class FusedRule:
         if not all(isinstance(stored, Plain) for stored in (run.main, *states.values())):
             return None
         main, moments = run.main.read(0, run.main.numel), {n: s.read(0, s.numel) for n, s in states.items()}
-        is_beside = (run.grad.dtype, run.grad.device) == (main.dtype, main.device)
-        return _Operands(main, run.grad, moments, self._steps[run]) if is_beside else None
+        grad = run.grad
+        is_beside = (grad.dtype, grad.device) == (main.dtype, main.device)
+        return _Operands(main, grad, moments, self._steps[run]) if is_beside else None
 
     def _update_chunk(self, chunk: Chunk, grad: torch.Tensor, *, settings: "_Settings", scale: GradScale) -> None:
         run, states = chunk.run, self._states[chunk.run]
