@@ -318,6 +318,35 @@ def test_gradients_set_by_hand_are_stepped_by():
     run_on_ranks(gradients_by_hand, 3)
 
 
+def gradients_of_some_ranks():
+    """Set by hand or kept by no_sync, and nothing else, of weights that differ from rank to rank."""
+    rank, size = world()
+    for settings, by_hand, is_eager in itertools.product(
+        (SMALL, OVERLAPPED, {**SMALL, "contiguous_grad_buffer": True}), (True, False), (True, False)
+    ):
+        run = Run(Case(settings, shapes=SHAPES))
+        if is_eager:
+            run.optimizer.init_params()
+        for step, used in enumerate([*USES.values(), lambda number, step, rank, microbatch: rank == 1]):
+            run.optimizer.zero_grad()
+            own = [factor * size for factor in factors(SHAPES, step, rank, 0)]
+            numbers = [number for number in range(8) if used(number, step, rank, 0)]
+            if by_hand:
+                for number in numbers:
+                    param = list(run.model.parameters())[number]
+                    param.grad = own[number].to(param.dtype)
+            elif numbers:
+                with run.optimizer.no_sync():
+                    run.model([factor if number in numbers else None for number, factor in enumerate(own)]).backward()
+            run.optimizer.step()
+            run.reference.step(run.grads(step, used=used))
+        run.check(6)
+
+
+def test_gradients_that_some_ranks_have_set_or_kept_are_stepped_by():
+    run_on_ranks(gradients_of_some_ranks, 3, timeout=60)
+
+
 def stale_reads():
     """Under overlapped gathers: reads outside modules, evaluation, modules that are not called, saved weights."""
     run = Run(Case({**OVERLAPPED, "bucket_cap_mb": cap(300)}, shapes=LAYERS))

@@ -24,6 +24,7 @@ from megatron.core.distributed.chunk_sync import ChunkSync, StageChunks
 from megatron.core.distributed.iteration_phase import Phase
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.order_words import OrderWords
 from megatron.core.distributed.param_gathers import ParamGathers
 from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.replica_checks import raise_non_finite
@@ -57,9 +58,10 @@ class LaunchOrder(ParamGathers):
         overlap_grad_reduce: bool = False,
         passes: Passes | None = None,
         ledger: Ledger | None = None,
+        words: OrderWords | None = None,
     ) -> None:
         super().__init__()
-        self.stage_group, self._pp_group = stage_group, pp_group
+        self.stage_group, self._pp_group, self._words = stage_group, pp_group, words or OrderWords()
         self.ledger = ledger or Ledger(stage_group)
         self._agreement = StepAgreement(
             stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, ledger=self.ledger
@@ -328,7 +330,7 @@ class LaunchOrder(ParamGathers):
         if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
             # Nobody waited for its gather, so forward took the values from before the optimizer's step.
             raise RuntimeError(
-                f"parameter {_name_of(param, group)} has a gradient, and forward read it before the gather of its new "
+                f"parameter {group.name_of(param)} has a gradient, and forward read it before the gather of its new "
                 "values was done: its own module must be called, or wait_params be called with it before it is read"
             )
         for observer in self.observers:
@@ -339,18 +341,17 @@ class LaunchOrder(ParamGathers):
 
     def _check_collecting(self, group: SyncedGroup, param: nn.Parameter) -> None:
         if self._phase is not Phase.COLLECTING:
+            self._check_usable()
             raise RuntimeError(
-                f"the gradient of {_name_of(param, group)} came after finish_grad_sync: call zero_grad_buffer before "
-                "the first backward"
+                f"the gradient of {group.name_of(param)} came after {self._words.finish}: call {self._words.zero} "
+                "before the first backward"
             )
 
     def _check_usable(self) -> None:
         if self._phase is Phase.CLOSED:
-            raise RuntimeError(
-                "the wrapper was taken off by release(): wrap the module, and build its optimizer, again"
-            )
+            raise RuntimeError("the wrapper was taken off by release(): wrap the module and build its optimizer again")
         if self._phase is Phase.ABORTED:
-            raise RuntimeError("the iteration was broken off: call reset_iteration() or zero_grad_buffer() first")
+            raise RuntimeError(f"the iteration was broken off: call reset_iteration() or {self._words.zero}() first")
 
     def _check_nothing_came(self) -> None:
         """Before a step in which nobody has reduced gradients, which is right where they are made by hand."""
@@ -444,6 +445,8 @@ class LaunchOrder(ParamGathers):
             if late[group.number]:
                 with self.observers.launching(Traffic.LATE, group):
                     group.start_second_round()
+                if (oldest := self._passes.launched(group)) is not None:
+                    oldest.settle()
         traffic = {group.number: Traffic.LATE if late[group.number] else Traffic.REDUCE for group in in_order}
         for group in in_order:
             with self.observers.waiting(traffic[group.number], group):
@@ -477,7 +480,10 @@ class LaunchOrder(ParamGathers):
 
     def _break_off(self, reason: str) -> None:
         """Ends an iteration for all ranks."""
-        self._launch_rest()
+        if self._passes.scope is PassScope.ALL and not self._sequence.may_have_begun:
+            self._launch_last()
+        else:
+            self._launch_rest()
         late = [False] * len(self._sequence.order)
         self._agree_sync(Verdict(is_aborted=True, is_non_finite=False, is_reordered=False, late=late))
         self._abandon()
@@ -488,7 +494,3 @@ class LaunchOrder(ParamGathers):
             group.abandon()
         self._passes.all_settled()
         self._phase = Phase.ABORTED
-
-
-def _name_of(param: nn.Parameter, group: SyncedGroup) -> str:
-    return next(entry.name for entry in group.entries if entry.param is param)

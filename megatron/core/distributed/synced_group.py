@@ -195,6 +195,10 @@ class SyncedGroup(ABC):
         # Streams other than the one that the graph ran on have to wait for what it gathered.
         self.arrival.note()
 
+    def name_of(self, param: nn.Parameter) -> str:
+        """The name of one of its parameters, any shape and dtype."""
+        return self.entries[self._index_of[param]].name
+
     # Parameters.
 
     @record_function("SyncedGroup.launch_gathers")

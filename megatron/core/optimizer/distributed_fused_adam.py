@@ -4,7 +4,7 @@ Buffers, and what is sent when, are megatron.core.distributed's; the update of a
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from megatron.core.distributed.dense_memory import check_dense
 from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.order_words import OrderWords
 from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
@@ -129,22 +130,18 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             None if capturable else grid.ranks,
             overlap_grad_reduce=overlap_grad_sync,
             passes=Passes(PassScope.ALL, max_in_flight=pipeline_size),
+            words=OrderWords(zero="zero_grad", finish="grad_sync"),
         )
         if capturable:
             order.freeze()
         plan = SegmentPlan(grid, bucket_cap_mb * 2**20, average=average_grad_sync, overlap=overlap_grad_sync)
-        self._order, self._shards = order, ShardedParams(plan, order)
+        self._order = order
+        self._shards = ShardedParams(plan, order, memory=self._memory, is_captured=capturable)
         self._adam_w_mode, self._capturable, self._ranks = adam_w_mode, capturable, grid.ranks
         groups = as_groups(params)
         self._device = common_device(groups, None if device is None else torch.device(device))
         self._scaling = ShardScaling(grid.shards, self._device)
-        self._grads = GradIntake(
-            self._shards,
-            order,
-            scaling=self._scaling,
-            overlap=overlap_grad_sync,
-            take_over=self._take_over_rest,
-        )
+        self._grads = GradIntake(self._shards, order, scaling=self._scaling, overlap=overlap_grad_sync)
         self._pipeline_size, self._debug = pipeline_size, debug
         self._rates: list[torch.Tensor] = []
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
@@ -190,7 +187,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         asked = self._memory.replaced(memory)
         given = [*self._shards.names] if params is None else self._shards.check_own(as_params(params))
         taken = self._shards.groups_of
-        self._take_over([param for param in given if param.requires_grad and param not in taken], asked)
+        self._shards.take_over([param for param in given if param.requires_grad and param not in taken], asked)
         self._shards.move_in()
 
     def init_params_bucket(self, params: nn.Parameter | Iterable[nn.Parameter], **memory: Any) -> None:
@@ -210,6 +207,16 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         Collective only after an error in a backward.
         """
         self._grads.forget()
+
+    @torch.no_grad()
+    def reset_iteration(self, num_backwards: int = 1) -> None:
+        """Begins anew after an error, on the ranks that caught it; the others' next collective call raises
+        RemoteRankError, and they call this, too. Collective.
+
+        num_backwards: how often ranks without an error run backward outside no_sync until that call, since zero_grad or
+        the last step. Errors behind that call, and all with `capturable`, leave the others waiting.
+        """
+        self._grads.reset(num_backwards)
 
     @contextmanager
     def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
@@ -364,7 +371,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """
         if state_dict_format not in (None, 2, "torch"):
             raise ValueError(f'state_dict_format is {state_dict_format!r}: must be None, 2 (the same), or "torch"')
-        self._take_over_rest()
+        self._shards.take_over_rest()
         shard = self._adam_shard()
         if state_dict_format == "torch":
             return gather_torch_state_sync(shard)
@@ -381,7 +388,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             # A share that one rank has stored fits its own places alone, which the first backward may have chosen.
             for params in self._shards.in_order(state_dict.get("order", [])):
                 self.init_params(params)
-        self._take_over_rest()
+        self._shards.take_over_rest()
         self._order.finish_param_sync(self._shards.groups)
         load_adam_state_dict(self._adam_shard(), state_dict)
         self._order.mark_stale(self._shards.groups)
@@ -422,25 +429,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             without_state=self._shards.without_state,
         )
 
-    def _take_over_rest(self) -> None:
-        """What requires grad, that whose gradients have come first in the order in which they came."""
-        waiting = self._shards.waiting
-        if waiting:
-            arrived = self._shards.agreed_order([*self._grads.arrived])
-            self._grads.arrived.clear()
-            came = set(arrived)
-            rest = [param for param in waiting if param not in came]
-            # Places go from the last to the first.
-            self._take_over([*rest, *reversed(arrived)], self._memory)
-        if self._capturable:
-            # Else at the first use of states, when whole gradients are gone; but then a graph might be captured.
-            self._shards.move_in()
-
-    def _take_over(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
-        self._shards.take_over(params, memory)
-        if self._forward is not None:
-            self._forward.forget()
-
     def _sums_of(self, parameters: nn.Parameter | Iterable[nn.Parameter] | None) -> list[torch.Tensor]:
         return self._shards.sums if parameters is None else self._shards.sums_of(as_params(parameters))
 
@@ -477,6 +465,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
                 group.poison()
         if grad_use is GradUse.DIVIDE:
             self._scaling.note_divided(scale.skip)
+        self._grads.note_step()
         self._order.note_update()
         if self._forward is None:
             self._order.finish_param_sync(groups)

@@ -27,7 +27,8 @@ class ForwardGathers:
         *,
         need: Callable[[Iterable[SyncedGroup]], None],
     ) -> None:
-        self._params, self._need = params, need
+        self._params, self._groups_of, self._need = params, groups_of, need
+        self._num_gathered = len(groups_of)
         self._waits = ForwardWaits(groups_of)
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
@@ -46,10 +47,6 @@ class ForwardGathers:
         for handle in self._handles:
             handle.remove()
 
-    def forget(self) -> None:
-        """Learns anew: other parameters are gathered from now on."""
-        self._waits.forget()
-
     def _attach_new(self, module: nn.Module) -> None:
         """Before a forward: gives hooks to what is seen for the first time."""
         if module in self._known:
@@ -62,7 +59,7 @@ class ForwardGathers:
         for part in new:
             self._attach(part)
         # Its own hooks come too late for this call.
-        self._need(self._waits.before(module))
+        self.wait(lambda waits: waits.before(module))
 
     def _attach(self, module: nn.Module) -> None:
         if any(param in self._params for param in module.parameters()):
@@ -77,6 +74,10 @@ class ForwardGathers:
 
     def wait(self, groups: Callable[[ForwardWaits], Iterable[SyncedGroup]]) -> None:
         """Waits for groups that are looked up now."""
+        if len(self._groups_of) != self._num_gathered:
+            # Others are gathered than it has learnt of.
+            self._num_gathered = len(self._groups_of)
+            self._waits.forget()
         self._need(groups(self._waits))
 
 

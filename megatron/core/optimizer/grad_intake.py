@@ -5,7 +5,7 @@ Which buckets they go to is sharded_params.py's, when these are sent the launch 
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -33,6 +33,17 @@ class GradMode(Enum):
     SYNC = "sync"
     COPY = "copy"
     KEEP = "keep"
+
+
+class _Sums(Enum):
+    """Whether the shards hold the sums of all that has come. STEPPED: and an update has used them. BROKEN_OFF: another
+    rank has ended the iteration.
+    """
+
+    GROWING = "growing"
+    WHOLE = "whole"
+    STEPPED = "stepped"
+    BROKEN_OFF = "broken off"
 
 
 class _AfterGrad:
@@ -69,9 +80,8 @@ def _has_intake(param: nn.Parameter) -> bool:
 
 
 class GradIntake:
-    """take_over: moves all parameters that require grad into buffers.
-
-    Gradients of parameters that were not taken over wait in param.grad for the end of their backward.
+    """Gradients of parameters that were not taken over wait in param.grad for the end of their backward; then these
+    parameters are, whichever ranks have gradients of them.
     """
 
     def __init__(
@@ -81,17 +91,14 @@ class GradIntake:
         *,
         scaling: ShardScaling,
         overlap: bool,
-        take_over: Callable[[], None],
     ) -> None:
-        self._params, self._order, self._scaling = params, order, scaling
-        self._overlap, self._take_over = overlap, take_over
+        self._params, self._order, self._scaling, self._overlap = params, order, scaling, overlap
         self._mode = GradMode.SYNC
         self._pass = BackwardEnd(self._end_pass)
         self._handles: list[Any] = []
-        # Parameters whose first gradient came before they were taken over, in that order.
-        self.arrived: dict[nn.Parameter, None] = {}
-        # Whether the shards hold the sums of all that has come.
-        self._is_summed = False
+        self._sums = _Sums.GROWING
+        # Passes that have ended since sums were last whole, or forgotten.
+        self._num_passes = 0
         # Whether somebody has asked, since zero_grad, if what is reduced is finite.
         self.is_checked = False
         # The parameter that has the stand-in, and whether it was put there and not taken away.
@@ -130,7 +137,7 @@ class GradIntake:
         if param in self._params.groups_of:
             self._take(param)
         else:
-            self.arrived[param] = None
+            self._params.note_arrival(param)
 
     def grad_added(self, param: nn.Parameter) -> None:
         """A kernel has written a gradient to its standing memory; inside a backward."""
@@ -152,13 +159,26 @@ class GradIntake:
         self.is_checked = True
         return self._scaling.any_not_finite(self._params.sums)
 
+    def reset(self, num_backwards: int) -> None:
+        """Lets the other ranks know that this one has broken off; see DistributedFusedAdam.reset_iteration."""
+        self._pass.forget()
+        if self._sums is _Sums.STEPPED:
+            self._go_on()
+        if self._sums is _Sums.GROWING:
+            # What the other ranks launch before they hear of it.
+            while self._num_passes < num_backwards:
+                self._end_pass()
+            self._params.take_over_rest()
+        self._order.reset()
+        self.forget()
+
     def forget(self) -> None:
         """All gradients are gone. Collective only after an error in a backward."""
         self._stands = False
         self._order.begin_iteration(self)
         self._pass.forget()
-        self.arrived.clear()
-        self._is_summed = self.is_checked = False
+        self._params.forget_arrivals()
+        self._sums, self._num_passes, self.is_checked = _Sums.GROWING, 0, False
         self._scaling.reset()
         for param in self._params.names:
             param.grad = None
@@ -168,11 +188,19 @@ class GradIntake:
         self._notice_changes()
         # An error may have broken a backward off.
         self._pass.close()
-        self._take_over()
-        self._take_left()
+        self._params.take_over_rest()
+        # Ranks may have other ones: what they all launch is agreed on in the end.
+        with self.mode(GradMode.COPY):
+            self._take_left()
+        # Unless it ends well.
+        self._sums = _Sums.BROKEN_OFF
         self._order.finish()
-        self._is_summed = True
+        self._sums, self._num_passes = _Sums.WHOLE, 0
         self._put_stand_in()
+
+    def note_step(self) -> None:
+        """Says that an update has used the sums, of which another may begin, or another iteration."""
+        self._sums = _Sums.STEPPED
 
     def _set_mode(self, mode: GradMode) -> None:
         self._mode = mode
@@ -192,8 +220,8 @@ class GradIntake:
 
     def _go_on(self) -> None:
         """Before a gradient that adds to sums there are."""
-        if self._is_summed:
-            self._is_summed = False
+        if self._sums in (_Sums.WHOLE, _Sums.STEPPED):
+            self._sums = _Sums.GROWING
             self._order.go_on()
             self._scaling.fold(self._params.sums)
 
@@ -205,10 +233,11 @@ class GradIntake:
             self._order.end_pass(before)
         # By what all ranks know: on this one none of them may have a gradient.
         if self._params.waiting:
-            self._take_over()
+            self._params.take_over_rest()
             self._take_left()
             if self._overlap:
                 self._order.end_pass([group for group in self._params.groups if group not in before])
+        self._num_passes += 1
         self._put_stand_in()
 
     def check_none_left(self) -> None:

@@ -22,16 +22,19 @@ from megatron.core.optimizer.fused_adam_settings import AdamMemory
 
 class ShardedParams:
     """names, keys: of every parameter, its name for messages and the place of its parameter group. groups_of: of those
-    that were taken over, the buckets that have parts of them.
+    that were taken over, the buckets that have parts of them. memory: of those that are taken over without being asked
+    for. is_captured: nothing may be allocated later than with the first gradients.
     """
 
-    def __init__(self, plan: SegmentPlan, order: LaunchOrder) -> None:
-        self._plan, self._order = plan, order
+    def __init__(self, plan: SegmentPlan, order: LaunchOrder, *, memory: AdamMemory, is_captured: bool) -> None:
+        self._plan, self._order, self._memory, self._is_captured = plan, order, memory, is_captured
         self._segments: list[Segment] = []
         self.names: dict[nn.Parameter, str] = {}
         self.keys: dict[nn.Parameter, int] = {}
         self.groups_of: dict[nn.Parameter, list[TransientGroup]] = {}
         self._versions: dict[nn.Parameter, int] = {}
+        # Those whose first gradient came before they were taken over, in that order.
+        self._arrived: dict[nn.Parameter, None] = {}
 
     @property
     def groups(self) -> list[TransientGroup]:
@@ -113,6 +116,27 @@ class ShardedParams:
                 raise ValueError(f"parameter {place} of those given is not in param_groups: must be the optimizer's")
         return given
 
+    def note_arrival(self, param: nn.Parameter) -> None:
+        """Says that a parameter, any shape and dtype, that was not taken over has a gradient."""
+        self._arrived[param] = None
+
+    def forget_arrivals(self) -> None:
+        """Says that these gradients are gone."""
+        self._arrived.clear()
+
+    def take_over_rest(self) -> None:
+        """What requires grad, that whose gradients have come first in the order in which they came. Collective."""
+        waiting = self.waiting
+        if waiting:
+            arrived = self._agreed_order([*self._arrived])
+            self._arrived.clear()
+            came = set(arrived)
+            # Places go from the last to the first.
+            self.take_over([*(param for param in waiting if param not in came), *reversed(arrived)], self._memory)
+        if self._is_captured:
+            # Else when states are first used, and whole gradients are gone.
+            self.move_in()
+
     def take_over(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
         """Moves parameters into a segment of their own, which are not in any yet, in the order of their places.
 
@@ -162,7 +186,7 @@ class ShardedParams:
         """The parameters are as the masters have them."""
         self._versions = {param: param._version for param in self.groups_of}
 
-    def agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def _agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The first rank's order of the same parameters. Collective."""
         places = {param: place for place, param in enumerate(self.names)}
         by_place = list(self.names)

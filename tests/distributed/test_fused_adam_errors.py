@@ -1,0 +1,146 @@
+"""Errors that one rank alone catches: the others hear of it, and all begin anew with the bits of a run without."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron.core.agreement import RemoteRankError
+from tests.distributed.fused_adam_runs import ODD, Case, Run, cap, world
+from tests.harness import run_on_ranks
+
+SMALL = {"bucket_cap_mb": cap(700)}
+EVERY = (
+    SMALL,
+    {**SMALL, "overlap_param_sync": True, "debug": True},
+    {**SMALL, "overlap_grad_sync": False},
+    {**SMALL, "contiguous_grad_buffer": True},
+)
+
+
+class Failing(RuntimeError):
+    pass
+
+
+def fail(*unused):
+    raise Failing
+
+
+def fail_at(run, *, number, step):
+    """A backward in which the gradient of a parameter raises."""
+    handle = list(run.model.parameters())[number].register_hook(fail)
+    with pytest.raises(Failing):
+        run.backward(step)
+    handle.remove()
+
+
+def fail_in_forward(run, step):
+    handle = run.model.products[2].register_forward_pre_hook(fail)
+    with pytest.raises(Failing):
+        run.backward(step)
+    handle.remove()
+
+
+# What becomes of the last rank's backward.
+FAILURES = {
+    "in forward": fail_in_forward,
+    "at the first gradient": lambda run, step: fail_at(run, number=-1, step=step),
+    "late in backward": lambda run, step: fail_at(run, number=1, step=step),
+    "behind backward": lambda run, step: run.backward(step),
+}
+# What the others call next.
+CALLS = (
+    lambda optimizer: optimizer.step(),
+    lambda optimizer: optimizer.clip_grad_norm(1.0),
+    lambda optimizer: optimizer.grad_sync(),
+)
+
+
+def break_off(run, failure, *, call, step):
+    """An iteration that the last rank alone breaks off."""
+    rank, size = world()
+    run.optimizer.zero_grad()
+    if rank == size - 1:
+        failure(run, step)
+        run.optimizer.reset_iteration()
+        return
+    run.backward(step)
+    with pytest.raises(RemoteRankError, match=rf"rank {size - 1} .* reset_iteration\(\) was called after an error"):
+        call(run.optimizer)
+    with pytest.raises(RuntimeError, match=r"broken off: call reset_iteration\(\) or zero_grad\(\) first"):
+        run.optimizer.step()
+    run.optimizer.reset_iteration()
+
+
+def errors_of_one_rank(name):
+    failure, calls = FAILURES[name], itertools.cycle(CALLS)
+    for settings in EVERY:
+        run = Run(Case(settings, shapes=tuple(ODD)))
+        # The first before parameters are taken over.
+        for step in range(4):
+            break_off(run, failure, call=next(calls), step=7 + step)
+            run.step(step)
+        run.check(4)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_b32_after_an_error_of_one_rank_reset_iteration_begins_anew_on_all(name, ranks):
+    run_on_ranks(errors_of_one_rank, ranks, name, timeout=60)
+
+
+def errors_in_several_backwards():
+    """The last of three that reduce, in the first iteration and in one whose gradients add to a step's before."""
+    rank, size = world()
+    run = Run(Case(SMALL, shapes=tuple(ODD), microbatches=3))
+    for step in range(3):
+        if rank == size - 1:
+            fail_at(run, number=1, step=step)
+            run.optimizer.reset_iteration(num_backwards=3)
+        else:
+            run.backward(step)
+            with pytest.raises(RemoteRankError):
+                run.optimizer.step()
+            run.optimizer.reset_iteration(num_backwards=3)
+        run.step(step)
+    run.check(3)
+
+
+def test_an_iteration_of_several_backwards_is_broken_off_where_their_number_is_told():
+    run_on_ranks(errors_in_several_backwards, 2, timeout=60)
+
+
+def errors_before_gradients_by_hand():
+    rank, _ = world()
+    run = Run(Case(SMALL, shapes=tuple(ODD)))
+    params = list(run.model.parameters())
+    for step in range(2):
+        if rank == 0:
+            run.optimizer.reset_iteration(num_backwards=0)
+        else:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            with pytest.raises(RemoteRankError):
+                run.optimizer.grad_norm()
+            run.optimizer.reset_iteration(num_backwards=0)
+        assert all(param.grad is None for param in params)
+        run.step(step)
+    run.check(2)
+
+
+def test_without_a_backward_gradients_set_by_hand_are_dropped():
+    run_on_ranks(errors_before_gradients_by_hand, 2, timeout=60)
+
+
+def errors_of_all_ranks():
+    run = Run(Case(SMALL, shapes=tuple(ODD)))
+    for step, failure in enumerate(FAILURES.values()):
+        failure(run, step)
+        run.optimizer.reset_iteration()
+        run.step(step)
+    run.check(4)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_ranks_may_call_reset_iteration(ranks):
+    run_on_ranks(errors_of_all_ranks, ranks, timeout=60)
