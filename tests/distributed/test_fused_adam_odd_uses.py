@@ -149,6 +149,27 @@ def test_a_scaler_that_saw_gradients_of_one_rank_alone_is_refused(unscales_first
         scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("numbers", [(0, 1), (0,), (1,)])
+def test_a_scaler_is_refused_at_once_where_no_sync_has_kept_gradients_beside_reduced_ones(numbers):
+    params = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    optimizer = DistributedFusedAdam(params, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(sum(param.sum().float() for param in params)).backward()
+    with optimizer.no_sync():
+        for _ in range(2):
+            scaler.scale(sum(params[number].sum().float() for number in numbers)).backward()
+    assert all(params[number].grad.tolist() == [8.0] * 3 for number in numbers)
+    with pytest.raises(RuntimeError, match=r"call grad_sync\(\) before scaler.unscale_"):
+        scaler.unscale_(optimizer)
+    # As it says, with another scaler: torch's does not unscale twice.
+    optimizer.grad_sync()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    expected = [3.0 if number in numbers else 1.0 for number in range(2)]
+    assert optimizer.grad_norm().item() == pytest.approx((3 * sum(one**2 for one in expected)) ** 0.5)
+
+
 def test_a_scaler_sees_what_no_sync_has_copied():
     plain, plain_optimizer, model, optimizer = pair()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

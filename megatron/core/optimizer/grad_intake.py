@@ -15,16 +15,10 @@ from torch import nn
 
 from megatron.core.distributed.backward_end import BackwardEnd
 from megatron.core.distributed.launch_order import LaunchOrder
-from megatron.core.optimizer.grad_stand_in import GradStandIn
+from megatron.core.optimizer.grad_stand_in import UNSEEN, GradStandIn, KeptGrad
 from megatron.core.optimizer.shard_scaling import ShardScaling
 from megatron.core.optimizer.sharded_params import ShardedParams
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
-
-# Each rank has looked at its own, and some may skip.
-_UNSEEN = (
-    "GradScaler has not seen the reduced gradients, only those of no_sync or set by hand, or none: call grad_sync() "
-    "before scaler.unscale_ and scaler.step"
-)
 
 
 class GradMode(Enum):
@@ -148,8 +142,13 @@ class GradIntake:
         if self._mode is GradMode.SYNC:
             self._pass.note()
 
-    def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    def unscale_reduced(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """See ReducedGrads: both [], fp32."""
+        self.check_none_left()
+        self.unscale(found_inf, inv_scale)
+
+    def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """Multiplies all gradients by inv_scale, [] fp32; see ReducedGrads for found_inf, [] fp32. Collective."""
         self.finish()
         found_inf.copy_(torch.maximum(found_inf, self.any_not_finite()))
         self._scaling.divide(1.0 / inv_scale.to(found_inf.device).double())
@@ -243,12 +242,12 @@ class GradIntake:
     def check_none_left(self) -> None:
         """Raises RuntimeError where a gradient is in param.grad, as nobody has reduced it: scalers have read that."""
         if any(_has_own_grad(param) for param in self._params.names):
-            raise RuntimeError(_UNSEEN)
+            raise RuntimeError(UNSEEN)
 
     def check_seen(self) -> None:
         """Raises RuntimeError where a scaler has looked for infinities elsewhere than in the sums of all ranks."""
         if not self.is_checked:
-            raise RuntimeError(_UNSEEN)
+            raise RuntimeError(UNSEEN)
 
     def _take_left(self) -> None:
         """Of no_sync, of the first backward, or set by hand."""
@@ -271,7 +270,7 @@ class GradIntake:
         """See ReducedGrads; of any shape and dtype. A hook before it would run for torch.autograd.grad as well."""
         assert self._holder is not None
         # Where it stays, other gradients may be the same memory.
-        new = new.clone() if self._mode is GradMode.KEEP else new
+        new = new.clone().as_subclass(KeptGrad) if self._mode is GradMode.KEEP else new
         self._holder.grad, self._stands = new, False
         return new
 

@@ -9,6 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
+# Each rank has looked at its own, and some may skip.
+UNSEEN = (
+    "GradScaler has not seen the reduced gradients, only those of no_sync or set by hand, or none: call grad_sync() "
+    "before scaler.unscale_ and scaler.step"
+)
 # In place, and with create_graph.
 _ADDS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
@@ -16,8 +21,10 @@ _ADDS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 class ReducedGrads(Protocol):
     """Who knows where the gradients are."""
 
-    def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """Multiplies them by inv_scale, [] fp32; sets found_inf, [] fp32, above 0 where one is not finite."""
+    def unscale_reduced(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """Multiplies them by inv_scale, [] fp32; sets found_inf, [] fp32, above 0 where one is not finite. Raises
+        RuntimeError where some are not reduced, which a scaler unscales where they are.
+        """
         ...
 
     def forget(self) -> None:
@@ -73,13 +80,13 @@ class GradStandIn(torch.Tensor):
                 "and leave out torch's DistributedDataParallel, and other optimizers of the same parameters"
             )
         grads, found_inf, inv_scale = args
+        for grad in grads:
+            if isinstance(grad, cls):
+                grad._owner().unscale_reduced(found_inf, inv_scale)
         others = [grad for grad in grads if not isinstance(grad, cls)]
         if others:
             # Of parameters that another optimizer has.
             torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inv_scale)
-        for grad in grads:
-            if isinstance(grad, cls):
-                grad._owner().unscale(found_inf, inv_scale)
         return None
 
     def _owner(self) -> ReducedGrads:
@@ -87,3 +94,18 @@ class GradStandIn(torch.Tensor):
         if grads is None:
             raise RuntimeError("the DistributedFusedAdam that reduced this gradient is gone: set .grad to None")
         return grads
+
+
+class KeptGrad(torch.Tensor):
+    """A gradient that stays in `param.grad`, any shape and dtype, where others are reduced already: of the stand-in's
+    parameter, so that a scaler which looks for gradients finds that. It would unscale a part of them alone.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            raise RuntimeError(UNSEEN)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
