@@ -46,6 +46,7 @@ class LaunchOrder(ParamGathers):
     other; None is this rank alone. pp_group: those that must stop together. stage_host, pp_host: the same ranks, where
     these can send from the host; without them, each step reads a GPU. overlap_grad_reduce: reduce during backward; else
     at the end. passes: for groups that sum up those of an iteration, see [Note: passes]; None: they are reduced once.
+    words: of the order's owner, for errors.
     """
 
     def __init__(

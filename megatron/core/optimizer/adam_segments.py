@@ -17,9 +17,10 @@ from megatron.core.distributed.layout import Span
 from megatron.core.distributed.run_params import RunParam
 from megatron.core.distributed.transient_grads import ParamMemory, TransientGroup
 from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters, write_parameters
-from megatron.core.optimizer.fused_adam_settings import AdamMemory, RankGrid
+from megatron.core.optimizer.fused_adam_settings import AdamMemory
 from megatron.core.optimizer.late_buffer import LateBuffer
 from megatron.core.optimizer.param_runs import ranges_in
+from megatron.core.optimizer.rank_grid import RankGrid
 from megatron.core.optimizer.stored_floats import WithRemainder
 from megatron.core.process_groups_config import group_size
 

@@ -24,19 +24,19 @@ from megatron.core.optimizer.adam_state_dict import AdamShard, adam_state_dict, 
 from megatron.core.optimizer.flat_adam import AdamRates, GradUse, adam_step
 from megatron.core.optimizer.forward_gathers import ForwardGathers
 from megatron.core.optimizer.fused_adam_settings import (
-    SWITCHES,
     AdamMemory,
     Params,
-    RankGrid,
     as_groups,
     as_params,
     check_capturable,
+    check_debug,
     check_group,
     check_scalars,
     check_switches,
     common_device,
 )
 from megatron.core.optimizer.grad_intake import GradIntake, GradMode, check_free
+from megatron.core.optimizer.rank_grid import RankGrid
 from megatron.core.optimizer.shard_scaling import ShardScaling
 from megatron.core.optimizer.sharded_params import ShardedParams
 from megatron.core.optimizer.torch_adam_state import gather_torch_state_sync
@@ -54,22 +54,28 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     Every rank calls backward outside no_sync, and all methods that reduce, as often as the others; which parameters a
     backward reaches may differ, but for at least one on each rank. Ranks must begin with equal parameters.
 
-    params, lr, betas, eps, weight_decay: as torch.optim.AdamW's; groups may have their own, and bias_correction.
-    bias_correction: of both moments. adam_w_mode: False adds the decay to the gradients, as Adam does. dtype: of
-    states; fp64 parameters have fp64 states. grad_sync_dtype, param_sync_dtype: in which gradients are added up and
-    parameters are sent; None: dtype, and the parameters' own. device: of the parameters, which is checked.
-    process_group: all ranks; their sizes multiplied: distributed_process_group, which shares each state, and
+    The update. params, lr, betas, eps, weight_decay: as torch.optim.AdamW's; groups may have their own, and
+    bias_correction. bias_correction: of both moments. adam_w_mode: False adds the decay to the gradients, as Adam does.
+    amsgrad: False.
+
+    Ranks. process_group: all of them; their sizes multiplied: distributed_process_group, which shares each state, and
     redundant_process_group, which holds copies of it. average_grad_sync: the mean over process_group, not the sum.
-    overlap_grad_sync: reduce during backward; else in grad_sync or step, until when all gradients are kept.
-    overlap_param_sync: modules wait for their parameters in forward; other code calls wait_params before it reads any.
-    bucket_cap_mb: MiB of a bucket's gradients, at most, if that is not below 128 elements. pipeline_size: buckets that
-    may be under way. contiguous_param_buffer: parameters become views of flat tensors; else they stay in their memory,
-    with copies from messages, and in any case with masters in the states. contiguous_grad_buffer: buckets keep their
-    memory, see grad_buffer_view. store_params: masters in `dtype` where the parameters are not that themselves;
-    store_param_remainders: instead the half of fp32 that bf16 parameters lack. with_scaled_states: 16-bit states with
-    scales. capturable: lr is a tensor on the device, and ranks agree on nothing on the host, so that a CUDA graph can
-    hold a step: all ranks must then run the same program. amsgrad: False. debug: with overlap_param_sync, parameters
-    are NaN from the step to their gather.
+    device: of the parameters, which is checked.
+
+    Memory. dtype: of states; fp64 parameters have fp64 states. contiguous_param_buffer: parameters become views of flat
+    tensors; else they stay in their memory, with copies from messages, and in any case with masters in the states.
+    contiguous_grad_buffer: buckets keep their memory, see grad_buffer_view. store_params: masters in `dtype` where the
+    parameters are not that themselves; store_param_remainders: instead the half of fp32 that bf16 parameters lack.
+    with_scaled_states: 16-bit states with scales.
+
+    What is sent. grad_sync_dtype, param_sync_dtype: in which gradients are added up and parameters are sent; None:
+    dtype, and the parameters' own. bucket_cap_mb: MiB of a bucket's gradients, at most, if that is not below 128
+    elements. pipeline_size: buckets that may be under way. overlap_grad_sync: reduce during backward; else in grad_sync
+    or step, until when all gradients are kept. overlap_param_sync: modules wait for their parameters in forward; other
+    code calls wait_params before it reads any. debug: with that, parameters are NaN from the step to their gather.
+
+    capturable: lr is a tensor on the device, and ranks agree on nothing on the host, so that a CUDA graph can hold a
+    step: all ranks must then run the same program.
 
     Raises ValueError where arguments contradict each other, naming them. Follows ZeRO (Rajbhandari et al., 2020), and
     the interface of apex's class of this name.
@@ -111,7 +117,15 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         debug: bool = False,
     ) -> None:
         check_scalars(amsgrad=amsgrad, bucket_cap_mb=bucket_cap_mb, pipeline_size=pipeline_size)
-        check_switches({name: value for name, value in locals().items() if name in SWITCHES})
+        check_switches(
+            adam_w_mode=adam_w_mode,
+            average_grad_sync=average_grad_sync,
+            overlap_grad_sync=overlap_grad_sync,
+            overlap_param_sync=overlap_param_sync,
+            capturable=capturable,
+            debug=debug,
+        )
+        check_debug(debug, overlap_param_sync=overlap_param_sync)
         self._memory = AdamMemory(
             dtype=dtype,
             grad_sync_dtype=grad_sync_dtype,

@@ -1,4 +1,4 @@
-"""What DistributedFusedAdam is told about dtypes, memory and ranks, and which of it does not go together.
+"""What DistributedFusedAdam is told about dtypes, memory and rates, and which of it does not go together.
 
 No tensor and no collective here.
 """
@@ -10,34 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.transient_grads import GradMemory, MemoryPolicy, ParamMemory
 from megatron.core.optimizer.flat_adam import Masters, StateForm
-from megatron.core.process_groups_config import group_size
 
 # What torch.optim.Optimizer takes.
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-# Arguments of DistributedFusedAdam that are True or False.
-SWITCHES = (
-    "bias_correction",
-    "adam_w_mode",
-    "average_grad_sync",
-    "overlap_grad_sync",
-    "overlap_param_sync",
-    "contiguous_param_buffer",
-    "contiguous_grad_buffer",
-    "store_params",
-    "store_param_remainders",
-    "with_scaled_states",
-    "capturable",
-    "debug",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +43,9 @@ class AdamMemory:
             value = vars(self)[name]
             if value is not None and value not in _DTYPES:
                 raise ValueError(f"{name} is {value}: must be one of {_names(_DTYPES)}")
+        check_switches(
+            **{field.name: vars(self)[field.name] for field in dataclasses.fields(self) if field.type is bool}
+        )
         if self.store_params and self.store_param_remainders:
             raise ValueError(
                 "store_params and store_param_remainders are both True: masters are kept whole, or as remainders of "
@@ -158,55 +142,6 @@ class AdamMemory:
         return torch.float64 if param.dtype == torch.float64 else self.dtype
 
 
-@dataclass(frozen=True)
-class RankGrid:
-    """The ranks of an optimizer: `shards` share each state, and `replicas` hold the same; all of them are `ranks`.
-
-    None is this rank alone.
-    """
-
-    ranks: dist.ProcessGroup | None
-    shards: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
-
-    @classmethod
-    def of(
-        cls,
-        process_group: dist.ProcessGroup | None,
-        *,
-        distributed: dist.ProcessGroup | None,
-        redundant: dist.ProcessGroup | None,
-    ) -> "RankGrid":
-        """From what a user gives; raises ValueError where it is no grid."""
-        given = {
-            "process_group": process_group,
-            "distributed_process_group": distributed,
-            "redundant_process_group": redundant,
-        }
-        for name, group in given.items():
-            if group is not None and not isinstance(group, dist.ProcessGroup):
-                raise TypeError(f"{name} is {group!r}: must be a torch.distributed.ProcessGroup, or None")
-        if not dist.is_initialized():
-            return cls(None, None, None)
-        ranks = process_group or dist.group.WORLD
-        shards = distributed or (ranks if redundant is None else None)
-        sizes = group_size(ranks), group_size(shards), group_size(redundant)
-        if sizes[0] != sizes[1] * sizes[2]:
-            raise ValueError(
-                f"process_group has {sizes[0]} ranks, distributed_process_group {sizes[1]} and redundant_process_group "
-                f"{sizes[2]}: the first must have as many as the other two multiplied"
-            )
-        assert ranks is not None
-        inside = set(dist.get_process_group_ranks(ranks))
-        for name, group in (("distributed_process_group", distributed), ("redundant_process_group", redundant)):
-            if group is not None and not inside.issuperset(dist.get_process_group_ranks(group)):
-                raise ValueError(
-                    f"{name} has ranks {dist.get_process_group_ranks(group)}: all must be in process_group, which has "
-                    f"{sorted(inside)}"
-                )
-        return cls(ranks, shards, redundant)
-
-
 def check_group(values: Mapping[str, Any]) -> None:
     """Raises ValueError where the hyper-parameters of a parameter group are not Adam's."""
     lr = values["lr"]
@@ -215,6 +150,7 @@ def check_group(values: Mapping[str, Any]) -> None:
         _check(lr.numel() == 1, "lr", value=lr, wanted="a number, or a tensor of one")
     else:
         _check(_is_at_least_zero(lr), "lr", value=lr, wanted="a number, at least 0")
+    check_switches(bias_correction=values["bias_correction"])
     betas = values["betas"]
     is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
     _check(
@@ -259,11 +195,15 @@ def check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) ->
         raise ValueError(f"pipeline_size is {pipeline_size!r}: must be a number of buckets, at least 1")
 
 
-def check_switches(values: Mapping[str, object]) -> None:
-    """Raises ValueError for what is neither True nor False, by name, and for one that would change nothing."""
+def check_switches(**values: object) -> None:
+    """Raises ValueError for what is neither True nor False, by name."""
     for name, value in values.items():
         _check(isinstance(value, bool), name, value=value, wanted="True or False")
-    if values["debug"] and not values["overlap_param_sync"]:
+
+
+def check_debug(debug: bool, *, overlap_param_sync: bool) -> None:
+    """Raises ValueError where `debug` would change nothing."""
+    if debug and not overlap_param_sync:
         raise ValueError("debug is True without overlap_param_sync: no parameter is stale then, so leave it out")
 
 
