@@ -20,8 +20,6 @@ from megatron.core.dist_checkpointing import (
     ShardedTensor,
     canonical_name,
     model_logical_pieces,
-    model_sharded_tensors,
-    sharded_tensors,
 )
 from megatron.core.group_collectives import gather_objects, union_over_model
 from megatron.core.optimizer.state_keys import fresh_state, parameter_key
@@ -42,6 +40,7 @@ from megatron.training.checkpoint_folder import (
 from megatron.training.config import CheckpointConfig
 from megatron.training.console import print_rank_0
 from megatron.training.initialize import seed_ranks
+from megatron.training.model_weights import ModelWeights, frozen_tensors
 from megatron.training.rng_state import load_rng, rng_sharded_state
 from megatron.training.train_state import TrainState
 
@@ -84,20 +83,9 @@ class _Parts:
         """Logical pieces of all parameters."""
         return {name: pieces for chunk in self.model for name, pieces in model_logical_pieces(chunk).items()}
 
-    def weights(self, *, allow_cast: bool = False) -> list[ShardedTensor]:
-        """Parameters and persistent buffers."""
-        return [tensor for chunk in self.model for tensor in model_sharded_tensors(chunk, allow_cast=allow_cast)]
-
-    def frozen(self) -> list[ShardedTensor]:
-        """The parameters of this rank that the optimizer does not step."""
-        pieces = self.pieces()
-        named = (item for chunk in self.model for item in chunk.named_parameters())
-        frozen = ((canonical_name(name), param.detach()) for name, param in named if not param.requires_grad)
-        return [tensor for name, param in frozen for tensor in sharded_tensors(pieces[name], param)]
-
     def frozen_keys(self) -> set[str]:
         """Keys of the parameters that the optimizer does not step, on any rank or stage. Collective."""
-        return union_over_model((tensor.key for tensor in self.frozen()), self.groups)
+        return union_over_model((tensor.key for tensor in frozen_tensors(self.model)), self.groups)
 
     def trained_keys(self) -> set[str]:
         """Keys of this stage's parameters that the optimizer steps, whoever owns their state."""
@@ -190,7 +178,7 @@ class _Taken:
 
 def _content(parts: _Parts, config: CheckpointConfig) -> tuple[list[ShardedTensor], dict[str, Any]]:
     """All tensors of the checkpoint, and the JSON state of the same objects."""
-    tensors, frozen = parts.weights(), parts.frozen_keys()
+    tensors, frozen = ModelWeights(parts.model).tensors, parts.frozen_keys()
     with_optimizer = parts.optimizer is not None and not config.no_save_optim
     # What is left out is written down, so that a load can say which flag it needs instead of naming tensors.
     values: dict[str, Any] = {"contents": {"optimizer": with_optimizer, "rng": not config.no_save_rng}}
@@ -219,7 +207,7 @@ def _optimizer_tensors(
     own = {(tensor.key, tensor.data.dtype) for tensor in tensors}
     # Of every expert's shards, wherever they are.
     of_all = union_over_model(set().union(*gather_objects(own, parts.groups.expt_dp)), parts.groups)
-    return tensors + fresh_state(parts.frozen(), of_all), {parameter_key(key) for key, _ in of_all}
+    return tensors + fresh_state(frozen_tensors(parts.model), of_all), {parameter_key(key) for key, _ in of_all}
 
 
 def _find(config: CheckpointConfig) -> FoundCheckpoint | None:
@@ -261,18 +249,19 @@ def _what_to_take(
 def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, frozen: set[str], seed: int) -> None:
     """Fills weights, optimizer and generators from the checkpoint, in that order of importance."""
     # With its optimizer a run continues exactly or not at all; weights alone may change precision.
-    weights = parts.weights(allow_cast=not taken.optimizer)
+    weights = ModelWeights(parts.model, allow_cast=not taken.optimizer)
     rng = rng_sharded_state(parts.groups) if taken.rng else []
     with all_ranks_agree():
         same_ranks = _holds(found, rng)
-    wanted = weights + (rng if same_ranks else [])
+    wanted = weights.tensors + (rng if same_ranks else [])
     if parts.optimizer is None or not taken.optimizer:
         dist_checkpointing.load(wanted, found.path)
+        weights.take_loaded()
         # Masters still hold the weights that the model was initialised with.
         if parts.optimizer is not None:
             parts.optimizer.reload_model_params()
     else:
-        _load_with_optimizer(parts, wanted, found=found, frozen=frozen)
+        _load_with_optimizer(parts, wanted, weights=weights, found=found, frozen=frozen)
     if same_ranks and rng:
         load_rng(rng)
     elif rng:
@@ -285,7 +274,12 @@ def _load_schedule(scheduler: CheckpointedScheduler | None, state: dict[str, Any
 
 
 def _load_with_optimizer(
-    parts: _Parts, wanted: list[ShardedTensor], *, found: FoundCheckpoint, frozen: set[str]
+    parts: _Parts,
+    wanted: list[ShardedTensor],
+    *,
+    weights: ModelWeights,
+    found: FoundCheckpoint,
+    frozen: set[str],
 ) -> None:
     """Loads `wanted` and the optimizer's tensors, but for parameters that the saved run did not train."""
     assert parts.optimizer is not None
@@ -293,6 +287,7 @@ def _load_with_optimizer(
     if frozen:
         # Masters of parameters that were frozen in the saved run must come from the loaded weights.
         dist_checkpointing.load(wanted, found.path)
+        weights.take_loaded()
         parts.optimizer.reload_model_params()
     # Rank 0 speaks for all of them, and may have none of these itself.
     if union_over_model(frozen & parts.trained_keys(), parts.groups):

@@ -183,6 +183,21 @@ class DistributedConfig:
 
 
 @dataclass(kw_only=True)
+class ShardedParametersConfig:
+    """Whether parameters themselves are spread over data-parallel ranks; how is FullyShardConfig's."""
+
+    cli_group: ClassVar[str] = "data parallelism"
+
+    use_torch_fsdp2: bool = config_field(
+        False,
+        help="Shard parameters, gradients and optimizer state over the data-parallel ranks by torch's fully_shard.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
 class GradientReductionConfig:
     """What the command line calls settings of gradients that DistributedDataParallelConfig has under other names."""
 

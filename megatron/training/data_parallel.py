@@ -6,23 +6,33 @@ How gradients are reduced is megatron.core.distributed's; when the schedule call
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, build_launch_order
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    build_launch_order,
+)
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.utils import get_model_config
 from megatron.training.arguments import config_from_args
 
+_ConfigT = TypeVar("_ConfigT", bound=DistributedDataParallelConfig)
+
 
 def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn.Module]:
     """The chunks of a stage, in order, each wrapped; their collectives have one order. Collective."""
-    ddp_config = dataclasses.replace(
-        config_from_args(DistributedDataParallelConfig, args),
-        grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
-        # An overflow under fp16 is the loss scaler's business.
-        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not args.fp16,
-    )
+    if args.use_torch_fsdp2:
+        config = _with_flags_of_gradients(config_from_args(TorchFullyShardedDataParallelConfig, args), args)
+        return [
+            TorchFullyShardedDataParallel(get_model_config(part), config, part, pg_collection=get_process_groups())
+            for part in parts
+        ]
+    ddp_config = _with_flags_of_gradients(config_from_args(DistributedDataParallelConfig, args), args)
     order = build_launch_order(get_process_groups(), ddp_config)
     return [
         DistributedDataParallel(
@@ -39,8 +49,21 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
     ]
 
 
+def _with_flags_of_gradients(config: _ConfigT, args: argparse.Namespace) -> _ConfigT:
+    return dataclasses.replace(
+        config,
+        grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
+        # An overflow under fp16 is the loss scaler's business.
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not args.fp16,
+    )
+
+
 def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
     """Lets the schedule of passes start the collectives of the chunks that overlap with them."""
+    for chunk in model:
+        if isinstance(chunk, TorchFullyShardedDataParallel):
+            # Each backward reduces; torch is told which is the last.
+            chunk.config.no_sync_func = chunk.accumulate
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     for chunk in chunks:
         config, overlap = chunk.config, chunk.ddp_config

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import device_name, memory_bytes
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
 from megatron.core.parallel_state import get_process_groups
@@ -71,7 +71,7 @@ def build_meters(
 
     expert_memory: where experts have buffers of a fixed size.
     """
-    chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
     state = None if optimizer is None else state_bytes_of(chunks, optimizer.config)
     meters: list[Meter] = [MemoryMeter(device, logging.log_interval, state=state)]
     if logging.log_throughput:

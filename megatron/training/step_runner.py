@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.graph_capture import CaptureFailedError
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
@@ -220,7 +220,7 @@ class StepRunner:
 
     def _forget_gradients(self) -> None:
         """Drops those of void passes, also what is on its way to other ranks. Collective."""
-        wrapped = (chunk for chunk in self.model if isinstance(chunk, DistributedDataParallel))
+        wrapped = (chunk for chunk in self.model if isinstance(chunk, _BaseDataParallel))
         # One of the chunks of a launch order speaks for all; begins an iteration anew, as zero_grad does.
         for chunk in {chunk.launch_order: chunk for chunk in wrapped}.values():
             chunk.reset_iteration()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.device import default_device
-from megatron.core.distributed.distributed_data_parallel import require_wrapped
+from megatron.core.distributed.data_parallel_base import require_wrapped
 from megatron.core.distributed.finalize_model_grads import complete_model_grads, end_model_step
 from megatron.core.graph_capture import GraphParticipant
 from megatron.core.optimizer import MegatronOptimizer

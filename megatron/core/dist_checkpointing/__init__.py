@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedState,
     ShardedTensor,
+    buffer_sharded_tensors,
     model_sharded_tensors,
     sharded_tensors,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "ShardedObject",
     "ShardedState",
     "ShardedTensor",
+    "buffer_sharded_tensors",
     "canonical_name",
     "identity_piece",
     "list_tensors",

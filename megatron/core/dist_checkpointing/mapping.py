@@ -98,6 +98,12 @@ def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -
     # Detached: `load` writes through these views, which autograd must not see.
     for name, parameter in model.named_parameters():
         tensors += sharded_tensors(pieces[canonical_name(name)], parameter.detach(), allow_cast=allow_cast)
+    return tensors + buffer_sharded_tensors(model, allow_cast=allow_cast)
+
+
+def buffer_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -> list[ShardedTensor]:
+    """Every persistent buffer of `model`, whole: any shape and dtype, in named order."""
+    tensors = []
     # state_dict leaves out buffers that are not persistent; tied names of one parameter are in it twice.
     seen = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, value in model.state_dict().items():

@@ -9,6 +9,8 @@ from megatron.core.distributed.graphed_reductions import GraphedReductions
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.ledger import CollectiveMismatchError
 from megatron.core.distributed.replica_checks import NonFiniteGradientError, check_weights_agree
+from megatron.core.distributed.torch_fsdp2 import TorchFullyShardedDataParallel
+from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 
 __all__ = [
     "CollectiveMismatchError",
@@ -18,6 +20,8 @@ __all__ = [
     "GraphedReductions",
     "LaunchOrder",
     "NonFiniteGradientError",
+    "TorchFullyShardedDataParallel",
+    "TorchFullyShardedDataParallelConfig",
     "build_launch_order",
     "check_weights_agree",
     "finalize_model_grads",

@@ -40,17 +40,6 @@ _DEBUG_TIMEOUT_S = 600.0
 _MAX_IN_FLIGHT = 2
 
 
-def check_types(*, config: object, ddp_config: object, module: object) -> None:
-    """Raises TypeError for arguments of DistributedDataParallel that are something else."""
-    kinds = (config, ModelParallelConfig), (ddp_config, DistributedDataParallelConfig), (module, nn.Module)
-    for name, (value, kind) in zip(("config", "ddp_config", "module"), kinds):
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"DistributedDataParallel: {name} is {'None' if value is None else 'a ' + type(value).__name__}: must "
-                f"be a {kind.__name__}"
-            )
-
-
 def check_settings(
     module: nn.Module,
     groups: ProcessGroupCollection,
@@ -59,7 +48,7 @@ def check_settings(
     ddp_config: DistributedDataParallelConfig,
 ) -> None:
     """Raises ValueError where a module cannot be wrapped with these settings and groups."""
-    _check_params(module)
+    check_params(module)
     if ddp_config.shard_gradients:
         _check_contiguous(module)
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
@@ -86,7 +75,8 @@ def check_settings(
         raise ValueError(f"pg_collection.embd is None: another stage has {tied} too, so give the ranks that share it")
 
 
-def _check_params(module: nn.Module) -> None:
+def check_params(module: nn.Module) -> None:
+    """Raises ValueError where parameters that require grad are in no dtype or place that can be wrapped."""
     trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     for name, param in trained:
         if param.dtype not in _DTYPES:
@@ -125,7 +115,7 @@ def build_buffers(
     """Moves the parameters that require grad into buffers, one for each kind; of experts apart where they are reduced
     over other ranks.
     """
-    apart = _ranks(groups.expt_dp) != _ranks(groups.dp_cp)
+    apart = expert_ranks_differ(groups)
     by_kind: dict[BufferKind, list[tuple[str, nn.Parameter]]] = {}
     # named_parameters gives a parameter that two modules share once.
     for name, param in module.named_parameters():
@@ -152,7 +142,7 @@ def build_buffers(
             ),
             num_buckets=None if is_whole else ddp_config.num_buckets,
             is_sharded=ddp_config.use_distributed_optimizer,
-            scale=_scale(replicas, groups, config=config, ddp_config=ddp_config),
+            scale=gradient_scale(replicas, groups, config=config, ddp_config=ddp_config),
             policy=ReductionPolicy(
                 # While debugging, so that a bucket under reduction stays what was sent and writes to it are seen.
                 deterministic=config.deterministic_mode or ddp_config.ddp_debug,
@@ -202,7 +192,7 @@ def build_launch_order(groups: ProcessGroupCollection, ddp_config: DistributedDa
     return order
 
 
-def _scale(
+def gradient_scale(
     group: dist.ProcessGroup | None,
     groups: ProcessGroupCollection,
     *,
@@ -216,6 +206,11 @@ def _scale(
     # layers for both.
     replicas = group_size(groups.dp_cp)
     return group_size(group) / replicas if ddp_config.average_in_collective else 1.0 / replicas
+
+
+def expert_ranks_differ(groups: ProcessGroupCollection) -> bool:
+    """Whether experts are reduced over other ranks than the rest."""
+    return _ranks(groups.expt_dp) != _ranks(groups.dp_cp)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int] | None:

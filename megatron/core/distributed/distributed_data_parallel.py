@@ -13,24 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.device import default_device
 from megatron.core.distributed.backward_end import BackwardEnd
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
-from megatron.core.distributed.buffer_setup import (
-    build_buffers,
-    build_groups,
-    build_launch_order,
-    check_settings,
-    check_types,
-)
+from megatron.core.distributed.buffer_setup import build_buffers, build_groups, build_launch_order, check_settings
 from megatron.core.distributed.chunk_sync import ChunkSync
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
 from megatron.core.distributed.forward_waits import ForwardWaits
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.grad_hooks import GradHooks
 from megatron.core.distributed.hand_out import GradConsumer, HandOut, is_completed_later
-from megatron.core.distributed.hooked_wrapper import HookedWrapper
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.module_changes import WrappedParams
 from megatron.core.distributed.param_gathers import all_current
@@ -39,7 +32,6 @@ from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.tied_weights import follow_owner
 from megatron.core.distributed.wrap_agreement import check_wraps_agree, settings_of_all_ranks
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import (
     clear_main_grad,
@@ -52,7 +44,7 @@ from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, se
 logger = logging.getLogger(__name__)
 
 
-class DistributedDataParallel(HookedWrapper):
+class DistributedDataParallel(_BaseDataParallel):
     """Wraps a module: those of its parameters that require grad move into flat buffers, as do their gradients.
 
     In a step: `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `no_sync`),
@@ -73,6 +65,8 @@ class DistributedDataParallel(HookedWrapper):
     there and RemoteRankError on the others.
     """
 
+    launch_order: LaunchOrder
+
     def __init__(
         self,
         config: ModelParallelConfig,
@@ -83,10 +77,15 @@ class DistributedDataParallel(HookedWrapper):
         pg_collection: ProcessGroupCollection | None = None,
         launch_order: LaunchOrder | None = None,
     ) -> None:
-        check_types(config=config, ddp_config=ddp_config, module=module)
+        check_wrapper_types(
+            "DistributedDataParallel",
+            config=(config, ModelParallelConfig),
+            ddp_config=(ddp_config, DistributedDataParallelConfig),
+            module=(module, nn.Module),
+        )
         super().__init__(module)
         self.config, self.ddp_config = config, ddp_config
-        self.pg_collection = pg_collection or _existing_groups()
+        self.pg_collection = pg_collection or groups_or_existing(None)
         check_wraps_agree(
             module,
             self.pg_collection,
@@ -115,7 +114,7 @@ class DistributedDataParallel(HookedWrapper):
         dense = [buffer for buffer in built if not buffer.is_expert]
         self.buffers = dense  # type: ignore[assignment,method-assign]
         self.expert_parallel_buffers = [buffer for buffer in built if buffer.is_expert]
-        self.all_buffers = built
+        self._every_buffer = built
         self.checks = GradChecks.of(ddp_config)
         build = partial(build_groups, force_single=disable_bucketing, checks=self.checks)
         chunk = f"chunk {self.launch_order.num_chunks}"
@@ -141,9 +140,10 @@ class DistributedDataParallel(HookedWrapper):
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
-        return self.module(*inputs, **kwargs)
+    @property
+    def all_buffers(self) -> list[_ParamAndGradBuffer]:
+        """Dense and expert ones, in the order in which parameters first appear."""
+        return self._every_buffer
 
     # Gradients, in the order of a step.
 
@@ -379,11 +379,6 @@ class DistributedDataParallel(HookedWrapper):
             set_grad_owner(param, None)
         return self.module
 
-    @property
-    def device(self) -> torch.device:
-        """Where the module's parameters are, frozen ones too: this rank takes part in sums in any case."""
-        return next((param.device for param in self.module.parameters()), default_device())
-
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
             "a DistributedDataParallel cannot be copied, as its process groups cannot: copy its `module`, after "
@@ -473,20 +468,6 @@ def _warn_of_settings(
         logger.warning("DistributedDataParallelConfig: %s has no effect", words)
 
 
-def _existing_groups() -> ProcessGroupCollection:
-    groups = existing_process_groups()
-    if groups.dp_cp is None and dist.is_initialized():
-        return ProcessGroupCollection(dp=dist.group.WORLD, dp_cp=dist.group.WORLD)
-    return groups
-
-
 def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     if group_size(group) > 1:
         dist.broadcast(flat, group=group, group_src=0)
-
-
-def require_wrapped(chunk: nn.Module) -> DistributedDataParallel:
-    """`chunk` itself; raises ValueError if it is no DistributedDataParallel."""
-    if not isinstance(chunk, DistributedDataParallel):
-        raise ValueError(f"model chunk is a {type(chunk).__name__}: must be wrapped in DistributedDataParallel")
-    return chunk

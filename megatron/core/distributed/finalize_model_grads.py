@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, require_wrapped
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
@@ -57,7 +57,7 @@ def finalize_model_grads(
 
 
 def complete_model_grads(
-    chunks: Sequence[DistributedDataParallel], num_tokens: torch.Tensor | None, *, groups: ProcessGroupCollection
+    chunks: Sequence[_BaseDataParallel], num_tokens: torch.Tensor | None, *, groups: ProcessGroupCollection
 ) -> None:
     """What is left to do to gradients after finish_grad_sync, without waiting for the device. Collective.
 
@@ -75,7 +75,7 @@ def complete_model_grads(
         chunk.hand_out_completed()
 
 
-def end_model_step(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
+def end_model_step(chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection) -> None:
     """Lets models change that do so by themselves once a step. Collective."""
     for chunk in chunks:
         inner = unwrap_model(chunk)
@@ -85,7 +85,7 @@ def end_model_step(chunks: Sequence[DistributedDataParallel], groups: ProcessGro
 
 
 def _check_num_tokens(
-    chunk: DistributedDataParallel, num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
+    chunk: _BaseDataParallel, num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
 ) -> None:
     counts_tokens = group_rank(pp_group) == group_size(pp_group) - 1
     per_token = chunk.config.calculate_per_token_loss
@@ -97,7 +97,7 @@ def _check_num_tokens(
         )
 
 
-def _reduce_partial_grads(chunk: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
     """Sums over the tensor-parallel `group` the gradients of which each rank has a part.
 
     Those are marked sequence_parallel: of norms and biases that see a part of the tokens or heads.
@@ -118,7 +118,7 @@ def _reduce_partial_grads(chunk: DistributedDataParallel, group: dist.ProcessGro
             entry.take_wire()
 
 
-def _reduce_shared_grads(chunk: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
     """Sums over the `group` of first and last stage the gradient of a weight that both have.
 
     A sum of two numbers is the same in any order, so the copies stay equal to the last bit.
@@ -134,7 +134,7 @@ def _reduce_shared_grads(chunk: DistributedDataParallel, group: dist.ProcessGrou
 
 
 def _divide_by_tokens(
-    chunks: list[DistributedDataParallel], num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
+    chunks: list[_BaseDataParallel], num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
 ) -> None:
     if not chunks:
         return
@@ -144,7 +144,7 @@ def _divide_by_tokens(
 
 
 def _total_tokens(
-    num_tokens: torch.Tensor | None, chunk: DistributedDataParallel, *, pp_group: dist.ProcessGroup | None
+    num_tokens: torch.Tensor | None, chunk: _BaseDataParallel, *, pp_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     # fp64, for models in fp64 and for counts beyond 2^24; a copy, since the schedule's own count is reported too.
     if num_tokens is None:

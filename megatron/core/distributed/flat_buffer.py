@@ -68,7 +68,8 @@ class BufferSettings:
 class Entry:
     """A parameter and its place. main_grad: [*parameter shape], where its gradients add up, `param.main_grad`.
 
-    wire: the same shape, the view of grad_data that is reduced; main_grad itself unless that is wider.
+    wire: the same shape, the view of grad_data that is reduced; main_grad itself unless that is wider. start: which
+    element of the flattened parameter the span begins with; of a shard main_grad and wire are those, flat.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Entry:
     span: Span
     main_grad: torch.Tensor
     wire: torch.Tensor
+    start: int = 0
 
     def take_wire(self) -> None:
         """Makes main_grad what `wire` is."""
@@ -142,6 +144,11 @@ class _ParamAndGradBuffer:
         return self.settings.group
 
     @property
+    def model_dtype(self) -> torch.dtype:
+        """What modules compute in."""
+        return self.kind.param_dtype
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each rank owns a shard of every bucket, and gets the sums of no other elements."""
         return self.settings.is_sharded
@@ -165,6 +172,12 @@ class _ParamAndGradBuffer:
     def grad_of(self, span: Span) -> torch.Tensor:
         """The gradients of elements of one owned span, a view: [span.numel]."""
         return self.grad_data[span.start : span.end]
+
+    def is_attached(self, param: nn.Parameter, *, start: int, place: int) -> bool:
+        """Whether element `start` of a flattened parameter, any shape, still is element `place` of param_data."""
+        # By address: a comparison of two numbers, no read of the device. An empty tensor's pointer means nothing.
+        address = self.param_data.data_ptr() + (place - start) * self.param_data.element_size()
+        return not param.numel() or param.data_ptr() == address
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
         """Lets a gradient be added to main_grad, scaled, where it is computed; `take` follows."""

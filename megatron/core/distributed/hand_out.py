@@ -7,20 +7,58 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
-from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket
+from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.grad_hooks import GradHooks, ReadyBucket, RunState
-from megatron.core.distributed.layout import Span
+from megatron.core.distributed.layout import BucketLayout, Span
 from megatron.core.distributed.run_params import RunParam
-from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
+
+
+class HandedBuffer(Protocol):
+    """A buffer of parameters and gradients; param_data: [N], what this rank owns of it are owned_spans."""
+
+    param_data: torch.Tensor
+
+    @property
+    def is_sharded(self) -> bool: ...
+    def owned_spans(self) -> list[Span]: ...
+
+
+class HandedBucket(Protocol):
+    """A bucket of it; see _ParamAndGradBucket."""
+
+    @property
+    def buffer(self) -> HandedBuffer: ...
+    @property
+    def layout(self) -> BucketLayout: ...
+    @property
+    def entries(self) -> list[Entry]: ...
+
+
+class HandedGroup(Protocol):
+    """Buckets that are reduced together; see SyncedGroup."""
+
+    name: str
+
+    @property
+    def entries(self) -> Sequence[Entry]: ...
+    @property
+    def buckets(self) -> Sequence[HandedBucket]: ...
+    def reduced_grad(self, bucket: Any) -> torch.Tensor:
+        """This rank's part of a bucket's gradient: [n], the gradients' dtype."""
+        ...
+
+    def take_sums(self) -> None:
+        """Says that sums were changed."""
+        ...
 
 
 class GradConsumer(Protocol):
@@ -30,11 +68,11 @@ class GradConsumer(Protocol):
         """An iteration begins, perhaps after one that broke off: what is held of gradients is nobody's."""
         ...
 
-    def take(self, bucket: ReadyBucket, place: _ParamAndGradBucket) -> None:
+    def take(self, bucket: ReadyBucket, place: HandedBucket) -> None:
         """Takes a bucket, after all hooks; place: where it lies in the wrapper's buffers. See ReadyBucket of memory."""
         ...
 
-    def states(self, place: _ParamAndGradBucket) -> Sequence[RunState]:
+    def states(self, place: HandedBucket) -> Sequence[RunState]:
         """What is kept of a bucket, for hooks."""
         ...
 
@@ -55,13 +93,13 @@ def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, grou
 class _Place:
     """A bucket and what this rank owns of it: span: in the buffer."""
 
-    bucket: _ParamAndGradBucket
+    bucket: HandedBucket
     name: str
     span: Span
     slices: list[RunParam]
 
     @classmethod
-    def of(cls, bucket: _ParamAndGradBucket, name: str) -> "_Place":
+    def of(cls, bucket: HandedBucket, name: str) -> "_Place":
         owned = bucket.buffer.owned_spans()[bucket.layout.index]
         return cls(bucket, name, owned, [_slice(entry, owned) for entry in bucket.entries])
 
@@ -75,7 +113,8 @@ def _slice(entry: Entry, owned: Span) -> RunParam:
     if part.numel == 0:
         # In the order of places all the same.
         return RunParam(entry.name, entry.param, Span(min(part.start - owned.start, owned.numel), 0), 0)
-    return RunParam(entry.name, entry.param, Span(part.start - owned.start, part.numel), part.start - entry.span.start)
+    start = entry.start + part.start - entry.span.start
+    return RunParam(entry.name, entry.param, Span(part.start - owned.start, part.numel), start)
 
 
 class HandOut:
@@ -85,7 +124,7 @@ class HandOut:
     is_later: whether a parameter's gradient is completed later.
     """
 
-    def __init__(self, groups: Sequence[SyncedGroup], *, is_later: Callable[[nn.Parameter], bool]) -> None:
+    def __init__(self, groups: Sequence[HandedGroup], *, is_later: Callable[[nn.Parameter], bool]) -> None:
         self.hooks = GradHooks({entry.param: entry.name for group in groups for entry in group.entries})
         self.consumer: GradConsumer | None = None
         self._places = {
@@ -93,11 +132,16 @@ class HandOut:
             for group in groups
         }
         self._later = {group for group in groups if any(is_later(entry.param) for entry in group.entries)}
-        self._waiting: list[SyncedGroup] = []
-        self._given: set[SyncedGroup] = set()
+        self._waiting: list[HandedGroup] = []
+        self._given: set[HandedGroup] = set()
         # Of buckets that a hook waits with.
         self._place_of: dict[ReadyBucket, _Place] = {}
         self._owned: dict[nn.Parameter, nn.Parameter] = {}
+
+    @property
+    def groups(self) -> list[HandedGroup]:
+        """All that there is to hand out."""
+        return list(self._places)
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
         """What this rank owns of a parameter, always the same object: itself, or where it is sharded [n], a view."""
@@ -123,7 +167,7 @@ class HandOut:
         if self.consumer is not None:
             self.consumer.begin()
 
-    def reduced(self, group: SyncedGroup) -> None:
+    def reduced(self, group: HandedGroup) -> None:
         """Says that a group's gradients are the sums over data-parallel ranks."""
         if group in self._given:
             return
@@ -141,7 +185,7 @@ class HandOut:
 
     @record_function("HandOut.give")
     @torch.no_grad()
-    def _give(self, group: SyncedGroup) -> None:
+    def _give(self, group: HandedGroup) -> None:
         if self.consumer is None and self.hooks.is_empty:
             return
         for place in self._places[group]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
-from megatron.core.distributed.distributed_data_parallel import require_wrapped
+from megatron.core.distributed.data_parallel_base import require_wrapped
 from megatron.core.optimizer.distrib_optimizer import (
     DistributedOptimizer,
     check_same_sharding,

@@ -11,6 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -118,7 +119,7 @@ class DistributedOptimizer(MegatronOptimizer):
                 order.start_param_sync([group])
 
 
-def check_same_sharding(chunks: list[DistributedDataParallel], *, wanted: bool | None) -> bool:
+def check_same_sharding(chunks: list[_BaseDataParallel], *, wanted: bool | None) -> bool:
     """Whether the chunks are sharded; raises ValueError unless all are, or none, and as `wanted` if that is given."""
     sharded = [chunk.ddp_config.use_distributed_optimizer for chunk in chunks]
     if len(set(sharded)) > 1:
@@ -133,7 +134,7 @@ def check_same_sharding(chunks: list[DistributedDataParallel], *, wanted: bool |
     return sharded[0]
 
 
-def check_sharded_gradients(chunks: list[DistributedDataParallel], *, optimizer: str) -> None:
+def check_sharded_gradients(chunks: list[_BaseDataParallel], *, optimizer: str) -> None:
     """Raises ValueError unless gradients are sharded by all chunks or none, and by distributed_fused_adam alone."""
     wanted = optimizer == "distributed_fused_adam"
     found = [chunk.ddp_config.shard_gradients for chunk in chunks]

@@ -10,6 +10,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron.core.optimizer.clip_grads import (
     num_zeros,
@@ -141,7 +142,7 @@ class OwnedElements:
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
         """2-norm of parameters, any shapes and dtypes, over all ranks, summed in fp64. Collective."""
-        owned = ((param.detach(), self._with_experts(param)) for param in params if self.owns(param))
+        owned = ((_with_norm_of(param), self._with_experts(param)) for param in params if self.owns(param))
         return read_norm_sync(self.norm(owned, accumulate_in=torch.float64))
 
     def count_zeros(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> Tensor:
@@ -171,3 +172,12 @@ class OwnedElements:
         dense = [tensor for tensor, with_experts in pairs if not with_experts]
         experts = [tensor for tensor, with_experts in pairs if with_experts]
         return dense or [self._nothing], experts or [self._nothing]
+
+
+def _with_norm_of(param: Tensor) -> Tensor:
+    """What has the norm of a parameter, any shape and dtype: itself, or [1], fp64, where ranks have rows of it each."""
+    if not isinstance(param, DTensor):
+        return param.detach()
+    square = torch.linalg.vector_norm(param._local_tensor.detach(), dtype=torch.float64).square().view(1)
+    dist.all_reduce(square, group=param.device_mesh.get_group())
+    return square.sqrt()

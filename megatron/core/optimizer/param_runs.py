@@ -31,7 +31,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class PlacedParam(Protocol):
-    """A parameter and its elements in the flat tensors of a buffer."""
+    """A parameter and its elements in the flat tensors of a buffer; start: the first of them in the flattened
+    parameter, of which there are more where other ranks have the rest.
+    """
 
     @property
     def name(self) -> str: ...
@@ -39,6 +41,8 @@ class PlacedParam(Protocol):
     def param(self) -> nn.Parameter: ...
     @property
     def span(self) -> Span: ...
+    @property
+    def start(self) -> int: ...
 
 
 class PlacedParams(Protocol):
@@ -61,12 +65,14 @@ class FlatBuffer(PlacedParams, Protocol):
 
     param_data, grad_data: [N]; parameters are views of the first, and what is padding in both is zero. Each span that
     this rank owns, sorted, starts and ends on the grid of 64 elements. data_parallel_group: if the buffer is sharded,
-    the ranks that own the rest.
+    the ranks that own the rest. model_dtype: what modules compute in, perhaps narrower than what is stepped.
     """
 
     param_data: torch.Tensor
     grad_data: torch.Tensor
 
+    @property
+    def model_dtype(self) -> torch.dtype: ...
     @property
     def is_expert(self) -> bool: ...
     @property
@@ -78,6 +84,10 @@ class FlatBuffer(PlacedParams, Protocol):
     def owned_spans(self) -> list[Span]: ...
     def grad_of(self, span: Span) -> torch.Tensor:
         """See GradPlace: [span.numel], the dtype of grad_data."""
+        ...
+
+    def is_attached(self, param: nn.Parameter, *, start: int, place: int) -> bool:
+        """Whether element `start` of a flattened parameter, any shape, still is element `place` of param_data."""
         ...
 
 
@@ -108,7 +118,7 @@ class ParamRun:
     @property
     def has_master(self) -> bool:
         """Whether there is more to the parameters than the model has of them."""
-        return self.model.dtype.itemsize < 4
+        return self.buffer.model_dtype.itemsize < 4
 
     @property
     def is_copy(self) -> bool:
@@ -137,11 +147,9 @@ class ParamRun:
 
     def check_attached(self) -> None:
         """Raises ValueError naming the first parameter whose memory is no longer the run's."""
-        # By address: a comparison of a hundred numbers, no read of the device.
-        base, size = self.model.data_ptr(), self.model.element_size()
+        first = int(self.model.storage_offset()) - int(self.buffer.param_data.storage_offset())
         for member in self.params:
-            # An empty tensor's pointer means nothing.
-            if member.param.numel() and member.param.data_ptr() != base + (member.span.start - member.start) * size:
+            if not self.buffer.is_attached(member.param, start=member.start, place=first + member.span.start):
                 raise ValueError(
                     f"parameter {member.name} was moved or replaced after the optimizer was built: "
                     "build the optimizer after the model is on its device and in its dtype"
@@ -231,4 +239,5 @@ def _neighbours_in(
 
 
 def _member(entry: PlacedParam, part: Span, *, run_start: int) -> RunParam:
-    return RunParam(entry.name, entry.param, Span(part.start - run_start, part.numel), part.start - entry.span.start)
+    start = entry.start + part.start - entry.span.start
+    return RunParam(entry.name, entry.param, Span(part.start - run_start, part.numel), start)

@@ -8,7 +8,8 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.param_runs import FlatBuffer
@@ -43,12 +44,14 @@ def state_bytes(
     grads_dtype: torch.dtype,
     num_shards: int = 1,
     num_grad_shards: int = 1,
+    num_param_shards: int = 1,
     num_matrix_params: int = 0,
 ) -> StateBytes:
     """Of `num_params` parameters on a rank, all of one dtype.
 
     num_shards: the ranks that share the optimizer's state (use_distributed_optimizer); 1 where each has all of it.
     num_grad_shards: those that share the gradients (shard_gradients), of which a backward holds buckets besides.
+    num_param_shards: those that share the parameters (torch's fully_shard), of which units are gathered besides.
     num_matrix_params: how many of them Muon steps, which keeps one moment.
     """
     # What the update computes in.
@@ -59,25 +62,32 @@ def state_bytes(
         of_adam = sum(_stored_bytes(DTYPES[name], wide) for name in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
         moments = (num_params - num_matrix_params) * of_adam + num_matrix_params * wide
     return StateBytes(
-        parameters=num_params * params_dtype.itemsize,
+        parameters=num_params * params_dtype.itemsize / num_param_shards,
         gradients=num_params * grads_dtype.itemsize / num_grad_shards,
         masters=num_params * _master_bytes(params_dtype, config) / num_shards,
         moments=moments / num_shards,
     )
 
 
-def state_bytes_of(model_chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> StateBytes:
+def state_bytes_of(model_chunks: Sequence[_BaseDataParallel], config: OptimizerConfig) -> StateBytes:
     """As state_bytes, of all that the wrapped chunks of this rank train."""
     grouping = ParamGrouping(config, None)
     total = StateBytes()
     for chunk in model_chunks:
         for buffer in chunk.all_buffers:
-            total += _bytes_of(buffer, config, grouping=grouping, shards_grads=chunk.ddp_config.shard_gradients)
+            shares_all = isinstance(chunk, TorchFullyShardedDataParallel)
+            shares_grads = shares_all or chunk.ddp_config.shard_gradients
+            total += _bytes_of(buffer, config, grouping=grouping, shares_grads=shares_grads, shares_params=shares_all)
     return total
 
 
 def _bytes_of(
-    buffer: FlatBuffer, config: OptimizerConfig, *, grouping: ParamGrouping, shards_grads: bool
+    buffer: FlatBuffer,
+    config: OptimizerConfig,
+    *,
+    grouping: ParamGrouping,
+    shares_grads: bool,
+    shares_params: bool,
 ) -> StateBytes:
     num_shards = group_size(buffer.data_parallel_group) if buffer.is_sharded else 1
     matrices = [entry.param.numel() for entry in buffer.entries if grouping.key_of(entry.name, entry.param).is_matrix]
@@ -87,7 +97,8 @@ def _bytes_of(
         params_dtype=buffer.param_data.dtype,
         grads_dtype=buffer.grad_data.dtype,
         num_shards=num_shards,
-        num_grad_shards=num_shards if shards_grads else 1,
+        num_grad_shards=num_shards if shares_grads else 1,
+        num_param_shards=num_shards if shares_params else 1,
         num_matrix_params=sum(matrices),
     )
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.window_attention import attend_in_blocks, attend_in_window
 
 
-class DotProductAttention(Drawing, nn.Module):
+class DotProductAttention(nn.Module, Drawing):
     """Attention of query heads over shared key/value heads; the kernel is chosen at construction.
 
     layer_number: counts from 1; layers may differ in whether they have a window.

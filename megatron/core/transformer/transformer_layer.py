@@ -29,7 +29,7 @@ class TransformerLayerSubmodules:
     mlp_bda: Any = IdentityFuncOp
 
 
-class TransformerLayer(Drawing, MegatronModule):
+class TransformerLayer(MegatronModule, Drawing):
     """x + attention(norm(x)), then x + mlp(norm(x)); the mlp may be a mixture of experts."""
 
     def __init__(

@@ -7,6 +7,7 @@ import functools
 
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.torch_fsdp2_config import FullyShardConfig
 from megatron.core.models.gpt.gpt_config import GPTModelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
@@ -20,6 +21,7 @@ from megatron.training.config import (
     CommandLineConfig,
     DistributedConfig,
     GradientReductionConfig,
+    ShardedParametersConfig,
     TrainingConfig,
     VirtualStagesConfig,
 )
@@ -44,6 +46,8 @@ CONFIG_CLASSES: tuple[type, ...] = (
     DistributedConfig,
     DistributedDataParallelConfig,
     GradientReductionConfig,
+    ShardedParametersConfig,
+    FullyShardConfig,
 )
 
 # What --use-checkpoint-args takes over: names in the parsed arguments that decide the shape of the weights.

@@ -24,6 +24,7 @@ from megatron.training.command_line.config_builder import (
 )
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flag_table import flags_of_class
+from megatron.training.command_line.fully_sharded_checks import check_fully_sharded
 from megatron.training.command_line.graph_checks import check_graphs
 from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.optimizer_checks import check_optimizer
@@ -54,6 +55,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_schedule(args)
     check_logging(args)
     check_optimizer(args)
+    check_fully_sharded(args)
     check_graphs(args)
     derive_shapes(args)
     derive_run_state(args)

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-class Router(Drawing, MegatronModule):
+class Router(MegatronModule, Drawing):
     """Scores every expert for every token; a subclass turns scores into choices."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:

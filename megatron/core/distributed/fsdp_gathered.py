@@ -1,0 +1,61 @@
+"""GatheredParams: parameters that stay gathered over an update would be of before it; here they are let go in time."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron.core.distributed.fully_shard_state import reshard_all
+from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer
+
+
+class GatheredParams:
+    """Watches the gathered parameters of a module that fully_shard has cut.
+
+    [Note: kept gathered] Between microbatches, and after a forward without backward, parameters may stay gathered:
+    root's do, and others with reshard_after_forward False or set_reshard_after_backward(False), whoever calls that. If
+    shards change meanwhile, modules would go on with what was. So before each forward of the module all is let go of if
+    an optimizer of torch's has stepped since, or shards were written to (loaded weights, an optimizer of somebody's).
+    The wrapper's own moments of update (`drop`) come on top, for kernels that nothing sees write.
+    """
+
+    def __init__(self, module: nn.Module, buffers: Sequence[ShardedFlatBuffer]) -> None:
+        self._module, self._buffers = module, buffers
+        self._is_stale = False
+        self._versions = self._current_versions()
+        # Before fully_shard's own, which asks for the parameters.
+        module.register_forward_pre_hook(self._before_forward, prepend=True)
+        # Of all optimizers: a foreign one is not known. It must not keep the model alive.
+        hook = register_optimizer_step_post_hook(_StepHook(weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def drop(self) -> None:
+        """Lets go of all gathered parameters."""
+        reshard_all(self._module)
+        self._is_stale, self._versions = False, self._current_versions()
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says that a torch optimizer has stepped."""
+        # Not at once: it may do so in a backward that has yet to read some of them.
+        self._is_stale = True
+
+    def _before_forward(self, *unused: Any) -> None:
+        # In a backward, activations are computed again: nothing was updated that is still read.
+        if torch._C._current_graph_task_id() == -1 and (self._is_stale or self._versions != self._current_versions()):
+            self.drop()
+
+    def _current_versions(self) -> list[int]:
+        return [buffer.version for buffer in self._buffers]
+
+
+class _StepHook:
+    def __init__(self, gathered: "weakref.ref[GatheredParams]") -> None:
+        self._gathered = gathered
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        gathered = self._gathered()
+        if gathered is not None:
+            gathered.note_step(optimizer)

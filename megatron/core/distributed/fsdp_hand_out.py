@@ -1,0 +1,59 @@
+"""What hooks on reduced gradients get where torch's fully_shard reduces: units in the place of buckets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.flat_buffer import Entry
+from megatron.core.distributed.fsdp_units import Unit
+from megatron.core.distributed.hand_out import HandOut
+from megatron.core.distributed.layout import BucketLayout
+from megatron.core.distributed.run_params import RunParam
+from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer
+
+
+@dataclass(frozen=True, eq=False)
+class UnitBucket:
+    """What a unit has in a buffer."""
+
+    buffer: ShardedFlatBuffer
+    layout: BucketLayout
+    entries: list[Entry]
+
+
+class UnitGroup:
+    """A unit as a group of one bucket. name: the same on all ranks."""
+
+    def __init__(self, bucket: UnitBucket, *, name: str) -> None:
+        self.name, self.buckets, self.entries = name, [bucket], bucket.entries
+
+    def reduced_grad(self, bucket: UnitBucket) -> torch.Tensor:
+        """This rank's shards of the unit's gradient: [n], fp32 or fp64, a view."""
+        return bucket.buffer.grad_of(bucket.layout.span)
+
+    def take_sums(self) -> None:
+        """Hooks may have put others in the place of gradients: they are taken to theirs."""
+        self.buckets[0].buffer.attach_grads()
+
+
+def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> list[UnitGroup]:
+    """Those of units that are trained, in the order of the units."""
+    found = {}
+    for buffer in buffers:
+        for layout, name in zip(buffer.layout.buckets, buffer.unit_names, strict=True):
+            bucket = UnitBucket(buffer, layout, [buffer.entries[index] for index in layout.params])
+            found[name] = UnitGroup(bucket, name=f"unit {name or 'root'}")
+    return [found[unit.name] for unit in units if unit.name in found]
+
+
+class ShardHandOut(HandOut):
+    """The owner's part of a parameter is the sharded parameter itself, whose gradient torch has put there."""
+
+    def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
+        """The parameter itself, a DTensor of any shape and dtype."""
+        return param
+
+    def _fire_param(self, one: RunParam, flat: torch.Tensor) -> None:
+        self.hooks.fire_param(one.name, one.param)

@@ -1,0 +1,404 @@
+"""TorchFullyShardedDataParallel: torch's fully_shard under the interface of the other data-parallel wrappers.
+
+What is gathered together is fsdp_units.py's; where shards and gradients lie, sharded_flat_buffer.py's.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from megatron.core.device import default_device
+from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.buffer_setup import check_params, expert_ranks_differ, gradient_scale
+from megatron.core.distributed.collectives import ReductionPolicy
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
+from megatron.core.distributed.fsdp_collectives import ScaledReduceScatter
+from megatron.core.distributed.fsdp_gathered import GatheredParams
+from megatron.core.distributed.fsdp_hand_out import ShardHandOut, unit_groups
+from megatron.core.distributed.fsdp_iteration import FsdpIteration
+from megatron.core.distributed.fsdp_units import Unit, UnitKind, find_units, in_order_of_backward, repeated_layers
+from megatron.core.distributed.fully_shard_state import ParamShard, check_torch, mesh_of, shards_of
+from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.grad_hooks import GradHooks
+from megatron.core.distributed.hand_out import GradConsumer, is_completed_later
+from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer, UnitShards
+from megatron.core.distributed.stage_groups import stage_group_of
+from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
+from megatron.core.distributed.wrap_agreement import check_wraps_agree
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+
+
+@dataclass(frozen=True)
+class WeightRange:
+    """What a rank has of a parameter. flat: [n], fp32 where modules see 16 bits (model_dtype), a view; start: the first
+    of these in the flattened parameter.
+    """
+
+    name: str
+    flat: torch.Tensor
+    start: int
+    model_dtype: torch.dtype
+    is_frozen: bool = False
+
+
+class TorchFullyShardedDataParallel(_BaseDataParallel):
+    """Wraps a module whose parameters, gradients and optimizer state are spread over the data-parallel ranks (ZeRO-3).
+
+    A unit (a layer, the rest of the model, experts with ranks of their own) is gathered before its forward and its
+    backward, and its gradients are reduced when its backward ends. Every backward outside `no_sync` reduces, and this
+    rank's shards add up. 16-bit parameters have their shards in fp32, which is what the optimizer steps; modules see
+    them rounded.
+
+    In a step: `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `accumulate`, or in
+    `no_sync`), `finish_grad_sync`, the optimizer, `note_update`. A parameter that backward did not reach has zeros.
+
+    config: calculate_per_token_loss and deterministic_mode count here. sub_modules_to_wrap: classes of the modules that
+    are units, or the modules themselves; None: the members of the outermost ModuleLists. disable_bucketing: the whole
+    module is one unit. pg_collection: None for parallel_state's groups, or else all ranks there are. Collective; raises
+    ValueError where a module cannot be wrapped so.
+    """
+
+    ddp_config: TorchFullyShardedDataParallelConfig
+
+    def __init__(
+        self,
+        config: ModelParallelConfig,
+        ddp_config: TorchFullyShardedDataParallelConfig,
+        module: nn.Module,
+        sub_modules_to_wrap: Iterable[type[nn.Module] | nn.Module] | None = None,
+        disable_bucketing: bool = False,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        check_wrapper_types(
+            "TorchFullyShardedDataParallel",
+            config=(config, ModelParallelConfig),
+            ddp_config=(ddp_config, TorchFullyShardedDataParallelConfig),
+            module=(module, nn.Module),
+        )
+        super().__init__(module)
+        self.config, self.ddp_config = config, ddp_config
+        self.pg_collection = pg_collection or groups_or_existing(None)
+        check_wraps_agree(
+            module,
+            self.pg_collection,
+            settings=_settings_of_all_ranks(config, ddp_config, disable_bucketing=disable_bucketing),
+            stage_group=stage_group_of(self.pg_collection),
+            check_alone=partial(_check_settings, module, self.pg_collection),
+        )
+        layers = [] if disable_bucketing else _layers(module, sub_modules_to_wrap)
+        apart = expert_ranks_differ(self.pg_collection)
+        self.units = find_units(module, layers, experts_apart=apart)
+        self._meshes: dict[bool, DeviceMesh] = {}
+        self._frozen: list[tuple[str, ParamShard]] = []
+        shards = self._shard_units()
+        self._set_prefetch(layers)
+        self._flat_buffers = self._build_buffers(shards, in_order_of_backward(self.units, layers))
+        self._gathered = GatheredParams(module, self._flat_buffers)
+        is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
+        groups = unit_groups(self._flat_buffers, in_order_of_backward(self.units, layers))
+        self._hand_out = ShardHandOut(groups, is_later=is_later)
+        self._hand_out.hooks.adopt()
+        self._iteration = FsdpIteration(
+            self._flat_buffers, GradChecks.of(ddp_config), groups=self.pg_collection, hand_out=self._hand_out
+        )
+        module.register_load_state_dict_post_hook(self._after_load)
+        self.launch_order = self._iteration
+
+    @property
+    def all_buffers(self) -> Sequence[ShardedFlatBuffer]:
+        """This rank's shards of all parameters that are trained, and of their gradients."""
+        return self._flat_buffers
+
+    def weight_ranges(self) -> list[WeightRange]:
+        """What this rank has of each parameter, frozen ones too."""
+        trained = [
+            WeightRange(
+                entry.name, buffer.param_data[entry.span.start : entry.span.end], entry.start, buffer.model_dtype
+            )
+            for buffer in self._flat_buffers
+            for entry in buffer.entries
+        ]
+        frozen = [
+            WeightRange(name, shard.local.detach().view(-1), shard.start, shard.local.dtype, is_frozen=True)
+            for name, shard in self._frozen
+        ]
+        return trained + frozen
+
+    # Gradients, in the order of a step.
+
+    def zero_grad_buffer(self, *, caller: Hashable = None) -> None:
+        """Makes all gradients zero and begins an iteration; call before the first microbatch."""
+        self._iteration.begin()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backwards inside belong to microbatches before the last: they are reduced, and their sums add up."""
+        self._fsdp_root.set_is_last_backward(False)
+        try:
+            yield
+        finally:
+            self._fsdp_root.set_is_last_backward(True)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients that come inside add up whole, on each rank, and nothing is reduced; a backward must follow."""
+        self._fsdp_root.set_requires_gradient_sync(False)
+        try:
+            with self.accumulate():
+                yield
+        finally:
+            self._fsdp_root.set_requires_gradient_sync(True)
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Does nothing: each backward has reduced what it had."""
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Ends the iteration's gradients; call after the last microbatch. Collective.
+
+        Raises NonFiniteGradientError on all ranks if the check is on and any rank's shard is NaN or infinite, and
+        RuntimeError where the last backward was in `no_sync`. force_all_reduce: must be False, as no rank has room for
+        all sums.
+        """
+        if force_all_reduce:
+            raise ValueError(
+                "finish_grad_sync: force_all_reduce is set with TorchFullyShardedDataParallel, where each rank gets "
+                "the sums of its shards alone: leave it out"
+            )
+        self._iteration.finish()
+        # Whatever updates parameters from here on, what was kept gathered is of before.
+        self._gathered.drop()
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype."""
+        for buffer in self._flat_buffers:
+            buffer.scale_grads(scaling_factor)
+
+    def reset_iteration(self) -> None:
+        """Makes the next step one that never saw this one's error; on all ranks."""
+        self._fsdp_root.reset_iter_state()
+        self._fsdp_root.set_is_last_backward(True)
+        self._fsdp_root.set_requires_gradient_sync(True)
+        self._iteration.begin()
+
+    # Hooks on reduced gradients, see HookedWrapper.
+
+    @property
+    def grad_hooks(self) -> GradHooks:
+        """The registry of hooks."""
+        return self._hand_out.hooks
+
+    def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
+        """See HookedWrapper: the parameter itself, a DTensor, any shape and dtype, of which this rank has some rows."""
+        return self._hand_out.owned_shard(param)
+
+    def set_consumer(self, consumer: GradConsumer | None) -> None:
+        """Attaches an optimizer that takes each bucket after the hooks; None: takes it off."""
+        self._hand_out.consumer = consumer
+
+    def hand_out_completed(self) -> None:
+        """Lets hooks have gradients that were not complete when they were reduced: complete_model_grads says when."""
+        self._hand_out.complete()
+
+    # Parameters.
+
+    def note_update(self) -> None:
+        """Says that an optimizer has updated the shards: parameters that were kept gathered are let go."""
+        self._gathered.drop()
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Lets go of all gathered parameters: modules gather them before they read them."""
+        self._gathered.drop()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads what `state_dict` gave, DTensors of any shape; with assign=True too, values go to where shards lie."""
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a TorchFullyShardedDataParallel cannot be copied, as its process groups cannot: build another module, and "
+            "load this one's state_dict into it"
+        )
+
+    # Inside.
+
+    @property
+    def _fsdp_root(self) -> FSDPModule:
+        assert isinstance(self.module, FSDPModule), "fully_shard has made it one"
+        return self.module
+
+    def _shard_units(self) -> dict[Unit, UnitShards]:
+        """Gives each unit to fully_shard; what is trained of them."""
+        owners = _owners(self.module)
+        found = {}
+        for unit in self.units:
+            self._fully_shard(unit)
+            trained: list[tuple[str, ParamShard]] = []
+            for shard in shards_of(_as_fsdp(unit.module)):
+                name, marks, hooks = owners[shard.owner]
+                vars(shard.param).update(marks)
+                if hooks:
+                    shard.param._post_accumulate_grad_hooks = hooks
+                (trained if shard.param.requires_grad else self._frozen).append((name, shard))
+            found[unit] = UnitShards(unit.name, trained)
+        return found
+
+    def _fully_shard(self, unit: Unit) -> None:
+        half = unit.dtype_of_half
+        for param in unit.module.parameters():
+            # Those of units inside are cut already.
+            if param.requires_grad and param.dtype == half:
+                # Unit by unit, so that only one is there in both types.
+                param.data = param.data.float()
+        config, is_root = self.ddp_config, unit.module is self.module
+        reduce_dtype = torch.float32 if config.grad_reduce_in_fp32 else half
+        fully_shard(
+            unit.module,
+            mesh=self._mesh(is_expert=unit.kind.is_expert),
+            # Root's own are needed from the begin of forward to the end of backward: None keeps them.
+            reshard_after_forward=None if is_root and config.reshard_after_forward else config.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=half, reduce_dtype=reduce_dtype if half else None, cast_forward_inputs=False
+            ),
+            offload_policy=self._offload_policy(),
+        )
+        self._set_reduction(_as_fsdp(unit.module), unit.kind)
+
+    def _set_reduction(self, module: FSDPModule, kind: UnitKind) -> None:
+        group = self._group_of(is_expert=kind.is_expert)
+        scale = gradient_scale(group, self.pg_collection, config=self.config, ddp_config=self.ddp_config)
+        # Ranks may differ in what their backward reaches, as experts without a token; reductions must not.
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        if group_size(group) == 1:
+            module.set_gradient_divide_factor(1.0)
+            module.set_all_reduce_hook(partial(_scale_, factor=scale))
+        elif self.config.deterministic_mode or self._mesh(is_expert=kind.is_expert).device_type == "cpu":
+            policy = ReductionPolicy(deterministic=self.config.deterministic_mode)
+            module.set_custom_reduce_scatter(ScaledReduceScatter(scale, policy))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        else:
+            module.set_gradient_divide_factor(1.0 / scale)
+
+    def _set_prefetch(self, layers: Sequence[nn.Module]) -> None:
+        """Which layers are gathered ahead of each one; 0 is torch's own choice, the next."""
+        modules = [_as_fsdp(layer) for layer in layers]
+        forward, backward = self.ddp_config.forward_prefetch, self.ddp_config.backward_prefetch
+        for index, module in enumerate(modules):
+            if forward:
+                module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + forward])
+            if backward:
+                module.set_modules_to_backward_prefetch(modules[max(0, index - backward) : index][::-1])
+
+    def _mesh(self, *, is_expert: bool) -> DeviceMesh:
+        if is_expert not in self._meshes:
+            self._meshes[is_expert] = mesh_of(self._group_of(is_expert=is_expert), default_device())
+        return self._meshes[is_expert]
+
+    def _group_of(self, *, is_expert: bool) -> dist.ProcessGroup | None:
+        return self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.ddp_config.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=default_device().type != "cpu")
+
+    def _build_buffers(self, shards: dict[Unit, UnitShards], order: Sequence[Unit]) -> list[ShardedFlatBuffer]:
+        pinned = self.ddp_config.cpu_offload and default_device().type != "cpu"
+        by_kind: dict[UnitKind, list[UnitShards]] = {}
+        for unit in order:
+            if shards[unit].shards:
+                by_kind.setdefault(unit.kind, []).append(shards[unit])
+        return [
+            ShardedFlatBuffer(kind, of_kind, group=self._group_of(is_expert=kind.is_expert), pin_memory=pinned)
+            for kind, of_kind in by_kind.items()
+        ]
+
+    def _after_load(self, *unused: Any) -> None:
+        # After torch's own hooks of the modules inside, which take note of new parameters.
+        for buffer in self._flat_buffers:
+            buffer.attach()
+
+
+def _scale_(flat: torch.Tensor, *, factor: float) -> None:
+    if factor != 1.0:
+        flat.mul_(factor)
+
+
+def _as_fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule), "fully_shard has made it one"
+    return module
+
+
+def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str, Any], Any]]:
+    """Of each parameter of each module: its name, the first one where it is shared, what is marked on it, its hooks."""
+    names: dict[nn.Parameter, str] = {}
+    owners = {}
+    for module_name, module in root.named_modules(remove_duplicate=False):
+        for local_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = names.setdefault(param, canonical_name(f"{module_name}.{local_name}" if module_name else local_name))
+            owners[module, local_name] = (name, vars(param).copy(), param._post_accumulate_grad_hooks)
+    return owners
+
+
+def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | None) -> list[nn.Module]:
+    """The modules that are units: those that are given or of given classes, but none inside another."""
+    if wanted is None:
+        return repeated_layers(module)
+    wanted = list(wanted)
+    classes = tuple(kind for kind in wanted if isinstance(kind, type))
+    chosen = {id(one) for one in wanted if not isinstance(one, type)}
+    found: list[nn.Module] = []
+
+    def look(inside: nn.Module) -> None:
+        for child in inside.children():
+            if isinstance(child, classes) or id(child) in chosen:
+                found.append(child)
+            else:
+                look(child)
+
+    look(module)
+    if wanted and not found:
+        names = ", ".join(sorted({kind.__name__ if isinstance(kind, type) else type(kind).__name__ for kind in wanted}))
+        raise ValueError(f"sub_modules_to_wrap is {names}: the module has none of them; give classes of its parts")
+    return [layer for layer in found if any(True for _ in layer.parameters())]
+
+
+def _check_settings(module: nn.Module, groups: ProcessGroupCollection) -> None:
+    """Raises ValueError where a module cannot be wrapped with these groups."""
+    check_torch()
+    if not dist.is_initialized():
+        raise ValueError("TorchFullyShardedDataParallel before init_process_group: torch's fully_shard needs a group")
+    check_params(module)
+    if group_size(groups.pp) > 1:
+        raise ValueError(
+            f"pipeline_model_parallel_size is {group_size(groups.pp)} with use_torch_fsdp2: each microbatch of each "
+            "stage would gather all of its parameters anew; leave one of them out"
+        )
+    for name, param in module.named_parameters():
+        if not param.dim() or not param.is_contiguous():
+            raise ValueError(
+                f"parameter {name} has shape {tuple(param.shape)} and strides {param.stride()}: fully_shard cuts rows "
+                "of contiguous parameters with at least one dimension; give it shape [1], or make it contiguous"
+            )
+
+
+def _settings_of_all_ranks(
+    config: ModelParallelConfig, ddp_config: TorchFullyShardedDataParallelConfig, *, disable_bucketing: bool
+) -> dict[str, object]:
+    of_config = ("calculate_per_token_loss", "deterministic_mode")
+    return {
+        "wrapper": "TorchFullyShardedDataParallel",
+        **{f"TorchFullyShardedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
+        **{f"ModelParallelConfig.{name}": vars(config)[name] for name in of_config},
+        "disable_bucketing": bool(disable_bucketing),
+    }

@@ -1,0 +1,49 @@
+"""Which flags contradict --use-torch-fsdp2; those of gradients are TorchFullyShardedDataParallelConfig's matter."""
+
+import argparse
+from typing import Any
+
+from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.errors import CommandLineError
+
+
+def check_fully_sharded(args: argparse.Namespace) -> None:
+    """Raises CommandLineError where something needs whole parameters, or is there only for buckets of gradients."""
+    if not args.use_torch_fsdp2:
+        if not args.torch_fsdp2_reshard_after_forward:
+            raise CommandLineError(
+                "--torch-fsdp2-no-reshard-after-forward is given without --use-torch-fsdp2: add it, or drop the first"
+            )
+        return
+    for words, is_set, why in _contradictions(args):
+        if is_set:
+            raise CommandLineError(f"{words} and --use-torch-fsdp2 is given: {why}; leave one of them out")
+    config_from_args(TorchFullyShardedDataParallelConfig, args)
+
+
+def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """What cannot be had together with it: in words, whether it is set, and why not."""
+    stages = args.pipeline_model_parallel_size
+    return [
+        (
+            f"--pipeline-model-parallel-size is {stages}",
+            stages > 1,
+            "each microbatch of each stage would gather all of its parameters anew",
+        ),
+        (
+            f"--optimizer is {args.optimizer}",
+            args.optimizer == "distributed_fused_adam",
+            "that optimizer spreads gradients over ranks by buckets of its own, and fully_shard does by units",
+        ),
+        (
+            "--optimizer is muon",
+            args.optimizer == "muon",
+            "muon needs whole matrices, of which each rank has some rows",
+        ),
+        (
+            f"--cuda-graph-impl is {args.cuda_graph_impl}",
+            args.cuda_graph_impl != "none",
+            "gathered parameters get their memory anew each time, which graphs have standing",
+        ),
+    ]

@@ -1,0 +1,370 @@
+"""TorchFullyShardedDataParallel over one module: gradients, kept parameters (TRAPS B36), loading, refusals.
+
+Training through the program is in test_torch_fsdp2_training.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    NonFiniteGradientError,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.distributed.fsdp_units import find_units, repeated_layers
+from megatron.core.distributed.grad_hooks import ReadyBucket
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.param_attributes import mark_expert
+from tests.harness import run_on_ranks
+
+STEPS, WORDS = 5, 11
+DETERMINISTIC = ModelParallelConfig(deterministic_mode=True)
+FSDP2 = TorchFullyShardedDataParallelConfig(grad_reduce_in_fp32=True)
+
+
+class Net(nn.Module):
+    """Layers of odd widths between tables; the last of the module's own is not used, one weight is where it is told."""
+
+    def __init__(self, *, tied: bool = False, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(WORDS, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6)) for _ in range(3))
+        self.out = nn.Linear(6, WORDS, bias=False)
+        self.unused = nn.Linear(1, 3)
+        self.recompute = recompute
+        if tied:
+            self.out.weight = self.table.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(words)
+        for layer in self.layers:
+            hidden = hidden + (checkpoint(layer, hidden, use_reentrant=True) if self.recompute else layer(hidden))
+        return self.out(hidden).float()
+
+
+Loss = tuple[float, float]
+
+
+def _wrap(net: nn.Module, config: DistributedDataParallelConfig | None = FSDP2) -> Any:
+    if isinstance(config, TorchFullyShardedDataParallelConfig):
+        return TorchFullyShardedDataParallel(DETERMINISTIC, config, net)
+    return DistributedDataParallel(DETERMINISTIC, DistributedDataParallelConfig(grad_reduce_in_fp32=True), net)
+
+
+def _loss(wrapped: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    words = torch.randint(0, WORDS, (4, 5), generator=generator)
+    return nn.functional.cross_entropy(wrapped(words).view(-1, WORDS), words.roll(1, 1).view(-1))
+
+
+def _train(wrapped: Any, *, bf16: bool = False, microbatches: int = 1, early: str = "accumulate") -> list[Loss]:
+    config = OptimizerConfig(optimizer="adam", lr=0.01, bf16=bf16, clip_grad=1.0, deterministic_mode=True)
+    optimizer = get_megatron_optimizer(config, [wrapped])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for left in reversed(range(microbatches)):
+            with getattr(wrapped, early)() if left else nullcontext():
+                loss = _loss(wrapped, generator) / microbatches
+                loss.backward()
+        wrapped.finish_grad_sync()
+        _, norm, _ = optimizer.step()
+        losses.append((loss.item(), norm))
+    return losses
+
+
+def _modes(bf16: bool, net: dict[str, bool]) -> list[list[Loss]]:
+    configs = [
+        None,
+        FSDP2,
+        replace(FSDP2, reshard_after_forward=False),
+        replace(FSDP2, cpu_offload=True),
+        replace(FSDP2, forward_prefetch=2, backward_prefetch=2),
+    ]
+
+    def build() -> Net:
+        made = Net(**net)
+        return made.bfloat16() if bf16 else made
+
+    return [_train(_wrap(build(), config), bf16=bf16) for config in configs]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("net", [{}, {"tied": True}, {"recompute": True}], ids=str)
+def test_training_has_the_bits_of_ddp(ranks: int, net: dict[str, bool]) -> None:
+    for reference, *others in run_on_ranks(_modes, ranks, ranks % 2 == 0, net):
+        assert len(set(reference)) == STEPS
+        assert all(losses == reference for losses in others)
+
+
+def _accumulate(early: str) -> tuple[list[Loss], list[Loss]]:
+    kept = _wrap(Net())
+    # By anybody, on torch's module.
+    kept.module.set_reshard_after_backward(False)
+    return _train(_wrap(Net()), microbatches=3, early=early), _train(kept, microbatches=3, early=early)
+
+
+def test_b36_parameters_kept_over_microbatches_are_never_those_of_before_an_update() -> None:
+    for early in ("accumulate", "no_sync"):
+        for plain, kept in run_on_ranks(_accumulate, 2, early):
+            assert kept == plain
+
+
+def _foreign_steps(kept: bool, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> list[float]:
+    wrapped = _wrap(Net())
+    wrapped.module.set_reshard_after_backward(not kept)
+    optimizer = make(wrapped.parameters(), lr=0.1, **options)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(STEPS):
+        # Neither finish_grad_sync nor note_update: whoever steps knows nothing of the wrapper.
+        optimizer.zero_grad()
+        loss = _loss(wrapped, generator)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class ByHand:
+    """An optimizer that no class of torch's is behind."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.params, self.lr = list(params), lr
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param in self.params:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=self.lr)
+
+
+@pytest.mark.parametrize(
+    "make, options",
+    [(torch.optim.AdamW, {}), (torch.optim.AdamW, {"fused": True}), (ByHand, {})],
+    ids=["foreach", "fused", "by hand"],
+)
+def test_b36_kept_parameters_follow_the_step_of_a_foreign_optimizer(make: Any, options: dict[str, Any]) -> None:
+    plain = run_on_ranks(_foreign_steps, 2, False, make, options)
+    assert run_on_ranks(_foreign_steps, 2, True, make, options) == plain
+    assert len(set(plain[0])) == STEPS
+
+
+def _loads(assign: bool) -> tuple[bool, bool, list[Loss]]:
+    wrapped, other = _wrap(Net()), _wrap(Net())
+    params = list(wrapped.parameters())
+    generator = torch.Generator().manual_seed(3)
+    # Root's parameters stay gathered.
+    before = _loss(wrapped, generator)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(2)
+    wrapped.load_state_dict({name: value.clone() for name, value in other.state_dict().items()}, assign=assign)
+    same = all(a is b for a, b in zip(params, wrapped.parameters(), strict=True))
+    generator.manual_seed(3)
+    after = _loss(wrapped, generator)
+    generator.manual_seed(3)
+    is_new = torch.equal(after, _loss(other, generator)) and not torch.equal(before, after)
+    return same, is_new, _train(wrapped)
+
+
+def test_loaded_values_go_to_where_the_shards_lie_with_assign_too() -> None:
+    for (same, is_new, losses), (_, _, plain) in zip(run_on_ranks(_loads, 2, True), run_on_ranks(_loads, 2, False)):
+        assert same and is_new
+        assert losses == plain
+
+
+class Counted:
+    """Counts the calls of hooks by kind and parameter name, in their order."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def on_param(self, name: str) -> Callable[[nn.Parameter], None]:
+        def note(owned: nn.Parameter) -> None:
+            assert isinstance(owned, DTensor) and owned.grad is not None
+            self.seen.append(("param", name))
+
+        return note
+
+    def on_bucket(self, bucket: ReadyBucket) -> None:
+        assert bucket.shard.shape == bucket.grad.shape
+        self.seen += [("bucket", one.name) for one in bucket.slices]
+
+    def after(self, found: list[ReadyBucket]) -> None:
+        self.seen += [("after", one.name) for bucket in found for one in bucket.slices]
+
+
+def _hooks() -> None:
+    counted, net = Counted(), Net()
+    first, *others = net.named_parameters()
+    first[1].register_post_accumulate_grad_hook(counted.on_param(first[0]))
+    wrapped = _wrap(net)
+    params = dict(wrapped.module.named_parameters())
+    for name, _ in others:
+        wrapped.register_post_accumulate_grad_hook(params[name], counted.on_param(name))
+    wrapped.register_bucket_ready_hook(counted.on_bucket)
+    wrapped.register_post_backward_hook(params.values(), counted.after)
+    once = Counter((kind, name) for kind in ("param", "bucket", "after") for name in params)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(4):
+        if step == 2:
+            wrapped.load_state_dict({n: v.clone() for n, v in wrapped.state_dict().items()}, assign=True)
+        wrapped.zero_grad_buffer()
+        for early in ("no_sync", "accumulate"):
+            with getattr(wrapped, early)():
+                _loss(wrapped, generator).backward()
+        assert not counted.seen
+        _loss(wrapped, generator).backward()
+        finalize_model_grads([wrapped])
+        assert Counter(counted.seen) == once
+        # Layers from the last, the model's own at the end.
+        units = list(dict.fromkeys(name.split(".")[1] for kind, name in counted.seen if "layers" in name))
+        assert units == ["2", "1", "0"] and counted.seen[-1][0] == "after"
+        counted.seen.clear()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_hooks_of_all_kinds_run_once_a_step_and_survive_assigned_state(ranks: int) -> None:
+    run_on_ranks(_hooks, ranks)
+
+
+def _stepped(in_hooks: bool) -> list[float]:
+    wrapped = _wrap(Net())
+    optimizers = {p: torch.optim.AdamW([wrapped.owned_shard(p)], lr=0.05) for p in wrapped.parameters()}
+    schedules = {p: torch.optim.lr_scheduler.StepLR(o, 2) for p, o in optimizers.items()}
+
+    def step(owned: nn.Parameter) -> None:
+        optimizers[owned].step()
+        schedules[owned].step()
+        optimizers[owned].zero_grad()
+
+    if in_hooks:
+        for param in optimizers:
+            wrapped.register_post_accumulate_grad_hook(param, step)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(2 * STEPS):
+        wrapped.zero_grad_buffer()
+        loss = _loss(wrapped, generator)
+        loss.backward()
+        wrapped.finish_grad_sync()
+        for param in () if in_hooks else optimizers:
+            step(param)
+        losses.append(loss.item())
+    return losses
+
+
+def _stepped_both_ways() -> tuple[list[float], list[float]]:
+    return _stepped(False), _stepped(True)
+
+
+def test_optimizers_that_step_in_hooks_train_as_those_that_step_after() -> None:
+    for after, in_hooks in run_on_ranks(_stepped_both_ways, 3):
+        assert in_hooks == after and len(set(after)) == 2 * STEPS
+
+
+def _mixed_units() -> list[tuple[str, str, bool]]:
+    net = Net()
+    net.layers[1][2].double()
+    net.layers[2][2].requires_grad_(False)
+    for param in net.layers[2].parameters():
+        mark_expert(param)
+    return [
+        (u.name, str(u.kind.dtype), u.kind.is_expert) for u in find_units(net, repeated_layers(net), experts_apart=True)
+    ]
+
+
+def test_units_are_layers_and_what_is_of_another_kind_inside_them() -> None:
+    assert _mixed_units() == [
+        ("layers.0", "torch.float32", False),
+        ("layers.1.2", "torch.float64", False),
+        ("layers.1", "torch.float32", False),
+        ("layers.2", "torch.float32", True),
+        ("", "torch.float32", False),
+    ]
+
+
+def test_a_weight_that_two_units_share_is_refused_by_both_names() -> None:
+    net = Net()
+    net.layers[2][0].weight = net.layers[0][0].weight
+    with pytest.raises(ValueError, match=r"parameter layers\.2\.0\.weight is layers\.0\.0\.weight as well"):
+        find_units(net, repeated_layers(net), experts_apart=False)
+
+
+def _refusals() -> list[str]:
+    texts = []
+    scalar = Net()
+    scalar.extra = nn.Parameter(torch.ones(()))
+    stage = ProcessGroupCollection(pp=dist.group.WORLD)
+    nan = _wrap(Net(), replace(FSDP2, check_for_nan_in_grad=True))
+    with torch.no_grad():
+        nan.module.table.weight._local_tensor.fill_(float("nan"))
+    (nan(torch.zeros(2, 2, dtype=torch.int64)).sum() * 1.0).backward()
+    half_way = _wrap(Net())
+    with half_way.no_sync():
+        half_way(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
+    tries: list[Callable[[], Any]] = [
+        lambda: _wrap(scalar),
+        lambda: TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, Net(), pg_collection=stage),
+        lambda: TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, Net(), [nn.Conv1d]),
+        lambda: TorchFullyShardedDataParallelConfig(overlap_grad_reduce=True),
+        lambda: TorchFullyShardedDataParallelConfig(data_parallel_sharding_strategy="optim"),
+        nan.finish_grad_sync,
+        half_way.finish_grad_sync,
+    ]
+    for attempt in tries:
+        with pytest.raises((ValueError, RuntimeError, NonFiniteGradientError)) as error:
+            attempt()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_what_cannot_work_is_refused_on_all_ranks_in_words() -> None:
+    patterns = [
+        "parameter extra has shape ()",
+        "pipeline_model_parallel_size is 2 with use_torch_fsdp2",
+        "sub_modules_to_wrap is Conv1d: the module has none",
+        "overlap_grad_reduce is True with use_torch_fsdp2",
+        "leave out --use-torch-fsdp2 and give --use-distributed-optimizer",
+        "gradient is not finite on rank 0: ",
+        "the last backward was in no_sync",
+    ]
+    for texts in run_on_ranks(_refusals, 2):
+        for text, pattern in zip(texts, patterns, strict=True):
+            assert pattern in text
+
+
+def _states() -> tuple[list[int], int, int]:
+    wrapped = _wrap(Net())
+    shards = [param._local_tensor for param in wrapped.parameters() if isinstance(param, DTensor)]
+    flat = wrapped.all_buffers[0]
+    return [shard.numel() for shard in shards], flat.param_data.numel(), sum(p.numel() for p in Net().parameters())
+
+
+def test_ranks_hold_a_share_of_parameters_and_gradients() -> None:
+    by_rank = run_on_ranks(_states, 3)
+    total = by_rank[0][2]
+    assert sum(sum(sizes) for sizes, _, _ in by_rank) == total
+    # Of 17 parameters, each padded to 64 elements at most.
+    assert all(held <= total / 3 + 64 * len(sizes) for sizes, held, _ in by_rank)

@@ -1,0 +1,176 @@
+"""--use-torch-fsdp2 through the training program: bits of plain data parallelism, and checkpoints that all modes share.
+
+Every micro-batch is reduced: with one, bits are those of DDP. What a single wrapped module does is in test_torch_fsdp2.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import model_logical_pieces
+from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.training.evaluation import evaluate
+from megatron.training.model_weights import ModelWeights
+from megatron.training.run import TrainingRun
+from tests.counts import long_count, slow
+from tests.distributed.parity import Box, layout, put_together
+from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, SHARDED, Case, _model
+from tests.distributed.test_sharded_runs import _steps
+from tests.distributed.test_zero2_training import FP16, RECOMPUTED
+from tests.distributed.tiny_runs import gather_parameters, started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+STEPS = long_count(5, soak=20)
+FSDP2: Flags = {"use-torch-fsdp2": True}
+KEPT: Flags = {**FSDP2, "torch-fsdp2-no-reshard-after-forward": True}
+SELECTIVE: Flags = {"recompute-granularity": "selective", "recompute-modules": ["layernorm", "moe_act", "core_attn"]}
+CASES = {
+    "dense, 3 ranks, bf16": Case(3, "dense", {**BF16, "global-batch-size": 3}),
+    "moe, ep 2, edp 2": Case(4, "moe", {**EP2, "global-batch-size": 4}),
+    "moe, ep 3, bf16": Case(
+        3, "moe", {**BF16, "expert-model-parallel-size": 3, "num-experts": 6, "global-batch-size": 3}
+    ),
+    "moe, fp16": Case(3, "moe", {**FP16, "global-batch-size": 3}),
+    "tp 2, sp": Case(4, "moe", {**layout(2), "num-query-groups": 2, "global-batch-size": 2}),
+    "cp 2, recomputed": Case(2, "llama", {**layout(cp=2), **RECOMPUTED, "global-batch-size": 1}),
+    "moe, parts recomputed": Case(2, "moe", {**SELECTIVE, "global-batch-size": 2}),
+    "frozen": Case(3, "dense", {**BF16, "global-batch-size": 3}, frozen="embedding."),
+    "bf16 gradients, per token": Case(
+        2, "llama", {**BF16, "grad-reduce-in-bf16": True, "calculate-per-token-loss": True, "global-batch-size": 2}
+    ),
+    "one rank": Case(1, "dense", {**BF16, "global-batch-size": 1}),
+}
+ALWAYS = ("dense, 3 ranks, bf16", "moe, ep 3, bf16", "cp 2, recomputed", "frozen")
+Run = tuple[list[dict[str, Any]], list[Box]]
+
+
+@pytest.mark.parametrize("name", [name if name in ALWAYS else slow(name) for name in CASES])
+def test_one_microbatch_has_the_bits_of_ddp(name: str) -> None:
+    case = CASES[name]
+    flags = {**read_bases()[case.base], **FLAGS, **case.flags}
+    argvs = [command_line({**flags, **mode}) for mode in ({}, FSDP2, KEPT)]
+    by_rank = run_on_ranks(_train_each, case.ranks, argvs, case.frozen, timeout=240)
+    reference, *others = ([of_rank[mode] for of_rank in by_rank] for mode in range(3))
+    assert len({step["grad_norm"] for step in reference[0][0]}) > STEPS // 2
+    for runs in others:
+        assert [reports for reports, _ in runs] == [reports for reports, _ in reference]
+        _assert_equal(_whole(runs), _whole(reference))
+
+
+def _train_each(argvs: Sequence[Sequence[str]], frozen: str) -> list[Run]:
+    return [_train(argv, frozen) for argv in argvs]
+
+
+def _train(argv: Sequence[str], frozen: str) -> Run:
+    with started_run(argv, model_provider=partial(_model, frozen)) as run:
+        assert isinstance(run.model[0], TorchFullyShardedDataParallel) == ("--use-torch-fsdp2" in argv)
+        return _steps(run, STEPS), _state(run)
+
+
+def _state(run: TrainingRun) -> list[Box]:
+    """This rank's part of weights and optimizer state, as a checkpoint has them."""
+    assert run.optimizer is not None
+    gather_parameters(run)
+    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
+    tensors = ModelWeights(run.model).tensors + run.optimizer.sharded_state(pieces)
+    return [Box(t.key, t.global_shape, t.global_offset, t.data.detach().clone()) for t in tensors]
+
+
+def _whole(runs: Sequence[Run]) -> dict[str, torch.Tensor]:
+    return put_together([box for _, boxes in runs for box in boxes])
+
+
+def _assert_equal(tensors: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == reference.keys()
+    wrong = [name for name, value in tensors.items() if not torch.equal(value, reference[name])]
+    assert not wrong
+    assert {name: value.dtype for name, value in tensors.items()} == {n: v.dtype for n, v in reference.items()}
+
+
+@pytest.mark.parametrize("precision", [BF16, slow({})])
+def test_several_microbatches_train_as_ddp_does(precision: Flags) -> None:
+    flags = {**read_bases()["moe"], **FLAGS, **precision, **EP2, "global-batch-size": 6}
+    argvs = [command_line({**flags, **mode}) for mode in ({}, FSDP2, KEPT)]
+    for (reference, _), (first, _), (kept, _) in run_on_ranks(_train_each, 2, argvs, "none", timeout=240):
+        assert kept == first
+        for step, expected in zip(first, reference, strict=True):
+            assert step["losses"] == pytest.approx(expected["losses"], rel=0.02 if precision else 1e-3)
+            assert float(step["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=0.02)
+
+
+RELAY: Flags = {**read_bases()["moe"], **FLAGS, **BF16, "train-iters": 8, "global-batch-size": 3}
+
+
+def _take_over(argvs: Sequence[Sequence[str]], folder: str) -> None:
+    """One run, and the same steps with the mode changed after every second one."""
+    with started_run(argvs[0]) as run:
+        expected, final = _steps(run, 2 * len(argvs)), _state(run)
+    seen = []
+    for number, argv in enumerate(argvs):
+        source = ["--load", f"{folder}/{number - 1}"] if number else []
+        with started_run([*argv, *source, "--save", f"{folder}/{number}"]) as run:
+            seen += _steps(run, 2)
+            run.save_checkpoint()
+            last = _state(run)
+    assert seen == expected
+    assert [box.key for box in last] == [box.key for box in final]
+    assert all(torch.equal(a.values, b.values) for a, b in zip(last, final, strict=True))
+
+
+@pytest.mark.parametrize("precision", [BF16, slow({"bf16": None}), slow({**FP16, "bf16": None})])
+def test_runs_go_on_from_each_others_checkpoints_bit_for_bit(precision: Flags, tmp_path: Path) -> None:
+    # Ends as the whole run does: its boxes are compared one by one.
+    modes = [SHARDED, FSDP2, {}, KEPT, SHARDED]
+    argvs = [command_line({**RELAY, "train-iters": 10, **precision, **mode}) for mode in modes]
+    run_on_ranks(_take_over, 3, argvs, str(tmp_path), timeout=300)
+
+
+def _save(argv: Sequence[str]) -> list[Box]:
+    with started_run(argv) as run:
+        _steps(run, 2)
+        run.save_checkpoint()
+        return _state(run)
+
+
+def _load(argvs: Sequence[Sequence[str]]) -> list[list[Box]]:
+    loaded = []
+    for argv in argvs:
+        with started_run(argv) as run:
+            loaded.append(_state(run))
+    return loaded
+
+
+def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
+    flags = {**RELAY, "global-batch-size": 12}
+    saved = run_on_ranks(_save, 3, command_line({**flags, **FSDP2, "save": str(tmp_path)}))
+    expected = put_together([box for boxes in saved for box in boxes])
+    argvs = [
+        command_line({**flags, **EP2, **mode, "global-batch-size": 12, "load": str(tmp_path)})
+        for mode in (FSDP2, SHARDED)
+    ]
+    by_rank = run_on_ranks(_load, 2, argvs)
+    for mode in range(len(argvs)):
+        _assert_equal(put_together([box for loaded in by_rank for box in loaded[mode]]), expected)
+
+
+def test_weights_alone_are_taken_over_into_the_shards(tmp_path: Path) -> None:
+    flags = {**RELAY, "global-batch-size": 12}
+    run_on_ranks(_save, 2, command_line({**flags, "save": str(tmp_path)}))
+    argvs = [command_line({**flags, **mode, "load": str(tmp_path), "finetune": True}) for mode in ({}, FSDP2)]
+    for plain, sharded in run_on_ranks(_finetune, 2, argvs):
+        assert plain == sharded
+
+
+def _finetune(argvs: Sequence[Sequence[str]]) -> list[tuple[float, list[dict[str, Any]]]]:
+    results = []
+    for argv in argvs:
+        with started_run([*argv, "--eval-iters", "1"]) as run:
+            loss = evaluate(run, run.valid_iterator, iterations=1)["lm loss"]
+            # One micro-batch would be enough to see wrong weights; the gradient is another matter.
+            results.append((loss, [run_losses["losses"] for run_losses in _steps(run, 1)]))
+    return results
