@@ -41,7 +41,7 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
             part,
             # Later chunks are computed while the first is reduced or gathered: nothing is hidden by cutting them, and
             # memory freed only where gradients do not stand.
-            disable_bucketing=chunk > 0 and not ddp_config.shard_gradients,
+            disable_bucketing=chunk > 0 and not ddp_config.gradients_are_transient,
             pg_collection=get_process_groups(),
             launch_order=order,
         )
@@ -67,8 +67,10 @@ def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     for chunk in chunks:
         config, overlap = chunk.config, chunk.ddp_config
+        if overlap.release_gradients:
+            config.no_sync_func = [each.accumulate for each in chunks]
         # With shard_gradients every backward ends with what it has reduced.
-        if overlap.overlap_grad_reduce and not overlap.shard_gradients:
+        elif overlap.overlap_grad_reduce and not overlap.shard_gradients:
             config.no_sync_func = [each.no_sync for each in chunks]
             # With one chunk a stage it is better to start within its last backward.
             if args.align_grad_reduce and len(chunks) > 1:

@@ -13,7 +13,8 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.grad_hooks import ReadyBucket
+from megatron.core.distributed.grad_hooks import ReadyBucket, RunState
+from megatron.core.distributed.layout import Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_partial_gradient
 from tests.harness import run_on_ranks
@@ -21,13 +22,20 @@ from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 37}
-MODES: list[dict[str, Any]] = [
+RELEASED = {"release_gradients": True, "bucket_size": 37}
+STANDING: list[dict[str, Any]] = [
     {},
     OVERLAP,
     {**SHARDED, **OVERLAP},
     {**SHARDED, **OVERLAP, "overlap_param_gather": True},
     {**SHARDED, "shard_gradients": True, "bucket_size": 37},
     {**SHARDED, "shard_gradients": True, **OVERLAP, "overlap_param_gather": True},
+]
+MODES = [
+    *STANDING,
+    RELEASED,
+    {**SHARDED, **RELEASED, **OVERLAP, "overlap_param_gather": True},
+    {**SHARDED, **RELEASED, "shard_gradients": True},
 ]
 
 
@@ -39,7 +47,8 @@ def wrap(module: nn.Module, mode: dict[str, Any], **config: Any) -> DistributedD
 
 def earlier(model: DistributedDataParallel) -> Callable[[], AbstractContextManager[None]]:
     """What is around all microbatches but the last."""
-    return model.no_sync
+    # Reduced in each, sums have other last digits than those of an ordinary wrapper.
+    return model.no_sync if model.ddp_config.shard_gradients else model.accumulate
 
 
 def backward(model: DistributedDataParallel, step: int, *, count: int = 2) -> None:
@@ -298,6 +307,33 @@ def test_b4_unused_frozen_tied_and_experts_parameters_have_their_hooks() -> None
     run_on_ranks(in_each_mode, 2, _meet_odd_ones, {"expert_model_parallel_size": 2})
 
 
+class Kept:
+    """An optimizer in backward that keeps all gradients, by place."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.grads: dict[tuple[int, int], torch.Tensor] = {}
+        self.num_begun, self._buffers = 0, model.all_buffers
+        model.set_consumer(self)
+
+    def begin(self) -> None:
+        """See GradConsumer."""
+        self.grads.clear()
+        self.num_begun += 1
+
+    def take(self, bucket: ReadyBucket, place: Any) -> None:
+        """See GradConsumer."""
+        key = self._buffers.index(place.buffer), place.layout.index
+        assert key not in self.grads
+        assert bucket.grad.numel() == place.buffer.owned_spans()[place.layout.index].numel
+        self.grads[key] = bucket.keep()
+
+    def states(self, place: Any) -> list[RunState]:
+        """See GradConsumer: the parameters are their own masters, in one run."""
+        span = place.buffer.owned_spans()[place.layout.index]
+        master = place.buffer.param_data[span.start : span.end]
+        return [RunState(Span(0, span.numel), {"lr": 0.5}, master, {"count": torch.ones(span.numel)})]
+
+
 def _change_gradients(mode: dict[str, Any]) -> None:
     def halve(owned: nn.Parameter) -> None:
         assert owned.grad is not None
@@ -305,21 +341,26 @@ def _change_gradients(mode: dict[str, Any]) -> None:
 
     def double(bucket: ReadyBucket) -> None:
         bucket.grad.mul_(2.0)
+        (state,) = bucket.states
+        assert torch.equal(state.master, bucket.shard) and state.settings == {"lr": 0.5}
 
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, doubles in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         plain, model = (wrap(tiny_model(dtype), mode) for _ in range(2))
+        expected, ours = Kept(plain), Kept(model)
         for param in trained(model).values():
             model.register_post_accumulate_grad_hook(param, halve)
-        if mode == OVERLAP:
+        if doubles:
             model.register_bucket_ready_hook(double)
         for each in (plain, model):
             backward(each, 0)
-        factor = 1.0 if mode == OVERLAP else 0.5
-        for ours, theirs in zip(model.all_buffers, plain.all_buffers):
-            for span in ours.owned_spans():
-                # What is rounded to 16 bits for a hook is what it leaves.
-                expected = theirs.grad_of(span).to(dtype).to(torch.float32) * factor
-                assert torch.equal(ours.grad_of(span), expected), (mode, dtype)
+        assert expected.grads.keys() == ours.grads.keys()
+        for place, grad in expected.grads.items():
+            # What is rounded to 16 bits for a hook is what it leaves.
+            wanted = grad.to(dtype).to(torch.float32) * (1.0 if doubles else 0.5)
+            assert torch.equal(ours.grads[place], wanted), (mode, dtype)
+        model.zero_grad_buffer()
+        assert not ours.grads and ours.num_begun == 2
+        model.set_consumer(None)
 
 
 def test_what_a_hook_does_to_a_gradient_is_what_an_optimizer_sees() -> None:

@@ -1,10 +1,14 @@
-"""BackwardEnd: tells when the backward that a gradient came in is over, to who sees its gradients alone."""
+"""BackwardEnd, OutermostBackward: of the backward that a gradient came in, when it is over, and whether it runs inside
+another; for who sees gradients alone.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
 
 
 class BackwardEnd:
@@ -49,3 +53,26 @@ class BackwardEnd:
         else:
             # See [Note: inner backward].
             node.register_hook(self._call_back)
+
+
+class OutermostBackward:
+    """Knows the backward that goes through the outputs of a forward from those that activation recomputation runs.
+
+    Autograd says of a backward its number alone; so a hook of the outputs notes that.
+    """
+
+    def __init__(self) -> None:
+        self._task: int | None = None
+
+    def watch(self, outputs: Any) -> None:
+        """Call it with what a forward returns: tensors of any shape and dtype, in any structure."""
+        found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if found:
+            register_multi_grad_hook(found, self._note, mode="any")
+
+    def is_here(self) -> bool:
+        """In a hook that autograd runs: whether this is that backward; False as well where no output was seen in it."""
+        return torch._C._current_graph_task_id() == self._task
+
+    def _note(self, *unused: Any) -> None:
+        self._task = torch._C._current_graph_task_id()

@@ -19,13 +19,14 @@ from megatron.core.distributed.flat_buffer import (
     partition_buckets,
 )
 from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.hand_out import is_completed_later
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.layout import resolve_bucket_size
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.distributed.synced_group import SyncedGroup
-from megatron.core.distributed.transient_grads import MemoryPolicy, TransientBuffer, TransientGroup
+from megatron.core.distributed.transient_grads import MemoryPolicy, SumMemory, TransientBuffer, TransientGroup
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import is_wrapped, param_facts
@@ -38,6 +39,8 @@ _DEBUG_TIMEOUT_S = 600.0
 
 # Buckets of gradients that are sent and not yet freed, beside those that fill: one to wait for, one to keep links busy.
 _MAX_IN_FLIGHT = 2
+# Two buckets of gradients at any time.
+_MAX_IN_FLIGHT_RELEASED = 1
 
 
 def check_settings(
@@ -49,8 +52,8 @@ def check_settings(
 ) -> None:
     """Raises ValueError where a module cannot be wrapped with these settings and groups."""
     check_params(module)
-    if ddp_config.shard_gradients:
-        _check_contiguous(module)
+    if ddp_config.gradients_are_transient:
+        _check_contiguous(module, "shard_gradients" if ddp_config.shard_gradients else "release_gradients")
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
         raise ValueError(
             "DistributedDataParallelConfig.average_in_collective and calculate_per_token_loss are both set: the sum "
@@ -94,13 +97,13 @@ def check_params(module: nn.Module) -> None:
             )
 
 
-def _check_contiguous(module: nn.Module) -> None:
+def _check_contiguous(module: nn.Module, setting: str) -> None:
     # Buffers of transient gradients keep the order of memory, which checkpoints of this optimizer take for the logical.
     for name, param in module.named_parameters():
         if param.requires_grad and not param.is_contiguous():
             raise ValueError(
                 f"parameter {name} has shape {tuple(param.shape)} and strides {param.stride()}: must be contiguous "
-                "with DistributedDataParallelConfig.shard_gradients; make it so with .data = .data.contiguous()"
+                f"with DistributedDataParallelConfig.{setting}; make it so with .data = .data.contiguous()"
             )
 
 
@@ -115,18 +118,12 @@ def build_buffers(
     """Moves the parameters that require grad into buffers, one for each kind; of experts apart where they are reduced
     over other ranks.
     """
-    apart = expert_ranks_differ(groups)
-    by_kind: dict[BufferKind, list[tuple[str, nn.Parameter]]] = {}
-    # named_parameters gives a parameter that two modules share once.
-    for name, param in module.named_parameters():
-        if param.requires_grad:
-            kind = buffer_kind(param, grad_reduce_in_fp32=ddp_config.grad_reduce_in_fp32, experts_apart=apart)
-            by_kind.setdefault(kind, []).append((name, param))
     several = ddp_config.num_distributed_optimizer_instances > 1
     device = next((param.device for param in module.parameters()), default_device())
-    side = SideStream(device) if several and ddp_config.overlap_grad_reduce else None
+    side = SideStream(device) if several and ddp_config.reduces_in_backward else None
     is_whole = single_bucket or not ddp_config.cuts_buckets
     buffers: list[_ParamAndGradBuffer] = []
+    by_kind = _by_kind(module, groups, config=config, ddp_config=ddp_config)
     for kind, named_params in by_kind.items():
         replicas = groups.expt_dp if kind.is_expert else groups.dp_cp
         group = replicas
@@ -154,11 +151,41 @@ def build_buffers(
             high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
             fp32_patterns=tuple(ddp_config.param_name_patterns_for_fp32_local_accumulation),
         )
-        if ddp_config.shard_gradients:
-            buffers.append(TransientBuffer(kind, named_params, settings=settings, memory=MemoryPolicy()))
-        else:
-            buffers.append(_ParamAndGradBuffer(kind, named_params, settings=settings))
+        buffers.append(_new_buffer(kind, named_params, settings=settings, ddp_config=ddp_config))
     return buffers
+
+
+def _by_kind(
+    module: nn.Module,
+    groups: ProcessGroupCollection,
+    *,
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+) -> dict[BufferKind, list[tuple[str, nn.Parameter]]]:
+    apart = expert_ranks_differ(groups)
+    found: dict[BufferKind, list[tuple[str, nn.Parameter]]] = {}
+    # named_parameters gives a parameter that two modules share once.
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            later = ddp_config.release_gradients and is_completed_later(param, config=config, groups=groups)
+            fp32 = ddp_config.grad_reduce_in_fp32
+            kind = buffer_kind(param, grad_reduce_in_fp32=fp32, experts_apart=apart, completed_later=later)
+            found.setdefault(kind, []).append((name, param))
+    return found
+
+
+def _new_buffer(
+    kind: BufferKind,
+    named_params: list[tuple[str, nn.Parameter]],
+    *,
+    settings: BufferSettings,
+    ddp_config: DistributedDataParallelConfig,
+) -> _ParamAndGradBuffer:
+    if not ddp_config.gradients_are_transient:
+        return _ParamAndGradBuffer(kind, named_params, settings=settings)
+    is_released = ddp_config.release_gradients and not kind.completed_later
+    memory = MemoryPolicy(sums=SumMemory.RELEASED if is_released else SumMemory.STANDING)
+    return TransientBuffer(kind, named_params, settings=settings, memory=memory)
 
 
 def build_groups(
@@ -178,13 +205,14 @@ def build_groups(
 def build_launch_order(groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig) -> LaunchOrder:
     """That of all chunks of a stage with these groups; while debugging with who looks on. Collective."""
     stage_group = stage_group_of(groups)
+    in_flight = _MAX_IN_FLIGHT_RELEASED if ddp_config.release_gradients else _MAX_IN_FLIGHT
     order = LaunchOrder(
         stage_group,
         pp_group=groups.pp,
         stage_host=groups.tp_dp_cp_host,
         pp_host=groups.pp_host,
-        overlap_grad_reduce=ddp_config.overlap_grad_reduce,
-        passes=Passes(PassScope.CHUNK, max_in_flight=_MAX_IN_FLIGHT) if ddp_config.shard_gradients else None,
+        overlap_grad_reduce=ddp_config.reduces_in_backward,
+        passes=Passes(PassScope.CHUNK, max_in_flight=in_flight) if ddp_config.gradients_are_transient else None,
         ledger=Ledger(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if ddp_config.ddp_debug else None),
     )
     if ddp_config.ddp_debug:

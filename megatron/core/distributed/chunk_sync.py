@@ -59,6 +59,18 @@ class StageChunks:
             if chunk.hand_out is not None:
                 chunk.hand_out.begin()
 
+    def stop(self) -> None:
+        """The iteration is broken off: nothing more of it is given out."""
+        for chunk in self._chunks:
+            if chunk.hand_out is not None:
+                chunk.hand_out.stop()
+
+    def end_iteration(self) -> None:
+        """Everything was given out that is not completed later."""
+        for chunk in self._chunks:
+            if chunk.hand_out is not None:
+                chunk.hand_out.end_backward()
+
     def find_problem(self) -> str | None:
         """The first change of a module that makes its buffers wrong, in words; None: there is none."""
         return next((found for chunk in self._chunks if (found := chunk.find_problem())), None)

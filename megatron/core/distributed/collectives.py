@@ -85,17 +85,27 @@ class ReductionPolicy:
 
 
 def reduce_bucket_(
-    flat: torch.Tensor, group: dist.ProcessGroup | None, *, sharded: bool, policy: ReductionPolicy
+    flat: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    sharded: bool,
+    policy: ReductionPolicy,
+    into: torch.Tensor | None = None,
 ) -> Handle:
     """Starts to sum `flat`, [N], floating point, contiguous, over `group`, in place.
 
     sharded: only this rank's shard, the rank-th of equal parts, gets the sum, and N divides by the ranks; the others
-    hold anything afterwards. Else all of `flat` gets it. Do not write to `flat` before `wait`.
+    hold anything afterwards. Else all of `flat` gets it. into: where this shard's sum goes instead, [N / ranks], the
+    same dtype, contiguous; all of `flat` may then hold anything. Do not write to either before `wait`.
     """
-    first = _reduce(flat, group, sharded=sharded, policy=policy)
+    assert sharded or into is None, "only a shard can go elsewhere"
+    first = _reduce(flat, group, sharded=sharded, policy=policy, into=into)
     if group_size(policy.instances_group) == 1:
         return first
-    part = shard_of(flat, group) if sharded else flat
+    if into is not None:
+        part = into
+    else:
+        part = shard_of(flat, group) if sharded else flat
 
     def across_instances() -> Handle:
         return _reduce(part, policy.instances_group, sharded=False, policy=policy)
@@ -128,6 +138,10 @@ def shard_of(flat: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return flat.view(group_size(group), -1)[group_rank(group)]
 
 
+def _shard_place(flat: torch.Tensor, *, group: dist.ProcessGroup, into: torch.Tensor | None) -> torch.Tensor:
+    return shard_of(flat, group) if into is None else into
+
+
 def all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Sums `flat`, any shape, contiguous, floating point, in place; the back end chooses the order."""
     reduce_bucket_(flat.view(-1), group, sharded=False, policy=ReductionPolicy()).wait()
@@ -138,23 +152,32 @@ def rank_ordered_all_reduce_(flat: torch.Tensor, group: dist.ProcessGroup | None
     reduce_bucket_(flat.view(-1), group, sharded=False, policy=ReductionPolicy(deterministic=True)).wait()
 
 
-def _reduce(flat: torch.Tensor, group: dist.ProcessGroup | None, *, sharded: bool, policy: ReductionPolicy) -> Handle:
+def _reduce(
+    flat: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    sharded: bool,
+    policy: ReductionPolicy,
+    into: torch.Tensor | None = None,
+) -> Handle:
     """One level of reduce_bucket_."""
     ranks = group_size(group)
     if ranks == 1:
-        return _Done()
+        return _alone(flat, into)
     assert group is not None
     in_fp32 = policy.fp32_accumulation and flat.dtype.itemsize == 2
     # gloo's own reduce-scatter is an all-reduce of a copy: 1.7 times the CPU time.
     if policy.deterministic or in_fp32 or (sharded and not flat.is_cuda):
         if not sharded and flat.numel() % ranks:
             return _ordered_of_any_size(flat, group, policy=policy)
-        scatter = _OrderedReduceScatter(flat, group, average=policy.average)
+        scatter = _OrderedReduceScatter(flat, group, average=policy.average, into=into)
         return scatter if sharded else _Chain(scatter, lambda: gather_shards_(flat, group))
     # Only NCCL takes the mean while it sums; elsewhere a pass over the result does.
     op = dist.ReduceOp.AVG if policy.average and _is_over_nccl(flat, group) else dist.ReduceOp.SUM
     if sharded:
-        return _Launched(reduce_scatter_single(shard_of(flat, group), flat, op=op, group=group, async_op=True))
+        return _Launched(
+            reduce_scatter_single(_shard_place(flat, group=group, into=into), flat, op=op, group=group, async_op=True)
+        )
     work = dist.all_reduce(flat, op=op, group=group, async_op=True)
     if op == dist.ReduceOp.AVG or not policy.average:
         return _Launched(work)
@@ -164,6 +187,12 @@ def _reduce(flat: torch.Tensor, group: dist.ProcessGroup | None, *, sharded: boo
         return _Done()
 
     return _Chain(_Launched(work), divide)
+
+
+def _alone(flat: torch.Tensor, into: torch.Tensor | None) -> Handle:
+    if into is not None:
+        into.copy_(flat)
+    return _Done()
 
 
 def _is_over_nccl(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
@@ -279,14 +308,17 @@ class _Slice:
 
 
 class _OrderedReduceScatter(_Handle):
-    """Sums in rank order, each rank its own shard of `flat`; see [Note: rank order].
+    """Sums in rank order, each rank its own shard of `flat`, in its place or elsewhere; see [Note: rank order].
 
     Sent in slices, so that the memory for what is received is bounded: two are under way from the start, the others
     follow in `wait`.
     """
 
-    def __init__(self, flat: torch.Tensor, group: dist.ProcessGroup, *, average: bool) -> None:
+    def __init__(
+        self, flat: torch.Tensor, group: dist.ProcessGroup, *, average: bool, into: torch.Tensor | None = None
+    ) -> None:
         self._rows = flat.view(group_size(group), -1)
+        self._total = _shard_place(flat, group=group, into=into)
         self._group, self._average = group, average
         self._width = max(1, _SLICE_ELEMENTS // self._rows.shape[0])
         self._sent = 0  # columns
@@ -300,12 +332,13 @@ class _OrderedReduceScatter(_Handle):
         return is_all and all(work.is_completed() for work in self.works())
 
     def wait(self) -> None:
-        shard = self._rows[group_rank(self._group)]
         while self._under_way:
             piece = self._under_way.popleft()
             for work in piece.works:
                 work.wait()
-            _sum_in_order(piece.by_rank, into=shard[piece.columns], divisor=len(self._rows) if self._average else 1)
+            _sum_in_order(
+                piece.by_rank, into=self._total[piece.columns], divisor=len(self._rows) if self._average else 1
+            )
             self._send()
 
     def works(self) -> list[dist.Work]:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.backward_end import BackwardEnd
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.buffer_setup import build_buffers, build_groups, build_launch_order, check_settings
 from megatron.core.distributed.chunk_sync import ChunkSync
@@ -21,6 +20,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel, chec
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
 from megatron.core.distributed.forward_waits import ForwardWaits
+from megatron.core.distributed.grad_arrivals import GradArrivals
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.grad_hooks import GradHooks
 from megatron.core.distributed.hand_out import GradConsumer, HandOut, is_completed_later
@@ -34,12 +34,8 @@ from megatron.core.distributed.wrap_agreement import check_wraps_agree, settings
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import (
-    clear_main_grad,
-    gradient_of,
-    mark_gradients_pass,
     param_facts,
 )
-from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +103,7 @@ class DistributedDataParallel(_BaseDataParallel):
             ddp_config=ddp_config,
             # Later stages end their last backward earlier: cuts hide nothing there, and only free memory.
             single_bucket=disable_bucketing
-            or (group_rank(self.pg_collection.pp) > 0 and not ddp_config.shard_gradients),
+            or (group_rank(self.pg_collection.pp) > 0 and not ddp_config.gradients_are_transient),
         )
         _warn_of_settings(ddp_config, built, order=self.launch_order)
         # The name that users know hides nn.Module's; named_buffers gives those.
@@ -130,9 +126,10 @@ class DistributedDataParallel(_BaseDataParallel):
                 self._in_order_of_backward(), module, params.find_problem, self._zero_grads, self.checks, self._hand_out
             )
         )
-        self._backward_end = BackwardEnd(self._end_pass)
         self.grad_hooks.adopt()
-        self._own_hooks = self._own_gradients()
+        self._arrivals = GradArrivals(
+            self.param_to_bucket_group, self.launch_order, hand_out=self._hand_out, config=config, ddp_config=ddp_config
+        )
         self._waits = ForwardWaits({param: [group] for param, group in self.param_to_bucket_group.items()}, root=module)
         self.align_param_gather = ddp_config.align_param_gather
         self.overlap_param_gather_with_optimizer_step = ddp_config.overlap_param_gather_with_optimizer_step
@@ -144,6 +141,12 @@ class DistributedDataParallel(_BaseDataParallel):
     def all_buffers(self) -> list[_ParamAndGradBuffer]:
         """Dense and expert ones, in the order in which parameters first appear."""
         return self._every_buffer
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        outputs = super().forward(*inputs, **kwargs)
+        self._arrivals.watch_backward_of(outputs)
+        return outputs
 
     # Gradients, in the order of a step.
 
@@ -168,6 +171,24 @@ class DistributedDataParallel(_BaseDataParallel):
             for group, was_last in zip(self._groups, before):
                 group.is_last_microbatch = was_last
 
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around all microbatches but the last, in place of `no_sync`: what must be reduced in each backward is, but no
+        gradient is taken for the last of its iteration. Only release_gradients with shard_gradients needs it.
+        """
+        if not self.ddp_config.shard_gradients:
+            with self.no_sync():
+                yield
+            return
+        before = [group.is_last_backward for group in self._groups]
+        for group in self._groups:
+            group.is_last_backward = False
+        try:
+            yield
+        finally:
+            for group, was_last in zip(self._groups, before):
+                group.is_last_backward = was_last
+
     def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:
         """Says that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad` itself.
 
@@ -182,14 +203,14 @@ class DistributedDataParallel(_BaseDataParallel):
             )
         if not isinstance(group, _ParamAndGradBucketGroup):
             raise ValueError(
-                "register_grad_ready with DistributedDataParallelConfig.shard_gradients: there is no main_grad to add "
-                "to; return the gradient to autograd, or leave shard_gradients out"
+                f"register_grad_ready with DistributedDataParallelConfig.{self._transient}: there is no main_grad to "
+                f"add to; return the gradient to autograd, or leave {self._transient} out"
             )
         group.register_grad_ready(param)
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts to reduce all gradients that this chunk has so far, and those of chunks before it. Collective."""
-        if not self.ddp_config.shard_gradients:
+        if not self.ddp_config.gradients_are_transient:
             # Else the end of each backward has done it.
             self.launch_order.start_grad_sync(self._groups)
 
@@ -240,12 +261,12 @@ class DistributedDataParallel(_BaseDataParallel):
     def named_main_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and gradients of all parameters that require grad: [*parameter shape], floating point, views.
 
-        Raises ValueError with shard_gradients.
+        Raises ValueError with shard_gradients or release_gradients.
         """
-        if self.ddp_config.shard_gradients:
+        if self.ddp_config.gradients_are_transient:
             raise ValueError(
-                "named_main_grads with DistributedDataParallelConfig.shard_gradients: no rank has whole gradients; "
-                "owned_grads of all_buffers gives this rank's parts"
+                f"named_main_grads with DistributedDataParallelConfig.{self._transient}: no rank has whole gradients; "
+                "owned_grads of all_buffers gives this rank's parts, register_bucket_ready_hook what is released"
             )
         return (item for buffer in self.all_buffers for item in buffer.named_grads())
 
@@ -371,12 +392,8 @@ class DistributedDataParallel(_BaseDataParallel):
             self.disable_forward_pre_hook(param_sync=False)
         self.launch_order.finish_param_sync(self._groups)
         self.launch_order.close()
-        for handle in self._own_hooks:
-            handle.remove()
+        self._arrivals.release()
         self.grad_hooks.give_back()
-        for param in self.param_to_bucket_group:
-            clear_main_grad(param)
-            set_grad_owner(param, None)
         return self.module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -394,52 +411,16 @@ class DistributedDataParallel(_BaseDataParallel):
             or (self.align_param_gather and group_size(self.pg_collection.pp) > 1)
         )
 
-    def _own_gradients(self) -> list[Any]:
-        """From now on every gradient comes here; gives the handles of the hooks."""
-        for param in self.param_to_bucket_group:
-            set_grad_owner(param, self._owner_of(param))
-            if self.ddp_config.shard_gradients:
-                mark_gradients_pass(param)
-        take = self._take_in_pass if self.ddp_config.shard_gradients else self._take_gradient
-        # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
-        return [param.register_post_accumulate_grad_hook(take) for param in self.param_to_bucket_group]
+    @property
+    def _transient(self) -> str:
+        """The setting on account of which gradients have no standing memory."""
+        return "shard_gradients" if self.ddp_config.shard_gradients else "release_gradients"
 
     def _group_of_replicas(self, *, is_expert: bool) -> dist.ProcessGroup | None:
         return self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
 
-    def _take_gradient(self, param: torch.Tensor) -> None:
-        assert isinstance(param, nn.Parameter)
-        self.launch_order.gradient_came(self.param_to_bucket_group[param], param)
-
-    def _take_in_pass(self, param: torch.Tensor) -> None:
-        assert isinstance(param, nn.Parameter)
-        group = self.param_to_bucket_group[param]
-        if group.is_last_microbatch:
-            self._backward_end.note()
-        self.launch_order.gradient_came(group, param)
-        # The bucket has a copy.
-        param.grad = None
-
-    @torch.no_grad()
-    def _end_pass(self) -> None:
-        self.launch_order.end_pass(self._groups)
-
-    def _owner_of(self, param: nn.Parameter) -> GradOwner | None:
-        # Added in place, gradients that come in time have other last digits than those that come late.
-        if self.config.deterministic_mode or not self.config.gradient_accumulation_fusion:
-            return None
-        if self.ddp_config.shard_gradients:
-            # They stand nowhere.
-            return None
-        main_grad = gradient_of(param)
-        assert main_grad is not None, "buffers give each of their parameters one"
-        return GradOwner(main_grad, self._add_gradient)
-
-    def _add_gradient(self, param: nn.Parameter, new: WeightGrad) -> None:
-        self.launch_order.add_gradient(self.param_to_bucket_group[param], param, new=new)
-
     def _zero_grads(self) -> None:
-        self._backward_end.forget()
+        self._arrivals.forget()
         for buffer in self.all_buffers:
             buffer.zero_grads()
 

@@ -35,6 +35,12 @@ class DistributedDataParallelConfig:
         flags=(),
         help="With a sharded optimizer: reduce gradients in every backward, and keep this rank's shard alone (ZeRO-2).",
     )
+    release_gradients: bool = config_field(
+        False,
+        flags=(),
+        help="Free each bucket of gradients when hooks and the optimizer have had it, in the last backward of a step "
+        "(docs/hooks.md).",
+    )
     num_distributed_optimizer_instances: int = config_field(
         1,
         at_least=1,
@@ -100,7 +106,7 @@ class DistributedDataParallelConfig:
         self.validate_bucket_size()
         self.validate_overlap()
         self.validate_reduction()
-        self.validate_sharded_gradients()
+        self.validate_transient_gradients()
 
     def validate_bucket_size(self) -> None:
         if self.bucket_size is not None and self.num_buckets is not None:
@@ -143,20 +149,21 @@ class DistributedDataParallelConfig:
                 f"{patterns}: grad_reduce_in_fp32 accumulates all parameters in fp32 already, leave out one of them"
             )
 
-    def validate_sharded_gradients(self) -> None:
+    def validate_transient_gradients(self) -> None:
         self._needs("shard_gradients", "use_distributed_optimizer")
-        if not self.shard_gradients:
+        name = "shard_gradients" if self.shard_gradients else "release_gradients"
+        if not self.gradients_are_transient:
             return
         if self.ddp_debug:
             raise ValueError(
-                "DistributedDataParallelConfig.ddp_debug and shard_gradients are both set: its checks are of gradients "
-                "that stand in buffers and are reduced once a step; debug without shard_gradients"
+                f"DistributedDataParallelConfig.ddp_debug and {name} are both set: its checks are of gradients "
+                f"that stand in buffers and are reduced once a step; debug without {name}"
             )
         patterns = self.param_name_patterns_for_fp32_local_accumulation
         if patterns:
             raise ValueError(
                 f"DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is {patterns} and "
-                "shard_gradients is set: no micro-batches add up before they are reduced; set grad_reduce_in_fp32 for "
+                f"{name} is set: no micro-batches add up before they are reduced; set grad_reduce_in_fp32 for "
                 "sums in fp32, or leave out one of the two"
             )
 
@@ -176,7 +183,17 @@ class DistributedDataParallelConfig:
     @property
     def cuts_buckets(self) -> bool:
         """Whether there is anything to gain from more than one bucket: time, or memory that is free earlier."""
-        return self.overlap_grad_reduce or self.shard_gradients
+        return self.overlap_grad_reduce or self.gradients_are_transient
+
+    @property
+    def gradients_are_transient(self) -> bool:
+        """Whether whole gradients have memory only from the first of a bucket to the end of its reduction."""
+        return self.shard_gradients or self.release_gradients
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether a bucket is reduced as soon as it is complete."""
+        return self.overlap_grad_reduce or self.release_gradients
 
     def _needs(self, name: str, *needed: str) -> None:
         for other in needed:

@@ -36,11 +36,15 @@ class BufferType(Enum):
 
 @dataclass(frozen=True)
 class BufferKind:
-    """What the parameters of one buffer have in common. is_expert: they are reduced over the experts' own ranks."""
+    """What the parameters of one buffer have in common. is_expert: they are reduced over the experts' own ranks.
+
+    completed_later: their gradients, which do not stand, are changed after they are reduced, and so kept until then.
+    """
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     is_expert: bool
+    completed_later: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,11 +305,15 @@ def plain_grad(param: nn.Parameter) -> torch.Tensor | None:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-def buffer_kind(param: nn.Parameter, *, grad_reduce_in_fp32: bool, experts_apart: bool) -> BufferKind:
-    """The buffer that a parameter belongs to. experts_apart: experts are reduced over other ranks than the rest."""
+def buffer_kind(
+    param: nn.Parameter, *, grad_reduce_in_fp32: bool, experts_apart: bool, completed_later: bool = False
+) -> BufferKind:
+    """The buffer that a parameter, any shape and dtype, belongs to. experts_apart: experts are reduced over other ranks
+    than the rest. completed_later: see BufferKind.
+    """
     # fp64 for comparisons with exact references: nothing narrower holds its gradients.
     wide = torch.float32 if grad_reduce_in_fp32 and param.dtype.itemsize < 4 else param.dtype
-    return BufferKind(param.dtype, wide, experts_apart and param_facts(param).is_expert)
+    return BufferKind(param.dtype, wide, experts_apart and param_facts(param).is_expert, completed_later)
 
 
 def shard_buffer(buffer: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:

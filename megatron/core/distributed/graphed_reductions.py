@@ -20,9 +20,11 @@ class GraphedReductions(GraphParticipant):
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
-        if any(chunk.ddp_config.shard_gradients for chunk in chunks):
+        settings = chunks[0].ddp_config
+        if settings.gradients_are_transient:
+            name = "shard_gradients" if settings.shard_gradients else "release_gradients"
             raise ValueError(
-                "DistributedDataParallelConfig.shard_gradients is set: its gradients get their memory during backward, "
+                f"DistributedDataParallelConfig.{name} is set: its gradients get their memory during backward, "
                 "which a graph has standing; must be False for chunks in a graph"
             )
         self._chunks, self._order = list(chunks), chunks[0].launch_order

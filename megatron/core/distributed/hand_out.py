@@ -122,6 +122,10 @@ class HandOut:
     gradients are completed later by `complete`, in launch order.
 
     is_later: whether a parameter's gradient is completed later.
+
+    [Note: several gradients] A parameter has one gradient in a backward, unless activation recomputation runs others
+    inside. How many then come is learnt in the first backward; as long as nobody knows, what is released in it would be
+    too early, and groups `hold` it to the end.
     """
 
     def __init__(self, groups: Sequence[HandedGroup], *, is_later: Callable[[nn.Parameter], bool]) -> None:
@@ -137,6 +141,9 @@ class HandOut:
         # Of buckets that a hook waits with.
         self._place_of: dict[ReadyBucket, _Place] = {}
         self._owned: dict[nn.Parameter, nn.Parameter] = {}
+        # Whether a backward has shown how many gradients come; see [Note: several gradients].
+        self.knows_counts = False
+        self._is_stopped = False
 
     @property
     def groups(self) -> list[HandedGroup]:
@@ -163,13 +170,22 @@ class HandOut:
         self._waiting.clear()
         self._given.clear()
         self._place_of.clear()
+        self._is_stopped = False
         self.hooks.begin()
         if self.consumer is not None:
             self.consumer.begin()
 
+    def stop(self) -> None:
+        """Gives out nothing more until `begin`."""
+        self._is_stopped = True
+
+    def end_backward(self) -> None:
+        """A backward that reduces is over: what it has shown is known."""
+        self.knows_counts = True
+
     def reduced(self, group: HandedGroup) -> None:
         """Says that a group's gradients are the sums over data-parallel ranks."""
-        if group in self._given:
+        if group in self._given or self._is_stopped:
             return
         self._given.add(group)
         if group in self._later:
@@ -186,17 +202,21 @@ class HandOut:
     @record_function("HandOut.give")
     @torch.no_grad()
     def _give(self, group: HandedGroup) -> None:
-        if self.consumer is None and self.hooks.is_empty:
-            return
         for place in self._places[group]:
+            # Taken in any case: what nobody wants is free.
             ready = ReadyBucket(place.name, place.slices, place.shard, group.reduced_grad(place.bucket))
+            if self.consumer is None and self.hooks.is_empty:
+                continue
             if self.consumer is not None:
                 ready.find_states = partial(self.consumer.states, place.bucket)
             self._place_of[ready] = place
             for one in place.slices:
                 if self.hooks.has_param_hooks(one.name):
                     self._fire_param(one, ready.grad)
-            for free in self.hooks.fire_bucket(ready):
+            free_buckets = self.hooks.fire_bucket(ready)
+            if ready not in free_buckets:
+                ready.keep()
+            for free in free_buckets:
                 freed = self._place_of.pop(free)
                 if self.consumer is not None:
                     self.consumer.take(free, freed.bucket)

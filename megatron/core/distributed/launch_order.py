@@ -220,6 +220,7 @@ class LaunchOrder(ParamGathers):
         self._phase = Phase.FINISHED
         for group in self._in_order():
             self._chunks.reduced(group)
+        self._chunks.end_iteration()
         self.observers.end_iteration()
 
     def reset(self) -> None:
@@ -410,6 +411,14 @@ class LaunchOrder(ParamGathers):
             if oldest is not None:
                 with self.observers.waiting(Traffic.REDUCE, oldest):
                     oldest.settle()
+                self._release(oldest)
+
+    def _release(self, group: SyncedGroup) -> None:
+        if group.can_be_released:
+            if group.param_state is ParamState.IN_FLIGHT:
+                # Of modules that forward skipped: who gets the gradients may write where it arrives.
+                self._wait_for_gather(group)
+            self._chunks.reduced(group)
 
     def _advance_early(self) -> None:
         # In the order of the launches on every rank, so that what follows pairs up though ranks differ in when.
@@ -481,6 +490,7 @@ class LaunchOrder(ParamGathers):
 
     def _break_off(self, reason: str) -> None:
         """Ends an iteration for all ranks."""
+        self._chunks.stop()
         if self._passes.scope is PassScope.ALL and not self._sequence.may_have_begun:
             self._launch_last()
         else:

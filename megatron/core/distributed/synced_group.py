@@ -66,7 +66,8 @@ class GroupOrder(Protocol):
 class SyncedGroup(ABC):
     """Buckets that are reduced and gathered together. name: the same on all ranks, for messages.
 
-    is_last_microbatch: gradients that come now are counted. number, order: its place among the others and what
+    is_last_microbatch: gradients that come now are counted. is_last_backward: gradients that are counted now are the
+    last of the iteration. number, order: its place among the others and what
     launches them, given when it is attached to a LaunchOrder.
     """
 
@@ -78,7 +79,7 @@ class SyncedGroup(ABC):
         self.entries = [entry for bucket in self.buckets for entry in bucket.entries]
         # Notes what is launched, where all ranks of the stage have this group.
         self.ledger: Ledger | None = None
-        self.is_last_microbatch = True
+        self.is_last_microbatch = self.is_last_backward = True
         self.grad_state, self.param_state = GradState.COLLECTING, ParamState.CURRENT
         self.readiness = Readiness(len(self.entries))
         self.arrival = Arrival(self.device)
@@ -169,6 +170,20 @@ class SyncedGroup(ABC):
         """What this rank owns of a bucket's sums: [owned elements], the gradients' dtype."""
         owned = bucket.buffer.owned_spans()[bucket.layout.index]
         return bucket.buffer.grad_of(owned)
+
+    @property
+    def can_be_released(self) -> bool:
+        """Whether the sums are whole, and nobody but hooks and optimizers in backward wants them any more."""
+        return False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether gradients that come now could not be added any more."""
+        return False
+
+    def hold(self) -> None:
+        """Keeps sums that could be released, and lets late gradients add to them; until the next iteration."""
+        assert not self.can_be_released, f"{self.name} does not know how to keep what it releases"
 
     @property
     def keeps_memory(self) -> bool:

@@ -1,7 +1,7 @@
-"""Gradients that live no longer than they must (ZeRO-2): from the first of a bucket to the end of its reduction.
+"""Gradients that live no longer than they must: from the first of a bucket to the end of its reduction.
 
-The sums of all passes add up in this rank's shard, which is all that stands of them. What is launched when is
-launch_order.py's, see [Note: passes] in passes.py.
+The sums of all passes add up in what this rank owns (ZeRO-2: its shard), which is all that stands of them, or not even
+that. What is launched when is launch_order.py's, see [Note: passes] in passes.py; who gets it, hand_out.py's.
 """
 
 from collections import deque
@@ -30,7 +30,6 @@ from megatron.core.distributed.flat_buffer import (
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.layout import Fragment, Span
 from megatron.core.distributed.synced_group import GradState, SyncedGroup
-from megatron.core.process_groups_config import group_rank
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 
@@ -48,17 +47,26 @@ class ParamMemory(Enum):
     OWN = "own"
 
 
+class SumMemory(Enum):
+    """Whether the sums stand, or have memory only until hooks and an optimizer in backward have had them."""
+
+    STANDING = "standing"
+    RELEASED = "released"
+
+
 @dataclass(frozen=True)
 class MemoryPolicy:
     """wire_dtype: in which parameters are gathered; None: their own."""
 
     grads: GradMemory = GradMemory.TRANSIENT
     params: ParamMemory = ParamMemory.FLAT
+    sums: SumMemory = SumMemory.STANDING
     wire_dtype: torch.dtype | None = None
 
 
 class TransientBuffer(_ParamAndGradBuffer):
-    """Parameters of one kind whose gradients have no standing memory; shard_grads: [owned elements], their sums.
+    """Parameters of one kind whose gradients have no standing memory; shard_grads: [owned elements], their sums, on the
+    meta device where these are released.
 
     Parameters lie in the order of their own memory, whatever their layout; see dense_memory.py. param_data without flat
     parameters, and grad_data without standing gradients, are only sizes and dtypes, on the meta device.
@@ -75,9 +83,8 @@ class TransientBuffer(_ParamAndGradBuffer):
         self.memory = memory
         super().__init__(kind, named_params, settings=settings)
         self._owned = self.owned_spans()
-        self.shard_grads = torch.zeros(
-            sum(span.numel for span in self._owned), dtype=kind.grad_dtype, device=named_params[0][1].device
-        )
+        device = torch.device("meta") if memory.sums is SumMemory.RELEASED else named_params[0][1].device
+        self.shard_grads = torch.zeros(sum(span.numel for span in self._owned), dtype=kind.grad_dtype, device=device)
 
     @property
     def is_staged(self) -> bool:
@@ -108,6 +115,11 @@ class TransientBuffer(_ParamAndGradBuffer):
 
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiplies the sums; factor: a number or a tensor [], any float dtype."""
+        if self.memory.sums is SumMemory.RELEASED:
+            raise RuntimeError(
+                "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and optimizer have had "
+                f"the gradient of {self.entries[0].name} by then; scale the loss"
+            )
         self.shard_grads.mul_(factor)
 
     def _new_flats(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,10 +141,16 @@ class TransientBuffer(_ParamAndGradBuffer):
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A bucket's gradients on their way: flat: [bucket elements], the gradients' dtype."""
+    """A bucket's gradients on their way: flat: [bucket elements], the gradients' dtype.
+
+    into: where this rank's part of the sum goes, [owned elements], the same dtype; None: to its place in `flat`.
+    is_last: of the last backward of an iteration.
+    """
 
     flat: torch.Tensor
     handle: Handle
+    into: torch.Tensor | None
+    is_last: bool
 
 
 class TransientGroup(SyncedGroup):
@@ -140,18 +158,25 @@ class TransientGroup(SyncedGroup):
 
     1. the first gradient allocates the bucket's memory, in which all that come add up;
     2. `launch_reductions` sends it, and what comes from then on begins memory of its own;
-    3. `settle` adds this rank's shard of the sum to shard_grads and frees the memory.
+    3. `settle` adds what this rank owns of the sum to shard_grads and frees the memory.
 
-    checks: looks at what each reduction sends; None: nobody does.
+    Where sums are released, the last pass of an iteration leaves its own in the message, which `reduced_grad` gives
+    away; a gradient that comes then has nothing to add to. checks: looks at what each reduction sends; None: nobody
+    does.
     """
 
     def __init__(self, bucket: _ParamAndGradBucket, *, name: str, checks: GradChecks | None = None) -> None:
         assert isinstance(bucket.buffer, TransientBuffer), "a bucket of gradients that do not stand"
         super().__init__([bucket], name=name)
         self.bucket, self._buffer, self._checks = bucket, bucket.buffer, checks
+        # The sums, where they stand.
         self.shard = self._buffer.shard_grad(bucket.layout.index)
         # This rank's part of the buffer's elements.
-        self._own = self._buffer.layout.shard(bucket.layout.index, group_rank(self._buffer.data_parallel_group))
+        self._own = self._buffer.owned_spans()[bucket.layout.index]
+        self._is_released = self._buffer.memory.sums is SumMemory.RELEASED
+        # What the sums add up in, once there are any: `shard`, where they stand.
+        self._sum: torch.Tensor | None = None
+        self._is_held = self._is_last_sent = False
         fragments = self._buffer.layout.fragments(bucket.layout.index)
         self._fragment_of = {self._buffer.entries[one.param].param: one for one in fragments}
         self._gaps = _gaps(bucket.layout.span, [one.span for one in fragments])
@@ -212,8 +237,12 @@ class TransientGroup(SyncedGroup):
             self._checks.measure([(names[p], self._place(flat, part)) for p, part in self._fragment_of.items()])
         if self.ledger is not None:
             group = self._buffer.data_parallel_group
-            self.ledger.record(op="reduce-scatter", group=group, flat=flat, bucket=self.name)
-        self._in_flight.append(_Reduction(flat, self._reduce(flat)))
+            op = "reduce-scatter" if self.is_sharded else "all-reduce"
+            self.ledger.record(op=op, group=group, flat=flat, bucket=self.name)
+        is_last = self.is_last_backward
+        into = self._place_of_sum(is_last=is_last)
+        self._in_flight.append(_Reduction(flat, self._reduce(flat, into), into, is_last))
+        self._is_last_sent = is_last
         self._flat = None
         self._filled.clear()
 
@@ -230,15 +259,43 @@ class TransientGroup(SyncedGroup):
         done.handle.wait()
         # Another stream may have allocated it, and would hand its memory out while this one reads.
         keep_for_current_stream(done.flat)
-        total = shard_of(done.flat, self._buffer.data_parallel_group)
+        total = shard_of(done.flat, self._buffer.data_parallel_group) if self.is_sharded else done.flat
         if self._has_sum:
-            self.shard.add_(total)
+            assert self._sum is not None, "a sum that was given away gets no more"
+            self._sum.add_(total)
+        elif done.into is not None:
+            self._sum = done.into
+        elif not self._is_released:
+            self._sum = self.shard.copy_(total)
         else:
-            self.shard.copy_(total)
+            # With several to come the message would be in the way.
+            self._sum = total.clone() if self._is_held and self.is_sharded else total
         self._has_sum = True
         if self._is_standing:
             # Kernels add to it.
             done.flat.zero_()
+
+    @property
+    def can_be_released(self) -> bool:
+        """See SyncedGroup."""
+        return self.is_closed and not self._in_flight
+
+    @property
+    def is_closed(self) -> bool:
+        """See SyncedGroup."""
+        return self._is_released and self._is_last_sent and not self._is_held
+
+    def hold(self) -> None:
+        """See SyncedGroup; what was given away is not there any more."""
+        self._is_held = self._sum is not None or not self._has_sum
+
+    def reduced_grad(self, bucket: _ParamAndGradBucket) -> torch.Tensor:
+        """See SyncedGroup, [owned elements], the gradients' dtype: what is released is the caller's from then on."""
+        if not self._is_released:
+            return self.shard
+        assert self._sum is not None, f"{self.name} was given away, or not reduced"
+        given, self._sum = self._sum, None
+        return given
 
     def start_second_round(self) -> None:
         """See SyncedGroup."""
@@ -264,7 +321,8 @@ class TransientGroup(SyncedGroup):
         while self._in_flight:
             self.settle()
         if not self._has_sum:
-            self.shard.zero_()
+            assert not self._is_released, "every iteration has a last pass"
+            self._sum = self.shard.zero_()
         self.grad_state, self._has_sum = GradState.REDUCED, True
 
     def take_sums(self) -> None:
@@ -378,6 +436,15 @@ class TransientGroup(SyncedGroup):
             place.copy_(new).mul_(scale)
         self._note(param)
 
+    def _place_of_sum(self, *, is_last: bool) -> torch.Tensor | None:
+        """Where a reduction that is sent now may write, as nothing has to be added to it."""
+        if self._has_sum or self._in_flight or not self.is_sharded:
+            return None
+        if not self._is_released:
+            return self.shard
+        # The last one's message has room for it.
+        return None if is_last and not self._is_held else torch.empty_like(self.shard, device=self.device)
+
     def _note(self, param: nn.Parameter) -> None:
         self._writers.note()
         self._filled.add(param)
@@ -390,16 +457,17 @@ class TransientGroup(SyncedGroup):
     def _part_of(self, param: nn.Parameter, fragment: Fragment) -> torch.Tensor:
         return flat_view(param)[fragment.start : fragment.start + fragment.span.numel]
 
-    def _reduce(self, flat: torch.Tensor) -> Handle:
+    def _reduce(self, flat: torch.Tensor, into: torch.Tensor | None) -> Handle:
         settings = self._buffer.settings
-        return reduce_bucket_(flat, settings.group, sharded=True, policy=settings.policy)
+        return reduce_bucket_(flat, settings.group, sharded=self.is_sharded, policy=settings.policy, into=into)
 
     def _drop(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().handle.wait()
         if self._is_standing:
             self.bucket.grad_data.zero_()
-        self._flat, self._has_sum = None, False
+        self._flat, self._has_sum, self._sum = None, False, None
+        self._is_held = self._is_last_sent = False
         self._filled.clear()
         self._came.clear()
 

@@ -1,0 +1,108 @@
+"""GradArrivals: takes every gradient that autograd has, or is about to compute, to the launch order of a wrapper.
+
+What is reduced when is launch_order.py's; where a gradient goes, its group's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.backward_end import BackwardEnd, OutermostBackward
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.hand_out import HandOut
+from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.synced_group import SyncedGroup
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel.param_attributes import clear_main_grad, gradient_of, mark_gradients_pass
+from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
+
+
+class GradArrivals:
+    """Of one wrapper, from now on until `release`. group_of: its parameters."""
+
+    def __init__(
+        self,
+        group_of: Mapping[nn.Parameter, SyncedGroup],
+        order: LaunchOrder,
+        *,
+        hand_out: HandOut,
+        config: ModelParallelConfig,
+        ddp_config: DistributedDataParallelConfig,
+    ) -> None:
+        self._group_of, self._order, self._hand_out = group_of, order, hand_out
+        self._groups = list(dict.fromkeys(group_of.values()))
+        self._releases = ddp_config.release_gradients
+        self._end, self._outermost = BackwardEnd(self._end_pass), OutermostBackward()
+        is_transient = ddp_config.gradients_are_transient
+        # Added in place, gradients that come in time have other last digits than those that come late; and those that
+        # are transient stand nowhere.
+        is_fused = config.gradient_accumulation_fusion and not config.deterministic_mode and not is_transient
+        for param in group_of:
+            set_grad_owner(param, self._owner_of(param) if is_fused else None)
+            if is_transient:
+                mark_gradients_pass(param)
+        take = self._take_in_pass if is_transient else self._take
+        # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
+        self._handles = [param.register_post_accumulate_grad_hook(take) for param in group_of]
+
+    def watch_backward_of(self, outputs: Any) -> None:
+        """Call it with what forward returns: tensors of any shape and dtype, in any structure."""
+        if self._releases and not self._hand_out.knows_counts:
+            self._outermost.watch(outputs)
+
+    def forget(self) -> None:
+        """As if no backward had begun."""
+        self._end.forget()
+
+    def release(self) -> None:
+        """Gradients stay where autograd leaves them."""
+        for handle in self._handles:
+            handle.remove()
+        for param in self._group_of:
+            clear_main_grad(param)
+            set_grad_owner(param, None)
+
+    def _take(self, param: torch.Tensor) -> None:
+        assert isinstance(param, nn.Parameter)
+        self._order.gradient_came(self._group_of[param], param)
+
+    def _take_in_pass(self, param: torch.Tensor) -> None:
+        assert isinstance(param, nn.Parameter)
+        group = self._group_of[param]
+        if group.is_closed:
+            # What else comes more often than before is learnt in an iteration that waits for all.
+            self._hand_out.knows_counts = False
+            raise RuntimeError(
+                f"a gradient of {group.name_of(param)} came after its bucket was reduced and given to hooks and "
+                "optimizer (DistributedDataParallelConfig.release_gradients): put all backwards of a step but the last "
+                "in accumulate(). If both are of one backward, they are waited for after reset_iteration(); hooks and "
+                "optimizer may have updated parameters in this iteration, so load a checkpoint then"
+            )
+        if group.is_last_microbatch:
+            self._end.note()
+            if self._releases and group.is_last_backward:
+                self._hold_if_inside()
+        self._order.gradient_came(group, param)
+        # The bucket has a copy.
+        param.grad = None
+
+    def _hold_if_inside(self) -> None:
+        # See [Note: several gradients].
+        if not self._hand_out.knows_counts and not self._outermost.is_here():
+            for group in self._groups:
+                group.hold()
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        self._order.end_pass(self._groups)
+        self._hand_out.end_backward()
+
+    def _owner_of(self, param: nn.Parameter) -> GradOwner:
+        main_grad = gradient_of(param)
+        assert main_grad is not None, "buffers give each of their parameters one"
+        return GradOwner(main_grad, self._add)
+
+    def _add(self, param: nn.Parameter, new: WeightGrad) -> None:
+        self._order.add_gradient(self._group_of[param], param, new=new)
