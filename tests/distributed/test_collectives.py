@@ -25,17 +25,27 @@ def in_rank_order(values):
 
 
 def reduced(values, policy, *, sharded, buckets=1, group=None):
-    """This rank's flat tensor, reduced in `buckets` equal parts that are all under way at once, gathered if sharded."""
+    """This rank's flat tensor, reduced in `buckets` equal parts that are all under way at once, gathered if sharded,
+    every other one of those with its shard's sum elsewhere first.
+    """
     group = group or dist.group.WORLD
     flat = values[dist.get_rank()].clone()
     parts = flat.chunk(buckets)
-    handles = [reduce_bucket_(part, group, sharded=sharded, policy=policy) for part in parts]
+    places = [
+        torch.empty_like(shard_of(part, group)) if sharded and number % 2 else None for number, part in enumerate(parts)
+    ]
+    handles = [
+        reduce_bucket_(part, group, sharded=sharded, policy=policy, into=place) for part, place in zip(parts, places)
+    ]
     if policy.can_repeat:
         assert torch.equal(flat, values[dist.get_rank()]), "changed before wait"
     for handle in handles:
         handle.advance()
     for handle in reversed(handles):
         handle.wait()
+    for part, place in zip(parts, places):
+        if place is not None:
+            shard_of(part, group).copy_(place)
     if sharded:
         for handle in [gather_shards_(part, group) for part in parts]:
             handle.wait()
@@ -120,7 +130,9 @@ def test_discarded_rounds_odd_sizes_and_two_levels(ranks):
 
 
 def test_a_group_of_none_is_this_rank_alone():
-    flat = torch.ones(3)
+    flat, elsewhere = torch.ones(3), torch.zeros(3)
+    reduce_bucket_(flat, None, sharded=True, policy=ReductionPolicy(), into=elsewhere).wait()
+    assert elsewhere.tolist() == [1.0] * 3
     for policy in (ReductionPolicy(deterministic=True, average=True), ReductionPolicy(average=True)):
         reduce_bucket_(flat, None, sharded=True, policy=policy).wait()
         gather_shards_(flat, None).wait()
