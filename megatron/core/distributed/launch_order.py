@@ -411,14 +411,9 @@ class LaunchOrder(ParamGathers):
             if oldest is not None:
                 with self.observers.waiting(Traffic.REDUCE, oldest):
                     oldest.settle()
-                self._release(oldest)
-
-    def _release(self, group: SyncedGroup) -> None:
-        if group.can_be_released:
-            if group.param_state is ParamState.IN_FLIGHT:
-                # Of modules that forward skipped: who gets the gradients may write where it arrives.
-                self._wait_for_gather(group)
-            self._chunks.reduced(group)
+                if oldest.can_be_released:
+                    self._wait_if_skipped(oldest)
+                    self._chunks.reduced(oldest)
 
     def _advance_early(self) -> None:
         # In the order of the launches on every rank, so that what follows pairs up though ranks differ in when.
@@ -444,9 +439,7 @@ class LaunchOrder(ParamGathers):
     def _end_gathers(self) -> None:
         self._launch_gathers()
         for group in self.gather_order:
-            if group.param_state is ParamState.IN_FLIGHT:
-                # Of modules that forward skipped: the optimizer is about to write where it arrives.
-                self._wait_for_gather(group)
+            self._wait_if_skipped(group)
             group.param_state = ParamState.CURRENT
 
     def _wait_for_reductions(self, late: list[bool]) -> None:

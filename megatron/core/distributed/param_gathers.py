@@ -74,6 +74,11 @@ class ParamGathers(ABC):
         with self.observers.launching(Traffic.GATHER, group):
             group.launch_gathers()
 
+    def _wait_if_skipped(self, group: SyncedGroup) -> None:
+        """Of modules that forward skipped: the optimizer is about to write where it arrives."""
+        if group.param_state is ParamState.IN_FLIGHT:
+            self._wait_for_gather(group)
+
     def _wait_for_gather(self, group: SyncedGroup) -> None:
         with self.observers.waiting(Traffic.GATHER, group):
             group.complete_gathers()
