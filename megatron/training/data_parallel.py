@@ -66,14 +66,20 @@ def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
             chunk.config.no_sync_func = chunk.accumulate
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     for chunk in chunks:
-        config, overlap = chunk.config, chunk.ddp_config
-        if overlap.release_gradients:
-            config.no_sync_func = [each.accumulate for each in chunks]
-        # With shard_gradients every backward ends with what it has reduced.
-        elif overlap.overlap_grad_reduce and not overlap.shard_gradients:
-            config.no_sync_func = [each.no_sync for each in chunks]
-            # With one chunk a stage it is better to start within its last backward.
-            if args.align_grad_reduce and len(chunks) > 1:
-                config.grad_sync_func = [each.start_grad_sync for each in chunks]
-        if overlap.overlap_param_gather and overlap.align_param_gather:
-            config.param_sync_func = [each.start_stale_param_sync for each in chunks]
+        _join(chunk, chunks, args=args)
+
+
+def _join(
+    chunk: DistributedDataParallel, chunks: Sequence[DistributedDataParallel], *, args: argparse.Namespace
+) -> None:
+    config, overlap = chunk.config, chunk.ddp_config
+    if overlap.release_gradients:
+        config.no_sync_func = [each.accumulate for each in chunks]
+    # With shard_gradients every backward ends with what it has reduced.
+    elif overlap.overlap_grad_reduce and not overlap.shard_gradients:
+        config.no_sync_func = [each.no_sync for each in chunks]
+        # With one chunk a stage it is better to start within its last backward.
+        if args.align_grad_reduce and len(chunks) > 1:
+            config.grad_sync_func = [each.start_grad_sync for each in chunks]
+    if overlap.overlap_param_gather and overlap.align_param_gather:
+        config.param_sync_func = [each.start_stale_param_sync for each in chunks]
