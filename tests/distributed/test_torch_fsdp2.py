@@ -29,7 +29,7 @@ from megatron.core.distributed.grad_hooks import ReadyBucket
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.param_attributes import mark_expert
+from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_partial_gradient, param_facts
 from tests.harness import run_on_ranks
 
 STEPS, WORDS = 5, 11
@@ -247,6 +247,30 @@ def _hooks() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_hooks_of_all_kinds_run_once_a_step_and_survive_assigned_state(ranks: int) -> None:
     run_on_ranks(_hooks, ranks)
+
+
+def _converted() -> None:
+    plain, wrapped = _wrap(Net().double()), _wrap(Net())
+    counted, params = Counted(), dict(wrapped.module.named_parameters())
+    for name, param in params.items():
+        wrapped.register_post_accumulate_grad_hook(param, counted.on_param(name))
+    for param in params.values():
+        mark_partial_gradient(param)
+    stale = get_megatron_optimizer(OptimizerConfig(lr=0.01), [wrapped])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    _loss(wrapped, generator).backward()
+    wrapped.reset_iteration()
+    wrapped.to(torch.float64)
+    assert all(a is b for a, b in zip(params.values(), wrapped.module.parameters(), strict=True))
+    assert all(param_facts(param).sequence_parallel for param in params.values())
+    assert _train(wrapped) == _train(plain)
+    assert Counter(counted.seen) == Counter({("param", name): STEPS for name in params})
+    with pytest.raises(ValueError, match=r"was moved or replaced after the optimizer was built"):
+        stale.step()
+
+
+def test_converted_shards_keep_hooks_and_marks_and_an_optimizer_of_before_is_told() -> None:
+    run_on_ranks(_converted, 2)
 
 
 def _stepped(in_hooks: bool) -> list[float]:

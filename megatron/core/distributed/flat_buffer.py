@@ -177,11 +177,10 @@ class _ParamAndGradBuffer:
         """The gradients of elements of one owned span, a view: [span.numel]."""
         return self.grad_data[span.start : span.end]
 
-    def is_attached(self, param: nn.Parameter, *, start: int, place: int) -> bool:
-        """Whether element `start` of a flattened parameter, any shape, still is element `place` of param_data."""
+    def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
+        """Whether element `start` of a flattened parameter, any shape, lies at that address."""
         # By address: a comparison of two numbers, no read of the device. An empty tensor's pointer means nothing.
-        address = self.param_data.data_ptr() + (place - start) * self.param_data.element_size()
-        return not param.numel() or param.data_ptr() == address
+        return not param.numel() or param.data_ptr() + start * param.element_size() == address
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
         """Lets a gradient be added to main_grad, scaled, where it is computed; `take` follows."""

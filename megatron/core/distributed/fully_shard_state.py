@@ -14,7 +14,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-__all__ = ["ParamShard", "ReduceScatter", "check_torch", "fsdp_modules", "mesh_of", "reshard_all", "shards_of"]
+__all__ = [
+    "ParamShard",
+    "ReduceScatter",
+    "check_torch",
+    "fsdp_modules",
+    "mesh_of",
+    "refresh_dtypes",
+    "reshard_all",
+    "shards_of",
+]
 
 # Of 2.13; of the first, 2.11 and 2.12 have one group a module, and they lack the second and third.
 _NEEDED = ("_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params", "set_custom_reduce_scatter")
@@ -110,6 +119,17 @@ def shards_of(module: FSDPModule) -> list[ParamShard]:
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
     """All modules of `root` that fully_shard was given, from the outside in."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def refresh_dtypes(root: nn.Module) -> None:
+    """Lets torch look at the dtypes of shards again, after these were converted."""
+    for module in fsdp_modules(root):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            group._init_mp_dtypes()
+            for state in group.fsdp_params:
+                # Those of the first gather, which torch keeps and fills anew.
+                state.all_gather_outputs, state._unsharded_inner_tensors = [], []
+                vars(state).pop("_unsharded_param", None)
 
 
 def reshard_all(root: nn.Module) -> None:

@@ -44,16 +44,27 @@ class ShardedFlatBuffer:
         self.unit_names = [unit.name for unit in units]
         placed = [pair for unit in units for pair in unit.shards]
         self.layout = _lay_out([[shard.padded_numel for _, shard in unit.shards] for unit in units])
-        like = placed[0][1].local
+        self._pin_memory = pin_memory
+        self._shards = {shard.param: shard for _, shard in placed}
+        self._names = [name for name, _ in placed]
+        self.entries: list[Entry] = []
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Makes the flat tensors anew, in the dtype and on the device that shards have now; gradients are zeros."""
+        shards = list(self._shards.values())
+        like = shards[0].local
+        # What modules compute in is the shards' own, unless these are wider.
+        self.model_dtype = like.dtype if self.model_dtype.itemsize >= 4 else self.model_dtype
         self.param_data, self.grad_data = (
-            torch.zeros(self.layout.numel, dtype=like.dtype, device=like.device, pin_memory=pin_memory)
+            torch.zeros(self.layout.numel, dtype=like.dtype, device=like.device, pin_memory=self._pin_memory)
             for _ in range(2)
         )
-        self.entries: list[Entry] = []
-        self._shards = {shard.param: shard for _, shard in placed}
-        for (name, shard), sent in zip(placed, self.layout.spans, strict=True):
+        self.entries.clear()
+        for name, shard, sent in zip(self._names, shards, self.layout.spans, strict=True):
             own = Span(sent.start, shard.numel)
             grad = self.grad_data[own.start : own.end]
+            shard.param.grad = None
             self.entries.append(Entry(name, shard.param, own, grad, grad, start=shard.start))
         self.attach()
 
@@ -69,12 +80,10 @@ class ShardedFlatBuffer:
         """The gradients of elements of one owned span, a view: [span.numel], grad_data's dtype."""
         return self.grad_data[span.start : span.end]
 
-    def is_attached(self, param: nn.Parameter, *, start: int, place: int) -> bool:
-        """Whether element `start` of a flattened parameter, any shape, still is element `place` of param_data."""
-        shard = self._shards[param]
-        base = self.param_data.data_ptr()
-        address = base + (place - (start - shard.start)) * self.param_data.element_size()
-        return not shard.numel or shard.local.data_ptr() == address
+    def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
+        """Whether element `start` of a flattened parameter, any shape, lies at that address."""
+        local, first = self._shards[param].local, self._shards[param].start
+        return not local.numel() or local.data_ptr() + (start - first) * local.element_size() == address
 
     @property
     def version(self) -> int:

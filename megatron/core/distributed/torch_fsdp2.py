@@ -3,7 +3,7 @@
 What is gathered together is fsdp_units.py's; where shards and gradients lie, sharded_flat_buffer.py's.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from megatron.core.distributed.fsdp_gathered import GatheredParams
 from megatron.core.distributed.fsdp_hand_out import ShardHandOut, unit_groups
 from megatron.core.distributed.fsdp_iteration import FsdpIteration
 from megatron.core.distributed.fsdp_units import Unit, UnitKind, find_units, in_order_of_backward, repeated_layers
-from megatron.core.distributed.fully_shard_state import ParamShard, check_torch, mesh_of, shards_of
+from megatron.core.distributed.fully_shard_state import ParamShard, check_torch, mesh_of, refresh_dtypes, shards_of
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.grad_hooks import GradHooks
 from megatron.core.distributed.hand_out import GradConsumer, is_completed_later
@@ -102,10 +102,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._frozen: list[tuple[str, ParamShard]] = []
         shards = self._shard_units()
         self._set_prefetch(layers)
-        self._flat_buffers = self._build_buffers(shards, in_order_of_backward(self.units, layers))
+        self._order = in_order_of_backward(self.units, layers)
+        self._flat_buffers = self._build_buffers(shards, self._order)
         self._gathered = GatheredParams(module, self._flat_buffers)
         is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
-        groups = unit_groups(self._flat_buffers, in_order_of_backward(self.units, layers))
+        groups = unit_groups(self._flat_buffers, self._order)
         self._hand_out = ShardHandOut(groups, is_later=is_later)
         self._hand_out.hooks.adopt()
         self._iteration = FsdpIteration(
@@ -222,6 +223,27 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads what `state_dict` gave, DTensors of any shape; with assign=True too, values go to where shards lie."""
         return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What `.to(dtype)` and its kin call: shards are converted in place, with hooks and marks; build the optimizer
+        after it.
+        """
+        params = [entry.param for buffer in self._flat_buffers for entry in buffer.entries]
+        hooks = {param: param._post_accumulate_grad_hooks for param in params}
+        marks = {param: vars(param).copy() for param in [*params, *(shard.param for _, shard in self._frozen)]}
+        for param in params:
+            param.grad = None
+        result = super()._apply(fn, recurse)
+        # torch has exchanged what is behind the objects.
+        for param, of_param in marks.items():
+            vars(param).update(of_param)
+        for param, called in hooks.items():
+            if called:
+                param._post_accumulate_grad_hooks = called
+        for buffer in self._flat_buffers:
+            buffer.rebuild()
+        refresh_dtypes(self.module)
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(

@@ -86,8 +86,8 @@ class FlatBuffer(PlacedParams, Protocol):
         """See GradPlace: [span.numel], the dtype of grad_data."""
         ...
 
-    def is_attached(self, param: nn.Parameter, *, start: int, place: int) -> bool:
-        """Whether element `start` of a flattened parameter, any shape, still is element `place` of param_data."""
+    def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
+        """Whether element `start` of a flattened parameter, any shape, lies at that address."""
         ...
 
 
@@ -147,9 +147,10 @@ class ParamRun:
 
     def check_attached(self) -> None:
         """Raises ValueError naming the first parameter whose memory is no longer the run's."""
-        first = int(self.model.storage_offset()) - int(self.buffer.param_data.storage_offset())
+        base, size = self.model.data_ptr(), self.model.element_size()
         for member in self.params:
-            if not self.buffer.is_attached(member.param, start=member.start, place=first + member.span.start):
+            address = base + member.span.start * size
+            if not self.buffer.is_attached(member.param, start=member.start, address=address):
                 raise ValueError(
                     f"parameter {member.name} was moved or replaced after the optimizer was built: "
                     "build the optimizer after the model is on its device and in its dtype"
