@@ -1,12 +1,13 @@
 """get_megatron_optimizer: from settings and wrapped model chunks to an optimizer; re-exports the names users know."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
-from megatron.core.distributed.data_parallel_base import require_wrapped
+from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.optimizer.distrib_optimizer import (
     DistributedOptimizer,
     check_same_sharding,
@@ -23,8 +24,10 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_in_backward import HandedGrads, UpdatesInBackward, check_in_backward
 from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping, ParamGroupOverride, ParamKey
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, build_runs
+from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
 from megatron.core.optimizer.update_rules import FusedRule, UpdateRule
 from megatron.core.parallel_state import existing_process_groups
@@ -69,16 +72,18 @@ def get_megatron_optimizer(
         raise ValueError("model_chunks is empty: must be the wrapped chunks of the model, at least one")
     groups = pg_collection or existing_process_groups()
     chunks = [require_wrapped(chunk) for chunk in model_chunks]
-    buffers = [buffer for chunk in chunks for buffer in chunk.all_buffers]
+    buffers: list[FlatBuffer] = [buffer for chunk in chunks for buffer in chunk.all_buffers]
     _check_settings(config, groups, buffers=buffers)
     is_sharded = check_same_sharding(chunks, wanted=config.use_distributed_optimizer)
     check_sharded_gradients(chunks, optimizer=config.optimizer)
+    check_in_backward(config, [(chunk.ddp_config, chunk.config) for chunk in chunks], groups=groups)
     grouping = ParamGrouping(config, config_overrides)
     entries = [entry for buffer in buffers for entry in buffer.entries]
     keys = agree_on_groups(entries, grouping, groups=groups)
     patterns = chunks[0].ddp_config.param_name_patterns_for_fp32_local_accumulation
     check_patterns_match(patterns, [entry.name for entry in entries], groups=groups)
-    runs = build_runs(buffers, keys, main_of=_masters(config), host_fraction=config.host_fraction)
+    handed = _handed_grads(config, buffers)
+    runs = build_runs(buffers, keys, main_of=_masters(config), host_fraction=config.host_fraction, grad_places=handed)
     rules: list[UpdateRule] = [_fused_rule(config, runs, keys=[*grouping.plain_keys(), *keys.values()])]
     if config.optimizer == "muon":
         of_matrices = [run for run in runs if run.group.is_matrix]
@@ -92,8 +97,24 @@ def get_megatron_optimizer(
         grad_scaler=_grad_scaler(config),
         pg_collection=groups,
         device=chunks[0].device,
-        logical_pieces={name: held for chunk in model_chunks for name, held in model_logical_pieces(chunk).items()},
+        logical_pieces=_logical_pieces(model_chunks),
+        build_updates=_updates(handed, chunks),
     )
+
+
+def _handed_grads(config: OptimizerConfig, buffers: Sequence[FlatBuffer]) -> dict[FlatBuffer, HandedGrads] | None:
+    """Where runs find gradients that wrappers hand out; None where these stand in their buffers."""
+    return {buffer: HandedGrads(buffer) for buffer in buffers} if config.optimizer_in_backward else None
+
+
+def _updates(
+    handed: dict[FlatBuffer, HandedGrads] | None, chunks: Sequence[_BaseDataParallel]
+) -> Callable[..., RunUpdates]:
+    return RunUpdates if handed is None else partial(UpdatesInBackward, handed=handed, chunks=chunks)
+
+
+def _logical_pieces(model_chunks: Sequence[nn.Module]) -> dict[str, list[LogicalPiece]]:
+    return {name: held for chunk in model_chunks for name, held in model_logical_pieces(chunk).items()}
 
 
 def _check_older_arguments(*given: object) -> None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from megatron.core.config_field import config_field, validate_fields
+from megatron.core.optimizer.in_backward_config import InBackwardConfig
 from megatron.core.optimizer.muon_config import MuonConfig
 from megatron.core.optimizer.offload_config import OptimizerOffloadConfig
 from megatron.core.optimizer.precision_config import PrecisionConfig
@@ -16,7 +17,7 @@ from megatron.core.timers import Timers
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig):
+class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBackwardConfig):
     """What get_megatron_optimizer builds."""
 
     cli_group: ClassVar[str] = "optimizer"
@@ -77,6 +78,13 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig):
         self.validate_precision()
         self.validate_stored_types(self.optimizer)
         self.validate_offload(self.optimizer)
+        self.validate_in_backward(
+            self.optimizer,
+            clip_grad=self.clip_grad,
+            fp16=self.fp16,
+            offloads=self.optimizer_cpu_offload,
+            has_graph=self.optimizer_cuda_graph,
+        )
         if self.optimizer_cuda_graph:
             self.validate_device_step()
 

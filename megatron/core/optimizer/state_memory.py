@@ -4,7 +4,7 @@ Activations, and what collectives hold while they run, are not in it.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -77,7 +77,10 @@ def state_bytes_of(model_chunks: Sequence[_BaseDataParallel], config: OptimizerC
         for buffer in chunk.all_buffers:
             shares_all = isinstance(chunk, TorchFullyShardedDataParallel)
             shares_grads = shares_all or chunk.ddp_config.shard_gradients
-            total += _bytes_of(buffer, config, grouping=grouping, shares_grads=shares_grads, shares_params=shares_all)
+            here = _bytes_of(buffer, config, grouping=grouping, shares_grads=shares_grads, shares_params=shares_all)
+            # What is released holds nothing from step to step; sums that are to be divided later stand.
+            releases = chunk.ddp_config.release_gradients and not chunk.config.calculate_per_token_loss
+            total += replace(here, gradients=0.0) if releases else here
     return total
 
 

@@ -6,7 +6,8 @@ from megatron.training.command_line.errors import CommandLineError
 
 
 def check_optimizer(args: argparse.Namespace) -> None:
-    """Sets what distributed_fused_adam implies; raises CommandLineError where it cannot be had."""
+    """Sets what distributed_fused_adam and --optimizer-in-backward imply; CommandLineError where they cannot be had."""
+    _check_in_backward(args)
     args.shard_gradients = args.optimizer == "distributed_fused_adam"
     if not args.shard_gradients:
         return
@@ -34,4 +35,52 @@ def check_optimizer(args: argparse.Namespace) -> None:
             raise CommandLineError(
                 f"{words} and --optimizer is distributed_fused_adam: {why}; leave it out, or use --optimizer adam with "
                 "--use-distributed-optimizer"
+            )
+
+
+def _check_in_backward(args: argparse.Namespace) -> None:
+    args.release_gradients = args.optimizer_in_backward
+    if not args.optimizer_in_backward:
+        return
+    clip, patterns = args.optimizer_in_backward_clip, args.ddp_param_name_patterns_for_fp32_local_accumulation
+    refused = [
+        (f"--cuda-graph-impl is {args.cuda_graph_impl}", args.cuda_graph_impl != "none", "graphs have standing ones"),
+        ("--ddp-debug is given", args.ddp_debug, "its checks are of gradients that stand in buffers"),
+        (
+            "--ddp-param-name-patterns-for-fp32-local-accumulation is " + " ".join(patterns),
+            patterns,
+            "--accumulate-allreduce-grads-in-fp32 adds up and reduces in fp32",
+        ),
+    ]
+    for words, is_set, why in refused:
+        if is_set:
+            raise CommandLineError(
+                f"{words} and --optimizer-in-backward is given: gradients get their memory during each backward, and "
+                f"{why}; leave out one of the two"
+            )
+    if clip == "exact":
+        return
+    needs_exact = [
+        (
+            "--calculate-per-token-loss is given",
+            args.calculate_per_token_loss,
+            "gradients are divided by tokens that are counted when backward ends",
+        ),
+        (
+            f"--moe-expert-rank-capacity-factor is {args.moe_expert_rank_capacity_factor}",
+            args.moe_expert_rank_capacity_factor is not None,
+            "a step in which experts got too many rows runs again, and must have changed nothing",
+        ),
+        (
+            f"--tensor-model-parallel-size is {args.tensor_model_parallel_size}",
+            clip == "per-bucket" and max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1) > 1,
+            "norms of their buckets differ, and weights that all of them have would come apart",
+        ),
+    ]
+    for words, is_set, why in needs_exact:
+        if is_set:
+            chosen = "not given" if clip is None else clip
+            raise CommandLineError(
+                f"{words} and --optimizer-in-backward-clip is {chosen}: {why}; it must be exact, or "
+                "--optimizer-in-backward be left out"
             )

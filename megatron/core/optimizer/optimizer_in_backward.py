@@ -1,0 +1,319 @@
+"""UpdatesInBackward: updates each bucket of parameters as soon as its gradients are reduced, which are freed then.
+
+When a bucket is reduced, and what else sees it, is the data-parallel wrapper's; what an update is, update_rules.py's.
+
+[Note: half a step] What is updated in backward cannot be taken back. So from the first update of an iteration to the
+end of its step() parameters and states are of two steps. An iteration that is dropped in between leaves them so for
+good, and a checkpoint has to be loaded, as after an error in the middle of any other step.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.distributed.grad_hooks import ReadyBucket, RunState
+from megatron.core.distributed.hand_out import GradConsumer, HandedBucket
+from megatron.core.distributed.layout import Span
+from megatron.core.optimizer.clip_grads import clip_coefficient, clip_coefficient_on_device, total_norm
+from megatron.core.optimizer.grad_stats import NormsHere, OwnedElements, ZerosHere
+from megatron.core.optimizer.in_backward_config import InBackwardClip
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
+from megatron.core.optimizer.run_updates import RunUpdates
+from megatron.core.optimizer.update_rules import GradScale, UpdateRule
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+
+_PREVIOUS_NORM = "previous_grad_norm"
+
+
+class GivingWrapper(Protocol):
+    """A wrapper that hands its buckets out as soon as they are reduced, once each in an iteration."""
+
+    def set_consumer(self, consumer: GradConsumer | None) -> None: ...
+
+
+class ReleasingConfig(Protocol):
+    """What is asked of a wrapper's settings."""
+
+    @property
+    def release_gradients(self) -> bool: ...
+
+
+class PassesConfig(Protocol):
+    """What is asked of a model's settings."""
+
+    @property
+    def calculate_per_token_loss(self) -> bool: ...
+
+
+def check_in_backward(
+    config: OptimizerConfig, wrapped: Sequence[tuple[ReleasingConfig, PassesConfig]], *, groups: ProcessGroupCollection
+) -> None:
+    """Raises ValueError unless the optimizer updates in backward where wrappers release gradients, and there alone; and
+    where a policy cannot be had with the model. wrapped: the settings of each wrapper, and of its model.
+    """
+    found = [of_wrapper.release_gradients for of_wrapper, _ in wrapped]
+    if any(releases != config.optimizer_in_backward for releases in found):
+        raise ValueError(
+            f"OptimizerConfig.optimizer_in_backward is {config.optimizer_in_backward} and "
+            f"DistributedDataParallelConfig.release_gradients of the chunks is {found}: must be the same"
+        )
+    if not config.optimizer_in_backward or config.holds_gradients:
+        return
+    clip = config.optimizer_in_backward_clip
+    if any(of_model.calculate_per_token_loss for _, of_model in wrapped):
+        raise ValueError(
+            "ModelParallelConfig.calculate_per_token_loss and OptimizerConfig.optimizer_in_backward are both set: "
+            "gradients are divided by the tokens of all microbatches and ranks, known after backward, so "
+            "OptimizerConfig.optimizer_in_backward_clip must be exact"
+        )
+    split = max(group_size(groups.tp), group_size(groups.expt_tp))
+    if config.in_backward_clip is InBackwardClip.PER_BUCKET and split > 1:
+        raise ValueError(
+            f"OptimizerConfig.optimizer_in_backward_clip is {clip} and layers are split over {split} tensor-parallel "
+            "ranks: the norms of their buckets differ, and weights that all of them have would come apart; must be "
+            "exact or previous-norm"
+        )
+
+
+class HandedGrads:
+    """The gradients of a buffer that are in the optimizer's hands."""
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self.buffer = buffer
+        self._starts = [span.start for span in buffer.owned_spans()]
+        self._grads: dict[int, Tensor] = {}
+
+    def hold(self, bucket: int, grad: Tensor) -> None:
+        """grad: [n], any float dtype, of all that this rank owns of the bucket."""
+        self._grads[bucket] = grad
+
+    @contextmanager
+    def lent(self, bucket: int, grad: Tensor) -> Iterator[None]:
+        """As `hold`, inside: [n], any float dtype."""
+        self.hold(bucket, grad)
+        yield
+        del self._grads[bucket]
+
+    def forget(self) -> None:
+        """Lets go of their memory."""
+        self._grads.clear()
+
+    def grad_of(self, span: Span) -> Tensor:
+        """See GradPlace: [span.numel], any float dtype."""
+        bucket = bisect_right(self._starts, span.start) - 1
+        start = span.start - self._starts[bucket]
+        return self._grads[bucket][start : start + span.numel]
+
+
+class _Iteration(Enum):
+    """What became of the buckets of an iteration that were handed out so far; NONE: there are none."""
+
+    NONE = "none"
+    HELD = "held"
+    UPDATED = "updated"
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What a bucket's gradients were, of which nothing is left. zeros: None where they are not counted."""
+
+    norms: NormsHere
+    zeros: ZerosHere | None
+
+
+class UpdatesInBackward(RunUpdates):
+    """The consumer of the chunks' buckets. In an iteration:
+
+    1. `take` gets each bucket during backward, or when gradients are finalized; the first takes the learning rates;
+    2. its gradients are measured, and its runs updated: or, with the policy `exact`, held, this rank's alone;
+    3. step() gets the norm of all that were measured, and with `exact` clips and updates as any other step does.
+
+    Norms come to the bits that they have without it, and so do updates that are not clipped. See [Note: half a step].
+    handed: of every buffer that runs are of; where these find their gradients.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[UpdateRule],
+        config: OptimizerConfig,
+        *,
+        runs: Sequence[ParamRun],
+        owned: OwnedElements,
+        logical_pieces: Mapping[str, list[LogicalPiece]],
+        handed: Mapping[FlatBuffer, HandedGrads],
+        chunks: Sequence[GivingWrapper],
+    ) -> None:
+        super().__init__(rules, config, runs=runs, owned=owned, logical_pieces=logical_pieces)
+        # Wrappers know less of their buffers, which are the same objects.
+        self._handed: dict[object, HandedGrads] = {one.buffer: one for one in handed.values()}
+        self._runs_in: dict[tuple[FlatBuffer, int], list[ParamRun]] = {}
+        for run in runs:
+            self._runs_in.setdefault((run.buffer, run.bucket), []).append(run)
+        stepped = [
+            (group, tensor) for rule in rules for group in rule.optimizer.param_groups for tensor in group["params"]
+        ]
+        self._group_of = {id(tensor): group for group, tensor in stepped}
+        self._clip = config.in_backward_clip
+        self._iteration = _Iteration.NONE
+        self._taken: set[tuple[FlatBuffer, int]] = set()
+        self._counted: dict[tuple[FlatBuffer, int], _Counted] = {}
+        # Of the last step; None before the first, and after a step that was skipped it stays.
+        self._previous_norm: float | None = None
+        for chunk in chunks:
+            chunk.set_consumer(self)
+
+    # For the wrapper.
+
+    def begin(self) -> None:
+        """An iteration begins, or begins anew: what was held of the one before is dropped."""
+        self._forget()
+
+    @record_function("UpdatesInBackward.take")
+    @torch.no_grad()
+    def take(self, bucket: ReadyBucket, place: HandedBucket) -> None:
+        """Updates the runs of a bucket, or keeps its gradients; every bucket once an iteration, alike on all ranks.
+
+        Collective with the policy `per-bucket`. Raises RuntimeError and ValueError where a step would.
+        """
+        if self._iteration is _Iteration.NONE:
+            super().prepare()
+            self._iteration = _Iteration.HELD if self._must_hold else _Iteration.UPDATED
+        handed, index = self._handed[place.buffer], place.layout.index
+        key = handed.buffer, index
+        assert key not in self._taken, "a bucket is handed out once an iteration"
+        self._taken.add(key)
+        if self._iteration is _Iteration.HELD:
+            handed.hold(index, bucket.keep())
+            return
+        # Before anything is changed, and until step() has ended.
+        self._is_half_done = True
+        runs = self._runs_in.get(key, [])
+        with handed.lent(index, bucket.grad):
+            # First, as the kernel may write scaled gradients over them.
+            zeros = self.zeros_of(runs) if self._config.log_num_zeros_in_grad else None
+            self._counted[key] = _Counted(self.norms_of(runs), zeros)
+            super().update(self._scale_of(bucket.grad, handed.buffer), runs, rules=self._rules)
+
+    def states(self, place: HandedBucket) -> Sequence[RunState]:
+        """What is kept of a bucket, for hooks: fp32 or fp64, views of what is kept so, else copies."""
+        buffer, index = self._handed[place.buffer].buffer, place.layout.index
+        start = buffer.owned_spans()[index].start
+        return [self._state_of(run, start) for run in self._runs_in.get((buffer, index), [])]
+
+    # For the optimizer's step.
+
+    def prepare(self) -> None:
+        """See RunUpdates; of parameters that are updated already `take` has done it."""
+        if self._iteration is not _Iteration.UPDATED:
+            super().prepare()
+
+    def norm(self) -> Tensor:
+        """See RunUpdates: [], fp64. Raises RuntimeError where buckets have not been handed out."""
+        missing = [run for key, runs in self._runs_in.items() if key not in self._taken for run in runs]
+        if missing:
+            raise RuntimeError(
+                f"optimizer.step() was called before the gradient of {missing[0].params[0].name} was handed out: with "
+                "OptimizerConfig.optimizer_in_backward  finalize_model_grads must be called first"
+            )
+        if self._iteration is not _Iteration.UPDATED:
+            return super().norm()
+        return self._owned.norm_of_all([counted.norms for counted in self._in_order()])
+
+    def count_zeros(self) -> Tensor:
+        """See RunUpdates: [], int64."""
+        if self._iteration is not _Iteration.UPDATED:
+            return super().count_zeros()
+        return self._owned.zeros_of_all([one.zeros for one in self._in_order() if one.zeros is not None])
+
+    def update(self, scale: GradScale, runs: Iterable[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
+        """See RunUpdates: of what was held."""
+        if self._iteration is not _Iteration.UPDATED:
+            super().update(scale, runs, rules=rules)
+
+    def end_step(self, grad_norm: float) -> None:
+        """See RunUpdates: gradients that were held are freed."""
+        self._previous_norm = grad_norm
+        self._forget()
+
+    def skip_step(self, grad_norm: float) -> None:
+        """See RunUpdates. Raises RuntimeError where parameters are updated already."""
+        if self._iteration is _Iteration.UPDATED:
+            raise RuntimeError(
+                f"the norm of all gradients is {grad_norm}, found after parameters were updated in backward: load a "
+                "checkpoint. With OptimizerConfig.optimizer_in_backward_clip exact such steps are skipped, and "
+                "DistributedDataParallelConfig.check_for_nan_in_grad names rank and parameters"
+            )
+        self._forget()
+
+    def check_whole(self) -> None:
+        """See RunUpdates and [Note: half a step]."""
+        if self._is_half_done:
+            raise RuntimeError(
+                "parameters were updated in backward, and the step of that iteration never ended, so parameters and "
+                "optimizer states are no longer of one step: load a checkpoint. With "
+                "OptimizerConfig.optimizer_in_backward_clip exact nothing is updated before optimizer.step()"
+            )
+
+    def make_whole(self) -> None:
+        """See RunUpdates."""
+        super().make_whole()
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See RunUpdates: the norm that clips the next step, where one does."""
+        return {_PREVIOUS_NORM: self._previous_norm} if self._clip is InBackwardClip.PREVIOUS_NORM else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See RunUpdates; of another optimizer the first step clips exactly."""
+        self._previous_norm = state_dict.get(_PREVIOUS_NORM)
+
+    # Inside.
+
+    @property
+    def _must_hold(self) -> bool:
+        if self._clip is InBackwardClip.PREVIOUS_NORM:
+            return self._previous_norm is None
+        return self._clip is InBackwardClip.EXACT
+
+    def _scale_of(self, grad: Tensor, buffer: FlatBuffer) -> GradScale:
+        """What a bucket's gradients, [n], floating point, are divided by."""
+        if self._clip is None:
+            return GradScale(1.0)
+        if self._clip is InBackwardClip.PREVIOUS_NORM:
+            assert self._previous_norm is not None, "else gradients are held"
+            return GradScale(1.0 / clip_coefficient(self._config.clip_grad, self._previous_norm))
+        group = buffer.data_parallel_group if buffer.is_sharded else None
+        # The whole of it, as its copies on other stages must come to the same.
+        norm = total_norm([grad], 2, groups=[group], accumulate_in=self._norm_dtype)
+        # Divided on the device: the host need not wait in the middle of backward.
+        return GradScale(clip_coefficient_on_device(self._config.clip_grad, norm).reciprocal().float())
+
+    def _state_of(self, run: ParamRun, bucket_start: int) -> RunState:
+        moments = {name: one for rule in self._rules if run in rule.runs for name, one in rule.flat_state(run).items()}
+        return RunState(
+            Span(run.span.start - bucket_start, run.span.numel),
+            self._group_of[id(run.stepped)],
+            run.main.read(0, run.main.numel),
+            {name: stored.read(0, stored.numel) for name, stored in moments.items()},
+        )
+
+    def _in_order(self) -> list[_Counted]:
+        """Of all runs, in their order; a part without any, as norms of nothing have a device all the same."""
+        counted = [self._counted[key] for key in self._runs_in]
+        return counted or [_Counted(self.norms_of([]), self.zeros_of([]))]
+
+    def _forget(self) -> None:
+        for grads in self._handed.values():
+            grads.forget()
+        self._taken.clear()
+        self._counted.clear()
+        self._iteration = _Iteration.NONE

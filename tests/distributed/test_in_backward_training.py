@@ -1,0 +1,117 @@
+"""--optimizer-in-backward through the training program: the bits of the same mode without it (TRAPS B29, B30), whatever
+the layout; checkpoints go both ways. What a single wrapped module does is in test_optimizer_in_backward.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.counts import long_count, slow
+from tests.distributed.parity import layout, put_together
+from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, INTERLEAVED, OVERLAPPED, SHARDED, Case, _train
+from tests.distributed.test_sharded_runs import _load, _save, _steps
+from tests.distributed.test_zero2_training import FP16, RECOMPUTED, ZERO2
+from tests.distributed.tiny_runs import started_run, state_of
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+STEPS = long_count(6, soak=20)
+SMALL: Flags = {"ddp-bucket-size": 1001}
+MODES: dict[str, Flags] = {"ddp": {}, "zero1": {**SHARDED, **OVERLAPPED}, "zero2": {**ZERO2, **OVERLAPPED}}
+OFF: Flags = {"optimizer-in-backward": True, "clip-grad": 0}
+EXACT: Flags = {"optimizer-in-backward": True, "optimizer-in-backward-clip": "exact"}
+NORMAL: Flags = {"optimizer-in-backward": None, "optimizer-in-backward-clip": None}
+CASES = {
+    "dense, 3 ranks, bf16": (Case(3, "dense", {**BF16, "global-batch-size": 6}), (OFF, EXACT)),
+    "moe, ep 2": (Case(4, "moe", EP2), (OFF, EXACT)),
+    "pp 2, vpp 2, ep 2": (Case(4, "moe", {**INTERLEAVED, **BF16, **EP2}), (OFF, EXACT)),
+    "pp 2, tied": (Case(4, "dense", {**layout(pp=2), **BF16, "global-batch-size": 8}), (OFF, EXACT)),
+    "tp 2, sp": (Case(4, "moe", {**layout(2), "num-query-groups": 2, "global-batch-size": 4}), (OFF, EXACT)),
+    "cp 2, recomputed": (Case(2, "llama", {**layout(cp=2), **RECOMPUTED, "global-batch-size": 2}), (OFF, EXACT)),
+    "frozen, decoupled": (
+        Case(3, "dense", {**BF16, "decoupled-lr": 0.02, "global-batch-size": 6}, frozen="embedding."),
+        (OFF, EXACT),
+    ),
+    "growing batch": (
+        Case(3, "dense", {"step-batch-size-schedule": "0:3 6:12 99:6", "global-batch-size": None}),
+        (OFF,),
+    ),
+    "moe, 3 ranks, fp16": (Case(3, "moe", {**FP16, "global-batch-size": 3}), (EXACT,)),
+    "bf16 gradients, per token": (
+        Case(2, "llama", {**BF16, "grad-reduce-in-bf16": True, "calculate-per-token-loss": True}),
+        (EXACT,),
+    ),
+}
+# Each kind of hand-out once; all of them in the long run.
+ALWAYS = ("dense, 3 ranks, bf16", "pp 2, vpp 2, ep 2", "tp 2, sp")
+USUAL = (*ALWAYS, "pp 2, tied", "cp 2, recomputed", "moe, 3 ranks, fp16", "bf16 gradients, per token")
+
+
+def _chosen() -> list[Any]:
+    chosen = [name for name in CASES if name in USUAL or long_count(0, soak=1)]
+    return [name if name in ALWAYS else slow(name) for name in chosen]
+
+
+def _train_each(argvs: Sequence[Sequence[str]], frozen: str) -> list[Any]:
+    return [_train(argv, frozen, STEPS) for argv in argvs]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", _chosen())
+def test_updates_in_backward_have_the_bits_of_the_step_after_it(name: str, mode: str) -> None:
+    case, policies = CASES[name]
+    flags = {**read_bases()[case.base], **FLAGS, **case.flags, **MODES[mode], **SMALL}
+    pairs = [({**flags, **policy, **NORMAL}, {**flags, **policy}) for policy in policies]
+    argvs = [command_line(one) for pair in pairs for one in pair]
+    for runs in run_on_ranks(_train_each, case.ranks, argvs, case.frozen, timeout=60 + 60 * len(argvs)):
+        for (reports, weights), (expected, final) in zip(runs[1::2], runs[::2], strict=True):
+            for step, reference in zip(reports, expected, strict=True):
+                assert step == reference
+            assert weights == final
+            assert len({step["grad_norm"] for step in reports}) > STEPS // 2
+
+
+RELAY: Flags = {**read_bases()["moe"], **FLAGS, **BF16, "train-iters": 6, "global-batch-size": 6}
+
+
+def _take_over(argvs: Sequence[Sequence[str]], folder: str) -> None:
+    """One run, and the same steps with the time of updates changed after every second one."""
+    with started_run(argvs[0]) as run:
+        expected, final = _steps(run, 6), state_of(run)
+    seen = []
+    for number, argv in enumerate([argvs[1], argvs[0], argvs[1]]):
+        source = ["--load", f"{folder}/{number - 1}"] if number else []
+        with started_run([*argv, *source, "--save", f"{folder}/{number}"]) as run:
+            seen += _steps(run, 2)
+            run.save_checkpoint()
+            last = state_of(run)
+    assert seen == expected
+    assert last == final
+
+
+@pytest.mark.parametrize("mode", ["zero1", slow("ddp"), slow("zero2")])
+@pytest.mark.parametrize("policy", [OFF, EXACT], ids=["clip off", "exact"])
+def test_b30_runs_go_on_from_each_others_checkpoints_bit_for_bit(mode: str, policy: Flags, tmp_path: Path) -> None:
+    flags = {**RELAY, **MODES[mode], **SMALL, **policy, "overlap-grad-reduce": True}
+    argvs = [command_line({**flags, **NORMAL}), command_line(flags)]
+    run_on_ranks(_take_over, 3, argvs, str(tmp_path), timeout=300)
+
+
+@pytest.mark.slow
+def test_b14_any_number_of_ranks_goes_on_from_any_other(tmp_path: Path) -> None:
+    flags = {**RELAY, "global-batch-size": 12, **MODES["zero1"], **SMALL, **EXACT}
+    argvs = [command_line({**flags, **NORMAL}), command_line(flags)]
+    folders = [str(tmp_path / name) for name in ("normal", "in backward")]
+    saved = [
+        put_together(sum(run_on_ranks(_save, ranks, argv, folder), []))
+        for ranks, argv, folder in zip((2, 3), argvs, folders)
+    ]
+    for ranks in (1, 2, 4):
+        # Each loads what the other has saved.
+        for number, results in enumerate(zip(*run_on_ranks(_load, ranks, argvs[::-1], folders))):
+            state = put_together(sum((own for own, _ in results), []))
+            assert state.keys() == saved[number].keys()
+            assert all(torch.equal(value, saved[number][key]) for key, value in state.items()), (ranks, folders[number])
