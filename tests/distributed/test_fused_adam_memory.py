@@ -18,8 +18,8 @@ from tests.harness import run_on_ranks
 
 WIDTH, LAYERS = 256, 48
 NUM_PARAMS = WIDTH * WIDTH * LAYERS
-# Bytes of a bucket, of one layer's gradients in fp32, and how many are under way.
-CAP, PIPELINE = 1 << 18, 2
+# Bytes of a bucket, of one layer's gradients in fp32, how many are under way, and whose memory stays for the next ones.
+CAP, PIPELINE, SPARE = 1 << 18, 2, 3
 FP32, BF16 = torch.float32, torch.bfloat16
 REMAINDERS = {"store_params": False, "store_param_remainders": True}
 # The parameters' dtype, settings, bytes a parameter of: itself, states, gradients.
@@ -95,10 +95,15 @@ def of_law(case: str, ranks: int) -> float:
     return NUM_PARAMS * (of_param + (of_states + of_grads) / ranks)
 
 
+def is_at_rest(held: Held, law: float, *, bucket: int = CAP, spare: int = SPARE) -> bool:
+    """Whether a rank holds what the formula says, to 2%, and besides at most the memory of some buckets."""
+    return 0.98 * law <= held.at_rest <= 1.02 * law + spare * bucket
+
+
 @pytest.mark.parametrize(("case", "ranks"), [("fp32", 1), *product(CASES, [2, 4])])
 def test_a_rank_holds_parameters_and_its_share_of_states_and_gradients(case: str, ranks: int) -> None:
     for held in run_on_ranks(partial(held_by_ours, case, bucket_cap_mb=CAP / 2**20), ranks):
-        assert held.at_rest == pytest.approx(of_law(case, ranks), rel=0.02)
+        assert is_at_rest(held, of_law(case, ranks)), held
         # Those under way with what others send, and as many of which gloo's two threads have not let go yet; two that
         # one gradient fills, and that gradient, made and copied.
         buckets = (PIPELINE + 2) * (1 + (ranks - 1) / ranks) + 2
@@ -108,7 +113,7 @@ def test_a_rank_holds_parameters_and_its_share_of_states_and_gradients(case: str
 
 def test_a_bucket_that_is_larger_than_the_model_takes_no_more_than_the_model() -> None:
     for held in run_on_ranks(partial(held_by_ours, "fp32", bucket_cap_mb=100.0), 2):
-        assert held.at_rest == pytest.approx(of_law("fp32", 2), rel=0.02)
+        assert is_at_rest(held, of_law("fp32", 2), bucket=4 * NUM_PARAMS, spare=1), held
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -116,7 +121,7 @@ def test_a_bucket_that_is_larger_than_the_model_takes_no_more_than_the_model() -
 def test_parameters_that_are_taken_over_lazily_need_no_more_than_whole_gradients_first(case: str, ranks: int) -> None:
     dtype, _, of_param, of_states, of_grads = CASES[case]
     for held in run_on_ranks(partial(held_by_ours, case, is_lazy=True, bucket_cap_mb=CAP / 2**20), ranks):
-        assert held.at_rest == pytest.approx(of_law(case, ranks), rel=0.02)
+        assert is_at_rest(held, of_law(case, ranks)), held
         buckets = (PIPELINE + 2) * (1 + (ranks - 1) / ranks) + 2
         # Parameters and gradients of their dtype, and shards to reduce these to; then states in place of gradients,
         # with parameters twice while they are moved.

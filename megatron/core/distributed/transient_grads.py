@@ -29,6 +29,7 @@ from megatron.core.distributed.flat_buffer import (
 )
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.layout import Fragment, Span
+from megatron.core.distributed.message_memory import MessageMemory
 from megatron.core.distributed.synced_group import GradState, SyncedGroup
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
@@ -85,6 +86,12 @@ class TransientBuffer(_ParamAndGradBuffer):
         self._owned = self.owned_spans()
         device = torch.device("meta") if memory.sums is SumMemory.RELEASED else named_params[0][1].device
         self.shard_grads = torch.zeros(sum(span.numel for span in self._owned), dtype=kind.grad_dtype, device=device)
+        self.messages = MessageMemory(
+            kind.grad_dtype,
+            named_params[0][1].device,
+            # Else what is given away may be a part of a message.
+            is_kept=memory.sums is not SumMemory.RELEASED,
+        )
 
     @property
     def is_staged(self) -> bool:
@@ -274,6 +281,7 @@ class TransientGroup(SyncedGroup):
         if self._is_standing:
             # Kernels add to it.
             done.flat.zero_()
+        self._buffer.messages.give_back(done.flat)
 
     @property
     def can_be_released(self) -> bool:
@@ -413,8 +421,7 @@ class TransientGroup(SyncedGroup):
                 self.settle()
             self._flat = self.bucket.grad_data
         elif self._flat is None:
-            kind = self._buffer.kind
-            self._flat = torch.empty(self.bucket.layout.span.numel, dtype=kind.grad_dtype, device=self.device)
+            self._flat = self._buffer.messages.take(self.bucket.layout.span.numel)
         return self._flat
 
     def _move(self, param: nn.Parameter, new: torch.Tensor) -> None:
@@ -463,7 +470,11 @@ class TransientGroup(SyncedGroup):
 
     def _drop(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft().handle.wait()
+            done = self._in_flight.popleft()
+            done.handle.wait()
+            self._buffer.messages.give_back(done.flat)
+        if self._flat is not None:
+            self._buffer.messages.give_back(self._flat)
         if self._is_standing:
             self.bucket.grad_data.zero_()
         self._flat, self._has_sum, self._sum = None, False, None
