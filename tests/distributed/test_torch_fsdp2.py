@@ -336,6 +336,14 @@ def test_a_weight_that_two_units_share_is_refused_by_both_names() -> None:
         find_units(net, repeated_layers(net), experts_apart=False)
 
 
+class _Marked:
+    """A base class that says something of a module."""
+
+
+class _Odd(_Marked, nn.Linear):
+    """A module that names it first."""
+
+
 def _refusals() -> list[str]:
     texts = []
     scalar = Net()
@@ -350,6 +358,8 @@ def _refusals() -> list[str]:
         half_way(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
     tries: list[Callable[[], Any]] = [
         lambda: _wrap(scalar),
+        lambda: _wrap(Net().to("meta")),
+        lambda: TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, nn.Sequential(_Odd(2, 2)), [_Odd]),
         lambda: TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, Net(), pg_collection=stage),
         lambda: TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, Net(), [nn.Conv1d]),
         lambda: TorchFullyShardedDataParallelConfig(overlap_grad_reduce=True),
@@ -367,6 +377,8 @@ def _refusals() -> list[str]:
 def test_what_cannot_work_is_refused_on_all_ranks_in_words() -> None:
     patterns = [
         "parameter extra has shape ()",
+        "parameter table.weight is on the meta device",
+        "0 is a _Odd, whose first base class leads to _Marked",
         "pipeline_model_parallel_size is 2 with use_torch_fsdp2",
         "sub_modules_to_wrap is Conv1d: the module has none",
         "overlap_grad_reduce is True with use_torch_fsdp2",

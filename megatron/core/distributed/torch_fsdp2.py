@@ -98,6 +98,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         layers = [] if disable_bucketing else _layers(module, sub_modules_to_wrap)
         apart = expert_ranks_differ(self.pg_collection)
         self.units = find_units(module, layers, experts_apart=apart)
+        _check_classes(self.units)
         self._meshes: dict[bool, DeviceMesh] = {}
         self._frozen: list[tuple[str, ParamShard]] = []
         shards = self._shard_units()
@@ -407,10 +408,27 @@ def _check_settings(module: nn.Module, groups: ProcessGroupCollection) -> None:
             "stage would gather all of its parameters anew; leave one of them out"
         )
     for name, param in module.named_parameters():
+        if param.is_meta:
+            raise ValueError(
+                f"parameter {name} is on the meta device: give the module memory first, by to_empty, and its values"
+            )
         if not param.dim() or not param.is_contiguous():
             raise ValueError(
                 f"parameter {name} has shape {tuple(param.shape)} and strides {param.stride()}: fully_shard cuts rows "
                 "of contiguous parameters with at least one dimension; give it shape [1], or make it contiguous"
+            )
+
+
+def _check_classes(units: Iterable[Unit]) -> None:
+    """Raises ValueError for a unit whose class torch cannot derive one of its own from that fits the object."""
+    for unit in units:
+        base = type(unit.module)
+        while base.__base__ not in (object, None):
+            base = base.__base__
+        if base is not nn.Module:
+            raise ValueError(
+                f"{unit.name or 'the model'} is a {type(unit.module).__name__}, whose first base class leads to "
+                f"{base.__name__}: fully_shard needs one that leads to nn.Module; name that base first"
             )
 
 
