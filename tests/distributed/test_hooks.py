@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -335,9 +336,10 @@ class Kept:
 
 
 def _change_gradients(mode: dict[str, Any]) -> None:
-    def halve(owned: nn.Parameter) -> None:
+    def halve(owned: nn.Parameter, *, by_data: bool) -> None:
         assert owned.grad is not None
-        owned.grad.mul_(0.5)
+        # Torch counts no write to `.data`.
+        (owned.grad.data if by_data else owned.grad).mul_(0.5)
 
     def double(bucket: ReadyBucket) -> None:
         bucket.grad.mul_(2.0)
@@ -348,7 +350,7 @@ def _change_gradients(mode: dict[str, Any]) -> None:
         plain, model = (wrap(tiny_model(dtype), mode) for _ in range(2))
         expected, ours = Kept(plain), Kept(model)
         for param in trained(model).values():
-            model.register_post_accumulate_grad_hook(param, halve)
+            model.register_post_accumulate_grad_hook(param, partial(halve, by_data=not doubles))
         if doubles:
             model.register_bucket_ready_hook(double)
         for each in (plain, model):
@@ -385,6 +387,10 @@ def _fail_in_a_hook(mode: dict[str, Any]) -> None:
         # The others may hear of it before the hook of theirs.
         with pytest.raises((KeyError, RemoteRankError)):
             backward(model, step)
+        if "release_gradients" not in mode:
+            # Else an optimizer would step what only some hooks have seen.
+            with pytest.raises(RuntimeError, match="broke the hooks on reduced gradients off"):
+                model.finish_grad_sync()
         model.reset_iteration()
         assert not counted.take()
         fails[0] = False

@@ -219,7 +219,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
         The first of the chunks that share a launch order does it for all. Raises NonFiniteGradientError on all ranks if
         the check is on and any rank's gradient is NaN or infinite; where a rank has broken the iteration off, that
-        rank's error, or RemoteRankError.
+        rank's error, or RemoteRankError; RuntimeError where an earlier call came to an error of a hook.
         force_all_reduce: that every rank gets all sums, which without use_distributed_optimizer it does.
         """
         if force_all_reduce and self.ddp_config.use_distributed_optimizer:
@@ -228,6 +228,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 "sums of its shards alone: leave one of them out"
             )
         self.launch_order.finish()
+        self._hand_out.check_whole()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype.

@@ -144,6 +144,8 @@ class HandOut:
         # Whether a backward has shown how many gradients come; see [Note: several gradients].
         self.knows_counts = False
         self._is_stopped = False
+        # An error left some hooks without their calls.
+        self._is_broken = False
 
     @property
     def groups(self) -> list[HandedGroup]:
@@ -170,7 +172,7 @@ class HandOut:
         self._waiting.clear()
         self._given.clear()
         self._place_of.clear()
-        self._is_stopped = False
+        self._is_stopped = self._is_broken = False
         self.hooks.begin()
         if self.consumer is not None:
             self.consumer.begin()
@@ -178,6 +180,14 @@ class HandOut:
     def stop(self) -> None:
         """Gives out nothing more until `begin`."""
         self._is_stopped = True
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError if an error in a hook or an optimizer kept others from their calls in this iteration."""
+        if self._is_broken:
+            raise RuntimeError(
+                "an error broke the hooks on reduced gradients off in this iteration: call reset_iteration() and run "
+                "the iteration again"
+            )
 
     def end_backward(self) -> None:
         """A backward that reduces is over: what it has shown is known."""
@@ -202,6 +212,8 @@ class HandOut:
     @record_function("HandOut.give")
     @torch.no_grad()
     def _give(self, group: HandedGroup) -> None:
+        self.check_whole()
+        self._is_broken = True
         for place in self._places[group]:
             # Taken in any case: what nobody wants is free.
             ready = ReadyBucket(place.name, place.slices, place.shard, group.reduced_grad(place.bucket))
@@ -222,6 +234,7 @@ class HandOut:
                     self.consumer.take(free, freed.bucket)
         # Hooks may have changed them.
         group.take_sums()
+        self._is_broken = False
 
     def _fire_param(self, one: RunParam, flat: torch.Tensor) -> None:
         owned = self.owned_shard(one.param)
@@ -233,12 +246,13 @@ class HandOut:
 def _lent(owned: nn.Parameter, grad: torch.Tensor) -> Iterator[None]:
     """Inside, `owned.grad` is `grad`, the same shape, rounded to its dtype; what is done to it is done to `grad`."""
     given = grad.to(owned.dtype)
-    before = given._version
+    rounded = None if given is grad else given.clone()
     owned.grad = given
     try:
         yield
         left = owned.grad
-        if left is not None and (left is not given or (given is not grad and given._version != before)):
-            grad.copy_(left)
+        if left is not None and left is not grad:
+            # What a hook left alone keeps the digits that were rounded off; writes to `.data` show in values alone.
+            grad.copy_(left if rounded is None else torch.where(left == rounded, grad, left.to(grad.dtype)))
     finally:
         owned.grad = None
