@@ -140,6 +140,13 @@ def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, 
             "OptimizerConfig.main_grads_dtype is bf16: gradients must be reduced in bf16 as well "
             "(--grad-reduce-in-bf16), or main_grads_dtype be fp32"
         )
+    if config.main_params_dtype == "fp16" and any(
+        buffer.model_dtype.itemsize < buffer.param_data.dtype.itemsize for buffer in buffers
+    ):
+        raise ValueError(
+            "OptimizerConfig.main_params_dtype is fp16 with use_torch_fsdp2, whose fp32 shards are the masters "
+            "themselves: must be fp32"
+        )
 
 
 def _fused_rule(config: OptimizerConfig, runs: Sequence[ParamRun], *, keys: Sequence[GroupKey]) -> FusedRule:

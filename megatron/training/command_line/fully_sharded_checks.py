@@ -7,6 +7,8 @@ from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataPa
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
 
+_OFFLOADED = "what is kept for backward goes to the host, gathered parameters among it, whose memory is not there then"
+
 
 def check_fully_sharded(args: argparse.Namespace) -> None:
     """Raises CommandLineError where something needs whole parameters, or is there only for buckets of gradients."""
@@ -50,5 +52,15 @@ def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             f"--cuda-graph-impl is {args.cuda_graph_impl}",
             args.cuda_graph_impl != "none",
             "gathered parameters get their memory anew each time, which graphs have standing",
+        ),
+        (
+            "--fine-grained-activation-offloading is given",
+            args.fine_grained_activation_offloading,
+            _OFFLOADED,
+        ),
+        (
+            f"--cpu-offloading-num-layers is {args.cpu_offloading_num_layers}",
+            args.cpu_offloading_num_layers > 0,
+            _OFFLOADED,
         ),
     ]
