@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.core.device import SideStream, default_device
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
@@ -80,6 +81,12 @@ def check_settings(
 
 def check_params(module: nn.Module) -> None:
     """Raises ValueError where parameters that require grad are in no dtype or place that can be wrapped."""
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"parameter {name} is a DTensor: the module was given to fully_shard, as by "
+                "TorchFullyShardedDataParallel, before; wrap another one that is not, once"
+            )
     trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     for name, param in trained:
         if param.dtype not in _DTYPES:

@@ -1,6 +1,6 @@
 """What hooks on reduced gradients get where torch's fully_shard reduces: units in the place of buckets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +49,33 @@ def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> 
 
 
 class ShardHandOut(HandOut):
-    """The owner's part of a parameter is the sharded parameter itself, whose gradient torch has put there."""
+    """The owner's part of a parameter is the sharded parameter itself, whose gradient torch has put there.
+
+    sharded: the shard of a gathered parameter.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[UnitGroup],
+        *,
+        is_later: Callable[[nn.Parameter], bool],
+        sharded: Callable[[nn.Parameter], nn.Parameter],
+    ) -> None:
+        super().__init__(groups, is_later=is_later)
+        self._buffers = {entry.param: group.buckets[0].buffer for group in groups for entry in group.entries}
+        self._sharded = sharded
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """The parameter itself, a DTensor of any shape and dtype."""
-        return param
+        """The parameter itself, a DTensor of any shape and dtype; of a gathered one, its shard."""
+        owned = self._sharded(param)
+        if owned not in self._buffers:
+            raise ValueError(
+                f"owned_shard was given a parameter of shape {tuple(param.shape)} that is not wrapped: must be one "
+                "that required grad when its module was"
+            )
+        return owned
 
     def _fire_param(self, one: RunParam, flat: torch.Tensor) -> None:
         self.hooks.fire_param(one.name, one.param)
+        # One that a hook has put in the place of the gradient is what others see.
+        self._buffers[one.param].attach_grad_of(one.param)

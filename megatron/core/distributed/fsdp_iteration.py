@@ -1,25 +1,33 @@
-"""FsdpIteration: where an iteration of gradients is that torch's fully_shard reduces, and the checks at its end."""
+"""FsdpIteration: where an iteration of gradients is that torch's fully_shard reduces, and what ends it on all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from megatron.core.agreement import RemoteRankError
 from megatron.core.device import default_device
 from megatron.core.distributed.fsdp_hand_out import ShardHandOut
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.iteration_phase import Phase
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.replica_checks import raise_non_finite
 from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer
 from megatron.core.distributed.stage_groups import stage_group_of
-from megatron.core.group_collectives import message_device
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.distributed.step_agreement import StepAgreement, Verdict
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+_RESET = "reset_iteration() was called after an error"
 
 
 class FsdpIteration:
     """Begins with the wrapper's zero_grad_buffer, ends with finish_grad_sync; then an optimizer may step.
 
     To the optimizer it is what LaunchOrder is for the other wrapper. checks: None: nobody looks at gradients.
+    find_change: what was done to the module since it was wrapped, if that is wrong.
     """
 
     def __init__(
@@ -29,61 +37,137 @@ class FsdpIteration:
         *,
         groups: ProcessGroupCollection,
         hand_out: ShardHandOut,
+        find_change: Callable[[], str | None],
     ) -> None:
         self.has_optimizer, self._hand_out = False, hand_out
         self._buffers, self._checks, self._groups = buffers, checks, groups
+        self._find_change = find_change
+        stage_group = stage_group_of(groups)
+        self._agreement = StepAgreement(
+            stage_group,
+            pp_group=groups.pp,
+            stage_host=groups.tp_dp_cp_host,
+            pp_host=groups.pp_host,
+            ledger=Ledger(stage_group),
+        )
         self._phase = Phase.COLLECTING
+
+    def watch(self, module: nn.Module) -> None:
+        """Refuses backwards of `module` that come after the end of an iteration."""
+        # Before fully_shard's own, so that the error comes before anything is gathered.
+        module.register_forward_hook(self._watch_outputs, prepend=True)
 
     def begin(self) -> None:
-        """Forgets all gradients."""
-        self._phase = Phase.COLLECTING
-        for buffer in self._buffers:
-            buffer.zero_grads()
-        self._hand_out.begin()
+        """Forgets all gradients. Collective after `finish`, where an optimizer was to step and did not."""
+        self._end_finished_sync(is_reset=False)
+        self._start()
+
+    def reset(self) -> None:
+        """After an error in an iteration: lets the other ranks know, drops all gradients and begins anew. Collective,
+        except after the optimizer's step has begun, or `finish` told of another rank's reset.
+        """
+        if self._phase is Phase.COLLECTING:
+            self._agree_sync(is_aborted=True, is_non_finite=False)
+            self._phase = Phase.ABORTED
+            self._agreement.tell_reason(_RESET)
+        self._end_finished_sync(is_reset=True)
+        self._start()
 
     def finish(self) -> None:
-        """Makes sure that all gradients are in their places, reduced and, if that is checked, finite. Collective."""
+        """Makes sure that all gradients are in their places, reduced and, if that is checked, finite. Collective.
+
+        Raises on all ranks: NonFiniteGradientError; or this rank's ValueError, or RemoteRankError with another's.
+        """
         if self._phase in (Phase.FINISHED, Phase.STEPPED):
             return
-        left = [name for buffer in self._buffers for name in buffer.unreduced()]
-        if left:
-            raise RuntimeError(
-                f"finish_grad_sync: gradients of {left[0]} and {len(left) - 1} more were not reduced, as the "
-                "last backward was in no_sync: leave the last microbatch out of it, or call reset_iteration"
-            )
+        self._check_usable()
+        problem = self._find_change() or self._find_unreduced()
         for buffer in self._buffers:
             buffer.attach_grads()
-        if self._checks is not None:
-            self._check_sync(self._checks)
+        found = [] if self._checks is None else self._measure_sync(self._checks)
+        verdict = self._agree_sync(is_aborted=problem is not None, is_non_finite=bool(found))
+        if verdict.is_aborted:
+            self._phase = Phase.ABORTED
+            self._agreement.raise_broken_off(problem)
+        if verdict.is_non_finite:
+            self._phase = Phase.ABORTED
+            raise_non_finite(found, [stage_group_of(self._groups), self._groups.pp])
         self._phase = Phase.FINISHED
         for group in self._hand_out.groups:
             self._hand_out.reduced(group)
 
     def step(self) -> None:
-        """Says that the optimizer is about to update; raises RuntimeError where gradients came and `finish` did not."""
+        """Says that the optimizer is about to update; once an iteration. Collective after `finish`.
+
+        Raises RuntimeError where gradients came and `finish` did not, RemoteRankError if another rank has called
+        `reset` since.
+        """
         if self._phase is Phase.COLLECTING:
-            left = [name for buffer in self._buffers for name in buffer.unreduced()]
-            if left or any(buffer.grad_data.count_nonzero() for buffer in self._buffers if not self._is_on_gpu(buffer)):
+            is_filled = any(b.grad_data.count_nonzero() for b in self._buffers if not self._is_on_gpu(b))
+            if is_filled or self._find_unreduced():
                 raise RuntimeError("the optimizer steps without finish_grad_sync: call it after the last microbatch")
+        self._check_usable()
+        rank = self._end_finished_sync(is_reset=False)
+        if rank is not None:
+            self._phase = Phase.ABORTED
+            raise RemoteRankError(
+                f"rank {rank} broke the iteration off: {_RESET}, after finish_grad_sync. No rank has updated: call "
+                "reset_iteration() and go on"
+            )
         self._phase = Phase.STEPPED
 
-    def _check_sync(self, checks: GradChecks) -> None:
+    def _start(self) -> None:
+        self._phase = Phase.COLLECTING
+        for buffer in self._buffers:
+            buffer.zero_grads()
+        self._hand_out.begin()
+
+    def _watch_outputs(self, *of_forward: Any) -> None:
+        *_, outputs = of_forward
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            for output in tree_leaves(outputs):
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(self._gradient_comes)
+
+    def _gradient_comes(self, grad: torch.Tensor) -> None:
+        self._check_usable()
+        if self._phase is not Phase.COLLECTING:
+            raise RuntimeError(
+                "a gradient of the wrapped module came after finish_grad_sync: call zero_grad_buffer before the first "
+                "backward"
+            )
+
+    def _check_usable(self) -> None:
+        if self._phase is Phase.ABORTED:
+            raise RuntimeError("the iteration was broken off: call reset_iteration() or zero_grad_buffer() first")
+
+    def _find_unreduced(self) -> str | None:
+        left = [name for buffer in self._buffers for name in buffer.unreduced()]
+        if not left:
+            return None
+        return (
+            f"finish_grad_sync: gradients of {left[0]} and {len(left) - 1} more were not reduced, as the last backward "
+            "was in no_sync: leave the last microbatch out of it, or call reset_iteration"
+        )
+
+    def _measure_sync(self, checks: GradChecks) -> Any:
         # NOTE: reads the device, once a step.
         for buffer in self._buffers:
             checks.measure([(entry.name, entry.main_grad) for entry in buffer.entries])
-        found = checks.non_finite_sync()
-        groups = [stage_group_of(self._groups), self._groups.pp]
-        if self._is_any_sync(bool(found)):
-            raise_non_finite(found, groups)
+        return checks.non_finite_sync()
 
-    def _is_any_sync(self, here: bool) -> bool:
-        """Whether it is so on any rank of the model. Collective."""
-        group = stage_group_of(self._groups)
-        if group_size(group) == 1:
-            return here
-        flag = torch.tensor(int(here), device=message_device([group]))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag.item())
+    def _agree_sync(self, *, is_aborted: bool, is_non_finite: bool) -> Verdict:
+        local = Verdict(is_aborted, is_non_finite, is_reordered=False, late=[])
+        return self._agreement.agree_sync(local, of_all_stages=self._checks is not None)
+
+    def _end_finished_sync(self, *, is_reset: bool) -> int | None:
+        """After `finish`: the highest rank that did not come to the optimizer's step, once all know. Collective."""
+        if self._phase is not Phase.FINISHED or not self.has_optimizer:
+            return None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        highest = self._agreement.highest_sync(rank + 1 if is_reset else 0)
+        self._phase = Phase.STEPPED
+        return highest - 1 if highest else None
 
     def _is_on_gpu(self, buffer: ShardedFlatBuffer) -> bool:
         return buffer.grad_data.device != torch.device("cpu") or default_device().type != "cpu"

@@ -3,7 +3,8 @@
 The one place that knows torch's private names; a torch without them is refused, by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 __all__ = [
@@ -20,13 +22,14 @@ __all__ = [
     "check_torch",
     "fsdp_modules",
     "mesh_of",
+    "reduce_unused_params",
     "refresh_dtypes",
+    "reset_passes",
     "reshard_all",
     "shards_of",
 ]
 
-# Of 2.13; of the first, 2.11 and 2.12 have one group a module, and they lack the second and third.
-_NEEDED = ("_get_fsdp_state", "reset_iter_state", "set_reduce_scatter_unused_params", "set_custom_reduce_scatter")
+_NEEDED = ("_get_fsdp_state", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
 
 
 def check_torch() -> None:
@@ -35,7 +38,7 @@ def check_torch() -> None:
     if missing:
         raise ValueError(
             f"torch is {torch.__version__}, whose FSDPModule has no {', '.join(missing)}: use_torch_fsdp2 needs torch "
-            "2.13; other data-parallel modes, such as use_distributed_optimizer, do not"
+            "2.11 to 2.13; other data-parallel modes, such as use_distributed_optimizer, do not"
         )
 
 
@@ -52,47 +55,70 @@ class ParamShard:
 
     param: what its module has between passes, a DTensor [*parameter shape]. start, numel: the rows are elements
     [start, start + numel) of the flattened parameter. padded_numel: what is sent of them, as many on all ranks; behind
-    the rows it is zero. owner: the module that has it, and its name there.
+    the rows it is zero. owner: the module that has it, and its name there; places: all of these, where it is shared.
     """
 
     def __init__(self, state: Any) -> None:
         self._state = state
         self.param: nn.Parameter = state.sharded_param
-        self.owner: tuple[nn.Module, str] = (state._module_info.module, state._module_info.param_name)
+        self.is_trained = self.param.requires_grad
+        info = state._module_info
+        self.owner: tuple[nn.Module, str] = (info.module, info.param_name)
+        self.places = [self.owner, *zip(info.shared_modules, info.shared_param_names, strict=True)]
         self.padded_numel: int = state.padded_sharded_param_size.numel()
         self.numel: int = state.sharded_size.numel()
         whole, rows = state._orig_size, state.padded_sharded_param_size[0]
         per_row = whole.numel() // whole[0] if whole.numel() else 0
         self.start: int = min(state.shard_mesh.get_local_rank() * rows, whole[0]) * per_row
+        self.note_converted()
 
     @property
     def local(self) -> torch.Tensor:
         """The rows: [n, *], the parameter's dtype."""
         return _local_of(self.param)
 
+    @property
+    def whole(self) -> nn.Parameter | None:
+        """What modules compute with, [*parameter shape], memory behind it or not; None before the first gather."""
+        return vars(self._state).get("_unsharded_param")
+
+    @property
+    def version(self) -> int:
+        """Changes with every write that autograd sees, to the parameter or to the memory behind it."""
+        return int(self._memory._version) + self.param._version
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether somebody has given the parameter other data."""
+        return self.local.data_ptr() != self._address or self.param.untyped_storage()._cdata != self._storage
+
+    def note_converted(self) -> None:
+        """Says that torch has exchanged what is behind the parameter."""
+        self._memory: torch.Tensor = self._state._sharded_param_data
+        self._address, self._storage = self.local.data_ptr(), self.param.untyped_storage()._cdata
+
+    def take_in(self) -> None:
+        """Lets a parameter that was put in the place of `param`, as by load_state_dict(assign=True), give its values;
+        `param` is the module's again: whoever holds it, or has hooks on it, goes on.
+        """
+        self.move_to(self._memory)
+
     @torch.no_grad()
     def move_to(self, place: torch.Tensor) -> None:
-        """Lets the rows lie in `place`, [padded_numel], their dtype, zero behind them; nothing if they do.
-
-        A parameter that was put in the place of `param` gives its values, and `param` is the module's again: whoever
-        holds it, or has hooks on it, goes on.
-        """
-        module, name = self.owner
-        now = self._state.sharded_param
-        if module._parameters[name] is not now and module._parameters[name] is not vars(self._state).get(
-            "_unsharded_param"
-        ):
-            now = module._parameters[name]
+        """Lets the rows lie in `place`, [padded_numel], their dtype, zero behind them; nothing if they do."""
         rows = place.view(self._state.padded_sharded_param_size).narrow(0, 0, self.local.shape[0])
-        given = _local_of(now)
-        if given.numel() and given.data_ptr() != rows.data_ptr() and not given.is_meta:
-            rows.copy_(given)
-        if now is not self.param:
-            self._state.sharded_param = self.param
-            if module._parameters[name] is now:
+        now = [(module, name, module._parameters.get(name)) for module, name in self.places]
+        others = [one for _, _, one in now if isinstance(one, DTensor) and one is not self.param]
+        for given in (self.local, *(_local_of(one) for one in others)):
+            if given.numel() and given.data_ptr() != rows.data_ptr() and not given.is_meta:
+                rows.copy_(given)
+        for module, name, one in now:
+            if isinstance(one, DTensor):
                 module._parameters[name] = self.param
+        self._state.sharded_param = self.param
         self._state._sharded_param_data = place
         self.param._local_tensor = rows  # type: ignore[attr-defined]
+        self.note_converted()
 
     def grad_in(self, place: torch.Tensor) -> DTensor:
         """`place`, [numel], the parameter's dtype, as torch takes a gradient of the rows: [*parameter shape]."""
@@ -102,18 +128,31 @@ class ParamShard:
     @property
     def has_unreduced_grad(self) -> bool:
         """Whether there are gradients that no rank but this one has."""
-        whole = vars(self._state).get("_unsharded_param")
+        whole = self.whole
         return self._state.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
+    def drop_unreduced_grad(self) -> None:
+        """Forgets these."""
+        self._state.unsharded_accumulated_grad = None
+        if (whole := self.whole) is not None:
+            whole.grad = None
 
-def _local_of(param: nn.Parameter) -> torch.Tensor:
+
+def _local_of(param: torch.Tensor) -> torch.Tensor:
     assert isinstance(param, DTensor), "fully_shard has made it one"
     return param._local_tensor
 
 
 def shards_of(module: FSDPModule) -> list[ParamShard]:
     """Those of the parameters that fully_shard was given with this module, not with modules inside it."""
-    return [ParamShard(state) for group in module._get_fsdp_state()._fsdp_param_groups for state in group.fsdp_params]
+    return [ParamShard(state) for group in _groups_of(module) for state in group.fsdp_params]
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    # One at most in 2.11.
+    found = vars(state).get("_fsdp_param_groups", [vars(state).get("_fsdp_param_group")])
+    return [group for group in found if group is not None]
 
 
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
@@ -124,7 +163,7 @@ def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
 def refresh_dtypes(root: nn.Module) -> None:
     """Lets torch look at the dtypes of shards again, after these were converted."""
     for module in fsdp_modules(root):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in _groups_of(module):
             group._init_mp_dtypes()
             for state in group.fsdp_params:
                 # Those of the first gather, which torch keeps and fills anew.
@@ -135,5 +174,53 @@ def refresh_dtypes(root: nn.Module) -> None:
 def reshard_all(root: nn.Module) -> None:
     """Lets go of all gathered parameters: the next that asks for them gets what the shards are now."""
     for module in fsdp_modules(root):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in _groups_of(module):
             group._to_sharded()
+
+
+def reduce_unused_params(module: FSDPModule) -> None:
+    """Lets zeros be reduced for parameters that backward did not reach, so that ranks need not reach the same ones."""
+    if "set_reduce_scatter_unused_params" in vars(FSDPModule):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    # Torch 2.11 and 2.12 leave them out of the message.
+    for group in _groups_of(module):
+        group.post_backward = partial(_post_backward_of_all, group, group.post_backward)
+
+
+def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+    for state in group.fsdp_params if group.reduce_grads else ():
+        whole = vars(state).get("_unsharded_param")
+        if whole is not None and whole.requires_grad and whole.grad is None:
+            if state.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+    post_backward(*args)
+
+
+def reset_passes(root: nn.Module) -> None:
+    """Makes torch forget a forward or backward that an error ended; what was on its way is waited for."""
+    assert isinstance(root, FSDPModule), "fully_shard has made it one"
+    state: Any = root._get_fsdp_state()
+    if state._is_root is None:
+        # No forward has begun.
+        return
+    if "reset_iter_state" in vars(FSDPModule):
+        root.reset_iter_state()
+        return
+    # What 2.13 does in it; waiting for all streams takes the place of its events.
+    state._device_handle.synchronize()
+    context = state._comm_ctx
+    context.all_gather_state = context.reduce_scatter_state = None
+    context.post_forward_order.clear()
+    for module in fsdp_modules(root):
+        module._get_fsdp_state()._training_state = TrainingState.IDLE
+        for group in _groups_of(module):
+            if group._all_gather_result is not None and (work := group._all_gather_result.all_gather_work) is not None:
+                work.wait()
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False

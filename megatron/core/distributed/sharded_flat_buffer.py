@@ -66,6 +66,7 @@ class ShardedFlatBuffer:
             grad = self.grad_data[own.start : own.end]
             shard.param.grad = None
             self.entries.append(Entry(name, shard.param, own, grad, grad, start=shard.start))
+        self._entry_of = {entry.param: entry for entry in self.entries}
         self.attach()
 
     def owned_spans(self) -> list[Span]:
@@ -85,11 +86,6 @@ class ShardedFlatBuffer:
         local, first = self._shards[param].local, self._shards[param].start
         return not local.numel() or local.data_ptr() + (start - first) * local.element_size() == address
 
-    @property
-    def version(self) -> int:
-        """Changes with every write that autograd sees, to the flat tensor or to a parameter."""
-        return int(self.param_data._version) + sum(param._version for param in self._shards)
-
     def attach(self) -> None:
         """Takes in shards that lie elsewhere, as those do that were loaded with assign=True."""
         for shard, sent in zip(self._shards.values(), self.layout.spans, strict=True):
@@ -98,17 +94,26 @@ class ShardedFlatBuffer:
 
     def attach_grads(self) -> None:
         """Lets torch reduce into grad_data; what it has reduced elsewhere, after a `.grad = None`, is taken in."""
-        for entry, shard in zip(self.entries, self._shards.values(), strict=True):
-            grad = entry.param.grad
-            if isinstance(grad, DTensor):
-                local = grad._local_tensor
-                if not local.numel() or local.data_ptr() == entry.main_grad.data_ptr():
-                    continue
-                entry.main_grad.copy_(local.view(-1))
-            entry.param.grad = shard.grad_in(entry.main_grad)
+        for entry in self.entries:
+            self._attach_grad(entry)
+
+    def attach_grad_of(self, param: nn.Parameter) -> None:
+        """The same for one parameter, any shape and dtype."""
+        self._attach_grad(self._entry_of[param])
+
+    def _attach_grad(self, entry: Entry) -> None:
+        grad = entry.param.grad
+        if isinstance(grad, DTensor):
+            local = grad._local_tensor
+            if not local.numel() or local.data_ptr() == entry.main_grad.data_ptr():
+                return
+            entry.main_grad.copy_(local.reshape(-1))
+        entry.param.grad = self._shards[entry.param].grad_in(entry.main_grad)
 
     def zero_grads(self) -> None:
         """Forgets all gradients: they are exact zeros."""
+        for shard in self._shards.values():
+            shard.drop_unreduced_grad()
         self.attach_grads()
         self.grad_data.zero_()
 

@@ -3,7 +3,7 @@
 What is gathered together is fsdp_units.py's; where shards and gradients lie, sharded_flat_buffer.py's.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +20,21 @@ from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.buffer_setup import check_params, expert_ranks_differ, gradient_scale
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
+from megatron.core.distributed.fsdp_changes import WrappedShards
 from megatron.core.distributed.fsdp_collectives import ScaledReduceScatter
 from megatron.core.distributed.fsdp_gathered import GatheredParams
 from megatron.core.distributed.fsdp_hand_out import ShardHandOut, unit_groups
 from megatron.core.distributed.fsdp_iteration import FsdpIteration
 from megatron.core.distributed.fsdp_units import Unit, UnitKind, find_units, in_order_of_backward, repeated_layers
-from megatron.core.distributed.fully_shard_state import ParamShard, check_torch, mesh_of, refresh_dtypes, shards_of
+from megatron.core.distributed.fully_shard_state import (
+    ParamShard,
+    check_torch,
+    mesh_of,
+    reduce_unused_params,
+    refresh_dtypes,
+    reset_passes,
+    shards_of,
+)
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.grad_hooks import GradHooks
 from megatron.core.distributed.hand_out import GradConsumer, is_completed_later
@@ -102,19 +111,27 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._meshes: dict[bool, DeviceMesh] = {}
         self._frozen: list[tuple[str, ParamShard]] = []
         shards = self._shard_units()
+        every = [shard for unit in shards.values() for _, shard in unit.shards] + [s for _, s in self._frozen]
         self._set_prefetch(layers)
         self._order = in_order_of_backward(self.units, layers)
         self._flat_buffers = self._build_buffers(shards, self._order)
-        self._gathered = GatheredParams(module, self._flat_buffers)
+        self._wrapped = WrappedShards(module, every)
+        self._gathered = GatheredParams(module, every)
         is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
         groups = unit_groups(self._flat_buffers, self._order)
-        self._hand_out = ShardHandOut(groups, is_later=is_later)
+        self._hand_out = ShardHandOut(groups, is_later=is_later, sharded=self._wrapped.sharded)
         self._hand_out.hooks.adopt()
         self._iteration = FsdpIteration(
-            self._flat_buffers, GradChecks.of(ddp_config), groups=self.pg_collection, hand_out=self._hand_out
+            self._flat_buffers,
+            GradChecks.of(ddp_config),
+            groups=self.pg_collection,
+            hand_out=self._hand_out,
+            find_change=self._wrapped.find_problem,
         )
-        module.register_load_state_dict_post_hook(self._after_load)
+        self._iteration.watch(module)
         self.launch_order = self._iteration
+        # What torch was told of the backwards that come.
+        self._is_last, self._is_reducing = True, True
 
     @property
     def all_buffers(self) -> Sequence[ShardedFlatBuffer]:
@@ -145,21 +162,14 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backwards inside belong to microbatches before the last: they are reduced, and their sums add up."""
-        self._fsdp_root.set_is_last_backward(False)
-        try:
+        with self._backwards(is_last=False, is_reducing=self._is_reducing):
             yield
-        finally:
-            self._fsdp_root.set_is_last_backward(True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients that come inside add up whole, on each rank, and nothing is reduced; a backward must follow."""
-        self._fsdp_root.set_requires_gradient_sync(False)
-        try:
-            with self.accumulate():
-                yield
-        finally:
-            self._fsdp_root.set_requires_gradient_sync(True)
+        with self._backwards(is_last=False, is_reducing=False):
+            yield
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Does nothing: each backward has reduced what it had."""
@@ -167,9 +177,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Ends the iteration's gradients; call after the last microbatch. Collective.
 
-        Raises NonFiniteGradientError on all ranks if the check is on and any rank's shard is NaN or infinite, and
-        RuntimeError where the last backward was in `no_sync`. force_all_reduce: must be False, as no rank has room for
-        all sums.
+        Raises NonFiniteGradientError on all ranks if the check is on and any rank's shard is NaN or infinite. Where the
+        last backward of a rank was in `no_sync`, or its parameters were frozen or replaced since they were wrapped,
+        ValueError; on the other ranks RemoteRankError, as where a rank has called reset_iteration. force_all_reduce:
+        must be False, as no rank has room for all sums.
         """
         if force_all_reduce:
             raise ValueError(
@@ -186,11 +197,14 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             buffer.scale_grads(scaling_factor)
 
     def reset_iteration(self) -> None:
-        """Makes the next step one that never saw this one's error; on all ranks."""
-        self._fsdp_root.reset_iter_state()
-        self._fsdp_root.set_is_last_backward(True)
-        self._fsdp_root.set_requires_gradient_sync(True)
-        self._iteration.begin()
+        """Makes the next step one that never saw this one's error.
+
+        On the ranks that caught an error: others that have come to finish_grad_sync, or to the optimizer's step, get a
+        RemoteRankError there, and call this too. One that waits for this rank in a forward or backward goes on waiting.
+        """
+        reset_passes(self.module)
+        self._tell_torch(is_last=True, is_reducing=True)
+        self._iteration.reset()
 
     # Hooks on reduced gradients, see HookedWrapper.
 
@@ -213,6 +227,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     # Parameters.
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and sharded parameters, of any shapes and dtypes: never what is gathered at the moment."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield name, self._wrapped.sharded(param)
+
     def note_update(self) -> None:
         """Says that an optimizer has updated the shards: parameters that were kept gathered are let go."""
         self._gathered.drop()
@@ -221,17 +240,14 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         """Lets go of all gathered parameters: modules gather them before they read them."""
         self._gathered.drop()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads what `state_dict` gave, DTensors of any shape; with assign=True too, values go to where shards lie."""
-        return super().load_state_dict(state_dict, *args, **kwargs)
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """What `.to(dtype)` and its kin call: shards are converted in place, with hooks and marks; build the optimizer
         after it.
         """
         params = [entry.param for buffer in self._flat_buffers for entry in buffer.entries]
         hooks = {param: param._post_accumulate_grad_hooks for param in params}
-        marks = {param: vars(param).copy() for param in [*params, *(shard.param for _, shard in self._frozen)]}
+        frozen = [shard for _, shard in self._frozen]
+        marks = {param: vars(param).copy() for param in [*params, *(shard.param for shard in frozen)]}
         for param in params:
             param.grad = None
         result = super()._apply(fn, recurse)
@@ -241,6 +257,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for param, called in hooks.items():
             if called:
                 param._post_accumulate_grad_hooks = called
+        for shard in frozen:
+            shard.note_converted()
         for buffer in self._flat_buffers:
             buffer.rebuild()
         refresh_dtypes(self.module)
@@ -258,6 +276,20 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def _fsdp_root(self) -> FSDPModule:
         assert isinstance(self.module, FSDPModule), "fully_shard has made it one"
         return self.module
+
+    @contextmanager
+    def _backwards(self, *, is_last: bool, is_reducing: bool) -> Iterator[None]:
+        before = self._is_last, self._is_reducing
+        self._tell_torch(is_last=is_last, is_reducing=is_reducing)
+        try:
+            yield
+        finally:
+            self._tell_torch(is_last=before[0], is_reducing=before[1])
+
+    def _tell_torch(self, *, is_last: bool, is_reducing: bool) -> None:
+        self._fsdp_root.set_is_last_backward(is_last)
+        self._fsdp_root.set_requires_gradient_sync(is_reducing)
+        self._is_last, self._is_reducing = is_last, is_reducing
 
     def _shard_units(self) -> dict[Unit, UnitShards]:
         """Gives each unit to fully_shard; what is trained of them."""
@@ -300,7 +332,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         group = self._group_of(is_expert=kind.is_expert)
         scale = gradient_scale(group, self.pg_collection, config=self.config, ddp_config=self.ddp_config)
         # Ranks may differ in what their backward reaches, as experts without a token; reductions must not.
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+        reduce_unused_params(module)
         if group_size(group) == 1:
             module.set_gradient_divide_factor(1.0)
             module.set_all_reduce_hook(partial(_scale_, factor=scale))
@@ -345,11 +377,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             ShardedFlatBuffer(kind, of_kind, group=self._group_of(is_expert=kind.is_expert), pin_memory=pinned)
             for kind, of_kind in by_kind.items()
         ]
-
-    def _after_load(self, *unused: Any) -> None:
-        # After torch's own hooks of the modules inside, which take note of new parameters.
-        for buffer in self._flat_buffers:
-            buffer.attach()
 
 
 def _scale_(flat: torch.Tensor, *, factor: float) -> None:
@@ -411,6 +438,11 @@ def _check_settings(module: nn.Module, groups: ProcessGroupCollection) -> None:
         if param.is_meta:
             raise ValueError(
                 f"parameter {name} is on the meta device: give the module memory first, by to_empty, and its values"
+            )
+        if not param.numel():
+            raise ValueError(
+                f"parameter {name} has shape {tuple(param.shape)}, no elements: fully_shard has nothing to cut; leave "
+                "it out of the module"
             )
         if not param.dim() or not param.is_contiguous():
             raise ValueError(
