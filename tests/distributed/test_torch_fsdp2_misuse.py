@@ -312,9 +312,13 @@ def _one_rank_fails(where: str) -> list[Loss]:
             _raise()
         wrapped.finish_grad_sync()
         optimizer.step()
-    wrapped.reset_iteration()
     if hook is not None:
+        # Else it would step what only some hooks have seen.
+        for go_on in (wrapped.finish_grad_sync, optimizer.step):
+            with pytest.raises(RuntimeError, match="broke the hooks on reduced gradients off"):
+                go_on()
         hook.remove()
+    wrapped.reset_iteration()
     return _train(wrapped)
 
 

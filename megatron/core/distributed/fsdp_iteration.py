@@ -79,6 +79,7 @@ class FsdpIteration:
         Raises on all ranks: NonFiniteGradientError; or this rank's ValueError, or RemoteRankError with another's.
         """
         if self._phase in (Phase.FINISHED, Phase.STEPPED):
+            self._hand_out.check_whole()
             return
         self._check_usable()
         problem = self._find_change() or self._find_unreduced()
@@ -99,14 +100,15 @@ class FsdpIteration:
     def step(self) -> None:
         """Says that the optimizer is about to update; once an iteration. Collective after `finish`.
 
-        Raises RuntimeError where gradients came and `finish` did not, RemoteRankError if another rank has called
-        `reset` since.
+        Raises RuntimeError where gradients came and `finish` did not, or a hook failed in it; RemoteRankError if another
+        rank has called `reset` since.
         """
         if self._phase is Phase.COLLECTING:
             is_filled = any(b.grad_data.count_nonzero() for b in self._buffers if not self._is_on_gpu(b))
             if is_filled or self._find_unreduced():
                 raise RuntimeError("the optimizer steps without finish_grad_sync: call it after the last microbatch")
         self._check_usable()
+        self._hand_out.check_whole()
         rank = self._end_finished_sync(is_reset=False)
         if rank is not None:
             self._phase = Phase.ABORTED
