@@ -100,8 +100,8 @@ class FsdpIteration:
     def step(self) -> None:
         """Says that the optimizer is about to update; once an iteration. Collective after `finish`.
 
-        Raises RuntimeError where gradients came and `finish` did not, or a hook failed in it; RemoteRankError if another
-        rank has called `reset` since.
+        Raises RuntimeError where gradients came and `finish` did not, or a hook failed in it; RemoteRankError if
+        another rank has called `reset` since.
         """
         if self._phase is Phase.COLLECTING:
             is_filled = any(b.grad_data.count_nonzero() for b in self._buffers if not self._is_on_gpu(b))
