@@ -72,7 +72,7 @@ def _loss(wrapped: nn.Module, generator: torch.Generator) -> torch.Tensor:
     return nn.functional.cross_entropy(wrapped(words).view(-1, WORDS), words.roll(1, 1).view(-1))
 
 
-def _train(wrapped: Any, *, bf16: bool = False, microbatches: int = 1, early: str = "accumulate") -> list[Loss]:
+def _train(wrapped: Any, *, bf16: bool = False, microbatches: int = 1, is_reduced: bool = True) -> list[Loss]:
     config = OptimizerConfig(optimizer="adam", lr=0.01, bf16=bf16, clip_grad=1.0, deterministic_mode=True)
     optimizer = get_megatron_optimizer(config, [wrapped])
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -80,7 +80,8 @@ def _train(wrapped: Any, *, bf16: bool = False, microbatches: int = 1, early: st
     for _ in range(STEPS):
         optimizer.zero_grad()
         for left in reversed(range(microbatches)):
-            with getattr(wrapped, early)() if left else nullcontext():
+            earlier = wrapped.accumulate if is_reduced else wrapped.no_sync
+            with earlier() if left else nullcontext():
                 loss = _loss(wrapped, generator) / microbatches
                 loss.backward()
         wrapped.finish_grad_sync()
@@ -113,16 +114,18 @@ def test_training_has_the_bits_of_ddp(ranks: int, net: dict[str, bool]) -> None:
         assert all(losses == reference for losses in others)
 
 
-def _accumulate(early: str) -> tuple[list[Loss], list[Loss]]:
+def _accumulate(is_reduced: bool) -> tuple[list[Loss], list[Loss]]:
     kept = _wrap(Net())
     # By anybody, on torch's module.
     kept.module.set_reshard_after_backward(False)
-    return _train(_wrap(Net()), microbatches=3, early=early), _train(kept, microbatches=3, early=early)
+    return _train(_wrap(Net()), microbatches=3, is_reduced=is_reduced), _train(
+        kept, microbatches=3, is_reduced=is_reduced
+    )
 
 
 def test_b36_parameters_kept_over_microbatches_are_never_those_of_before_an_update() -> None:
-    for early in ("accumulate", "no_sync"):
-        for plain, kept in run_on_ranks(_accumulate, 2, early):
+    for is_reduced in (True, False):
+        for plain, kept in run_on_ranks(_accumulate, 2, is_reduced):
             assert kept == plain
 
 
@@ -231,8 +234,8 @@ def _hooks() -> None:
         if step == 2:
             wrapped.load_state_dict({n: v.clone() for n, v in wrapped.state_dict().items()}, assign=True)
         wrapped.zero_grad_buffer()
-        for early in ("no_sync", "accumulate"):
-            with getattr(wrapped, early)():
+        for earlier in (wrapped.no_sync, wrapped.accumulate):
+            with earlier():
                 _loss(wrapped, generator).backward()
         assert not counted.seen
         _loss(wrapped, generator).backward()

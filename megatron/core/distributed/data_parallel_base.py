@@ -12,7 +12,6 @@ from torch import nn
 from megatron.core.device import default_device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import Entry
-from megatron.core.distributed.hand_out import GradConsumer
 from megatron.core.distributed.hooked_wrapper import HookedWrapper
 from megatron.core.distributed.layout import BufferLayout, Span
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -106,14 +105,6 @@ class _BaseDataParallel(HookedWrapper):
     @abstractmethod
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Starts to gather what other ranks have updated, where forward does not."""
-
-    @abstractmethod
-    def set_consumer(self, consumer: GradConsumer | None) -> None:
-        """Attaches an optimizer that takes each bucket after the hooks; None: takes it off."""
-
-    @abstractmethod
-    def hand_out_completed(self) -> None:
-        """Lets hooks have gradients that were not complete when they were reduced."""
 
     @property
     def device(self) -> torch.device:

@@ -22,8 +22,7 @@ from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
 from megatron.core.distributed.forward_waits import ForwardWaits
 from megatron.core.distributed.grad_arrivals import GradArrivals
 from megatron.core.distributed.grad_checks import GradChecks
-from megatron.core.distributed.grad_hooks import GradHooks
-from megatron.core.distributed.hand_out import GradConsumer, HandOut, is_completed_later
+from megatron.core.distributed.hand_out import HandOut, is_completed_later
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.module_changes import WrappedParams
 from megatron.core.distributed.param_gathers import all_current
@@ -270,25 +269,6 @@ class DistributedDataParallel(_BaseDataParallel):
                 "owned_grads of all_buffers gives this rank's parts, register_bucket_ready_hook what is released"
             )
         return (item for buffer in self.all_buffers for item in buffer.named_grads())
-
-    # Hooks on reduced gradients: HookedWrapper has the others.
-
-    @property
-    def grad_hooks(self) -> GradHooks:
-        """The registry of hooks."""
-        return self._hand_out.hooks
-
-    def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """See HookedWrapper: the parameter, or with use_distributed_optimizer this rank's part of it, [n], a view."""
-        return self._hand_out.owned_shard(param)
-
-    def set_consumer(self, consumer: GradConsumer | None) -> None:
-        """Attaches an optimizer that takes each bucket after the hooks; None: takes it off."""
-        self._hand_out.consumer = consumer
-
-    def hand_out_completed(self) -> None:
-        """Lets hooks have gradients that were not complete when they were reduced: complete_model_grads says when."""
-        self._hand_out.complete()
 
     # Parameters.
 

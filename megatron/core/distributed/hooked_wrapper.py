@@ -3,13 +3,13 @@
 Which hook is due when is grad_hooks.py's, when a bucket is reduced the wrapper's.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterable
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.grad_hooks import BucketHook, GradHooks, ParamHook, PostBackwardHook
+from megatron.core.distributed.hand_out import GradConsumer, HandOut
 from megatron.core.utils import ModelWrapper
 
 
@@ -20,16 +20,27 @@ class HookedWrapper(ModelWrapper):
     a parameter when it is wrapped are taken over, for its reduced gradient.
     """
 
+    _hand_out: HandOut
+
     @property
-    @abstractmethod
     def grad_hooks(self) -> GradHooks:
         """The registry."""
+        return self._hand_out.hooks
 
-    @abstractmethod
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
         """What this rank owns and steps of a parameter, any shape and dtype: always the same object, whose `.grad` is
-        set for the time of a post-accumulate hook.
+        set for the time of a post-accumulate hook. Of replicas it is the parameter itself; of ZeRO-1 and ZeRO-2 [n], a
+        view; of FSDP2 the sharded parameter, a DTensor.
         """
+        return self._hand_out.owned_shard(param)
+
+    def set_consumer(self, consumer: GradConsumer | None) -> None:
+        """Attaches an optimizer that takes each bucket after the hooks; None: takes it off."""
+        self._hand_out.consumer = consumer
+
+    def hand_out_completed(self) -> None:
+        """Lets hooks have gradients that were not complete when they were reduced: complete_model_grads says when."""
+        self._hand_out.complete()
 
     def register_post_accumulate_grad_hook(self, param: nn.Parameter, hook: ParamHook) -> RemovableHandle:
         """Calls `hook(owned_shard(param))` when the gradient of a parameter, any shape and dtype, is reduced."""

@@ -36,8 +36,7 @@ from megatron.core.distributed.fully_shard_state import (
     shards_of,
 )
 from megatron.core.distributed.grad_checks import GradChecks
-from megatron.core.distributed.grad_hooks import GradHooks
-from megatron.core.distributed.hand_out import GradConsumer, is_completed_later
+from megatron.core.distributed.hand_out import is_completed_later
 from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer, UnitShards
 from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
@@ -205,25 +204,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         reset_passes(self.module)
         self._tell_torch(is_last=True, is_reducing=True)
         self._iteration.reset()
-
-    # Hooks on reduced gradients, see HookedWrapper.
-
-    @property
-    def grad_hooks(self) -> GradHooks:
-        """The registry of hooks."""
-        return self._hand_out.hooks
-
-    def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """See HookedWrapper: the parameter itself, a DTensor, any shape and dtype, of which this rank has some rows."""
-        return self._hand_out.owned_shard(param)
-
-    def set_consumer(self, consumer: GradConsumer | None) -> None:
-        """Attaches an optimizer that takes each bucket after the hooks; None: takes it off."""
-        self._hand_out.consumer = consumer
-
-    def hand_out_completed(self) -> None:
-        """Lets hooks have gradients that were not complete when they were reduced: complete_model_grads says when."""
-        self._hand_out.complete()
 
     # Parameters.
 
