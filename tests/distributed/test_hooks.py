@@ -315,6 +315,7 @@ class Kept:
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
         self.num_begun, self._buffers = 0, model.all_buffers
         model.set_consumer(self)
+        model.set_state_provider(self)
 
     def begin(self) -> None:
         """See GradConsumer."""
@@ -329,7 +330,7 @@ class Kept:
         self.grads[key] = bucket.keep()
 
     def states(self, place: Any) -> list[RunState]:
-        """See GradConsumer: the parameters are their own masters, in one run."""
+        """See StateProvider: the parameters are their own masters, in one run."""
         span = place.buffer.owned_spans()[place.layout.index]
         master = place.buffer.param_data[span.start : span.end]
         return [RunState(Span(0, span.numel), {"lr": 0.5}, master, {"count": torch.ones(span.numel)})]

@@ -25,7 +25,8 @@ class RunState:
     """What an optimizer keeps of neighbouring elements of a bucket that share a parameter group.
 
     span: theirs in the bucket's flat tensors. settings: of their parameter group, `lr` and so on, by name. master:
-    [span.numel], fp32 or wider, the numbers that are stepped. moments: [span.numel] each, by name, as they are kept.
+    [span.numel], fp32 or wider, the numbers that are stepped. moments: [span.numel] each, by name. Both are views of
+    what is kept in fp32 or wider, and copies of what is kept in fewer bits.
     """
 
     span: Span
@@ -69,7 +70,7 @@ class ReadyBucket:
 
     @property
     def states(self) -> Sequence[RunState]:
-        """What an attached optimizer keeps of it, one for each run; empty without an optimizer."""
+        """What an optimizer keeps of it, one for each run; empty before there is one, and when it is gone."""
         return self.find_states()
 
     @property

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -72,6 +73,10 @@ class GradConsumer(Protocol):
         """Takes a bucket, after all hooks; place: where it lies in the wrapper's buffers. See ReadyBucket of memory."""
         ...
 
+
+class StateProvider(Protocol):
+    """What an optimizer keeps of buckets."""
+
     def states(self, place: HandedBucket) -> Sequence[RunState]:
         """What is kept of a bucket, for hooks."""
         ...
@@ -131,6 +136,7 @@ class HandOut:
     def __init__(self, groups: Sequence[HandedGroup], *, is_later: Callable[[nn.Parameter], bool]) -> None:
         self.hooks = GradHooks({entry.param: entry.name for group in groups for entry in group.entries})
         self.consumer: GradConsumer | None = None
+        self._provider: ReferenceType[StateProvider] | None = None
         self._places = {
             group: [_Place.of(bucket, f"{group.name}.{number}") for number, bucket in enumerate(group.buckets)]
             for group in groups
@@ -166,6 +172,11 @@ class HandOut:
             is_whole = not place.bucket.buffer.is_sharded
             self._owned[param] = param if is_whole else nn.Parameter(one.view_of(place.shard))
         return self._owned[param]
+
+    def set_state_provider(self, provider: StateProvider) -> None:
+        """Lets hooks see what an optimizer keeps, the last that was given, for as long as somebody else holds it."""
+        # Weakly: who drops an optimizer wants its memory back, also where the wrapper goes on.
+        self._provider = ref(provider)
 
     def begin(self) -> None:
         """Begins an iteration."""
@@ -219,8 +230,7 @@ class HandOut:
             ready = ReadyBucket(place.name, place.slices, place.shard, group.reduced_grad(place.bucket))
             if self.consumer is None and self.hooks.is_empty:
                 continue
-            if self.consumer is not None:
-                ready.find_states = partial(self.consumer.states, place.bucket)
+            ready.find_states = partial(self._states_of, place)
             self._place_of[ready] = place
             for one in place.slices:
                 if self.hooks.has_param_hooks(one.name):
@@ -235,6 +245,10 @@ class HandOut:
         # Hooks may have changed them.
         group.take_sums()
         self._is_broken = False
+
+    def _states_of(self, place: _Place) -> Sequence[RunState]:
+        provider = None if self._provider is None else self._provider()
+        return () if provider is None else provider.states(place.bucket)
 
     def _fire_param(self, one: RunParam, flat: torch.Tensor) -> None:
         owned = self.owned_shard(one.param)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.grad_hooks import BucketHook, GradHooks, ParamHook, PostBackwardHook
-from megatron.core.distributed.hand_out import GradConsumer, HandOut
+from megatron.core.distributed.hand_out import GradConsumer, HandOut, StateProvider
 from megatron.core.utils import ModelWrapper
 
 
@@ -37,6 +37,10 @@ class HookedWrapper(ModelWrapper):
     def set_consumer(self, consumer: GradConsumer | None) -> None:
         """Attaches an optimizer that takes each bucket after the hooks; None: takes it off."""
         self._hand_out.consumer = consumer
+
+    def set_state_provider(self, provider: StateProvider) -> None:
+        """Lets `ReadyBucket.states` say what an optimizer keeps: the last one given, for as long as it is in use."""
+        self._hand_out.set_state_provider(provider)
 
     def hand_out_completed(self) -> None:
         """Lets hooks have gradients that were not complete when they were reduced: complete_model_grads says when."""

@@ -4,10 +4,12 @@ The sums of all passes add up in what this rank owns (ZeRO-2: its shard), which 
 that. What is launched when is launch_order.py's, see [Note: passes] in passes.py; who gets it, hand_out.py's.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -84,6 +86,9 @@ class TransientBuffer(_ParamAndGradBuffer):
         self.memory = memory
         super().__init__(kind, named_params, settings=settings)
         self._owned = self.owned_spans()
+        self._starts = [span.start for span in self._owned]
+        # Of each bucket's sums among all of them.
+        self._sum_starts = [0, *accumulate(span.numel for span in self._owned)]
         device = torch.device("meta") if memory.sums is SumMemory.RELEASED else named_params[0][1].device
         self.shard_grads = torch.zeros(sum(span.numel for span in self._owned), dtype=kind.grad_dtype, device=device)
         self.messages = MessageMemory(
@@ -101,13 +106,13 @@ class TransientBuffer(_ParamAndGradBuffer):
 
     def shard_grad(self, bucket: int) -> torch.Tensor:
         """The sums of this rank's shard of a bucket, a view: [shard elements], the gradients' dtype."""
-        start = sum(span.numel for span in self._owned[:bucket])
-        return self.shard_grads[start : start + self._owned[bucket].numel]
+        return self.shard_grads[self._sum_starts[bucket] : self._sum_starts[bucket + 1]]
 
     def grad_of(self, span: Span) -> torch.Tensor:
         """The sums of elements of one owned span, a view: [span.numel], the gradients' dtype."""
-        bucket = next(index for index, own in enumerate(self._owned) if own.start <= span.start < own.end)
-        start = span.start - self._owned[bucket].start
+        # The last that begins there, as one before it may be empty.
+        bucket = bisect_right(self._starts, span.start) - 1
+        start = span.start - self._starts[bucket]
         return self.shard_grad(bucket)[start : start + span.numel]
 
     def owned_grads(self, entry: Entry) -> list[torch.Tensor]:

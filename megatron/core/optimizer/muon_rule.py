@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.distributed.layout import Span
 from megatron.core.distributed.run_params import RunParam
 from megatron.core.optimizer.matrix_plan import MatrixUnit, batches_of, owners_of, ranges_of, units_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -95,6 +96,9 @@ class MuonRule:
         # By parameter name and matrix.
         self._group_of: dict[tuple[str, MatrixWindow], dict[str, Any]] = {}
         self.optimizer = torch.optim.Optimizer(self._torch_groups(windows, keys), {"lr": config.lr})
+        self._groups_of: dict[str, list[dict[str, Any]]] = {}
+        for (name, _), group in self._group_of.items():
+            self._groups_of.setdefault(name, []).append(group)
 
     def _torch_groups(
         self, windows: Mapping[PlacedParam, list[MatrixWindow]], keys: Mapping[nn.Parameter, GroupKey]
@@ -172,6 +176,17 @@ class MuonRule:
     def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
         """See UpdateRule."""
         return {"momentum_buffer": Plain(self._momenta[run])}
+
+    def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
+        """See UpdateRule: by parameter; of one with matrices in several groups, what these have in common."""
+        ends = [member.span.start for member in run.params[1:]] + [run.span.numel]
+        parts = [Span(one.span.start, end - one.span.start) for one, end in zip(run.params, ends, strict=True)]
+        return [(part, self._settings_of(member.name)) for part, member in zip(parts, run.params, strict=True)]
+
+    def _settings_of(self, name: str) -> Mapping[str, Any]:
+        first, *others = self._groups_of[name]
+        shared = (key for key in first if key != "params")
+        return {key: first[key] for key in shared if all(other[key] == first[key] for other in others)}
 
     def step_counts(self) -> list[torch.Tensor]:
         """See UpdateRule: none, [], fp32 each."""

@@ -16,12 +16,14 @@ from torch.profiler import record_function
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed.hand_out import StateProvider
 from megatron.core.optimizer.clip_grads import clip_coefficient, read_count_sync, read_norm_sync
 from megatron.core.optimizer.device_step import DeviceStep, decide
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.grad_stats import OwnedElements, ShardGroups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
+from megatron.core.optimizer.run_states import RunStates
 from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.shard_map import range_tensors
 from megatron.core.optimizer.state_keys import MASTERS, state_prefix
@@ -47,6 +49,7 @@ class SteppedChunk(Protocol):
     def launch_order(self) -> "SteppedOrder": ...
     def zero_grad_buffer(self, *, caller: Hashable = None) -> None: ...
     def note_update(self) -> None: ...
+    def set_state_provider(self, provider: StateProvider) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,10 @@ class MegatronOptimizer:
         self._updates = build_updates(
             self._rules, config, runs=self._runs, owned=self._owned, logical_pieces=logical_pieces or {}
         )
+        # Wrappers hold it for no longer than this optimizer does.
+        self._run_states = RunStates(self._rules)
+        for chunk in model_chunks:
+            chunk.set_state_provider(self._run_states)
         # Here and not read from torch's state: a rank may have nothing to train, and steps with the others.
         self._num_steps = 0
         # Standing, so that graphs multiply losses and divide gradients by the scale of their replay.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.distributed.grad_hooks import ReadyBucket, RunState
+from megatron.core.distributed.grad_hooks import ReadyBucket
 from megatron.core.distributed.hand_out import GradConsumer, HandedBucket
 from megatron.core.distributed.layout import Span
 from megatron.core.optimizer.clip_grads import clip_coefficient, clip_coefficient_on_device, total_norm
@@ -158,10 +158,6 @@ class UpdatesInBackward(RunUpdates):
         self._runs_in: dict[tuple[FlatBuffer, int], list[ParamRun]] = {}
         for run in runs:
             self._runs_in.setdefault((run.buffer, run.bucket), []).append(run)
-        stepped = [
-            (group, tensor) for rule in rules for group in rule.optimizer.param_groups for tensor in group["params"]
-        ]
-        self._group_of = {id(tensor): group for group, tensor in stepped}
         self._clip = config.in_backward_clip
         self._iteration = _Iteration.NONE
         self._taken: set[tuple[FlatBuffer, int]] = set()
@@ -202,12 +198,6 @@ class UpdatesInBackward(RunUpdates):
             zeros = self.zeros_of(runs) if self._config.log_num_zeros_in_grad else None
             self._counted[key] = _Counted(self.norms_of(runs), zeros)
             super().update(self._scale_of(bucket.grad, handed.buffer), runs, rules=self._rules)
-
-    def states(self, place: HandedBucket) -> Sequence[RunState]:
-        """What is kept of a bucket, for hooks: fp32 or fp64, views of what is kept so, else copies."""
-        buffer, index = self._handed[place.buffer].buffer, place.layout.index
-        start = buffer.owned_spans()[index].start
-        return [self._state_of(run, start) for run in self._runs_in.get((buffer, index), [])]
 
     # For the optimizer's step.
 
@@ -296,15 +286,6 @@ class UpdatesInBackward(RunUpdates):
         norm = total_norm([grad], 2, groups=[group], accumulate_in=self._norm_dtype)
         # Divided on the device: the host need not wait in the middle of backward.
         return GradScale(clip_coefficient_on_device(self._config.clip_grad, norm).reciprocal().float())
-
-    def _state_of(self, run: ParamRun, bucket_start: int) -> RunState:
-        moments = {name: one for rule in self._rules if run in rule.runs for name, one in rule.flat_state(run).items()}
-        return RunState(
-            Span(run.span.start - bucket_start, run.span.numel),
-            self._group_of[id(run.stepped)],
-            run.main.read(0, run.main.numel),
-            {name: stored.read(0, stored.numel) for name, stored in moments.items()},
-        )
 
     def _in_order(self) -> list[_Counted]:
         """Of all runs, in their order; a part without any, as norms of nothing have a device all the same."""

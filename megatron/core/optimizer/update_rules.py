@@ -3,7 +3,7 @@
 Norm, clipping, loss scale and masters are optimizer.py's; which parameters get which rule is decided in __init__.py.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megatron.core.distributed.layout import Span
 from megatron.core.optimizer.host_copies import Chunk, HostCopies
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
@@ -59,6 +60,10 @@ class UpdateRule(Protocol):
         """The state of a run by torch's names, N numbers each."""
         ...
 
+    def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
+        """What the parameter groups say, as they do now, of the parts of a run; these in order, on the grid."""
+        ...
+
     def step_counts(self) -> list[torch.Tensor]:
         """Where it counts the steps taken, to read and to set: [], fp32 each."""
         ...
@@ -75,6 +80,7 @@ class FusedRule:
     def __init__(self, config: OptimizerConfig, runs: Sequence[ParamRun], *, groups: Sequence[GroupKey]) -> None:
         self.runs = list(runs)
         self._members = [[run for run in runs if run.group == key] for key in groups]
+        self._group_of = _numbers_of(self._members)
         torch_groups = [
             {"params": [run.stepped for run in members], **key.values(config)}
             for key, members in zip(groups, self._members)
@@ -170,6 +176,10 @@ class FusedRule:
         """See UpdateRule."""
         return self._states[run]
 
+    def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
+        """See UpdateRule: all of a run is in one group."""
+        return [(Span(0, run.span.numel), self.optimizer.param_groups[self._group_of[run]])]
+
     def step_counts(self) -> list[torch.Tensor]:
         """See UpdateRule: [], fp32 each."""
         return list(self._steps.values())
@@ -191,6 +201,10 @@ class _Settings:
 
     group: dict[str, Any]
     rates: dict[torch.device, torch.Tensor]
+
+
+def _numbers_of(groups: Sequence[Sequence[ParamRun]]) -> dict[ParamRun, int]:
+    return {run: number for number, members in enumerate(groups) for run in members}
 
 
 def _moment_dtypes(config: OptimizerConfig) -> dict[str, torch.dtype]:
