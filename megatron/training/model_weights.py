@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing import (
     model_sharded_tensors,
     sharded_tensors,
 )
+from megatron.core.dist_checkpointing.flat_ranges import range_tensors
 from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.core.optimizer.shard_map import range_tensors
 
 
 class ModelWeights:

@@ -1,7 +1,7 @@
 """Parameters in the order in which their elements lie in memory: plain, channels_last, transposed.
 
 Flat buffers hold this order, so that a layout is neither lost nor paid for with a copy. What is stored in checkpoints
-is the logical order, see shard_map.py of the optimizer.
+is the logical order, see flat_ranges.py of dist_checkpointing.
 """
 
 import torch

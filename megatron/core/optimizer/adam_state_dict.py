@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, intersection, whole
+from megatron.core.dist_checkpointing.flat_ranges import boxes_of_range, range_tensors
 from megatron.core.dist_checkpointing.spread_tensor import HeldBox, SpreadTensor
 from megatron.core.distributed.dense_memory import memory_piece
 from megatron.core.distributed.layout import round_up
@@ -32,7 +33,6 @@ from megatron.core.optimizer.adam_state_checks import (
     take_groups,
 )
 from megatron.core.optimizer.flat_adam import FlatAdam
-from megatron.core.optimizer.shard_map import boxes_of_range, range_tensors
 from megatron.core.optimizer.state_keys import MASTERS
 from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.layout import Span
 from megatron.core.distributed.run_params import RunParam
@@ -20,7 +21,6 @@ from megatron.core.optimizer.matrix_plan import MatrixUnit, batches_of, owners_o
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam
-from megatron.core.optimizer.shard_map import range_views
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from megatron.core.optimizer.update_rules import GradScale
 from megatron.core.process_groups_config import group_rank, group_size

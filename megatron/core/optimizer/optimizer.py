@@ -14,6 +14,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.device import default_device
+from megatron.core.dist_checkpointing.flat_ranges import range_tensors
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.hand_out import StateProvider
@@ -25,7 +26,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
 from megatron.core.optimizer.run_states import RunStates
 from megatron.core.optimizer.run_updates import RunUpdates
-from megatron.core.optimizer.shard_map import range_tensors
 from megatron.core.optimizer.state_keys import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
 from megatron.core.optimizer.update_rules import GradScale, UpdateRule

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.run_params import RunParam
 from megatron.core.optimizer.grad_stats import NormsHere, OwnedElements, ZerosHere
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import ParamRun
-from megatron.core.optimizer.shard_map import range_views
 from megatron.core.optimizer.update_rules import GradScale, UpdateRule
 
 

@@ -1,6 +1,6 @@
-"""From a flat range of a parameter to boxes of stored tensors: how an optimizer shard enters a checkpoint.
+"""From a flat range of a parameter to boxes of stored tensors: how a shard enters a checkpoint, or gets initial values.
 
-Pure arithmetic and views. What a parameter is stored as, its module says (dist_checkpointing/logical.py).
+Pure arithmetic and views. What a parameter is stored as, its module says (logical.py).
 """
 
 import math

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing import LogicalPiece
 from megatron.core.dist_checkpointing.boxes import Box, whole
+from megatron.core.dist_checkpointing.flat_ranges import range_tensors, range_views
 from megatron.core.dist_checkpointing.logical import identity_piece
-from megatron.core.optimizer.shard_map import range_tensors, range_views
 
 
 def _any_parameter(random: Random) -> tuple[int, list[LogicalPiece]]:
