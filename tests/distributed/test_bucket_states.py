@@ -67,7 +67,7 @@ def _step(model: Any, optimizer: Any, number: int, dtype: torch.dtype) -> None:
     assert optimizer.step()[0]
 
 
-def _after(state: RunState, grad: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
+def after_step(state: RunState, grad: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
     """What a step makes of a state, by torch's own rule; grad: of the same elements."""
     param = nn.Parameter(state.master.clone())
     param.grad = grad.to(param.dtype)
@@ -115,7 +115,7 @@ class Forecast:
             state.master.mul_(2.0)
             bucket.shard[part].copy_(state.master)
             next(iter(state.moments.values())).neg_()
-        self._expected[key] = _after(state, bucket.grad[part], self.step)
+        self._expected[key] = after_step(state, bucket.grad[part], self.step)
 
 
 def _forecast(wrapper: str, rules: list[str]) -> None:

@@ -1,4 +1,6 @@
-"""Hooks on reduced gradients in data parallelism, ZeRO-1 and ZeRO-2: how often, in which order, what they see."""
+"""Hooks on reduced gradients in data parallelism, ZeRO-1 and ZeRO-2: how often, in which order, what they see. None is
+lost that was put on a parameter before it was wrapped, or by assigned state (TRAPS B27: ANCHORS, finding 6).
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

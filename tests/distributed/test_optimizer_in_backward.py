@@ -1,5 +1,6 @@
-"""Updates in backward of a wrapped module against the step after it, bit for bit (TRAPS B28 to B30); clip policies,
-iterations that break off, states that hooks see. Through the training program: test_in_backward_training.
+"""Updates in backward of a wrapped module against the step after it, bit for bit (TRAPS B28 to B30); clip policies
+(ANCHORS, finding 6), iterations that break off, states that hooks see. Through the training program:
+test_in_backward_training.
 """
 
 import itertools
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core import parallel_state
 from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -23,7 +25,7 @@ from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-MODES: dict[str, dict[str, bool]] = {
+MODES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp, overlapped": {"overlap_grad_reduce": True},
     "zero1": SHARDED,
@@ -32,6 +34,7 @@ MODES: dict[str, dict[str, bool]] = {
     "zero2": {**SHARDED, "shard_gradients": True},
     "zero2, overlapped": {**SHARDED, **OVERLAPPED, "shard_gradients": True},
 }
+INSTANCES = {"zero1, instances": {**SHARDED, **OVERLAPPED, "num_distributed_optimizer_instances": 2}}
 # One of each kind.
 PLAIN = ("ddp", "zero1", "zero2")
 PRECISE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}
@@ -54,7 +57,7 @@ class Run:
         **settings: Any,
     ) -> None:
         self.dtype = dtype
-        flags = MODES[mode]
+        flags = {**MODES, **INSTANCES}[mode]
         ddp_config = DistributedDataParallelConfig(
             **flags,
             bucket_size=bucket_size,
@@ -230,14 +233,18 @@ def test_b28_policies_clip_as_they_are_defined(policy: str) -> None:
 
 def _replicas_agree() -> None:
     for mode, policy in itertools.product(PLAIN, ("previous-norm", "per-bucket")):
-        run = Run(mode, clip_grad=0.05, optimizer_in_backward_clip=policy)
-        for step in range(4):
-            run.step(step)
-        run.model.start_param_sync(force_sync=True)
-        for name, param in run.model.module.named_parameters():
-            every = [torch.empty_like(param) for _ in range(dist.get_world_size())]
-            dist.all_gather(every, param.detach())
-            assert all(torch.equal(one, param) for one in every), (mode, policy, name)
+        _check_replicas(mode, policy)
+
+
+def _check_replicas(mode: str, policy: str) -> None:
+    run = Run(mode, clip_grad=0.05, optimizer_in_backward_clip=policy)
+    for step in range(4):
+        run.step(step)
+    run.model.start_param_sync(force_sync=True)
+    for name, param in run.model.module.named_parameters():
+        every = [torch.empty_like(param) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, param.detach())
+        assert all(torch.equal(one, param) for one in every), (mode, policy, name)
 
 
 def test_replicas_stay_the_same_under_every_policy() -> None:
@@ -385,6 +392,19 @@ def _exchange(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", [{}, EXACT], ids=["clip off", "exact"])
 def test_b30_states_are_those_of_the_step_after_backward_both_ways(settings: dict[str, Any]) -> None:
     run_on_ranks(_exchange, 3, settings)
+
+
+def _train_instances() -> None:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    (mode,) = INSTANCES
+    _compare([mode], torch.bfloat16, 2, EXACT)
+    _compare([mode], torch.float32, 1, {})
+    for policy in ("previous-norm", "per-bucket"):
+        _check_replicas(mode, policy)
+
+
+def test_instances_of_an_optimizer_update_in_backward_as_after_it_and_stay_the_same() -> None:
+    run_on_ranks(_train_instances, 4)
 
 
 def _continue_with_norm() -> None:

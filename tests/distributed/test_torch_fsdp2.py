@@ -1,4 +1,5 @@
-"""TorchFullyShardedDataParallel over one module: gradients, kept parameters (TRAPS B36), loading, refusals.
+"""TorchFullyShardedDataParallel over one module: gradients, loading, refusals; hooks (TRAPS B27: ANCHORS, finding 6),
+kept parameters (TRAPS B36: ANCHORS, finding 7).
 
 Training through the program is in test_torch_fsdp2_training.
 """
@@ -248,7 +249,7 @@ def _hooks() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_hooks_of_all_kinds_run_once_a_step_and_survive_assigned_state(ranks: int) -> None:
+def test_b27_hooks_of_all_kinds_run_once_a_step_and_survive_assigned_state(ranks: int) -> None:
     run_on_ranks(_hooks, ranks)
 
 
@@ -272,7 +273,7 @@ def _converted() -> None:
         stale.step()
 
 
-def test_converted_shards_keep_hooks_and_marks_and_an_optimizer_of_before_is_told() -> None:
+def test_b27_converted_shards_keep_hooks_and_marks_and_an_optimizer_of_before_is_told() -> None:
     run_on_ranks(_converted, 2)
 
 

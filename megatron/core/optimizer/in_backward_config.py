@@ -50,7 +50,7 @@ class InBackwardConfig:
         optimizer: the name of the update rule. offloads: the host has states. has_graph: a CUDA graph has the step.
         """
         if self.optimizer_in_backward:
-            self._check_clipping(clip_grad, fp16=fp16)
+            self.validate_clip_in_backward(clip_grad, fp16=fp16)
             others = [
                 ("optimizer is muon", optimizer == "muon", "its step takes matrices apart that lie in several buckets"),
                 (
@@ -72,7 +72,8 @@ class InBackwardConfig:
                 "OptimizerConfig.optimizer_in_backward"
             )
 
-    def _check_clipping(self, clip_grad: float, *, fp16: bool) -> None:
+    def validate_clip_in_backward(self, clip_grad: float, *, fp16: bool) -> None:
+        """Raises ValueError where updates in backward would not clip as these two say."""
         clip = self.optimizer_in_backward_clip
         if clip_grad > 0 and clip is None:
             # What others do here is to clip nothing, silently.

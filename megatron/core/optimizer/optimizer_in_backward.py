@@ -181,6 +181,7 @@ class UpdatesInBackward(RunUpdates):
         Collective with the policy `per-bucket`. Raises RuntimeError and ValueError where a step would.
         """
         if self._iteration is _Iteration.NONE:
+            self._check_policy()
             super().prepare()
             self._iteration = _Iteration.HELD if self._must_hold else _Iteration.UPDATED
         handed, index = self._handed[place.buffer], place.layout.index
@@ -273,6 +274,16 @@ class UpdatesInBackward(RunUpdates):
         if self._clip is InBackwardClip.PREVIOUS_NORM:
             return self._previous_norm is None
         return self._clip is InBackwardClip.EXACT
+
+    def _check_policy(self) -> None:
+        """Raises ValueError where the settings, to which scripts write, have come to ask for what is not done here."""
+        self._config.validate_clip_in_backward(self._config.clip_grad, fp16=self._config.fp16)
+        if self._config.in_backward_clip is not self._clip:
+            before = None if self._clip is None else self._clip.value
+            raise ValueError(
+                f"OptimizerConfig.optimizer_in_backward_clip is {self._config.optimizer_in_backward_clip} and was "
+                f"{before} when the optimizer was built: must stay, or another optimizer be built"
+            )
 
     def _scale_of(self, grad: Tensor, buffer: FlatBuffer) -> GradScale:
         """What a bucket's gradients, [n], floating point, are divided by."""

@@ -1,9 +1,13 @@
-"""What updates in backward refuse, naming both settings (TRAPS B28), and where runs find what was handed out."""
+"""What updates in backward refuse, naming both settings (TRAPS B28), where runs find what was handed out, and how often
+anything is called for a bucket (ANCHORS, finding 5: one call and one kernel, not one a parameter).
+"""
 
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.layout import Span
@@ -44,7 +48,32 @@ def test_b28_what_cannot_be_updated_in_backward_is_refused(settings: dict[str, A
 def _build(*, releases: bool, per_token: bool = False, **settings: Any) -> Any:
     config = ModelParallelConfig(calculate_per_token_loss=per_token)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(release_gradients=releases), tiny_model())
-    return model, get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0, **settings), [model])
+    return model, get_megatron_optimizer(OptimizerConfig(**{"lr": 0.1, "clip_grad": 0.0, **settings}), [model])
+
+
+@pytest.mark.parametrize(
+    ("built", "changed", "words"),
+    [
+        ({}, {"clip_grad": 1.0}, f"clip_grad is 1.0 and .*{CLIP} must be exact"),
+        ({}, {"clip_grad": 1.0, "optimizer_in_backward_clip": "exact"}, f"{CLIP} is exact and was None when"),
+        (
+            {"clip_grad": 1.0, "optimizer_in_backward_clip": "per-bucket"},
+            {"clip_grad": 0.0},
+            f"{CLIP} is per-bucket and .*clip_grad is 0",
+        ),
+    ],
+)
+def test_b28_a_clip_that_is_asked_for_later_is_not_left_out_silently(
+    built: dict[str, Any], changed: dict[str, Any], words: str
+) -> None:
+    model, optimizer = _build(releases=True, **IN_BACKWARD, **built)
+    for name, value in changed.items():
+        setattr(optimizer.config, name, value)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=words):
+        model(torch.ones(2, 5)).sum().backward()
+        model.finish_grad_sync()
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
 
 
 def test_optimizer_and_wrapper_must_agree_on_who_frees_gradients() -> None:
@@ -79,3 +108,29 @@ def test_runs_find_gradients_while_they_are_lent_and_no_longer() -> None:
         assert torch.equal(found, grad[64:128]) and found.data_ptr() == grad[64:].data_ptr()
     with pytest.raises(KeyError):
         handed.grad_of(owned)
+
+
+class Updates(TorchDispatchMode):
+    """Writes down how many tensors each call of the fused kernel steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_fused_adam" in str(func):
+            self.sizes.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_finding_5_a_bucket_of_many_parameters_is_one_call_of_a_hook_and_one_kernel_on_one_tensor() -> None:
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(50)))
+    ddp_config = DistributedDataParallelConfig(release_gradients=True, bucket_size=25 * 64, overlap_grad_reduce=True)
+    model = DistributedDataParallel(ModelParallelConfig(), ddp_config, module)
+    get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0, **IN_BACKWARD), [model])
+    calls: list[int] = []
+    model.register_bucket_ready_hook(lambda bucket: calls.append(len(bucket.params)))
+    with Updates() as updates:
+        model(torch.ones(1, 8)).sum().backward()
+        model.finish_grad_sync()
+    assert calls == [25, 25] and updates.sizes == [1, 1]

@@ -1,0 +1,147 @@
+"""Updates in backward of stages and virtual chunks: what of gradients is there when, and norms of buckets where a table
+is on two stages. That the bits are those of a step after backward is in test_in_backward_training.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.live_bytes import LiveBytes
+from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.grad_hooks import ReadyBucket
+from megatron.core.distributed.transient_grads import TransientGroup
+from megatron.training.run import TrainingRun
+from megatron.training.training import train_step
+from tests.counts import slow
+from tests.distributed.parity import layout
+from tests.distributed.test_bucket_states import after_step
+from tests.distributed.test_overlap_matrix import EP2, FLAGS, INTERLEAVED, OVERLAPPED
+from tests.distributed.test_zero2_training import ZERO2
+from tests.distributed.tiny_runs import gather_parameters, started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+MODES: dict[str, Flags] = {"ddp": {}, "zero1": OVERLAPPED, "zero2": {**ZERO2, **OVERLAPPED}}
+IN_BACKWARD: Flags = {"optimizer-in-backward": True, "ddp-bucket-size": 1001, "lr": 0.01}
+STEPS, CLIP = 4, 0.02
+
+
+def _bytes_of(group: TransientGroup) -> int:
+    """Of all that a bucket has of gradients: what fills, what is on its way, what is summed."""
+    held = [group._flat, group._sum, *(one.flat for one in group._in_flight)]
+    return sum(one.untyped_storage().nbytes() for one in held if one is not None)
+
+
+class Released:
+    """Checks in each hand-out that the buckets so far have nothing left, and at the end of a step that none has."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run, self.given = run, list[TransientGroup]()
+        found = [group for chunk in run.model for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
+        self.groups = [group for group in found if isinstance(group, TransientGroup)]
+        assert found and self.groups == found
+        self._group_of = {entry.param: group for group in self.groups for entry in group.entries}
+        for chunk in run.model:
+            chunk.register_bucket_ready_hook(self._look)
+            for buffer in chunk.all_buffers:
+                assert buffer.grad_data.is_meta and buffer.shard_grads.is_meta
+
+    def _look(self, bucket: ReadyBucket) -> None:
+        self.given.append(self._group_of[bucket.params[0]])
+        assert bucket.grad.numel() == bucket.shard.numel()
+        assert not any(map(_bytes_of, self.given))
+
+    def after_step(self, held: int) -> None:
+        """held: bytes that were made in the step and are alive."""
+        assert len(set(self.given)) == len(self.given) == len(self.groups), "each bucket once"
+        self.given.clear()
+        assert not any(map(_bytes_of, self.groups))
+        whole = sum(4 * buffer.layout.numel for chunk in self.run.model for buffer in chunk.all_buffers)
+        assert held < 0.05 * whole, (held, whole)
+
+
+def _release(argvs: Sequence[Sequence[str]]) -> None:
+    for argv in argvs:
+        with started_run(argv) as run:
+            released = Released(run)
+            for _ in range(2):
+                with LiveBytes() as memory:
+                    train_step(run)
+                released.after_step(memory.total())
+
+
+@pytest.mark.parametrize("policy", ["off", slow("exact")])
+def test_stages_and_virtual_chunks_have_no_gradients_left_of_what_was_updated(policy: str) -> None:
+    clip: Flags = {"clip-grad": 0} if policy == "off" else {"optimizer-in-backward-clip": "exact"}
+    base = {**read_bases()["moe"], **FLAGS, **INTERLEAVED, **EP2, **IN_BACKWARD, **clip}
+    run_on_ranks(_release, 4, [command_line({**base, **mode}) for mode in MODES.values()], timeout=300)
+
+
+class Clipped:
+    """A bucket hook that says from states and gradients what the step makes of them, clipped by the bucket's norm."""
+
+    def __init__(self, run: TrainingRun, clip: float) -> None:
+        self.run, self.clip = run, clip
+        self.expected: list[tuple[Tensor, Tensor]] = []
+        self.coefficients: dict[str, float] = {}
+        self.step = 0
+        for chunk in run.model:
+            chunk.register_bucket_ready_hook(self._look)
+
+    def _look(self, bucket: ReadyBucket) -> None:
+        squares = bucket.grad.double().square().sum()
+        if self.run.model[0].ddp_config.use_distributed_optimizer:
+            dist.all_reduce(squares, group=self.run.groups.dp_cp)
+        coefficient = min(1.0, self.clip / (squares.sqrt().item() + 1e-6))
+        self.coefficients |= {canonical_name(one.name): coefficient for one in bucket.slices}
+        for state in bucket.states:
+            grad = bucket.grad[state.span.start : state.span.end] * coefficient
+            # A view of what is stepped.
+            self.expected.append((state.master, after_step(state, grad, self.step)["master"]))
+
+    def after_step(self) -> None:
+        """Compares."""
+        assert self.expected or not self.coefficients
+        for master, expected in self.expected:
+            torch.testing.assert_close(master, expected, rtol=1e-5, atol=1e-6)
+        self.expected.clear()
+        self.step += 1
+
+
+TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def _clip(argvs: Sequence[Sequence[str]]) -> list[tuple[Tensor, float]]:
+    """This rank's copy of the table after each run, and what its last gradient was multiplied by."""
+    found = []
+    for argv in argvs:
+        with started_run(argv) as run:
+            clipped = Clipped(run, CLIP)
+            for _ in range(STEPS):
+                train_step(run)
+                clipped.after_step()
+            gather_parameters(run)
+            named = (item for chunk in run.model for item in chunk.named_parameters())
+            table = next(param.detach().clone() for name, param in named if canonical_name(name) in TABLES)
+            own = next(clipped.coefficients[name] for name in TABLES if name in clipped.coefficients)
+            others = {value for name, value in clipped.coefficients.items() if name not in TABLES}
+            assert own < 1 and len(others) > 1 and own not in others
+            found.append((table, own))
+    return found
+
+
+def test_b28_buckets_are_clipped_by_their_own_norm_and_tied_tables_of_two_stages_alike() -> None:
+    flags: Flags = {
+        **layout(pp=2),
+        "global-batch-size": 8,
+        "optimizer-in-backward-clip": "per-bucket",
+        "clip-grad": CLIP,
+    }
+    base = {**read_bases()["dense"], **FLAGS, **flags, **IN_BACKWARD}
+    first, *others = run_on_ranks(_clip, 4, [command_line({**base, **mode}) for mode in MODES.values()], timeout=300)
+    for other in others:
+        for (table, own), (expected, wanted) in zip(other, first, strict=True):
+            assert torch.equal(table, expected) and own == wanted
