@@ -12,8 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.agreement import all_ranks_agree
+from megatron.core.dist_checkpointing import disk, load_common
 from megatron.core.dist_checkpointing import folder as folders
-from megatron.core.dist_checkpointing import load_common
+from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # What the tracker holds instead of a number for weights to start from.
@@ -54,7 +55,7 @@ def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag
             raise ValueError(f"{flag} {path} cannot be written: it is a file, must be a folder")
         try:
             probe.parent.mkdir(parents=True, exist_ok=True)
-            folders.write_json(probe, "can be written")
+            disk.write_file(probe, b"can be written")
             probe.unlink()
         except OSError as error:
             raise ValueError(f"{flag} {path} cannot be written: {error}") from error
@@ -98,7 +99,7 @@ def find_checkpoint(load: str, *, step: int | None = None) -> FoundCheckpoint | 
     if root.exists() and not root.is_dir():
         raise ValueError(f"--load {load} is a file: give the folder that --save wrote")
     # Starting from scratch because the user went one folder too deep would be a costly surprise.
-    if (root / folders.MANIFEST_FILE).is_file():
+    if (root / MANIFEST_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
     if step is not None:
         return _named(root, f"--ckpt-step is {step}", iteration=step)
@@ -128,7 +129,7 @@ def complete_iterations(root: Path) -> list[int]:
     if not root.is_dir():
         return []
     matches = [(entry, re.fullmatch(_ITERATION, entry.name)) for entry in root.iterdir()]
-    return sorted(int(m[1]) for entry, m in matches if m is not None and (entry / folders.MANIFEST_FILE).is_file())
+    return sorted(int(m[1]) for entry, m in matches if m is not None and (entry / MANIFEST_FILE).is_file())
 
 
 def _named(root: Path, who: str, *, iteration: int) -> FoundCheckpoint:

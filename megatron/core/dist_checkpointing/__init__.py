@@ -1,5 +1,6 @@
 """Canonical checkpoints on torch.distributed.checkpoint; re-exports only."""
 
+from megatron.core.dist_checkpointing.group_errors import CheckpointError
 from megatron.core.dist_checkpointing.logical import (
     HasLogicalPieces,
     LogicalPiece,
@@ -15,15 +16,30 @@ from megatron.core.dist_checkpointing.mapping import (
     model_sharded_tensors,
     sharded_tensors,
 )
-from megatron.core.dist_checkpointing.serialization import CheckpointError, list_tensors, load, load_common, save
+from megatron.core.dist_checkpointing.planner import ReplicaWriters
+from megatron.core.dist_checkpointing.saving import PendingSave, begin_save
+from megatron.core.dist_checkpointing.serialization import (
+    VerifiedCheckpoint,
+    list_tensors,
+    load,
+    load_common,
+    save,
+    verify,
+)
+from megatron.core.dist_checkpointing.staging import StagingMemory
 
 __all__ = [
     "CheckpointError",
     "HasLogicalPieces",
     "LogicalPiece",
+    "PendingSave",
+    "ReplicaWriters",
     "ShardedObject",
     "ShardedState",
     "ShardedTensor",
+    "StagingMemory",
+    "VerifiedCheckpoint",
+    "begin_save",
     "buffer_sharded_tensors",
     "canonical_name",
     "identity_piece",
@@ -34,4 +50,5 @@ __all__ = [
     "model_sharded_tensors",
     "save",
     "sharded_tensors",
+    "verify",
 ]

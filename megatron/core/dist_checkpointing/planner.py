@@ -1,38 +1,27 @@
-"""Plans of torch.distributed.checkpoint for boxes: any rank may write or read any set of boxes of a tensor.
+"""Plans of saves and loads in boxes: any rank may write or read any set of boxes of a tensor.
 
 Decides who writes what and checks what is wanted against what is stored; touches no file.
 """
 
-import dataclasses
-import io
-import json
+import enum
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, disjoint_parts, intersection, whole
+from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, disjoint_parts, intersection
+from megatron.core.dist_checkpointing.disk import json_bytes
+from megatron.core.dist_checkpointing.manifest import Piece
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 Items = Sequence[ShardedTensor | ShardedObject]
@@ -40,54 +29,49 @@ Items = Sequence[ShardedTensor | ShardedObject]
 MAX_NAMED_KEYS = 4
 
 
-class BoxSavePlanner(SavePlanner):
-    """Offers every box of this rank; the coordinator cuts overlaps away and spreads replicas over the ranks."""
+class ReplicaWriters(enum.Enum):
+    """Which of the ranks that hold a box writes it."""
+
+    SPREAD = "the one with least to write so far"
+    FIRST = "the lowest"
+
+
+class HeldItems:
+    """What this rank holds: offered whole; the coordinator cuts overlaps away and chooses among replicas."""
 
     def __init__(self, items: Items):
-        # By key, as resolve_data looks them up; one key may have several boxes here.
-        self.objects = {item.key: item.data for item in items if isinstance(item, ShardedObject)}
-        self.tensors: dict[str, list[ShardedTensor]] = defaultdict(list)
+        # By key; one key may have several boxes here.
+        self._objects = {item.key: item.data for item in items if isinstance(item, ShardedObject)}
+        self._tensors: dict[str, list[ShardedTensor]] = defaultdict(list)
         for item in items:
             if isinstance(item, ShardedTensor):
-                self.tensors[item.key].append(item)
-        self._places = {key: BoxIndex(tensor.box for tensor in held) for key, held in self.tensors.items()}
+                self._tensors[item.key].append(item)
+        self._places = {key: BoxIndex(tensor.box for tensor in held) for key, held in self._tensors.items()}
 
-    def set_up_planner(
-        self,
-        state_dict: STATE_DICT_TYPE,
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Nothing to do: the items came by the constructor, torch's state dict stays empty."""
-
-    def create_local_plan(self) -> SavePlan:
+    def offers(self) -> list[WriteItem]:
         """One write item per box and object that this rank holds."""
-        objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.objects]
-        boxes = [_write_item(t.key, t.box, tensor=_tensor_metadata(t)) for held in self.tensors.values() for t in held]
-        return SavePlan(objects + boxes)
+        objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
+        boxes = [_write_item(t.key, t.box, tensor=_tensor_metadata(t)) for held in self._tensors.values() for t in held]
+        return objects + boxes
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Every element written once, bytes spread evenly over the ranks that hold replicas."""
-        written, metadata = assign_writes([plan.items for plan in all_plans])
-        return [dataclasses.replace(plan, items=w) for plan, w in zip(all_plans, written, strict=True)], metadata
+    def content(self, item: WriteItem) -> tuple[str, Box | None, torch.Tensor | bytes]:
+        """Key, box and content of a write: bytes of an object, or a part of a box: [*part shape], any dtype, a view.
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The coordinator's plan, as it is."""
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The bytes of an object, or a part of a box: [*part shape], the tensor's dtype, a view."""
-        key = write_item.index.fqn
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(json.dumps(self.objects[key]).encode())
-        part = _item_box(write_item)
+        Raises ValueError if JSON cannot hold an object.
+        """
+        key = item.index.fqn
+        if item.type == WriteItemType.BYTE_IO:
+            return key, None, json_bytes(key, self._objects[key], indent=None)
+        part = _item_box(item)
         # The coordinator may have cut the box: any box of ours that holds the part has the same bytes.
-        near = (self.tensors[key][position] for position in self._places[key].touching(part))
+        near = (self._tensors[key][position] for position in self._places[key].touching(part))
         held = next(tensor for tensor in near if part.is_inside(tensor.box))
-        return held.data.detach()[part.relative_to(held.box)]
+        return key, part, held.data.detach()[part.relative_to(held.box)]
 
 
-def assign_writes(offers: list[list[WriteItem]]) -> tuple[list[list[WriteItem]], Metadata]:
+def assign_writes(
+    offers: list[list[WriteItem]], replicas: ReplicaWriters = ReplicaWriters.SPREAD
+) -> tuple[list[list[WriteItem]], Metadata]:
     """From each rank's offered boxes to each rank's disjoint writes, and the metadata of the whole checkpoint.
 
     Raises ValueError if ranks disagree about a key or some element is offered by nobody.
@@ -110,7 +94,7 @@ def assign_writes(offers: list[list[WriteItem]]) -> tuple[list[list[WriteItem]],
             written[rank].append(item)
             continue
         stored[key] = tensor
-        for rank, part in _spread(key, tensor, offers=by_key[key], num_bytes=num_bytes):
+        for rank, part in _spread(key, tensor, offers=by_key[key], num_bytes=num_bytes, replicas=replicas):
             # The index is torch's hint where in `chunks` to look for the box.
             item = _write_item(key, part, tensor=tensor, index=len(tensor.chunks))
             tensor.chunks.append(_chunk(part))
@@ -135,9 +119,14 @@ def _agreed_metadata(key: str, offers: list[tuple[int, WriteItem]]) -> TensorSto
 
 
 def _spread(
-    key: str, tensor: TensorStorageMetadata, *, offers: list[tuple[int, WriteItem]], num_bytes: list[int]
+    key: str,
+    tensor: TensorStorageMetadata,
+    *,
+    offers: list[tuple[int, WriteItem]],
+    num_bytes: list[int],
+    replicas: ReplicaWriters,
 ) -> list[tuple[int, Box]]:
-    """(rank, part) for every disjoint part, each to the least loaded rank that holds it; num_bytes is advanced."""
+    """(rank, part) for every disjoint part, each to one of the ranks that hold it; num_bytes is advanced."""
     owners: dict[Box, list[int]] = defaultdict(list)
     for rank, item in offers:
         owners[_item_box(item)].append(rank)
@@ -149,65 +138,42 @@ def _spread(
         raise ValueError(f"{key}: no rank saves some elements of {list(tensor.size)}; saved are {boxes[:8]}")
     spread = []
     for index, part in parts:
-        rank = min(owners[boxes[index]], key=lambda r: num_bytes[r])
+        holders = owners[boxes[index]]
+        spread_evenly = replicas is ReplicaWriters.SPREAD
+        rank = min(holders, key=lambda r: num_bytes[r]) if spread_evenly else min(holders)
         num_bytes[rank] += part.volume * tensor.properties.dtype.itemsize
         spread.append((rank, part))
     return spread
 
 
-class BoxLoadPlanner(LoadPlanner):
-    """Reads, for every wanted box, its intersections with the stored boxes, in place."""
+@dataclass(frozen=True)
+class Read:
+    """The elements that a wanted box and a stored piece share, which are in the file of that name."""
 
-    def __init__(self, items: Items):
-        self.objects = [item for item in items if isinstance(item, ShardedObject)]
-        self.tensors = [item for item in items if isinstance(item, ShardedTensor)]
-        self.metadata: Metadata | None = None
+    tensor: ShardedTensor
+    name: str
+    piece: Piece
+    window: Box
 
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Keeps the metadata; the items came by the constructor, torch's state dict stays empty."""
-        self.metadata = metadata
 
-    def create_local_plan(self) -> LoadPlan:
-        """Read items of this rank; `check_wanted` has passed before."""
-        assert self.metadata is not None
-        metadata = self.metadata.state_dict_metadata
-        reads = [_read_object(index, item.key) for index, item in enumerate(self.objects)]
-        stored: dict[str, list[Box]] = {}
-        places: dict[str, BoxIndex] = {}
-        for index, tensor in enumerate(self.tensors):
-            key = tensor.key
-            if key not in stored:
-                entry = metadata[key]
-                assert isinstance(entry, TensorStorageMetadata)
-                stored[key] = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-                places[key] = BoxIndex(stored[key])
-            # In most layouts a rank needs few of the stored boxes; the others are not even opened.
-            needed = [stored[key][position] for position in places[key].touching(tensor.box)]
-            reads += [_read_part(tensor, box, index=index) for box in needed]
-        return LoadPlan(reads)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads its own boxes."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The local plan, as it is."""
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Replaces an object's data."""
-        self.objects[_position(read_item)].data = json.loads(value.getvalue())
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The view to fill: [*lengths], the wanted tensor's dtype and device."""
-        # Indexing gives a view whatever the strides, so copying into it loads in place.
-        target = self.tensors[_position(read_item)].data.detach()  # [*box shape]
-        return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).relative_to(whole(target.shape))]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do, `tensor`: [*lengths], the wanted dtype, is a view of the target."""
+def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list[Read]:
+    """What fills the tensors among `items`, ordered as it lies in the files; `check_wanted` has passed before."""
+    reads: list[Read] = []
+    places: dict[str, BoxIndex] = {}
+    for tensor in items:
+        if not isinstance(tensor, ShardedTensor) or not tensor.box.volume:
+            continue
+        held = stored[tensor.key]
+        if tensor.key not in places:
+            places[tensor.key] = BoxIndex(piece.box for _, piece in held if piece.box is not None)
+        # In most layouts a rank needs few of the stored boxes; the files of the others are not even opened.
+        for position in places[tensor.key].touching(tensor.box):
+            name, piece = held[position]
+            assert piece.box is not None, "boxes that touch share elements"
+            window = intersection(tensor.box, piece.box)
+            assert window is not None, "boxes that touch share elements"
+            reads.append(Read(tensor, name, piece, window))
+    return sorted(reads, key=lambda read: (read.name, read.piece.start))
 
 
 def check_wanted(items: Items, metadata: Metadata) -> None:
@@ -232,38 +198,6 @@ def _problem(item: ShardedTensor | ShardedObject, metadata: Metadata) -> str | N
     # Integers are positions, counts and generator states: converting those is always a mistake.
     castable = item.allow_cast and dtype.is_floating_point and wanted.is_floating_point
     return None if dtype == wanted or castable else f"{item.key} is {dtype} in it, {wanted} is wanted"
-
-
-def _read_part(tensor: ShardedTensor, stored: Box, *, index: int) -> ReadItem:
-    common = intersection(tensor.box, stored)
-    assert common is not None, "boxes that touch share elements"
-    return ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=MetadataIndex(tensor.key, tensor.box.offset, index),
-        dest_offsets=torch.Size(s.start for s in common.relative_to(tensor.box)),
-        storage_index=MetadataIndex(tensor.key, stored.offset),
-        storage_offsets=torch.Size(s.start for s in common.relative_to(stored)),
-        lengths=torch.Size(common.shape),
-    )
-
-
-def _read_object(index: int, key: str) -> ReadItem:
-    # Sizes are those of tensors: an object is read whole.
-    nothing = torch.Size(())
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
-        dest_index=MetadataIndex(key, None, index),
-        dest_offsets=nothing,
-        storage_index=MetadataIndex(key),
-        storage_offsets=nothing,
-        lengths=nothing,
-    )
-
-
-def _position(read_item: ReadItem) -> int:
-    # The index hint of the destination carries the item's position: two boxes of one key may share an offset.
-    assert read_item.dest_index.index is not None
-    return read_item.dest_index.index
 
 
 def _write_item(key: str, box: Box, *, tensor: TensorStorageMetadata, index: int | None = None) -> WriteItem:

@@ -1,20 +1,25 @@
-"""Reading and writing the data files of a checkpoint through torch.distributed.checkpoint's file format.
+"""Reading and writing the pieces of a checkpoint's data files, and torch.distributed.checkpoint's metadata file.
 
-The folder around them (manifest, atomic rename) is in folder.py; what goes where is decided in planner.py.
+A piece is what torch.save writes of one tensor, so that torch's own tools read these files; the elements lie inside it
+without gaps, so that a part of them can be read alone. The folder around the files is in folder.py; what goes where is
+decided in planner.py.
 """
 
 import io
+import math
 import pickle
-from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.serialization import skip_data
+
+from megatron.core.dist_checkpointing import disk
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.manifest import FileEntry, Manifest, Piece
 
 METADATA_FILE = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -32,77 +37,90 @@ _METADATA_GLOBALS = {
         "_MEM_FORMAT_ENCODING",
     )
 } | {(f"{_DCP}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
+# What reading a part of a piece adds to the process's memory, at most; or one row of elements, if that is more.
+_READ_BYTES = 8 << 20
 
 
-class CheckpointWriter(FileSystemWriter):
-    """One synced file per rank that has anything to write, and torch's metadata file."""
-
-    def __init__(self, folder: Path):
-        super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
-
-    def storage_meta(self) -> StorageMeta:
-        """Nothing: the temporary folder's name has no place in the checkpoint."""
-        return StorageMeta()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's items; raises OSError when the disk refuses."""
-        # torch would write an empty file for a rank whose boxes others write.
-        if plan.items:
-            try:
-                return super().write_data(plan, planner)
-            except RuntimeError as error:
-                # torch's zip writer covers a refused write by its own complaint about the file position.
-                raise _first_os_error(error) or error from error
-        nothing: Future[list[WriteResult]] = Future()
-        nothing.set_result([])
-        return nothing
+# Writing.
 
 
-class CheckpointReader(FileSystemReader):
-    """Reads each stored box once, however many wanted boxes it serves, and unpickles only metadata classes."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the whole checkpoint."""
-        return read_metadata(Path(self.path))
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills the planner's targets, file by file."""
-        # By file and stored box: one expert each from a stacked tensor must not read the stack E times.
-        by_file: dict[str, dict[MetadataIndex, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
-        for item in plan.items:
-            by_file[self.storage_data[item.storage_index].relative_path][item.storage_index].append(item)
-        for name, by_stored in by_file.items():
-            with open(Path(self.path) / name, "rb") as file:
-                for stored, items in by_stored.items():
-                    self._read_stored(file, stored, items=items, planner=planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read_stored(
-        self, file: IO[bytes], stored: MetadataIndex, *, items: list[ReadItem], planner: LoadPlanner
-    ) -> None:
-        info = self.storage_data[stored]
-        file.seek(info.offset)
-        # One stored box at a time is all that reading adds to the process's memory.
-        content = io.BytesIO(file.read(info.length))
-        if items[0].type == LoadItemType.BYTE_IO:
-            for item in items:
-                planner.load_bytes(item, content)
-            return
-        tensor = torch.load(content, map_location="cpu", weights_only=True)  # [*stored box]
-        for item in items:
-            window = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-            target = planner.resolve_tensor(item)
-            # Converts dtype and device on the way; check_wanted has said where that is allowed.
-            target.copy_(tensor[window])
-            planner.commit_tensor(item, target)
+def data_file(rank: int) -> str:
+    """The file that a rank writes, named as torch.distributed.checkpoint does."""
+    return f"__{rank}_0.distcp"
 
 
-def _first_os_error(error: BaseException | None) -> OSError | None:
-    while error is not None and not isinstance(error, OSError):
-        error = error.__context__
-    return error
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor: any shape and dtype, contiguous, on the host. Nothing is copied."""
+    # Not view(-1): the stride of a dimension of one element may be anything.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # [elements], same dtype
+    return flat.view(torch.uint8).numpy().data
+
+
+def write_pieces(path: Path, contents: Iterable[tuple[str, Box | None, torch.Tensor | bytes]]) -> FileEntry:
+    """Writes key, box and content of each piece to a new file, which is then on disk; raises OSError.
+
+    Contents: bytes of an object, or a tensor: [*box shape], any dtype, contiguous, on the host.
+    """
+    pieces: list[Piece] = []
+    frames: dict[tuple[torch.Size, torch.dtype], tuple[bytes, bytes]] = {}
+    with disk.DurableFile(path) as file:
+        for key, box, content in contents:
+            start, data_start = file.num_bytes, None
+            if isinstance(content, torch.Tensor):
+                kind = content.shape, content.dtype
+                if kind not in frames:
+                    frames[kind] = _frame(*kind)
+                before, after = frames[kind]
+                data_start = start + len(before)
+                checksum = file.write(after, file.write(bytes_of(content), file.write(before)))
+            else:
+                checksum = file.write(content)
+            pieces.append(Piece(key, box, start, file.num_bytes - start, data_start, checksum))
+    return FileEntry(file.num_bytes, pieces=tuple(pieces))
+
+
+def write_metadata(folder: Path, metadata: Metadata, *, files: Manifest) -> FileEntry:
+    """Writes torch's metadata file of what `files` hold, for torch's own tools."""
+    metadata.storage_data = {
+        MetadataIndex(piece.key, None if piece.box is None else piece.box.offset): _StorageInfo(
+            name, piece.start, piece.num_bytes
+        )
+        for name, entry in files.items()
+        for piece in entry.pieces
+    }
+    content = pickle.dumps(metadata)
+    return FileEntry(len(content), disk.write_file(folder / METADATA_FILE, content))
+
+
+class _Recorder(io.RawIOBase):
+    """Takes what torch.save writes but the elements, which it skips with a seek."""
+
+    def __init__(self) -> None:
+        self.before, self.after = bytearray(), bytearray()
+        self._skipped = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        (self.after if self._skipped else self.before).extend(content)
+        return len(content)
+
+    def seek(self, _offset: int, _whence: int = 0) -> int:
+        self._skipped = True
+        return 0
+
+
+def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the elements of such a tensor."""
+    recorder = _Recorder()
+    # The elements are then written, and summed up, in one pass of ours; torch's readers look at no checksum of a piece.
+    with skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], recorder))
+    return bytes(recorder.before), bytes(recorder.after)
+
+
+# Reading.
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -115,6 +133,103 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{folder / METADATA_FILE} is corrupt: holds a {type(metadata).__name__}")
     return metadata
+
+
+def stored_pieces(files: Manifest, metadata: Metadata) -> dict[str, list[tuple[str, Piece]]]:
+    """File and piece of everything stored, by key."""
+    pieces = [(name, piece) for name, entry in files.items() for piece in entry.pieces]
+    if not pieces:
+        # Format version 1: torch's metadata alone knows.
+        pieces = [
+            (info.relative_path, Piece(index.fqn, _chunk_box(metadata, index), info.offset, info.length, None, None))
+            for index, info in (metadata.storage_data or {}).items()
+        ]
+    by_key: dict[str, list[tuple[str, Piece]]] = {}
+    for name, piece in pieces:
+        by_key.setdefault(piece.key, []).append((name, piece))
+    return by_key
+
+
+def read_object(path: Path, piece: Piece) -> bytes:
+    """The bytes of a stored object."""
+    with open(path, "rb") as file:
+        file.seek(piece.start)
+        return file.read(piece.num_bytes)
+
+
+class PieceReader:
+    """An open data file, for `with`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> "PieceReader":
+        # Unbuffered: large reads go straight to where the elements belong.
+        self._file = open(self._path, "rb", buffering=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, piece: Piece, window: Box, *, dtype: torch.dtype, target: torch.Tensor) -> None:
+        """Reads the elements of `window`, a box inside the piece's, of the stored `dtype`.
+
+        target: [*window shape], any strides, dtype and device, is filled, and the elements converted.
+        """
+        assert piece.box is not None, "an object has no elements"
+        corner = tuple(o - start for o, start in zip(window.offset, piece.box.offset, strict=True))
+        target = target.detach()
+        if piece.data_start is None:
+            self._file.seek(piece.start)
+            content = io.BytesIO(self._file.read(piece.num_bytes))
+            # Format version 1 says nothing of where the elements are: torch knows, and reads all of them.
+            stored = torch.load(content, map_location="cpu", weights_only=True)  # [*stored box]
+            target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(corner, window.shape, strict=True))])
+        elif target.ndim == 0:
+            self._fill(piece.data_start, (1,), dtype=dtype, corner=(0,), target=target.view(1))
+        else:
+            self._fill(piece.data_start, piece.box.shape, dtype=dtype, corner=corner, target=target)
+
+    def _fill(
+        self, start: int, stored: tuple[int, ...], *, dtype: torch.dtype, corner: tuple[int, ...], target: torch.Tensor
+    ) -> None:
+        """Fills `target`: [*window], from elements of shape `stored` that begin at byte `start`."""
+        row_bytes = math.prod(stored[1:]) * dtype.itemsize
+        begin = start + corner[0] * row_bytes
+        whole_rows = tuple(target.shape[1:]) == stored[1:]
+        if whole_rows and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+            self._read_into(begin, target)
+        elif row_bytes > _READ_BYTES and len(stored) > 1:
+            for index, row in enumerate(target):
+                self._fill(begin + index * row_bytes, stored[1:], dtype=dtype, corner=corner[1:], target=row)
+        else:
+            num_rows = max(1, min(_READ_BYTES // row_bytes, len(target)))
+            rows = torch.empty((num_rows, *stored[1:]), dtype=dtype)  # [rows, *row], the stored dtype
+            columns = tuple(slice(o, o + n) for o, n in zip(corner[1:], target.shape[1:], strict=True))
+            for first in range(0, len(target), num_rows):
+                part = target[first : first + num_rows]
+                self._read_into(begin + first * row_bytes, rows[: len(part)])
+                # Converts dtype and device on the way; check_wanted has said where that is allowed.
+                part.copy_(rows[(slice(0, len(part)), *columns)])
+
+    def _read_into(self, start: int, target: torch.Tensor) -> None:
+        """Fills `target`: any shape and dtype, contiguous, on the host."""
+        self._file.seek(start)
+        left = bytes_of(target)
+        while len(left):
+            num_read = self._file.readinto(left)
+            if not num_read:
+                raise OSError(f"{self._path} has become shorter since it was verified")
+            left = left[num_read:]
+
+
+def _chunk_box(metadata: Metadata, index: MetadataIndex) -> Box | None:
+    if index.offset is None:
+        return None
+    entry = metadata.state_dict_metadata[index.fqn]
+    assert isinstance(entry, TensorStorageMetadata), "only tensors have offsets"
+    shape = next(tuple(chunk.sizes) for chunk in entry.chunks if chunk.offsets == index.offset)
+    return Box(tuple(index.offset), shape)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

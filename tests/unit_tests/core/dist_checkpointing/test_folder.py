@@ -5,6 +5,7 @@ import os
 import pytest
 
 from megatron.core.dist_checkpointing import folder as folders
+from megatron.core.dist_checkpointing import manifest
 
 ID = "0123456789ab"
 
@@ -47,8 +48,8 @@ def test_small_files_are_replaced_whole(tmp_path):
 
 
 def test_a_manifest_of_a_later_format_is_refused_by_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "FORMAT_VERSION", 2)
-    folders.write_manifest(tmp_path, {})
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", 3)
+    manifest.write_manifest(tmp_path, {})
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="format version 2: this program reads 1"):
-        folders.read_manifest(tmp_path)
+    with pytest.raises(ValueError, match="format version 3: this program reads 1 to 2"):
+        manifest.read_manifest(tmp_path)

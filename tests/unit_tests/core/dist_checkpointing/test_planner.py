@@ -8,41 +8,52 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.boxes import whole
-from megatron.core.dist_checkpointing.planner import BoxLoadPlanner, BoxSavePlanner, assign_writes, check_wanted
-from megatron.core.dist_checkpointing.storage import CheckpointReader, CheckpointWriter
+from megatron.core.dist_checkpointing.planner import HeldItems, assign_writes, check_wanted, plan_reads
+from megatron.core.dist_checkpointing.storage import (
+    PieceReader,
+    data_file,
+    read_metadata,
+    stored_pieces,
+    write_metadata,
+    write_pieces,
+)
 from tests.unit_tests.core.dist_checkpointing.cuts import random_tensors, strided_copy
 
 
 def offers_of(ranks):
-    return [BoxSavePlanner(items).create_local_plan().items for items in ranks]
+    return [HeldItems(items).offers() for items in ranks]
 
 
 def save_as(ranks, folder):
-    """What torch's save does with a process group, one simulated rank after the other."""
-    planners, writer = [BoxSavePlanner(items) for items in ranks], CheckpointWriter(folder)
-    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
-    plans = writer.prepare_global_plan(plans)
-    results = [writer.write_data(plan, planner).wait() for plan, planner in zip(plans, planners, strict=True)]
-    writer.finish(metadata, results)
+    """What begin_save does with a process group, one simulated rank after the other."""
+    written, metadata = assign_writes(offers_of(ranks))
+    files = {}
+    for rank, (items, writes) in enumerate(zip(ranks, written, strict=True)):
+        contents = (HeldItems(items).content(item) for item in writes)
+        contents = [(key, box, content if box is None else content.contiguous()) for key, box, content in contents]
+        files[data_file(rank)] = write_pieces(folder / data_file(rank), contents)
+    write_metadata(folder, metadata, files=files)
+    return files
 
 
-def load_as(items, folder):
-    planner, reader = BoxLoadPlanner(items), CheckpointReader(folder)
-    metadata = reader.read_metadata()
+def load_as(items, folder, files):
+    metadata = read_metadata(folder)
     check_wanted(items, metadata)
-    planner.set_up_planner({}, metadata)
-    reader.set_up_storage_reader(metadata, True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    for read in plan_reads(items, stored_pieces(files, metadata)):
+        with PieceReader(folder / read.name) as reader:
+            dtype = metadata.state_dict_metadata[read.piece.key].properties.dtype
+            target = read.tensor.data[read.window.relative_to(read.tensor.box)]
+            reader.read(read.piece, read.window, dtype=dtype, target=target)
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(1, 5))
 def test_any_cut_over_any_ranks_loads_as_any_other(tmp_path_factory, random, num_writers, num_readers):
     folder = tmp_path_factory.mktemp("checkpoint")
     tensors = random_tensors(random)
-    save_as(tensors.cut(random, num_writers), folder)
+    files = save_as(tensors.cut(random, num_writers), folder)
     for rank_items in tensors.cut(random, num_readers):
         wanted = [strided_copy(random, item) for item in rank_items]
-        load_as(wanted, folder)
+        load_as(wanted, folder, files)
         for item, loaded in zip(rank_items, wanted, strict=True):
             assert torch.equal(item.data, loaded.data), item.key
 

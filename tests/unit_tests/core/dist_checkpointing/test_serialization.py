@@ -6,9 +6,11 @@ import resource
 import signal
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import load as dcp_load
 
 from megatron.core.dist_checkpointing import (
     CheckpointError,
@@ -209,3 +211,28 @@ def test_a_kill_at_any_file_access_leaves_a_whole_checkpoint_and_the_next_save_c
     # In a process of its own: a fork of pytest's would carry its threads' locks.
     assert run_on_ranks(die_at_every_event, 1, tmp_path / "c", backend=None)[0] > 15
     assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_checkpoint_of_the_first_format_loads_in_other_boxes():
+    values = torch.arange(48, dtype=torch.float32).view(8, 6)
+    weight = torch.zeros(4, 6)
+    moment = torch.zeros(8, 6, dtype=torch.bfloat16)
+    rest = [ShardedTensor.whole("step", torch.tensor(0)), ShardedObject("rng", None)]
+    flags = ShardedTensor.whole("flags", torch.zeros(3, dtype=torch.bool))
+    wanted = [
+        ShardedTensor("decoder.layers.0.weight", weight, (8, 6), (2, 0)),
+        ShardedTensor.whole("optimizer.exp_avg.decoder.layers.0.weight", moment),
+    ]
+    # Written by two processes, before manifests had pieces.
+    assert load([wanted, rest, flags], Path(__file__).parent / "format_1") == {"iteration": 7}
+    assert torch.equal(weight, values[2:6]) and torch.equal(moment, values.bfloat16())
+    assert rest[0].data == 7 and rest[1].data == {"python": [3, None]} and flags.data.tolist() == [True, False, True]
+
+
+def test_torch_reads_what_is_stored_here(tmp_path):
+    save_value(tmp_path / "c", 3)
+    wanted = {"weight": torch.zeros(40, 30), "step": torch.tensor(0)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_load(wanted, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert (wanted["weight"] == 3).all() and wanted["step"] == 3
