@@ -3,13 +3,20 @@ the step after backward.
 """
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.live_bytes import PeakBytes
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.counts import slow
@@ -93,3 +100,99 @@ def test_shards_are_all_that_is_held_for_the_norm(mode: str, ranks: int) -> None
         # Of ZeRO-2 shards alone stand in any case.
         if mode == "zero1":
             assert max(in_backward, held) < normal - 4 * NUM_PARAMS * (1 - 1 / ranks) + 2 * BUCKET + messages
+
+
+UNITS = 9
+# Numbers that are no parameter's, in units; what an update takes besides.
+NUMBERS, UPDATE = 0.01, 0.2
+
+
+class Layers(nn.Module):
+    """As `build_model`, with a layer of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS - 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def of_sharded(*, reshards: bool, offloads: bool, policy: str | None) -> tuple[float, float, float]:
+    """The most in a step, after a backward, and between steps; in units of a layer's gradient. policy: as above."""
+    in_backward = policy != "normal"
+    settings = TorchFullyShardedDataParallelConfig(
+        reshard_after_forward=reshards, cpu_offload=offloads, release_gradients=in_backward
+    )
+    config = OptimizerConfig(
+        lr=1e-3,
+        clip_grad=0.0 if policy is None else 1.0,
+        optimizer_in_backward=in_backward,
+        optimizer_in_backward_clip=policy if in_backward else None,
+    )
+    with PeakBytes() as held:
+        model = TorchFullyShardedDataParallel(ModelParallelConfig(deterministic_mode=True), settings, Layers())
+        optimizer = get_megatron_optimizer(config, [model])
+        after_backward = []
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, WIDTH)).sum().backward()
+            after_backward.append(held.total())
+            finalize_model_grads([model])
+            optimizer.step()
+
+        most = max(held.peak_of(step) for _ in range(2))
+        return most / GRADIENT, max(after_backward) / GRADIENT, held.total() / GRADIENT
+
+
+Figures = dict[tuple[bool, bool, str | None], tuple[float, float, float]]
+
+
+def _matrix() -> Figures:
+    policies: tuple[str | None, ...] = ("normal", None)
+    cases = [(r, o, p) for r, o, p in product((True, False), (True, False), policies)] + [(True, False, "exact")]
+    return {case: of_sharded(reshards=case[0], offloads=case[1], policy=case[2]) for case in cases}
+
+
+def test_sharded_parameters_hold_the_gradients_of_two_units_whatever_else_is_chosen() -> None:
+    """The memory matrix: resharding, offloading, updates in backward; one rank, where all is known to the byte.
+
+    Here the host is the device, so that offloading changes where nothing is: the same bytes in all.
+    """
+    for (reshards, _, policy), (most, after_backward, between) in run_on_ranks(_matrix, 1)[0].items():
+        shards = 3 * UNITS
+        gradients = {"normal": UNITS, "exact": 0}.get(policy or "", 0)
+        assert between == pytest.approx(shards + gradients, abs=NUMBERS)
+        # In backward the last unit is the model's own, which ends with it; for the norm all are kept.
+        held = shards + {"normal": UNITS, "exact": UNITS, None: 1}[policy]
+        assert after_backward == pytest.approx(held, abs=NUMBERS)
+        # Its message, that message scaled, and its sum.
+        reduced = 3
+        if policy is None:
+            # The shards of the first, which waits for the second, after which one unit less is gathered.
+            expected = shards + 2 + reduced + (1 if reshards else UNITS - 2)
+        elif policy == "exact":
+            # The last one's have no memory yet.
+            expected = shards + UNITS - 1 + reduced + 1
+        else:
+            expected = shards + UNITS + reduced + (1 if reshards else UNITS - 1)
+        assert most == pytest.approx(expected, abs=UPDATE), (reshards, policy)
+
+
+def test_ranks_of_sharded_parameters_hold_their_share_of_two_units() -> None:
+    for figures in run_on_ranks(_matrix, 2):
+        for (reshards, _, policy), (most, _, between) in figures.items():
+            assert between == pytest.approx(3 * UNITS / 2 + (UNITS / 2 if policy == "normal" else 0), abs=NUMBERS)
+            # The model's own, what is gathered ahead, and the one whose gradient, message and parts come and go.
+            gathered, passing = (2 if reshards else UNITS), 5
+            gradients = 1 if policy is None else UNITS / 2
+            assert most <= 3 * UNITS / 2 + gradients + gathered + passing, (reshards, policy, most)
+        for reshards in (True, False):
+            saved = figures[reshards, False, "normal"][0] - figures[reshards, False, None][0]
+            assert saved >= (UNITS - 2) / 2 - 1.5

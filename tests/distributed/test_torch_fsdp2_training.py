@@ -1,4 +1,5 @@
-"""--use-torch-fsdp2 through the training program: bits of plain data parallelism, and checkpoints that all modes share.
+"""--use-torch-fsdp2 through the training program: bits of plain data parallelism, with updates in backward too, and
+checkpoints that all modes share (TRAPS B30).
 
 Every micro-batch is reduced: with one, bits are those of DDP. What a single wrapped module does is in test_torch_fsdp2.
 """
@@ -20,7 +21,7 @@ from tests.counts import long_count, slow
 from tests.distributed.parity import Box, layout, put_together
 from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, SHARDED, Case, _model
 from tests.distributed.test_sharded_runs import _steps
-from tests.distributed.test_zero2_training import FP16, RECOMPUTED
+from tests.distributed.test_zero2_training import FP16, RECOMPUTED, ZERO2
 from tests.distributed.tiny_runs import gather_parameters, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -28,6 +29,9 @@ from tests.harness import run_on_ranks
 STEPS = long_count(5, soak=20)
 FSDP2: Flags = {"use-torch-fsdp2": True}
 KEPT: Flags = {**FSDP2, "torch-fsdp2-no-reshard-after-forward": True}
+# Held to the norm, so that it has the same bits with clipping.
+EXACT: Flags = {"optimizer-in-backward": True, "optimizer-in-backward-clip": "exact"}
+IN_BACKWARD: Flags = {**FSDP2, **EXACT}
 SELECTIVE: Flags = {"recompute-granularity": "selective", "recompute-modules": ["layernorm", "moe_act", "core_attn"]}
 CASES = {
     "dense, 3 ranks, bf16": Case(3, "dense", {**BF16, "global-batch-size": 3}),
@@ -53,9 +57,9 @@ Run = tuple[list[dict[str, Any]], list[Box]]
 def test_one_microbatch_has_the_bits_of_ddp(name: str) -> None:
     case = CASES[name]
     flags = {**read_bases()[case.base], **FLAGS, **case.flags}
-    argvs = [command_line({**flags, **mode}) for mode in ({}, FSDP2, KEPT)]
+    argvs = [command_line({**flags, **mode}) for mode in ({}, FSDP2, KEPT, IN_BACKWARD)]
     by_rank = run_on_ranks(_train_each, case.ranks, argvs, case.frozen, timeout=240)
-    reference, *others = ([of_rank[mode] for of_rank in by_rank] for mode in range(3))
+    reference, *others = ([of_rank[mode] for of_rank in by_rank] for mode in range(len(argvs)))
     assert len({step["grad_norm"] for step in reference[0][0]}) > STEPS // 2
     for runs in others:
         assert [reports for reports, _ in runs] == [reports for reports, _ in reference]
@@ -95,9 +99,9 @@ def _assert_equal(tensors: dict[str, torch.Tensor], reference: dict[str, torch.T
 @pytest.mark.parametrize("precision", [BF16, slow({})])
 def test_several_microbatches_train_as_ddp_does(precision: Flags) -> None:
     flags = {**read_bases()["moe"], **FLAGS, **precision, **EP2, "global-batch-size": 6}
-    argvs = [command_line({**flags, **mode}) for mode in ({}, FSDP2, KEPT)]
-    for (reference, _), (first, _), (kept, _) in run_on_ranks(_train_each, 2, argvs, "none", timeout=240):
-        assert kept == first
+    argvs = [command_line({**flags, **mode}) for mode in ({}, FSDP2, KEPT, IN_BACKWARD)]
+    for (reference, _), (first, _), (kept, _), (updated, _) in run_on_ranks(_train_each, 2, argvs, "none", timeout=240):
+        assert kept == updated == first
         for step, expected in zip(first, reference, strict=True):
             assert step["losses"] == pytest.approx(expected["losses"], rel=0.02 if precision else 1e-3)
             assert float(step["grad_norm"]) == pytest.approx(float(expected["grad_norm"]), rel=0.02)
@@ -123,10 +127,10 @@ def _take_over(argvs: Sequence[Sequence[str]], folder: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [BF16, slow({"bf16": None}), slow({**FP16, "bf16": None})])
-def test_runs_go_on_from_each_others_checkpoints_bit_for_bit(precision: Flags, tmp_path: Path) -> None:
+def test_b30_runs_go_on_from_each_others_checkpoints_bit_for_bit(precision: Flags, tmp_path: Path) -> None:
     # Ends as the whole run does: its boxes are compared one by one.
-    modes = [SHARDED, FSDP2, {}, KEPT, SHARDED]
-    argvs = [command_line({**RELAY, "train-iters": 10, **precision, **mode}) for mode in modes]
+    modes = [SHARDED, FSDP2, {**SHARDED, **EXACT}, IN_BACKWARD, {}, {**KEPT, **EXACT}, ZERO2, FSDP2, SHARDED]
+    argvs = [command_line({**RELAY, "train-iters": 18, **precision, **mode}) for mode in modes]
     run_on_ranks(_take_over, 3, argvs, str(tmp_path), timeout=300)
 
 

@@ -24,10 +24,23 @@ class UnitBucket:
 
 
 class UnitGroup:
-    """A unit as a group of one bucket. name: the same on all ranks."""
+    """A unit, or what of it is given out together, as a group of one bucket. name: the same on all ranks."""
 
     def __init__(self, bucket: UnitBucket, *, name: str) -> None:
         self.name, self.buckets, self.entries = name, [bucket], bucket.entries
+        self._buffer, self._index = bucket.buffer, bucket.layout.index
+
+    def open(self) -> None:
+        """Lets torch reduce into the places of gradients; what it has reduced elsewhere is taken there."""
+        self._buffer.open_grads(self._index)
+
+    def close(self) -> None:
+        """Says that nobody needs the gradients any more."""
+        self._buffer.close_grads(self._index)
+
+    def named_grads(self) -> list[tuple[str, torch.Tensor]]:
+        """Names of the parameters, and this rank's shards of their gradients: [n] each, fp32 or fp64, views."""
+        return self._buffer.named_grads(self._index)
 
     def reduced_grad(self, bucket: UnitBucket) -> torch.Tensor:
         """This rank's shards of the unit's gradient: [n], fp32 or fp64, a view."""
@@ -35,17 +48,21 @@ class UnitGroup:
 
     def take_sums(self) -> None:
         """Hooks may have put others in the place of gradients: they are taken to theirs."""
-        self.buckets[0].buffer.attach_grads()
+        self.close()
 
 
-def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> list[UnitGroup]:
-    """Those of units that are trained, in the order of the units."""
-    found = {}
+def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> dict[Unit, list[UnitGroup]]:
+    """Those of units that are trained, in the order of the units: one of each, or two where a part of its gradients is
+    completed later.
+    """
+    found: dict[str, list[UnitGroup]] = {}
     for buffer in buffers:
         for layout, name in zip(buffer.layout.buckets, buffer.unit_names, strict=True):
             bucket = UnitBucket(buffer, layout, [buffer.entries[index] for index in layout.params])
-            found[name] = UnitGroup(bucket, name=f"unit {name or 'root'}")
-    return [found[unit.name] for unit in units if unit.name in found]
+            of_unit = found.setdefault(name, [])
+            rest = ", completed later" if of_unit else ""
+            of_unit.append(UnitGroup(bucket, name=f"unit {name or 'root'}{rest}"))
+    return {unit: found[unit.name] for unit in units if unit.name in found}
 
 
 class ShardHandOut(HandOut):

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.agreement import RemoteRankError
-from megatron.core.device import default_device
 from megatron.core.distributed.fsdp_hand_out import ShardHandOut
+from megatron.core.distributed.fsdp_releases import UnitsGiven
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.iteration_phase import Phase
 from megatron.core.distributed.ledger import Ledger
@@ -26,8 +26,8 @@ _RESET = "reset_iteration() was called after an error"
 class FsdpIteration:
     """Begins with the wrapper's zero_grad_buffer, ends with finish_grad_sync; then an optimizer may step.
 
-    To the optimizer it is what LaunchOrder is for the other wrapper. checks: None: nobody looks at gradients.
-    find_change: what was done to the module since it was wrapped, if that is wrong.
+    To the optimizer it is what LaunchOrder is for the other wrapper. checks: what units measure, None: nobody looks at
+    gradients. find_change: what was done to the module since it was wrapped, if that is wrong.
     """
 
     def __init__(
@@ -37,9 +37,10 @@ class FsdpIteration:
         *,
         groups: ProcessGroupCollection,
         hand_out: ShardHandOut,
+        units: UnitsGiven,
         find_change: Callable[[], str | None],
     ) -> None:
-        self.has_optimizer, self._hand_out = False, hand_out
+        self.has_optimizer, self._hand_out, self._units = False, hand_out, units
         self._buffers, self._checks, self._groups = buffers, checks, groups
         self._find_change = find_change
         stage_group = stage_group_of(groups)
@@ -56,6 +57,10 @@ class FsdpIteration:
         """Refuses backwards of `module` that come after the end of an iteration."""
         # Before fully_shard's own, so that the error comes before anything is gathered.
         module.register_forward_hook(self._watch_outputs, prepend=True)
+
+    def tell(self, *, is_last_backward: bool) -> None:
+        """Says whether the backwards that come are an iteration's last."""
+        self._units.is_last_backward = is_last_backward
 
     def begin(self) -> None:
         """Forgets all gradients. Collective after `finish`, where an optimizer was to step and did not."""
@@ -76,26 +81,30 @@ class FsdpIteration:
     def finish(self) -> None:
         """Makes sure that all gradients are in their places, reduced and, if that is checked, finite. Collective.
 
-        Raises on all ranks: NonFiniteGradientError; or this rank's ValueError, or RemoteRankError with another's.
+        Raises on all ranks: NonFiniteGradientError; or this rank's ValueError, or what a hook or an optimizer raised in
+        backward, or RemoteRankError with another's.
         """
         if self._phase in (Phase.FINISHED, Phase.STEPPED):
             self._hand_out.check_whole()
             return
         self._check_usable()
-        problem = self._find_change() or self._find_unreduced()
-        for buffer in self._buffers:
-            buffer.attach_grads()
-        found = [] if self._checks is None else self._measure_sync(self._checks)
-        verdict = self._agree_sync(is_aborted=problem is not None, is_non_finite=bool(found))
+        problem, error = self._find_change() or self._find_unreduced(), self._units.error
+        if error is None:
+            self._units.settle()
+        # NOTE: reads the device, once a step.
+        found = [] if self._checks is None else self._checks.non_finite_sync()
+        verdict = self._agree_sync(is_aborted=error is not None or problem is not None, is_non_finite=bool(found))
         if verdict.is_aborted:
             self._phase = Phase.ABORTED
+            if error is not None:
+                self._agreement.tell_reason(f"{type(error).__name__} in backward: {error}")
+                raise error
             self._agreement.raise_broken_off(problem)
         if verdict.is_non_finite:
             self._phase = Phase.ABORTED
             raise_non_finite(found, [stage_group_of(self._groups), self._groups.pp])
         self._phase = Phase.FINISHED
-        for group in self._hand_out.groups:
-            self._hand_out.reduced(group)
+        self._units.give()
 
     def step(self) -> None:
         """Says that the optimizer is about to update; once an iteration. Collective after `finish`.
@@ -104,8 +113,7 @@ class FsdpIteration:
         another rank has called `reset` since.
         """
         if self._phase is Phase.COLLECTING:
-            is_filled = any(b.grad_data.count_nonzero() for b in self._buffers if not self._is_on_gpu(b))
-            if is_filled or self._find_unreduced():
+            if any(buffer.may_hold_grads() for buffer in self._buffers) or self._find_unreduced():
                 raise RuntimeError("the optimizer steps without finish_grad_sync: call it after the last microbatch")
         self._check_usable()
         self._hand_out.check_whole()
@@ -120,9 +128,9 @@ class FsdpIteration:
 
     def _start(self) -> None:
         self._phase = Phase.COLLECTING
-        for buffer in self._buffers:
-            buffer.zero_grads()
-        self._hand_out.begin()
+        if self._checks is not None:
+            self._checks.forget()
+        self._units.begin()
 
     def _watch_outputs(self, *of_forward: Any) -> None:
         *_, outputs = of_forward
@@ -152,12 +160,6 @@ class FsdpIteration:
             "was in no_sync: leave the last microbatch out of it, or call reset_iteration"
         )
 
-    def _measure_sync(self, checks: GradChecks) -> Any:
-        # NOTE: reads the device, once a step.
-        for buffer in self._buffers:
-            checks.measure([(entry.name, entry.main_grad) for entry in buffer.entries])
-        return checks.non_finite_sync()
-
     def _agree_sync(self, *, is_aborted: bool, is_non_finite: bool) -> Verdict:
         local = Verdict(is_aborted, is_non_finite, is_reordered=False, late=[])
         return self._agreement.agree_sync(local, of_all_stages=self._checks is not None)
@@ -170,6 +172,3 @@ class FsdpIteration:
         highest = self._agreement.highest_sync(rank + 1 if is_reset else 0)
         self._phase = Phase.STEPPED
         return highest - 1 if highest else None
-
-    def _is_on_gpu(self, buffer: ShardedFlatBuffer) -> bool:
-        return buffer.grad_data.device != torch.device("cpu") or default_device().type != "cpu"

@@ -5,7 +5,7 @@ The one place that knows torch's private names; a torch without them is refused,
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = [
     "ParamShard",
+    "PassWatcher",
     "ReduceScatter",
     "check_torch",
     "fsdp_modules",
@@ -27,6 +28,8 @@ __all__ = [
     "reset_passes",
     "reshard_all",
     "shards_of",
+    "wait_for_sums",
+    "watch_passes",
 ]
 
 _NEEDED = ("_get_fsdp_state", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
@@ -195,6 +198,50 @@ def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *args:
             if state.unsharded_accumulated_grad is None:
                 whole.grad = torch.zeros_like(whole)
     post_backward(*args)
+
+
+class PassWatcher(Protocol):
+    """Who wants to know of a module's passes, one that fully_shard was given."""
+
+    def forward_begins(self) -> None:
+        """Its parameters are about to be needed: in a forward, or where a backward runs that again."""
+        ...
+
+    def reduction_begins(self) -> None:
+        """Its gradients are about to be reduced."""
+        ...
+
+    def backward_ends(self, *, is_reduced: bool) -> None:
+        """Its backward is over, of one forward at least; is_reduced: its gradients are reduced, or on their way."""
+        ...
+
+
+def watch_passes(module: FSDPModule, watcher: PassWatcher) -> None:
+    """Tells a watcher of each forward and backward from now on."""
+    for group in _groups_of(module):
+        group.pre_forward = partial(_pre_forward_watched, watcher, group.pre_forward)
+        group.post_backward = partial(_post_backward_watched, group, group.post_backward, watcher=watcher)
+
+
+def _pre_forward_watched(watcher: PassWatcher, pre_forward: Callable[..., Any], *args: Any) -> Any:
+    watcher.forward_begins()
+    return pre_forward(*args)
+
+
+def _post_backward_watched(group: Any, post_backward: Callable[..., None], *args: Any, watcher: PassWatcher) -> None:
+    is_reduced = group.reduce_grads
+    if is_reduced:
+        watcher.reduction_begins()
+    post_backward(*args)
+    watcher.backward_ends(is_reduced=is_reduced)
+
+
+def wait_for_sums(module: FSDPModule) -> None:
+    """Lets the current stream wait until the gradients of a module are reduced, as torch does when a backward ends."""
+    for group in _groups_of(module):
+        # None where that has waited. What goes to the host is copied at once, as it is added to what is there.
+        if group._post_reduce_event is not None:
+            group.device_handle.current_stream().wait_event(group._post_reduce_event)
 
 
 def reset_passes(root: nn.Module) -> None:

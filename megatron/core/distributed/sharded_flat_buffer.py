@@ -1,10 +1,12 @@
-"""ShardedFlatBuffer: this rank's shards of many parameters, and of their gradients, each in one flat tensor.
+"""ShardedFlatBuffer: this rank's shards of many parameters, and of their gradients, each in one flat tensor; and with
+gradients that do not stand, ReleasedShardBuffer.
 
 A shard along the first dimension of a contiguous parameter is a range of the flattened one. Who gathers and reduces is
 torch's fully_shard; what it keeps to itself is fully_shard_state.py's.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.device import default_device
 from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.fsdp_units import UnitKind
 from megatron.core.distributed.fully_shard_state import ParamShard
@@ -20,18 +23,24 @@ from megatron.core.distributed.layout import ALIGNMENT, BucketLayout, BufferLayo
 
 @dataclass(frozen=True, eq=False)
 class UnitShards:
-    """The trained parameters of a unit: names and this rank's shards of them."""
+    """Trained parameters of a unit that are given out together: names and this rank's shards of them."""
 
     name: str
     shards: list[tuple[str, ParamShard]]
+
+    def split(self, is_second: Callable[[nn.Parameter], bool]) -> "list[UnitShards]":
+        """In two, by what holds of each parameter, any shape and dtype; one of them may be empty."""
+        first = [(name, shard) for name, shard in self.shards if not is_second(shard.param)]
+        second = [(name, shard) for name, shard in self.shards if is_second(shard.param)]
+        return [UnitShards(self.name, first), UnitShards(self.name, second)]
 
 
 class ShardedFlatBuffer:
     """Shards of parameters of one kind; a shard and its gradient are views, at the same place of both.
 
-    param_data, grad_data: [numel], fp32 or fp64, padding is zero. model_dtype: what modules compute in. Each unit lies
-    in one bucket, all of which this rank owns. entries: `main_grad` is the shard of the gradient, which torch reduces
-    straight into.
+    param_data, grad_data: [numel], fp32 or fp64, padding is zero. model_dtype: what modules compute in. Each of `units`
+    lies in one bucket, all of which this rank owns. entries: `main_grad` is the shard of the gradient, which torch
+    reduces straight into.
     """
 
     is_sharded = True
@@ -56,10 +65,8 @@ class ShardedFlatBuffer:
         like = shards[0].local
         # What modules compute in is the shards' own, unless these are wider.
         self.model_dtype = like.dtype if self.model_dtype.itemsize >= 4 else self.model_dtype
-        self.param_data, self.grad_data = (
-            torch.zeros(self.layout.numel, dtype=like.dtype, device=like.device, pin_memory=self._pin_memory)
-            for _ in range(2)
-        )
+        self.param_data = self._zeros(self.layout.numel, like)
+        self.grad_data = self._new_grads(like)
         self.entries.clear()
         for name, shard, sent in zip(self._names, shards, self.layout.spans, strict=True):
             own = Span(sent.start, shard.numel)
@@ -75,7 +82,7 @@ class ShardedFlatBuffer:
 
     def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
         """This rank's shard of a parameter's gradient: [N], grad_data's dtype, a view of it, if it has any."""
-        return [entry.main_grad] if entry.span.numel else []
+        return [self._place_of(entry)] if entry.span.numel else []
 
     def grad_of(self, span: Span) -> torch.Tensor:
         """The gradients of elements of one owned span, a view: [span.numel], grad_data's dtype."""
@@ -101,14 +108,23 @@ class ShardedFlatBuffer:
         """The same for one parameter, any shape and dtype."""
         self._attach_grad(self._entry_of[param])
 
-    def _attach_grad(self, entry: Entry) -> None:
-        grad = entry.param.grad
-        if isinstance(grad, DTensor):
-            local = grad._local_tensor
-            if not local.numel() or local.data_ptr() == entry.main_grad.data_ptr():
-                return
-            entry.main_grad.copy_(local.reshape(-1))
-        entry.param.grad = self._shards[entry.param].grad_in(entry.main_grad)
+    def open_grads(self, bucket: int) -> None:
+        """Lets torch reduce the gradients of a bucket into their places."""
+        for entry in self._entries_of(bucket):
+            self._attach_grad(entry)
+
+    def close_grads(self, bucket: int) -> None:
+        """Says that all have had them; others that hooks have put in their places are taken to these."""
+        self.open_grads(bucket)
+
+    def named_grads(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
+        """Names of a bucket's parameters, and the shards of their gradients: [n] each, grad_data's dtype, views."""
+        return [(entry.name, self._place_of(entry)) for entry in self._entries_of(bucket)]
+
+    def may_hold_grads(self) -> bool:
+        """Whether there are gradients, where that is known without waiting for a device."""
+        is_on_host = self.grad_data.device.type == "cpu" and default_device().type == "cpu"
+        return is_on_host and bool(self.grad_data.count_nonzero())
 
     def zero_grads(self) -> None:
         """Forgets all gradients: they are exact zeros."""
@@ -125,6 +141,105 @@ class ShardedFlatBuffer:
         """Names of parameters that have gradients which were not reduced."""
         pairs = zip(self.entries, self._shards.values(), strict=True)
         return [entry.name for entry, shard in pairs if shard.has_unreduced_grad]
+
+    # Inside.
+
+    def _zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(numel, dtype=like.dtype, device=like.device, pin_memory=self._pin_memory)
+
+    def _new_grads(self, like: torch.Tensor) -> torch.Tensor:
+        return self._zeros(self.layout.numel, like)
+
+    def _entries_of(self, bucket: int) -> list[Entry]:
+        return [self.entries[index] for index in self.layout.buckets[bucket].params]
+
+    def _place_of(self, entry: Entry) -> torch.Tensor:
+        return entry.main_grad
+
+    def _attach_grad(self, entry: Entry) -> None:
+        grad, place = entry.param.grad, self._place_of(entry)
+        if isinstance(grad, DTensor):
+            local = grad._local_tensor
+            if not local.numel() or local.data_ptr() == place.data_ptr():
+                return
+            place.copy_(local.reshape(-1))
+        entry.param.grad = self._shards[entry.param].grad_in(place)
+
+
+class ReleasedShardBuffer(ShardedFlatBuffer):
+    """One whose gradients have memory, a bucket's at once, from `open_grads` to `close_grads`.
+
+    grad_data, and `main_grad` of entries, are only sizes and dtypes, on the meta device.
+    """
+
+    def __init__(
+        self, kind: UnitKind, units: Sequence[UnitShards], *, group: dist.ProcessGroup | None, pin_memory: bool
+    ) -> None:
+        # Of open buckets; what was closed in this iteration.
+        self._grads: dict[int, torch.Tensor] = {}
+        self._closed: set[int] = set()
+        super().__init__(kind, units, group=group, pin_memory=pin_memory)
+
+    def open_grads(self, bucket: int) -> None:
+        """See ShardedFlatBuffer: they begin as zeros, once in an iteration."""
+        assert bucket not in self._closed, f"the gradients of {self.unit_names[bucket]} were given away"
+        if bucket not in self._grads:
+            self._grads[bucket] = self._zeros(self.layout.buckets[bucket].span.numel, self.param_data)
+        super().open_grads(bucket)
+
+    def close_grads(self, bucket: int) -> None:
+        """See ShardedFlatBuffer: their memory is whose who took them, or nobody's."""
+        self._grads.pop(bucket, None)
+        self._closed.add(bucket)
+        for entry in self._entries_of(bucket):
+            entry.param.grad = None
+
+    def attach_grads(self) -> None:
+        """See ShardedFlatBuffer: of those that have memory."""
+        for bucket in self._grads:
+            super().open_grads(bucket)
+
+    def grad_of(self, span: Span) -> torch.Tensor:
+        """See ShardedFlatBuffer: [span.numel], grad_data's dtype, of an open bucket."""
+        bucket = self._bucket_at(span.start)
+        start = span.start - self.layout.buckets[bucket].span.start
+        return self._grads[bucket][start : start + span.numel]
+
+    def zero_grads(self) -> None:
+        """See ShardedFlatBuffer: their memory is freed."""
+        self._grads.clear()
+        self._closed.clear()
+        for param, shard in self._shards.items():
+            shard.drop_unreduced_grad()
+            param.grad = None
+
+    def scale_grads(self, factor: float | torch.Tensor) -> None:
+        """See ShardedFlatBuffer: a number or a tensor [], any float dtype. Raises RuntimeError where hooks have had
+        some of them.
+        """
+        missing = next((bucket for bucket in range(len(self.layout.buckets)) if bucket not in self._grads), None)
+        if missing is not None:
+            raise RuntimeError(
+                "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and optimizer have had "
+                f"the gradient of {self._entries_of(missing)[0].name} by then; scale the loss"
+            )
+        for grad in self._grads.values():
+            grad.mul_(factor)
+
+    def may_hold_grads(self) -> bool:
+        """See ShardedFlatBuffer: whether any were reduced in this iteration."""
+        return bool(self._grads or self._closed)
+
+    def _new_grads(self, like: torch.Tensor) -> torch.Tensor:
+        self._grads.clear()
+        return torch.zeros(self.layout.numel, dtype=like.dtype, device="meta")
+
+    def _place_of(self, entry: Entry) -> torch.Tensor:
+        # Behind the last one for those without elements.
+        return self.grad_of(entry.span) if entry.span.numel else self.param_data.new_zeros(0)
+
+    def _bucket_at(self, position: int) -> int:
+        return bisect_right(self.layout.buckets, position, key=lambda bucket: bucket.span.start) - 1
 
 
 def _lay_out(sizes_of_units: Sequence[Sequence[int]]) -> BufferLayout:

@@ -25,6 +25,7 @@ from megatron.core.distributed.fsdp_collectives import ScaledReduceScatter
 from megatron.core.distributed.fsdp_gathered import GatheredParams
 from megatron.core.distributed.fsdp_hand_out import ShardHandOut, unit_groups
 from megatron.core.distributed.fsdp_iteration import FsdpIteration
+from megatron.core.distributed.fsdp_releases import GivenAtEnd, GivenInBackward
 from megatron.core.distributed.fsdp_units import Unit, UnitKind, find_units, in_order_of_backward, repeated_layers
 from megatron.core.distributed.fully_shard_state import (
     ParamShard,
@@ -37,7 +38,7 @@ from megatron.core.distributed.fully_shard_state import (
 )
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.hand_out import is_completed_later
-from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer, UnitShards
+from megatron.core.distributed.sharded_flat_buffer import ReleasedShardBuffer, ShardedFlatBuffer, UnitShards
 from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 from megatron.core.distributed.wrap_agreement import check_wraps_agree
@@ -113,18 +114,26 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         every = [shard for unit in shards.values() for _, shard in unit.shards] + [s for _, s in self._frozen]
         self._set_prefetch(layers)
         self._order = in_order_of_backward(self.units, layers)
-        self._flat_buffers = self._build_buffers(shards, self._order)
+        is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
+        self._flat_buffers = self._build_buffers(shards, self._order, is_later=is_later)
         self._wrapped = WrappedShards(module, every)
         self._gathered = GatheredParams(module, every)
-        is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
         groups = unit_groups(self._flat_buffers, self._order)
-        self._hand_out = ShardHandOut(groups, is_later=is_later, sharded=self._wrapped.sharded)
+        self._hand_out = ShardHandOut(
+            [group for of_unit in groups.values() for group in of_unit],
+            is_later=is_later,
+            sharded=self._wrapped.sharded,
+        )
         self._hand_out.hooks.adopt()
+        checks = GradChecks.of(ddp_config)
         self._iteration = FsdpIteration(
             self._flat_buffers,
-            GradChecks.of(ddp_config),
+            checks,
             groups=self.pg_collection,
             hand_out=self._hand_out,
+            units=(GivenInBackward if ddp_config.release_gradients else GivenAtEnd)(
+                groups, self._flat_buffers, hand_out=self._hand_out, checks=checks
+            ),
             find_change=self._wrapped.find_problem,
         )
         self._iteration.watch(module)
@@ -270,6 +279,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._fsdp_root.set_is_last_backward(is_last)
         self._fsdp_root.set_requires_gradient_sync(is_reducing)
         self._is_last, self._is_reducing = is_last, is_reducing
+        self._iteration.tell(is_last_backward=is_last)
 
     def _shard_units(self) -> dict[Unit, UnitShards]:
         """Gives each unit to fully_shard; what is trained of them."""
@@ -347,15 +357,21 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=default_device().type != "cpu")
 
-    def _build_buffers(self, shards: dict[Unit, UnitShards], order: Sequence[Unit]) -> list[ShardedFlatBuffer]:
+    def _build_buffers(
+        self, shards: dict[Unit, UnitShards], order: Sequence[Unit], *, is_later: Callable[[nn.Parameter], bool]
+    ) -> list[ShardedFlatBuffer]:
         pinned = self.ddp_config.cpu_offload and default_device().type != "cpu"
+        releases = self.ddp_config.release_gradients
         by_kind: dict[UnitKind, list[UnitShards]] = {}
         for unit in order:
-            if shards[unit].shards:
-                by_kind.setdefault(unit.kind, []).append(shards[unit])
+            # What waits for the end must not keep the rest.
+            parts = shards[unit].split(is_later) if releases else [shards[unit]]
+            by_kind.setdefault(unit.kind, []).extend(part for part in parts if part.shards)
+        buffer_type = ReleasedShardBuffer if releases else ShardedFlatBuffer
         return [
-            ShardedFlatBuffer(kind, of_kind, group=self._group_of(is_expert=kind.is_expert), pin_memory=pinned)
+            buffer_type(kind, of_kind, group=self._group_of(is_expert=kind.is_expert), pin_memory=pinned)
             for kind, of_kind in by_kind.items()
+            if of_kind
         ]
 
 

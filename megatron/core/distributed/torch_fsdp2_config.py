@@ -64,7 +64,6 @@ _NOT_HERE = {
     "reduce_scatter_with_fp32_accumulation": "gradients are reduced in fp32, or by torch's own collective",
     "param_name_patterns_for_fp32_local_accumulation": "shards of gradients add up in fp32 anyway",
     "overlap_param_gather_with_optimizer_step": "parameters are gathered before the module that needs them",
-    "release_gradients": "shards of gradients stand until the optimizer's step",
     "ddp_debug": "its checks are of buffers that are reduced once a step",
 }
 

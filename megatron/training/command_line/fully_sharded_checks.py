@@ -44,11 +44,6 @@ def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             "muon needs whole matrices, of which each rank has some rows",
         ),
         (
-            "--optimizer-in-backward is given",
-            args.optimizer_in_backward,
-            "shards of gradients stand until the optimizer's step",
-        ),
-        (
             f"--cuda-graph-impl is {args.cuda_graph_impl}",
             args.cuda_graph_impl != "none",
             "gathered parameters get their memory anew each time, which graphs have standing",

@@ -1,0 +1,421 @@
+"""Updates in backward of sharded parameters (FSDP2) against the step after it, bit for bit (TRAPS B27 to B30); what
+hooks see of gradients that are freed; errors. Memory: test_in_backward_memory; the program: test_torch_fsdp2_training.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.agreement import RemoteRankError
+from megatron.core.dist_checkpointing import model_logical_pieces
+from megatron.core.distributed import NonFiniteGradientError, TorchFullyShardedDataParallel, finalize_model_grads
+from megatron.core.distributed.grad_hooks import ReadyBucket
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.distributed.test_torch_fsdp2 import DETERMINISTIC, FSDP2, WORDS, Net, _loss
+from tests.harness import run_on_ranks
+
+STEPS = 10
+EXACT = {"clip_grad": 0.3, "optimizer_in_backward_clip": "exact"}
+MODES = {
+    "freed": FSDP2,
+    "kept": replace(FSDP2, reshard_after_forward=False),
+    "offloaded": replace(FSDP2, cpu_offload=True),
+    "gathered ahead": replace(FSDP2, forward_prefetch=2, backward_prefetch=2),
+}
+
+
+class Run:
+    """A module in training, whose learning rate falls; settings are OptimizerConfig's, clip_grad 0 by default."""
+
+    def __init__(self, module: nn.Module, *, mode: str = "freed", in_backward: bool = True, **settings: Any) -> None:
+        checked = settings.pop("check_for_nan_in_grad", False)
+        config = replace(MODES[mode], release_gradients=in_backward, check_for_nan_in_grad=checked)
+        self.model = TorchFullyShardedDataParallel(DETERMINISTIC, config, module)
+        if not in_backward:
+            settings.pop("optimizer_in_backward_clip", None)
+        given: dict[str, Any] = {
+            "lr": 0.05,
+            "clip_grad": 0.0,
+            "deterministic_mode": True,
+            "log_num_zeros_in_grad": True,
+        }
+        given |= {"optimizer_in_backward": in_backward}
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(**{**given, **settings}), [self.model])
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+        self.num_steps = 0
+
+    def backward(self, *, count: int = 1, factor: float = 1.0) -> float:
+        """All passes of a step; factor: of the loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.05 * 0.5 ** (self.num_steps // 3)
+        self.optimizer.zero_grad()
+        total = 0.0
+        for left in reversed(range(count)):
+            with self.model.accumulate() if left else nullcontext():
+                loss = _loss(self.model, self.generator) * (factor / count)
+                self.optimizer.scale_loss(loss).backward()
+            total += loss.item()
+        return total
+
+    def step(self, *, count: int = 1, factor: float = 1.0) -> list[Any]:
+        """What a step reports."""
+        loss = self.backward(count=count, factor=factor)
+        finalize_model_grads([self.model])
+        self.num_steps += 1
+        return [loss, *self.optimizer.step(), float(self.optimizer.get_loss_scale()), self.optimizer.params_norm()]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's shards and states."""
+        boxes = self.optimizer.sharded_state(model_logical_pieces(self.model))
+        states = {f"{box.key} {box.global_offset}": box.data.clone() for box in boxes}
+        return {one.name: one.flat.clone() for one in self.model.weight_ranges()} | states
+
+
+def assert_same(run: Run, other: Run) -> None:
+    """Of shards and states."""
+    ours, theirs = run.tensors(), other.tensors()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def _compare(mode: str, net: dict[str, bool], count: int, dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    runs = [Run(Net(**net).to(dtype), mode=mode, in_backward=chosen, **settings) for chosen in (False, True)]
+    for step in range(STEPS):
+        reports = [run.step(count=count) for run in runs]
+        assert repr(reports[0]) == repr(reports[1]), (mode, step)
+        assert reports[0][1], "a step that is skipped says nothing"
+    assert_same(*runs)
+
+
+def _compare_each(modes: list[str], net: dict[str, bool], count: int, dtype: torch.dtype, settings: list[Any]) -> None:
+    for number, mode in enumerate(modes):
+        _compare(mode, net, count, dtype, settings[number % len(settings)])
+
+
+@pytest.mark.parametrize("ranks, modes", [(2, ["kept"]), (3, list(MODES)), (4, ["freed", "offloaded"])])
+@pytest.mark.parametrize("net", [{}, {"tied": True, "recompute": True}], ids=str)
+def test_ten_steps_in_backward_are_ten_steps_after_it(ranks: int, modes: list[str], net: dict[str, bool]) -> None:
+    run_on_ranks(_compare_each, ranks, modes, net, 1, torch.float32, [{}, EXACT] if ranks == 3 else [{}])
+
+
+HALF = {"initial_loss_scale": 64.0, "hysteresis": 1, "loss_scale_window": 3}
+
+
+@pytest.mark.parametrize(
+    "dtype, settings",
+    [(torch.bfloat16, [{"bf16": True}, {"bf16": True, **EXACT}]), (torch.float16, [{"fp16": True, **EXACT, **HALF}])],
+    ids=str,
+)
+def test_b29_several_microbatches_make_one_step_in_16_bits(dtype: torch.dtype, settings: list[dict[str, Any]]) -> None:
+    run_on_ranks(_compare_each, 3, ["freed", "kept"], {}, 3, dtype, settings)
+
+
+def _policies() -> None:
+    for policy in ("previous-norm", "per-bucket"):
+        settings = {"clip_grad": 0.3, "optimizer_in_backward_clip": policy}
+        run, plain = Run(Net(), **settings), Run(Net(), in_backward=False, clip_grad=0.3)
+        norms = [(run.step(), plain.step()) for _ in range(2)]
+        # Both clip: other weights than unclipped ones, and the whole norm is told.
+        assert norms[0][0][2] == norms[0][1][2] > 0.3
+        assert run.tensors().keys() == plain.tensors().keys()
+        unclipped = Run(Net())
+        for _ in range(2):
+            unclipped.step()
+        assert any(not torch.equal(a, b) for a, b in zip(run.tensors().values(), unclipped.tensors().values()))
+        # The first step of it clips exactly.
+        if policy == "previous-norm":
+            assert norms[1][0][0] == norms[1][1][0]
+
+
+def test_b28_every_policy_clips_units() -> None:
+    run_on_ranks(_policies, 2)
+
+
+def _released(module: nn.Module, mode: str = "freed") -> TorchFullyShardedDataParallel:
+    return TorchFullyShardedDataParallel(DETERMINISTIC, replace(MODES[mode], release_gradients=True), module)
+
+
+def _backward(model: TorchFullyShardedDataParallel, seed: int = 0) -> None:
+    _loss(model, torch.Generator().manual_seed(10 * seed + dist.get_rank())).backward()
+
+
+class Counted:
+    """Counts the calls of hooks by kind and parameter name, in their order."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def on_param(self, name: str) -> Callable[[nn.Parameter], None]:
+        def note(owned: nn.Parameter) -> None:
+            assert isinstance(owned, DTensor) and isinstance(owned.grad, DTensor) and owned.grad.shape == owned.shape
+            self.seen.append(("param", name))
+
+        return note
+
+    def on_bucket(self, bucket: ReadyBucket) -> None:
+        assert bucket.shard.shape == bucket.grad.shape
+        self.seen += [("bucket", one.name) for one in bucket.slices]
+
+    def after(self, found: list[ReadyBucket]) -> None:
+        self.seen += [("after", one.name) for bucket in found for one in bucket.slices]
+
+    def take(self) -> list[tuple[str, str]]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+def _hooks() -> None:
+    counted, net = Counted(), Net()
+    first, *others = net.named_parameters()
+    first[1].register_post_accumulate_grad_hook(counted.on_param(first[0]))
+    model = _released(net)
+    params = dict(model.module.named_parameters())
+    for name, _ in others:
+        model.register_post_accumulate_grad_hook(params[name], counted.on_param(name))
+    model.register_bucket_ready_hook(counted.on_bucket)
+    model.register_post_backward_hook(params.values(), counted.after)
+    once = Counter(product(("param", "bucket", "after"), params))
+    for step in range(4):
+        if step == 2:
+            model.load_state_dict(dict(model.state_dict()), assign=True)
+        model.zero_grad_buffer()
+        for earlier in (model.no_sync, model.accumulate):
+            with earlier():
+                _backward(model)
+        assert not counted.seen
+        _backward(model)
+        # Of layers that were followed by the reduction of another unit; the model's own come last.
+        of_layers = {name for name in params if "layers" in name}
+        assert {name for _, name in counted.seen} == of_layers
+        assert not any(isinstance(params[name].grad, torch.Tensor) for name in of_layers)
+        finalize_model_grads([model])
+        seen = counted.take()
+        assert Counter(seen) == once
+        assert list(dict.fromkeys(name.split(".")[1] for _, name in seen if name in of_layers)) == ["2", "1", "0"]
+        assert all(param.grad is None for param in params.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_b27_hooks_run_in_backward_once_a_step_and_survive_assigned_state(ranks: int) -> None:
+    run_on_ranks(_hooks, ranks)
+
+
+def _stepped_in_hooks(release: bool, mode: str) -> list[float]:
+    """What docs/hooks.md shows."""
+    model = TorchFullyShardedDataParallel(DETERMINISTIC, replace(MODES[mode], release_gradients=release), Net())
+    params = list(model.parameters())
+    optimizers = {param: torch.optim.AdamW([model.owned_shard(param)], lr=0.05) for param in params}
+    schedules = {param: torch.optim.lr_scheduler.StepLR(one, 2) for param, one in optimizers.items()}
+
+    def step(owned: nn.Parameter) -> None:
+        optimizers[owned].step()
+        schedules[owned].step()
+        optimizers[owned].zero_grad()
+
+    for param in params:
+        model.register_post_accumulate_grad_hook(param, step)
+    losses, generator = [], torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        model.zero_grad_buffer()
+        loss = _loss(model, generator)
+        loss.backward()
+        model.finish_grad_sync()
+        losses.append(loss.item())
+    return losses
+
+
+def _stepped_both_ways() -> list[list[float]]:
+    return [_stepped_in_hooks(release, mode) for release, mode in ((False, "freed"), (True, "freed"), (True, "kept"))]
+
+
+def test_optimizers_that_step_in_hooks_of_a_backward_train_as_those_at_its_end() -> None:
+    for at_end, *in_backward in run_on_ranks(_stepped_both_ways, 3):
+        assert in_backward == [at_end, at_end] and len(set(at_end)) == STEPS
+
+
+class Repeated(nn.Module):
+    """Layers that are called in any order, some of them several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        hidden = self.first(x)
+        for index in order:
+            hidden = self.layers[index](hidden).tanh()
+        return hidden
+
+
+class Kept:
+    """The gradients that hooks see, by parameter, and how many were there when a backward ended."""
+
+    def __init__(self, model: TorchFullyShardedDataParallel) -> None:
+        self.grads: dict[str, torch.Tensor] = {}
+        model.register_bucket_ready_hook(self.note)
+
+    def note(self, bucket: ReadyBucket) -> None:
+        for one in bucket.slices:
+            assert one.name not in self.grads, "each once"
+            self.grads[one.name] = one.view_of(bucket.grad).clone()
+
+
+def _call_again() -> None:
+    for mode in ("freed", "kept", "gathered ahead"):
+        model, plain = _released(Repeated(), mode), TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, Repeated())
+        ours, theirs = Kept(model), Kept(plain)
+        # Ahead of what is called next is what was called last, too.
+        for order in ([0, 1, 2], [1, 0, 1, 2], [2, 2, 1, 0], [0, 2], [0, 1, 0, 1, 0, 2]):
+            for each in (model, plain):
+                each.zero_grad_buffer()
+                each(torch.ones(2, 4) + dist.get_rank(), order).sum().backward()
+                if each is model:
+                    assert len(ours.grads) >= 2 * (len(set(order)) - 1)
+                each.finish_grad_sync()
+            assert ours.grads.keys() == theirs.grads.keys() and len(ours.grads) == 8
+            assert all(torch.equal(grad, theirs.grads[name]) for name, grad in ours.grads.items()), (mode, order)
+            ours.grads.clear()
+            theirs.grads.clear()
+
+
+def test_b6_units_that_are_called_several_times_wait_for_all_their_gradients() -> None:
+    run_on_ranks(_call_again, 2)
+
+
+def _second_backward() -> None:
+    model = _released(Net())
+    kept = Kept(model)
+    model.zero_grad_buffer()
+    _backward(model)
+    with pytest.raises(RuntimeError, match=r"gradient of unit layers\.2, as of layers\.2\..* in accumulate\(\)"):
+        _backward(model)
+    for _ in range(2):
+        model.reset_iteration()
+        kept.grads.clear()
+        # Now it is known how often gradients come.
+        _backward(model)
+        _backward(model)
+        model.finish_grad_sync()
+        assert len(kept.grads) == len(list(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"scale_gradients with .*release_gradients"):
+        model.scale_gradients(0.5)
+
+
+def test_b6_a_second_backward_outside_accumulate_is_refused_by_name() -> None:
+    run_on_ranks(_second_backward, 2)
+
+
+class _BrokenError(Exception):
+    """What a user's code raises."""
+
+
+def _fail_on_one_rank() -> None:
+    run, plain = Run(Net(), **EXACT), Run(Net(), **EXACT)
+    fails = [False]
+
+    def fail(bucket: ReadyBucket) -> None:
+        if fails[0] and bucket.name == "unit layers.1.0" and dist.get_rank() == 1:
+            raise _BrokenError("not today")
+
+    run.model.register_bucket_ready_hook(fail)
+    for fails[0] in (False, True, False):
+        assert run.step() == plain.step() if not fails[0] else True
+        if fails[0]:
+            state = run.generator.get_state()
+            # In backward nobody waits for this rank in vain.
+            run.backward()
+            with pytest.raises(_BrokenError if dist.get_rank() == 1 else RemoteRankError, match="not today"):
+                finalize_model_grads([run.model])
+            run.model.reset_iteration()
+            run.generator.set_state(state)
+    assert_same(run, plain)
+
+
+def test_b32_an_error_in_a_hook_of_one_rank_is_told_to_the_others() -> None:
+    run_on_ranks(_fail_on_one_rank, 2)
+
+
+def _not_finite(checked: bool) -> None:
+    run = Run(Net(), check_for_nan_in_grad=checked)
+    run.step()
+    error, words = (NonFiniteGradientError, "rank 0: ") if checked else (RuntimeError, "norm of all gradients is nan")
+    with pytest.raises(error, match=words):
+        run.step(factor=float("nan") if dist.get_rank() == 1 else 1.0)
+    run.model.reset_iteration()
+    with pytest.raises(RuntimeError, match="load a checkpoint"):
+        run.step()
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks(checked: bool) -> None:
+    run_on_ranks(_not_finite, 2, checked)
+
+
+def _odd_steps() -> None:
+    run = Run(Net())
+    run.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"optimizer steps without finish_grad_sync|before the gradient of"):
+        run.backward()
+        run.optimizer.step()
+    with pytest.raises(ValueError, match=r"optimizer_in_backward is True and .*release_gradients of the chunks is \[F"):
+        model = TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, Net())
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0, optimizer_in_backward=True), [model])
+    frozen = Net()
+    for param in frozen.layers[1].parameters():
+        param.requires_grad_(False)
+    frozen.table.requires_grad_(False)
+    twin = Net()
+    for ours, theirs in zip(frozen.parameters(), twin.parameters()):
+        theirs.requires_grad_(ours.requires_grad)
+    runs = [Run(frozen), Run(twin, in_backward=False)]
+    for _ in range(3):
+        assert runs[0].step(count=2) == runs[1].step(count=2)
+        with torch.no_grad():
+            words = torch.zeros(1, 3, dtype=torch.int64)
+            assert torch.equal(*(run.model(words) for run in runs))
+    assert_same(*runs)
+    assert len({WORDS, *(buffer.grad_data.device.type for buffer in runs[0].model.all_buffers)}) == 2
+
+
+def test_frozen_units_evaluations_and_steps_without_gradients() -> None:
+    run_on_ranks(_odd_steps, 2)
+
+
+def _exchange(settings: dict[str, Any]) -> None:
+    """Normal, in backward, normal: each goes on from the other's state."""
+    expected = Run(Net(), in_backward=False, **settings)
+    reports = [expected.step() for _ in range(6)]
+    before = None
+    for number, chosen in enumerate((True, False, True)):
+        run = Run(Net(), in_backward=chosen, **settings)
+        if before is not None:
+            saved = before.tensors()
+            with torch.no_grad():
+                for one in run.model.weight_ranges():
+                    one.flat.copy_(saved[one.name])
+            with run.optimizer.loading(model_logical_pieces(run.model)) as boxes:
+                for box in boxes:
+                    box.data.copy_(saved[f"{box.key} {box.global_offset}"])
+            run.optimizer.load_state_dict(before.optimizer.state_dict())
+            run.generator.set_state(before.generator.get_state())
+            run.num_steps = before.num_steps
+        assert [run.step() for _ in range(2)] == reports[2 * number : 2 * number + 2]
+        before = run
+    assert before is not None
+    assert_same(before, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, EXACT], ids=["clip off", "exact"])
+def test_b30_states_are_those_of_the_step_after_backward_both_ways(settings: dict[str, Any]) -> None:
+    run_on_ranks(_exchange, 3, settings)
