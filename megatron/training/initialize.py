@@ -24,9 +24,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import config_from_args, parse_args, validate_args
 from megatron.training.checkpoint_args import load_args_from_checkpoint
 from megatron.training.config import DistributedConfig
+from megatron.training.console import print_rank_0
 from megatron.training.failure_board import FailureBoard
 from megatron.training.global_vars import publish_run
 from megatron.training.joining import common_settings, join_process_group
+from megatron.training.restarts import continue_after_restart, keep_global_batch_size
 
 
 def initialize_megatron(
@@ -43,6 +45,7 @@ def initialize_megatron(
     failures from the moment that they have met. Raises ValueError for bad arguments, and for ranks whose differ.
     """
     args = parse_args(extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv))
+    notices = [continue_after_restart(args), keep_global_batch_size(args)]
     if args.use_checkpoint_args and args.load is not None:
         load_args_from_checkpoint(args)
     validate_args(args, args_defaults or {})
@@ -64,6 +67,8 @@ def initialize_megatron(
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     groups = parallel_state.get_process_groups()
+    for notice in filter(None, notices):
+        print_rank_0(notice)
     # All copies draw the same weights; seed_ranks parts them once that is done.
     _seed(args.seed, groups)
     publish_run(args)

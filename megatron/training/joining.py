@@ -127,8 +127,9 @@ class MeetingPoint:
                 f"nobody answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within {_minutes(timeout)}, "
                 "where rank 0 or its torchrun should be"
             ) from error
-        # Whatever a run before torchrun's restart has left is not this one's.
-        return dist.PrefixStore(f"attempt {self.attempt}", store)
+        # Whatever a run before torchrun's restart has left is not this one's. Nodes that join a run restart it too, and
+        # torchrun does not count that.
+        return dist.PrefixStore(f"attempt {self.attempt} of {self.world_size} ranks", store)
 
 
 @functools.cache

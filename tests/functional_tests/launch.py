@@ -62,12 +62,16 @@ def run_program(
     program: str = PROGRAM,
     env: Mapping[str, str] | None = None,
     timeout: float = 180,
+    grace: float = 20,
 ) -> Run:
-    """Runs `program` (module:function taking argv) on warm ranks in `folder`, logging to it; returns when all ended."""
+    """Runs `program` (module:function taking argv) on warm ranks in `folder`, logging to it; returns when all ended.
+
+    grace: seconds that a rank may live on when another has failed, until it is killed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     words = [*argv, "--tensorboard-dir", str(folder)]
     outcomes = launch_on_ranks(
-        _call, processes, program, words, str(folder), backend=None, env=env, timeout=timeout, grace=20
+        _call, processes, program, words, str(folder), backend=None, env=env, timeout=timeout, grace=grace
     )
     return Run(outcomes, read_log(folder))
 

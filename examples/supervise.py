@@ -1,0 +1,175 @@
+#!/usr/bin/env python
+"""Keeps a training command going on this machine: starts it again whatever ends it, until it ends well.
+
+    examples/supervise.py [--max-failures N] torchrun ... pretrain_gpt.py ... --save DIR --save-interval 100
+
+torchrun --max-restarts survives the death of a rank; this also survives that of torchrun, whose ranks may live on, and
+its own: started again with the same --save, it ends what is left of the run before, and goes on from the last
+checkpoint. One supervisor on each machine; needs Linux (/proc) and nothing but Python.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+MARK = "SUPERVISED_RUN"  # in the environment of everything that the command starts
+COUNT = "SUPERVISOR_RESTART_COUNT"  # tells pretrain_gpt.py to go on from --save
+TRACKER = "latest_checkpointed_iteration.txt"
+TERMINATE_SECONDS = 30.0  # for the command to save and end after a SIGTERM
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command line `words`; returns 0, or the exit code of the command's last failure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--max-failures", type=int, default=3, help="Give up after so many without a new checkpoint.")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="The command, with --save DIR somewhere in it.")
+    args = parser.parse_args(words)
+    folder = save_folder(args.command)
+    folder.mkdir(parents=True, exist_ok=True)
+    # The lock ends with this process, however that ends: what it started does not inherit it.
+    with (folder / f"supervisor.{socket.gethostname()}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another supervisor of --save {folder} is at work on this machine: ending")
+            return 1
+        return Supervisor(args.command, folder, max_failures=args.max_failures).run()
+
+
+def save_folder(command: Sequence[str]) -> Path:
+    """The folder of --save in the command; ends the process where there is none."""
+    for word, following in zip(command, [*command[1:], ""]):
+        if word == "--save" and following:
+            return Path(following)
+        if word.startswith("--save="):
+            return Path(word.partition("=")[2])
+    sys.exit("supervise.py: the command needs --save DIR: it is there that a restart goes on")
+
+
+class Supervisor:
+    """The loop around the command. What must outlive this process is in `folder`: the mark of its processes, and how
+    often they were started.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, *, max_failures: int) -> None:
+        self.command, self.folder, self.max_failures = list(command), folder, max_failures
+        self.state_file = folder / f"supervisor.{socket.gethostname()}.json"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.told_to_end = False
+
+    def run(self) -> int:
+        """Starts the command until it ends well, is told to end, or fails too often without a new checkpoint."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.end)
+        mark, starts = self.state()
+        failures = 0
+        while True:
+            end_marked(mark)
+            before = self.progress()
+            code = self.start_once(mark, starts)
+            starts += 1
+            if code == 0 or self.told_to_end:
+                end_marked(mark)
+                say(f"the command ended with {code}" + (", as it was told to" if self.told_to_end else ""))
+                # What was told to end goes on when it is started again; what is done is over.
+                if not self.told_to_end:
+                    self.state_file.unlink()
+                return code
+            failures = 1 if self.progress() != before else failures + 1
+            say(f"the command ended with {code}; failures since the last new checkpoint: {failures}")
+            if failures >= self.max_failures:
+                end_marked(mark)
+                say(f"giving up; the last checkpoint is {self.progress() or 'none'}")
+                return code
+
+    def state(self) -> tuple[str, int]:
+        """The mark of this run's processes and how often they were started, by this supervisor or one before."""
+        try:
+            known = json.loads(self.state_file.read_text())
+            say(f"going on after a supervisor that did not end: {known['starts']} starts so far")
+            return known["mark"], known["starts"]
+        except (OSError, ValueError, KeyError):
+            return str(uuid.uuid4()), 0
+
+    def start_once(self, mark: str, starts: int) -> int:
+        """Runs the command to its end; returns its exit code."""
+        # Written before there is anything to end, so that the next supervisor finds all of it.
+        temporary = self.state_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"mark": mark, "starts": starts + 1}))
+        temporary.replace(self.state_file)
+        say(f"start {starts + 1}: {' '.join(self.command)}")
+        try:
+            self.process = subprocess.Popen(self.command, env={**os.environ, MARK: mark, COUNT: str(starts)})
+        except OSError as error:
+            sys.exit(f"supervise.py: the command cannot be started: {error}")
+        if self.told_to_end:
+            self.process.terminate()
+        while (code := self.process.poll()) is None:
+            time.sleep(0.2)
+        return code
+
+    def progress(self) -> str:
+        """What the folder names as the latest checkpoint."""
+        try:
+            return (self.folder / TRACKER).read_text().strip()
+        except OSError:
+            return ""
+
+    def end(self, number: int, _frame: FrameType | None) -> None:
+        """Hands a signal on; the command is not started again."""
+        self.told_to_end = True
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+def end_marked(mark: str) -> None:
+    """Ends every process that has the mark in its environment: those of a run before, and no others."""
+    found = marked(mark)
+    if not found:
+        return
+    say(f"ending processes that an earlier start left: {', '.join(map(str, sorted(found)))}")
+    # No SIGTERM: what is left would save, while others of its run are gone.
+    deadline = time.monotonic() + TERMINATE_SECONDS
+    while found and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+        found = marked(mark)
+    if found:
+        sys.exit(f"supervise.py: processes {sorted(found)} cannot be ended: a device may hang")
+
+
+def marked(mark: str) -> list[int]:
+    """Processes of this user whose environment has the mark; a number that was used again has another environment."""
+    wanted, own = f"{MARK}={mark}".encode(), os.getpid()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == own:
+            continue
+        # Others' environments cannot be read, and processes end meanwhile. Of zombies nothing is left to end.
+        with contextlib.suppress(OSError):
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def say(text: str) -> None:
+    """A line for the log of whoever started this."""
+    print(f"[supervise {datetime.now():%Y-%m-%d %H:%M:%S}] {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,156 @@
+"""Runs whose ranks, or launchers, are killed end with the losses of a run that nobody disturbed."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.counts import long_count
+from tests.functional_tests import doomed_program
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.functional_tests.doomed_program import attempt_name
+from tests.functional_tests.expectations import assert_same_steps
+from tests.functional_tests.launch import ROOT, Run, read_log, run_program
+from tests.harness import free_port
+
+STEPS, RANKS = 12, 2
+FLAGS: Flags = {
+    **read_bases()["dense"],
+    "hidden-dropout": 0.1,
+    "train-iters": STEPS,
+    "save-interval": 2,
+    "eval-iters": 0,
+    "eval-interval": None,
+    "distributed-timeout-minutes": 1,
+}
+PROGRAM = f"{doomed_program.__name__}:main"
+
+
+def _attempt(flags: Flags, restarts: int, folder: Path, *, faults: dict[str, list], ranks: int = RANKS) -> Run:
+    """As torchrun starts the ranks of a restart."""
+    env = {"FAULTS": json.dumps(faults), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    stops = any("SIGSTOP" in fault for attempt, fault in faults.items() if attempt == attempt_name(restarts=restarts))
+    # A stopped rank ends for nobody; the others have ended when the harness learns of the first.
+    grace = 1 if stops else 20
+    return run_program(command_line(flags), ranks, folder=folder, program=PROGRAM, env=env, grace=grace)
+
+
+def _undisturbed(flags: Flags, folder: Path) -> Run:
+    whole = run_program(command_line({**flags, "save": folder / "saved"}), RANKS, folder=folder)
+    assert whole.exit_codes == [0] * RANKS, whole.written()
+    return whole
+
+
+@pytest.mark.parametrize("seed", range(long_count(1, soak=16)))
+def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    # A kill before the first checkpoint lets the run start from scratch once more.
+    steps = sorted(draw.sample(range(2, STEPS + 1), 3))
+    signals = draw.sample(["SIGKILL", "SIGKILL", "SIGSTOP"], 3)
+    faults = {
+        attempt_name(restarts=attempt): [draw.randrange(RANKS), step, name, "self"]
+        for attempt, (step, name) in enumerate(zip(steps, signals))
+    }
+    flags = {**FLAGS, **(read_bases()["moe"] if seed % 2 else {}), "use-distributed-optimizer": True}
+    flags |= {name: FLAGS[name] for name in ("train-iters", "eval-iters", "eval-interval")}
+    saved = tmp_path / "saved"
+    for attempt in range(len(faults)):
+        run = _attempt({**flags, "save": saved}, attempt, tmp_path, faults=faults)
+        assert run.exit_codes == [1] * RANKS, run.written()
+    last = _attempt({**flags, "save": saved}, len(faults), tmp_path, faults=faults)
+    assert last.exit_codes == [0] * RANKS, last.written()
+    assert f"restart {len(faults)}: going on from --save {saved}" in last.written()
+    assert_same_steps(last, _undisturbed(flags, tmp_path / "whole"))
+
+
+def test_a_restart_with_fewer_ranks_keeps_the_global_batch_and_the_order_of_data(tmp_path: Path) -> None:
+    # No size is given: by default it follows the number of ranks.
+    flags = {**FLAGS, "hidden-dropout": 0.0, "global-batch-size": None, "micro-batch-size": 2, "train-iters": 6}
+    saved = tmp_path / "saved"
+    first = _attempt({**flags, "save": saved}, 0, tmp_path, faults={attempt_name(): [1, 4, "SIGKILL", "self"]})
+    assert first.exit_codes == [1] * RANKS, first.written()
+    rest = _attempt({**flags, "save": saved}, 1, tmp_path, faults={}, ranks=1)
+    assert rest.exit_codes == [0] and "--global-batch-size 4: as in the checkpoint" in rest.written(), rest.written()
+    whole = _undisturbed(flags, tmp_path / "whole")
+    assert rest.steps.keys() == whole.steps.keys()
+    for iteration, step in whole.steps.items():
+        assert rest.steps[iteration]["lm_loss"] == pytest.approx(step["lm_loss"], rel=1e-5), iteration
+        assert rest.steps[iteration]["consumed_samples"] == step["consumed_samples"]
+
+
+def test_a_finetuning_run_restarts_from_its_own_checkpoints(tmp_path: Path) -> None:
+    flags = {**FLAGS, "train-iters": 4}
+    base = run_program(command_line({**flags, "save": tmp_path / "base"}), 1, folder=tmp_path / "base")
+    assert base.exit_codes == [0], base.written()
+    flags |= {"load": tmp_path / "base", "finetune": True, "lr": 0.001, "override-opt-param-scheduler": True}
+    faults = {attempt_name(restarts=attempt): [0, step, "SIGKILL", "self"] for attempt, step in enumerate((2, 4))}
+    tuned = {**flags, "save": tmp_path / "tuned"}
+    # Killed before its first checkpoint, and after it.
+    for attempt, begins in enumerate(("training starts at iteration 0", "training starts at iteration 0", "going on")):
+        run = _attempt(tuned, attempt, tmp_path / "run", faults=faults, ranks=1)
+        assert (run.exit_codes == [0]) == (attempt == 2) and (begins in run.written() or attempt == 1), run.written()
+    whole = run_program(command_line({**flags, "save": tmp_path / "whole"}), 1, folder=tmp_path / "whole run")
+    assert_same_steps(run, whole)
+
+
+def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: Path) -> None:
+    # The agent of the first start is killed, then, in the second, a rank; torchrun restarts that one by itself.
+    faults = {
+        attempt_name(): [1, 4, "SIGKILL", "agent"],
+        attempt_name(starts=1): [0, 7, "SIGKILL", "self"],
+    }
+    saved = tmp_path / "saved"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", "1"]
+    command += ["--monitor-interval", "0.1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command += [str(ROOT / "tests/functional_tests/doomed_program.py"), *command_line({**FLAGS, "save": saved})]
+    # A stranger with a mark of its own, and one without.
+    strangers = [
+        subprocess.Popen(["sleep", "600"], env={"SUPERVISED_RUN": "another"}),
+        subprocess.Popen(["sleep", "600"]),
+    ]
+    try:
+        finished = subprocess.run(
+            [sys.executable, str(ROOT / "examples/supervise.py"), *command, "--tensorboard-dir", str(tmp_path)],
+            env={
+                "PATH": "/usr/bin:/bin",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "FAULTS": json.dumps(faults),
+            },
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        assert all(stranger.poll() is None for stranger in strangers)
+    finally:
+        for stranger in strangers:
+            stranger.send_signal(signal.SIGKILL)
+            stranger.wait()
+    written = finished.stdout + finished.stderr
+    assert finished.returncode == 0, written
+    assert re.search(r"ended with -9; failures since the last new checkpoint: 1\n", written), written
+    assert re.search(r"ending processes that an earlier start left: \d+", written), written
+    assert len(re.findall(r"\] start \d:", written)) == 2, written
+    assert_same_steps(Run([], read_log(tmp_path)), _undisturbed(FLAGS, tmp_path / "whole"))
+    # Nothing is left that a later supervisor would take for its own.
+    assert not list(saved.glob("supervisor.*.json"))
+
+
+def test_the_supervisor_gives_up_on_a_command_that_gets_no_further(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit(3)", "--save", str(tmp_path / "saved")]
+    finished = subprocess.run(
+        [sys.executable, str(ROOT / "examples/supervise.py"), "--max-failures", "2", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == 3 and finished.stderr.count("ended with 3") == 2, finished.stderr
+    assert "giving up; the last checkpoint is none" in finished.stderr
