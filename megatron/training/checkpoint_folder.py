@@ -5,6 +5,7 @@ What is in a checkpoint is decided in checkpointing.py, how it gets to disk in c
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing import disk, load_common
 from megatron.core.dist_checkpointing import folder as folders
-from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE
+from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE, read_manifest, verify_size
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # What the tracker holds instead of a number for weights to start from.
@@ -85,35 +86,100 @@ def clean_save_folder(path: str) -> None:
         folders.remove_incomplete(Path(path), name=rf"{_ITERATION}|{RELEASE}|probe|{re.escape(TRACKER_FILE)}")
 
 
+def prune(path: str, *, latest: int, interval: int | None) -> None:
+    """Deletes the checkpoints before `latest`, which is complete, but for those whose iteration divides by `interval`.
+
+    None deletes nothing.
+    """
+    for iteration in complete_iterations(Path(path)):
+        if interval is not None and iteration < latest and iteration % interval:
+            folders.remove(iteration_folder(path, iteration))
+
+
 def write_tracker(path: str, iteration: int) -> None:
     """Names `iteration` as the latest; call when its checkpoint is complete."""
     folders.replace_text(Path(get_checkpoint_tracker_filename(path)), str(iteration))
 
 
-def find_checkpoint(load: str, *, step: int | None = None) -> FoundCheckpoint | None:
-    """The checkpoint of --ckpt-step, else the tracker's, else the newest; None if the folder has none.
+def find_checkpoint(
+    load: str, *, step: int | None = None, damaged: Mapping[int, str] | None = None
+) -> FoundCheckpoint | None:
+    """The checkpoint of --ckpt-step, else the tracker's, else the newest that is whole; None if the folder has none.
 
-    Raises ValueError if what the step or the tracker names is missing or incomplete.
+    damaged: iterations that turned out not to be whole, and why: others are taken. Raises ValueError if that of the
+    step is not whole, or if there are checkpoints and none of them is.
     """
+    root, problems = _root(load), dict(damaged or {})
+    if step is not None:
+        return _named(root, f"--ckpt-step is {step}", iteration=step)
+    tracker = root / TRACKER_FILE
+    # A copy of one iteration folder has no tracker, nor has a run that was killed within its first save.
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else None
+    if text == RELEASE:
+        return FoundCheckpoint(folders.find_checkpoint(root / RELEASE), 0, is_release=True)
+    # isdecimal alone accepts digits of other scripts.
+    wanted = int(text) if text is not None and text.isdecimal() and text.isascii() else None
+    candidates = complete_iterations(root)
+    if wanted is not None and wanted not in problems:
+        problem = _problem(root, wanted)
+        if problem is None:
+            return FoundCheckpoint(folders.find_checkpoint(iteration_folder(root, wanted)), wanted)
+        problems[wanted] = problem
+    if text is None:
+        why = f"{root} has no {TRACKER_FILE}"
+    elif wanted is None:
+        why = f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}"
+    else:
+        why = f"{tracker} names iteration {wanted}: {problems[wanted]}"
+    return _other(root, why, candidates=_by_preference(candidates, wanted), problems=problems)
+
+
+def _root(load: str) -> Path:
     root = Path(load)
     if root.exists() and not root.is_dir():
         raise ValueError(f"--load {load} is a file: give the folder that --save wrote")
     # Starting from scratch because the user went one folder too deep would be a costly surprise.
     if (root / MANIFEST_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
-    if step is not None:
-        return _named(root, f"--ckpt-step is {step}", iteration=step)
-    tracker = root / TRACKER_FILE
-    # A copy of one iteration folder has no tracker, nor has a run that was killed within its first save.
-    if not tracker.is_file():
-        return _newest(root)
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if text == RELEASE:
-        return FoundCheckpoint(folders.find_checkpoint(root / RELEASE), 0, is_release=True)
-    # isdecimal alone accepts digits of other scripts.
-    if not text.isdecimal() or not text.isascii():
-        raise ValueError(f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}")
-    return _named(root, f"{tracker} names iteration {text}", iteration=int(text))
+    return root
+
+
+def _by_preference(iterations: list[int], wanted: int | None) -> list[int]:
+    # The newest. A tracker may have been set back on purpose: what came later is then the last resort.
+    return sorted(iterations, key=lambda iteration: (wanted is not None and iteration > wanted, -iteration))
+
+
+def _other(root: Path, why: str, *, candidates: list[int], problems: dict[int, str]) -> FoundCheckpoint | None:
+    """The first candidate that is whole; what was wrong with those before it is in its notice."""
+    for iteration in candidates:
+        if iteration not in problems:
+            problem = _problem(root, iteration)
+            if problem is None:
+                return FoundCheckpoint(
+                    iteration_folder(root, iteration),
+                    iteration,
+                    notice=f"{why}: taking iteration {iteration}, the newest complete checkpoint",
+                )
+            problems[iteration] = problem
+        if problems[iteration] not in why:
+            why = f"{why}; {problems[iteration]}"
+    # Never from scratch where there was something: a person has to decide that.
+    if candidates or problems or TRACKER_FILE in {entry.name for entry in _entries(root)}:
+        raise ValueError(f"{why}; complete iterations: none")
+    return None
+
+
+def _problem(root: Path, iteration: int) -> str | None:
+    """What is wrong with a checkpoint, as far as one can tell without reading its tensors; None if nothing is."""
+    try:
+        folder = folders.find_checkpoint(iteration_folder(root, iteration))
+        files = read_manifest(folder)
+        for name, entry in files.items():
+            verify_size(folder, name, expected=entry)
+        load_common(folder)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
 
 
 def load_run_values(folder: Path) -> dict[str, Any]:
@@ -126,9 +192,7 @@ def load_run_values(folder: Path) -> dict[str, Any]:
 
 def complete_iterations(root: Path) -> list[int]:
     """Iterations that have a complete checkpoint, ascending."""
-    if not root.is_dir():
-        return []
-    matches = [(entry, re.fullmatch(_ITERATION, entry.name)) for entry in root.iterdir()]
+    matches = [(entry, re.fullmatch(_ITERATION, entry.name)) for entry in _entries(root)]
     return sorted(int(m[1]) for entry, m in matches if m is not None and (entry / MANIFEST_FILE).is_file())
 
 
@@ -140,9 +204,5 @@ def _named(root: Path, who: str, *, iteration: int) -> FoundCheckpoint:
         raise ValueError(f"{who}: {error}; complete iterations: {others}") from error
 
 
-def _newest(root: Path) -> FoundCheckpoint | None:
-    iterations = complete_iterations(root)
-    if not iterations:
-        return None
-    notice = f"{root} has no {TRACKER_FILE}: taking iteration {iterations[-1]}, its newest complete checkpoint"
-    return FoundCheckpoint(iteration_folder(root, iterations[-1]), iterations[-1], notice=notice)
+def _entries(root: Path) -> list[Path]:
+    return list(root.iterdir()) if root.is_dir() else []

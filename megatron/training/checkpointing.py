@@ -14,13 +14,18 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import all_ranks_agree
+from megatron.core.agreement import RemoteRankError, all_ranks_agree
 from megatron.core.dist_checkpointing import (
     LogicalPiece,
+    PendingSave,
+    ReplicaWriters,
     ShardedTensor,
+    StagingMemory,
+    VerifiedCheckpoint,
     canonical_name,
     model_logical_pieces,
 )
+from megatron.core.dist_checkpointing.group_errors import one_error_everywhere
 from megatron.core.group_collectives import gather_objects, union_over_model
 from megatron.core.optimizer.state_keys import fresh_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
@@ -34,6 +39,7 @@ from megatron.training.checkpoint_folder import (
     get_checkpoint_tracker_filename,
     iteration_folder,
     load_run_values,
+    prune,
     refuse_checkpoints_of_another_run,
     write_tracker,
 )
@@ -45,6 +51,7 @@ from megatron.training.rng_state import load_rng, rng_sharded_state
 from megatron.training.train_state import TrainState
 
 __all__ = [
+    "begin_save_checkpoint",
     "check_save_folder",
     "get_checkpoint_tracker_filename",
     "load_checkpoint",
@@ -111,21 +118,63 @@ def save_checkpoint(
     Collective over all ranks. pg_collection: None is parallel_state's. After a failure, which every rank raises,
     earlier checkpoints and the tracker are as they were.
     """
+    begin_save_checkpoint(
+        iteration,
+        model,
+        optimizer=optimizer,
+        opt_param_scheduler=opt_param_scheduler,
+        train_state=train_state,
+        args=args,
+        config=config,
+        pg_collection=pg_collection,
+    ).finish()
+    assert config.save is not None, "begin_save_checkpoint has asked"
+    return iteration_folder(config.save, iteration)
+
+
+def begin_save_checkpoint(
+    iteration: int,
+    model: Sequence[torch.nn.Module],
+    *,
+    optimizer: CheckpointedOptimizer | None,
+    opt_param_scheduler: CheckpointedScheduler | None,
+    train_state: TrainState,
+    args: argparse.Namespace,
+    config: CheckpointConfig,
+    pg_collection: ProcessGroupCollection | None = None,
+    staging: StagingMemory | None = None,
+) -> PendingSave:
+    """As save_checkpoint, up to where the state may change again with `staging`; else to where nothing is written.
+
+    The tracker is written, and older checkpoints go, when this one is complete.
+    """
     if config.save is None:
         raise ValueError("a checkpoint needs --save: give the folder for the checkpoints")
+    save: str = config.save
     parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     tensors, values = _content(parts, config)
     common = {"iteration": iteration, "train_state": train_state.state_dict(), "args": args_to_json(args), **values}
-    folder = iteration_folder(config.save, iteration)
-    with all_ranks_agree():
+    folder = iteration_folder(save, iteration)
+    with one_error_everywhere(f"cannot save checkpoint {folder}", None):
         if _rank() == 0:
-            clean_save_folder(config.save)
-    dist_checkpointing.save(tensors, folder, common=common)
-    # Only now: a tracker must never name what is not complete.
-    with all_ranks_agree():
-        if _rank() == 0:
-            write_tracker(config.save, iteration)
-    return folder
+            clean_save_folder(save)
+
+    def make_latest() -> None:
+        # Only when it is complete: a tracker must never name what is not.
+        write_tracker(save, iteration)
+        try:
+            prune(save, latest=iteration, interval=config.save_retain_interval)
+        except OSError as error:
+            print_rank_0(f"WARNING: a checkpoint that --save-retain-interval does not keep cannot be deleted: {error}")
+
+    return dist_checkpointing.begin_save(
+        tensors,
+        folder,
+        common=common,
+        staging=staging,
+        on_commit=make_latest,
+        replicas=ReplicaWriters.SPREAD if config.ckpt_fully_parallel_save else ReplicaWriters.FIRST,
+    )
 
 
 def load_checkpoint(
@@ -144,8 +193,8 @@ def load_checkpoint(
     and nothing changed, or ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor
     changed, if the checkpoint is damaged, of another model, or lacks what is asked for.
     """
-    found = _find(config)
-    if found is None:
+    found, verified = _find(config)
+    if found is None or verified is None:
         return 0
     # Arguments before tensors: "--hidden-size is 128 here" says more than two shapes.
     with all_ranks_agree():
@@ -157,7 +206,7 @@ def load_checkpoint(
             # Before the tensors: a schedule that differs is a frequent mistake, and this is quick.
             _load_schedule(opt_param_scheduler, common["scheduler"])
     parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
-    _load_tensors(parts, found, taken=taken, frozen=set(common["frozen"]), seed=args.seed)
+    _load_tensors(parts, verified, found=found, taken=taken, frozen=set(common["frozen"]), seed=args.seed)
     if taken.optimizer and optimizer is not None:
         optimizer.load_state_dict(common["optimizer"])
     if taken.position:
@@ -210,14 +259,34 @@ def _optimizer_tensors(
     return tensors + fresh_state(frozen_tensors(parts.model), of_all), {parameter_key(key) for key, _ in of_all}
 
 
-def _find(config: CheckpointConfig) -> FoundCheckpoint | None:
-    """What to load, as rank 0 sees it; None to start from scratch."""
-    if config.load is None:
-        return None
+def _find(config: CheckpointConfig) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
+    """What to load, as rank 0 sees it and after all ranks have verified it; None to start from scratch."""
+    damaged: dict[int, str] = {}
+    while config.load is not None:
+        found = _found_by_rank_0(config, damaged)
+        if found is None:
+            print_rank_0(f"There is no checkpoint in {config.load}: starting from scratch.")
+            break
+        try:
+            verified = dist_checkpointing.verify(found.path)
+        except (ValueError, OSError, RemoteRankError) as error:
+            # Who names a checkpoint wants that one. Every rank is here, whoever has found the damage.
+            if config.ckpt_step is not None or found.is_release:
+                raise
+            damaged[found.iteration] = str(error)
+            continue
+        if found.notice is not None:
+            print_rank_0(found.notice)
+        return found, verified
+    return None, None
+
+
+def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str]) -> FoundCheckpoint | None:
     found: list[FoundCheckpoint | None] = [None]
     with all_ranks_agree():
         if _rank() == 0:
-            found[0] = find_checkpoint(config.load, step=config.ckpt_step)
+            assert config.load is not None, "there is nothing to find without --load"
+            found[0] = find_checkpoint(config.load, step=config.ckpt_step, damaged=damaged)
         # To finetune what is not there would be to train from scratch.
         needed_by = next((name for name in ("exit_on_missing_checkpoint", "finetune") if vars(config)[name]), None)
         if _rank() == 0 and found[0] is None and needed_by is not None:
@@ -225,10 +294,6 @@ def _find(config: CheckpointConfig) -> FoundCheckpoint | None:
     # Rank 0's answer for all: a tracker that changes meanwhile must not split the ranks.
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
-    if found[0] is None:
-        print_rank_0(f"There is no checkpoint in {config.load}: starting from scratch.")
-    elif found[0].notice is not None:
-        print_rank_0(found[0].notice)
     return found[0]
 
 
@@ -246,22 +311,29 @@ def _what_to_take(
     return taken
 
 
-def _load_tensors(parts: _Parts, found: FoundCheckpoint, *, taken: _Taken, frozen: set[str], seed: int) -> None:
+def _load_tensors(
+    parts: _Parts,
+    verified: VerifiedCheckpoint,
+    *,
+    found: FoundCheckpoint,
+    taken: _Taken,
+    frozen: set[str],
+    seed: int,
+) -> None:
     """Fills weights, optimizer and generators from the checkpoint, in that order of importance."""
     # With its optimizer a run continues exactly or not at all; weights alone may change precision.
     weights = ModelWeights(parts.model, allow_cast=not taken.optimizer)
     rng = rng_sharded_state(parts.groups) if taken.rng else []
-    with all_ranks_agree():
-        same_ranks = _holds(found, rng)
+    same_ranks = all(verified.tensors.get(t.key) == (t.global_shape, t.data.dtype) for t in rng)
     wanted = weights.tensors + (rng if same_ranks else [])
     if parts.optimizer is None or not taken.optimizer:
-        dist_checkpointing.load(wanted, found.path)
+        dist_checkpointing.load(wanted, verified)
         weights.take_loaded()
         # Masters still hold the weights that the model was initialised with.
         if parts.optimizer is not None:
             parts.optimizer.reload_model_params()
     else:
-        _load_with_optimizer(parts, wanted, weights=weights, found=found, frozen=frozen)
+        _load_with_optimizer(parts, wanted, weights=weights, verified=verified, frozen=frozen)
     if same_ranks and rng:
         load_rng(rng)
     elif rng:
@@ -278,7 +350,7 @@ def _load_with_optimizer(
     wanted: list[ShardedTensor],
     *,
     weights: ModelWeights,
-    found: FoundCheckpoint,
+    verified: VerifiedCheckpoint,
     frozen: set[str],
 ) -> None:
     """Loads `wanted` and the optimizer's tensors, but for parameters that the saved run did not train."""
@@ -286,7 +358,7 @@ def _load_with_optimizer(
     # The checkpoint decides, not this rank's share of the state: loading is collective.
     if frozen:
         # Masters of parameters that were frozen in the saved run must come from the loaded weights.
-        dist_checkpointing.load(wanted, found.path)
+        dist_checkpointing.load(wanted, verified)
         weights.take_loaded()
         parts.optimizer.reload_model_params()
     # Rank 0 speaks for all of them, and may have none of these itself.
@@ -294,13 +366,7 @@ def _load_with_optimizer(
         print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
     with parts.optimizer.loading(parts.pieces()) as state:
         known = [tensor for tensor in state if parameter_key(tensor.key) not in frozen]
-        dist_checkpointing.load([*wanted, *known], found.path)
-
-
-def _holds(found: FoundCheckpoint, tensors: list[ShardedTensor]) -> bool:
-    """Whether the checkpoint has all of these with the same shape."""
-    stored = dist_checkpointing.list_tensors(found.path)
-    return all(stored.get(t.key) == (t.global_shape, t.data.dtype) for t in tensors)
+        dist_checkpointing.load([*wanted, *known], verified)
 
 
 def _reseed(groups: ProcessGroupCollection, *, seed: int, iteration: int) -> None:

@@ -119,6 +119,17 @@ class CheckpointConfig:
         help="Steps between checkpoints; unset: one at the end.",
         at_least=1,
     )
+    async_save: bool = config_field(
+        False, help="Copy the state at a step's end and write the checkpoint beside training."
+    )
+    save_retain_interval: int | None = config_field(
+        None, help="Delete checkpoints before the latest whose step does not divide by this; unset: none.", at_least=1
+    )
+    ckpt_fully_parallel_save: bool = config_field(
+        True,
+        flags=("--no-ckpt-fully-parallel-save",),
+        help="Let the lowest rank that holds a tensor write it, instead of spreading writes over all that hold it.",
+    )
     load: str | None = config_field(None, help="Folder to continue from; an empty or absent one starts from scratch.")
     finetune: bool = config_field(
         False, help="Load the weights only: start at step 0 with a fresh optimizer, RNG and data order."

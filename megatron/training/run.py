@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.dist_checkpointing import PendingSave, StagingMemory
 from megatron.core.num_microbatches_calculator import NumMicroBatches, update_num_microbatches
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.callbacks import CallbackList, StepReport
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import begin_save_checkpoint, load_checkpoint
 from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.expert_memory import ExpertMemory
 from megatron.training.meters import Meter
+from megatron.training.saves import RunSaves
 from megatron.training.step_runner import StepRunner
 from megatron.training.train_state import TrainState
 
@@ -41,6 +43,7 @@ class TrainingRun:
     state: TrainState
     callbacks: CallbackList
     exit_conditions: ExitConditions
+    saves: RunSaves
     timers: Timers = field(default_factory=Timers)
     meters: Sequence[Meter] = ()
     train_iterator: Iterator[Any] | None = None
@@ -114,19 +117,33 @@ class TrainingRun:
         self.args.consumed_valid_samples = self.state.consumed_valid_samples
 
     def save_checkpoint(self) -> None:
-        """Writes a checkpoint of the current state under --save; nothing happens without --save. Collective."""
-        if self.checkpoint.save is None:
-            return
+        """Writes a checkpoint of the current state under --save, or begins to with --async-save. Collective.
+
+        Where it cannot be written, a line says why. Nothing happens without --save.
+        """
+        if self.checkpoint.save is not None:
+            self.saves.save(self.state.iteration, self._begin_save)
+
+    def save_last_checkpoint(self) -> None:
+        """Writes a checkpoint of the current state under --save, if the newest is an older one. Collective.
+
+        Raises CheckpointError on every rank where it cannot be written.
+        """
+        self.saves.finish()
+        if self.checkpoint.save is not None and self.saves.latest != self.state.iteration:
+            self.saves.save_last(self.state.iteration, self._begin_save)
+
+    def _begin_save(self, staging: StagingMemory | None) -> PendingSave:
         if self.expert_memory is not None:
             self.state.learned_sizes = self.expert_memory.learned_sync()
-        save_checkpoint(
+        return begin_save_checkpoint(
             self.state.iteration,
             self.model,
-            self.optimizer,
-            self.scheduler,
+            optimizer=self.optimizer,
+            opt_param_scheduler=self.scheduler,
             train_state=self.state,
             args=self.args,
             config=self.checkpoint,
             pg_collection=self.groups,
+            staging=staging,
         )
-        self.callbacks.on_save(self.state.iteration)

@@ -50,6 +50,7 @@ from megatron.training.initialize import seed_ranks
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
 from megatron.training.run import TrainingRun
+from megatron.training.saves import RunSaves
 from megatron.training.setup_callbacks import setup_callbacks
 from megatron.training.step_runner import StepRunner
 from megatron.training.step_statistics import StatisticsExchange
@@ -114,6 +115,7 @@ def setup_run(
         state=TrainState(),
         callbacks=every_callback,
         exit_conditions=ExitConditions(training),
+        saves=RunSaves(in_background=checkpoint.async_save, on_save=every_callback.on_save),
         timers=timers,
         meters=build_meters(
             logging,

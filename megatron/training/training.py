@@ -5,6 +5,7 @@ The parts are built in setup.py; schedules, optimizer and checkpoints are called
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,7 @@ def pretrain(
     """
     if model_type is not ModelType.encoder_or_decoder:
         raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
-    with FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
+    with ExitStack() as afterwards, FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
         args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, board=board)
         run = setup_run(
             args,
@@ -58,6 +59,8 @@ def pretrain(
             callbacks=callbacks,
             config_overrides=config_overrides,
         )
+        # When the other ranks know of an error: what a thread still writes takes a while.
+        afterwards.callback(run.saves.abandon)
         setup_data(run, train_valid_test_dataset_provider, num_workers=args.num_workers)
         run.callbacks.on_train_start(RunStart(iteration=run.state.iteration, train_iters=run.train_iters))
         try:
@@ -75,7 +78,7 @@ def pretrain(
 def train(run: TrainingRun) -> ExitReason | None:
     """Steps from the current iteration to the last, or to an exit condition, which it returns."""
     state, exits = run.state, run.exit_conditions
-    started_at = saved_iteration = state.iteration
+    started_at = state.iteration
     reason: ExitReason | None = None
     with exits.listening():
         if run.owes_evaluation:
@@ -91,9 +94,9 @@ def train(run: TrainingRun) -> ExitReason | None:
                 evaluate_validation(run)
             if run.is_due(run.checkpoint.save_interval):
                 run.save_checkpoint()
-                saved_iteration = state.iteration
-        if state.iteration != saved_iteration:
-            run.save_checkpoint()
+            run.saves.poll()
+        if state.iteration != started_at:
+            run.save_last_checkpoint()
     run.callbacks.on_train_end()
     if started_at >= run.train_iters:
         print_rank_0(f"  nothing to train: iteration {started_at} of --train-iters {run.train_iters} is reached")

@@ -172,6 +172,15 @@ _LOG_LINES = (
     r"There is no checkpoint in .*: starting from scratch\.$",
 )
 
+
+def _checkpoints(runner: Runner, iterations: list[int]) -> None:
+    """After the case's own run its --save folder {tmp}/saved holds complete checkpoints of these, and nothing half."""
+    assert runner.plain.steps
+    names = sorted(entry.name for entry in (runner.folder / "saved").iterdir() if entry.is_dir())
+    assert names == [f"iter_{iteration:07d}" for iteration in iterations]
+    assert all((runner.folder / "saved" / name / "manifest.json").is_file() for name in names)
+
+
 EXPECTATIONS: dict[str, Callable[[Runner, Any], None]] = {
     "failure": _failure,
     "refused_load": _refused_load,
@@ -182,6 +191,7 @@ EXPECTATIONS: dict[str, Callable[[Runner, Any], None]] = {
     "loss_below": _loss_below,
     "validation_loss_below": _validation_loss_below,
     "steps": _steps,
+    "checkpoints": _checkpoints,
     "logs": _logs,
     "output": _output,
     "quiet": _quiet,

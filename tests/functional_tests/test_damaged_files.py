@@ -10,6 +10,7 @@ import numpy
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from tests.counts import slow
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.expectations import contents
 from tests.functional_tests.launch import Run, run_program
@@ -81,43 +82,52 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "saved"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: cut(folder / ITERATION / "__0_0.distcp", 99), "__0_0.distcp is truncated or changed"),
-        (lambda folder: (folder / ITERATION / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
-        (lambda folder: flip_last_byte(folder / ITERATION / "__1_0.distcp"), "__1_0.distcp is corrupt"),
-        (lambda folder: (folder / ITERATION / "common.json").unlink(), "common.json is missing"),
-        (lambda folder: (folder / ITERATION / ".metadata").unlink(), ".metadata is missing"),
-        (lambda folder: (folder / ITERATION / "manifest.json").unlink(), "no manifest.json; complete iterations: 3"),
-        (lambda folder: cut(folder / ITERATION / "manifest.json", 9), "manifest.json is corrupt"),
-        (lambda folder: (folder / TRACKER).write_text("latest"), f"{TRACKER} holds 'latest': must be an iteration"),
-        (lambda folder: (folder / TRACKER).write_text("77"), "names iteration 77: .*complete iterations: 3, 6"),
-        (lambda folder: shutil.rmtree(folder / ITERATION), "names iteration 6: .*complete iterations: 3"),
-    ],
-    ids=[
-        "cut",
-        "missing",
-        "flipped",
-        "common",
-        "metadata",
-        "manifest",
-        "manifest cut",
-        "tracker",
-        "tracker 77",
-        "gone",
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_by_name_and_kept(
+DAMAGES = [
+    slow(lambda folder: cut(folder / ITERATION / "__0_0.distcp", 99), "__0_0.distcp is truncated or changed"),
+    slow(lambda folder: (folder / ITERATION / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    (lambda folder: flip_last_byte(folder / ITERATION / "__1_0.distcp"), r"__1_0.distcp is corrupt: \w+.*"),
+    slow(lambda folder: (folder / ITERATION / "common.json").unlink(), "common.json is missing"),
+    slow(lambda folder: (folder / ITERATION / ".metadata").unlink(), ".metadata is missing"),
+    (lambda folder: (folder / ITERATION / "manifest.json").unlink(), "it has no manifest.json"),
+    slow(lambda folder: cut(folder / ITERATION / "manifest.json", 9), "manifest.json is corrupt"),
+    slow(lambda folder: shutil.rmtree(folder / ITERATION), "names iteration 6: .* does not exist"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before_and_says_so(
     damage: Callable[[Path], object], message: str, saved: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "saved"
     shutil.copytree(saved, folder)
     damage(folder)
-    before = contents(folder)
     argv = command_line({**DENSE, "load": folder, "save": folder})
-    assert_one_line_on_every_rank(run_program(argv, 2, folder=tmp_path / "run"), message)
+    run = run_program(argv, 2, folder=tmp_path / "run")
+    assert run.exit_codes == [0, 0], run.written()
+    notice = rf"{message}.*: taking iteration 3, the newest complete checkpoint"
+    assert len(re.findall(notice, run.written())) == 1, run.written()
+    assert sorted(run.steps) == [4, 5, 6]
+    # The damaged one has made way.
+    assert (folder / TRACKER).read_text() == "6"
+    assert contents(folder / ITERATION).keys() == contents(saved / ITERATION).keys()
+
+
+def test_a_named_step_and_the_last_undamaged_checkpoint_are_refused_by_name_and_kept(
+    saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    shutil.copytree(saved, folder)
+    flip_last_byte(folder / ITERATION / "__1_0.distcp")
+    before = contents(folder)
+    flags: Flags = {**DENSE, "load": folder, "save": folder}
+    run = run_program(command_line({**flags, "ckpt-step": STEPS}), 2, folder=tmp_path / "step")
+    assert_one_line_on_every_rank(run, "__1_0.distcp is corrupt: ")
     assert contents(folder) == before
+    flip_last_byte(folder / "iter_0000003" / "__0_0.distcp")
+    run = run_program(command_line(flags), 2, folder=tmp_path / "none")
+    assert_one_line_on_every_rank(
+        run, "names iteration 6: .*__1_0.distcp is corrupt: .*__0_0.distcp .*iterations: none"
+    )
 
 
 def flip_last_byte(path: Path) -> None:

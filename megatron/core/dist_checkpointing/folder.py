@@ -15,6 +15,8 @@ from pathlib import Path
 from megatron.core.dist_checkpointing import disk
 from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE
 
+COMMON_FILE = "common.json"
+_OWN_FILES = r"common\.json|\.metadata|__\d+_0\.distcp"
 _INCOMPLETE = ".incomplete-"
 _REPLACED = ".replaced-"
 _ID = r"[0-9a-f]{12}"
@@ -32,8 +34,7 @@ def incomplete_folder(folder: Path, save_id: str) -> Path:
 
 def refuse_foreign(folder: Path) -> None:
     """Raises ValueError if something that is no checkpoint has the place of `folder`: a save must not replace it."""
-    # The manifest is what tells a checkpoint from a user's folder that happens to have its name.
-    if folder.is_dir() and not (folder / MANIFEST_FILE).is_file() and any(folder.iterdir()):
+    if folder.is_dir() and _is_foreign({entry.name for entry in folder.iterdir()}):
         raise ValueError(f"{folder} holds something that is not a checkpoint of this format: not overwritten")
     # Also above: making folders below a file fails with words that name neither.
     for path in (folder, *folder.parents):
@@ -57,7 +58,7 @@ def commit(temporary: Path, folder: Path) -> None:
     aside = folder.with_name(f"{folder.name}{_REPLACED}{save_id}")
     # Names before the rename, or a power cut could leave a folder without its files.
     disk.sync_folder(temporary)
-    if (folder / MANIFEST_FILE).is_file():
+    if folder.is_dir() and any(folder.iterdir()):
         disk.rename(folder, aside)
     # From here on the new checkpoint counts; an empty folder of that name is replaced as well.
     disk.rename(temporary, folder)
@@ -114,6 +115,14 @@ def find_checkpoint(folder: Path) -> Path:
 def replace_text(path: Path, text: str) -> None:
     """Writes a small file so that readers see the old or the new text, never a part."""
     disk.replace_file(path, text.encode(), temporary=path.with_name(f"{path.name}{_INCOMPLETE}{new_id()}"))
+
+
+def _is_foreign(names: set[str]) -> bool:
+    # The manifest tells a checkpoint from a user's folder that happens to have its name. A checkpoint that has lost it
+    # is told by a file that nobody else writes, and has to make way as any damaged one.
+    if MANIFEST_FILE in names or not names:
+        return False
+    return COMMON_FILE not in names or not all(re.fullmatch(_OWN_FILES, name) for name in names)
 
 
 def _aside(folder: Path) -> Path | None:

@@ -31,7 +31,6 @@ from megatron.core.dist_checkpointing.staging import StagingMemory
 from megatron.core.dist_checkpointing.storage import METADATA_FILE, data_file, write_metadata, write_pieces
 from megatron.core.process_groups_config import group_rank, group_size
 
-COMMON_FILE = "common.json"
 _POLL_SECONDS = 0.01
 _PART_SECONDS = 3600.0  # from the end of rank 0's own writing; a rank that was killed never has a part
 _Content = tuple[str, Box | None, torch.Tensor | bytes]
@@ -67,7 +66,7 @@ def begin_save(
             contents = [held.content(item) for item in plan.writes]
             summary = None
             if rank == 0:
-                summary = _Summary(disk.json_bytes(COMMON_FILE, common), plan.metadata, plan.writers, on_commit)
+                summary = _Summary(disk.json_bytes(folders.COMMON_FILE, common), plan.metadata, plan.writers, on_commit)
             copies = contents if staging is None else _staged(contents, staging)
     except (ValueError, OSError, RuntimeError):
         # All ranks are here, whoever failed. Other exceptions leave a folder that the next save removes.
@@ -208,8 +207,8 @@ class _Writing:
             files = dict(sorted(files.items()))
             if self.summary.metadata is not None:
                 files[METADATA_FILE] = write_metadata(self.temporary, self.summary.metadata, files=files)
-            checksum = disk.write_file(self.temporary / COMMON_FILE, self.summary.common)
-            files[COMMON_FILE] = FileEntry(len(self.summary.common), checksum)
+            checksum = disk.write_file(self.temporary / folders.COMMON_FILE, self.summary.common)
+            files[folders.COMMON_FILE] = FileEntry(len(self.summary.common), checksum)
             write_manifest(self.temporary, files)
             folders.commit(self.temporary, self.target)
             if self.summary.on_commit is not None:

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState, flatten
 from megatron.core.dist_checkpointing.planner import Read, check_wanted, plan_reads
-from megatron.core.dist_checkpointing.saving import COMMON_FILE, begin_save
+from megatron.core.dist_checkpointing.saving import begin_save
 from megatron.core.dist_checkpointing.storage import (
     METADATA_FILE,
     PieceReader,
@@ -67,7 +67,7 @@ class VerifiedCheckpoint:
     @property
     def common(self) -> dict[str, Any]:
         """The JSON values that were saved beside the tensors."""
-        return read_json(self.folder / COMMON_FILE)
+        return read_json(self.folder / folders.COMMON_FILE)
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -123,8 +123,8 @@ def load(
 def load_common(checkpoint_dir: str | Path) -> dict[str, Any]:
     """The `common` of a checkpoint, after verifying that one file; any rank alone may ask."""
     folder = folders.find_checkpoint(Path(checkpoint_dir))
-    _verify_one(folder, COMMON_FILE)
-    return read_json(folder / COMMON_FILE)
+    _verify_one(folder, folders.COMMON_FILE)
+    return read_json(folder / folders.COMMON_FILE)
 
 
 def list_tensors(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

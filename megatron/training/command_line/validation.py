@@ -240,8 +240,9 @@ def check_checkpoints(args: argparse.Namespace) -> None:
             raise CommandLineError(f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint")
     if args.skip_train and args.load is None:
         raise CommandLineError("--skip-train evaluates what --load holds: give the folder of the checkpoint")
-    if args.save_interval is not None and args.save is None:
-        raise CommandLineError("--save-interval needs --save: give the folder for the checkpoints")
+    for name in ("save_interval", "async_save", "save_retain_interval"):
+        if vars(args)[name] and args.save is None:
+            raise CommandLineError(f"--{name.replace('_', '-')} needs --save: give the folder for the checkpoints")
 
 
 def check_logging(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """Which checkpoint --load means, and whether --save can be written."""
 
 import os
+import re
 
 import pytest
 
@@ -9,9 +10,11 @@ from megatron.training.checkpoint_args import load_args_from_checkpoint, model_a
 from megatron.training.checkpoint_folder import (
     check_save_folder,
     clean_save_folder,
+    complete_iterations,
     find_checkpoint,
     iteration_folder,
     load_run_values,
+    prune,
     refuse_checkpoints_of_another_run,
     write_tracker,
 )
@@ -53,20 +56,53 @@ def test_release_is_iteration_zero(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("15", r"txt names iteration 15: checkpoint .*0000015 does not exist; complete iterations: 5"),
-        ("20", r"0000020 is no complete checkpoint.*complete iterations: 5"),
-        ("-5", "holds '-5': must be an iteration number or 'release'"),
+        ("15", r"txt names iteration 15: checkpoint .*0000015 does not exist; .*common.json is truncated"),
+        ("20", r"0000020 is no complete checkpoint: it has no manifest.json; .*"),
+        ("10", r"names iteration 10: .*common.json is truncated or changed"),
+        (
+            "-5",
+            "holds '-5': must be an iteration number or 'release'; .*common.json is truncated",
+        ),
         ("", "holds '': must be"),
         ("\u0665", "must be an iteration number"),
-        ("release", "release does not exist"),
     ],
 )
-def test_a_tracker_that_names_no_complete_checkpoint_is_an_error(tmp_path, text, message):
-    make(tmp_path, 5)
+def test_instead_of_what_is_not_whole_the_newest_complete_one_is_taken_and_named(tmp_path, text, message):
+    make(tmp_path, 5, 10)
+    (tmp_path / "iter_0000010" / "common.json").write_text("{")
     (tmp_path / "iter_0000020").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    found = find_checkpoint(str(tmp_path))
+    assert found is not None and found.iteration == 5
+    assert re.search(f"{message}.*: taking iteration 5, the newest complete checkpoint$", found.notice)
+    with pytest.raises(ValueError, match=f"{message}.*iter_0000005 is on a bad disk; complete iterations: none"):
+        find_checkpoint(str(tmp_path), damaged={5: "iter_0000005 is on a bad disk"})
+    with pytest.raises(ValueError, match="--ckpt-step is 20: .*no complete checkpoint"):
+        find_checkpoint(str(tmp_path), step=20)
+
+
+def test_a_tracker_that_was_set_back_is_heeded_also_where_its_checkpoint_is_damaged(tmp_path):
+    make(tmp_path, 5, 10, 15)
+    write_tracker(str(tmp_path), 10)
+    found = find_checkpoint(str(tmp_path), damaged={10: "is damaged"})
+    assert found is not None and found.iteration == 5
+    assert find_checkpoint(str(tmp_path), damaged={10: "is damaged", 5: "too"}).iteration == 15
+
+
+@pytest.mark.parametrize("text", ["10", "release"])
+def test_what_a_tracker_names_is_never_replaced_by_a_start_from_scratch(tmp_path, text):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(ValueError, match="does not exist"):
         find_checkpoint(str(tmp_path))
+
+
+def test_old_checkpoints_go_but_for_those_at_the_interval_and_the_latest(tmp_path):
+    make(tmp_path, 5, 10, 15, 20, 25, 30)
+    prune(str(tmp_path), latest=25, interval=None)
+    assert complete_iterations(tmp_path) == [5, 10, 15, 20, 25, 30]
+    prune(str(tmp_path), latest=25, interval=10)
+    assert complete_iterations(tmp_path) == [10, 20, 25, 30]
+    assert sorted(os.listdir(tmp_path))[0] == "iter_0000010"
 
 
 def test_a_wrong_step_or_folder_says_what_would_be_right(tmp_path):

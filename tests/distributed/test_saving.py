@@ -1,0 +1,94 @@
+"""Saves beside training on several ranks: one commit for all, and an error of one rank is every rank's."""
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    ReplicaWriters,
+    ShardedTensor,
+    StagingMemory,
+    begin_save,
+    disk,
+    load,
+    saving,
+)
+from tests.harness import run_on_ranks
+
+
+def state_of(number):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = torch.full((4, 50), float(number + rank))
+    copy = torch.full((600,), float(number))
+    return [ShardedTensor("rows", rows, (4 * size, 50), (4 * rank, 0)), ShardedTensor.whole("copy", copy)]
+
+
+def assert_holds(folder, number):
+    wanted = state_of(-9)
+    load(wanted, folder)
+    assert all(torch.equal(item.data, other.data) for item, other in zip(wanted, state_of(number), strict=True))
+
+
+def save_in_background(folder):
+    rank, staging, log = dist.get_rank(), StagingMemory(), []
+    slow_rank, write = threading.Event(), saving.write_pieces
+
+    def wait_and_write(path, contents):
+        assert rank != 1 or slow_rank.wait(60)
+        return write(path, contents)
+
+    saving.write_pieces = wait_and_write
+    state = state_of(1)
+    pending = begin_save(state, folder, common={}, staging=staging, on_commit=lambda: log.append("committed"))
+    for item in state:
+        item.data.zero_()
+    if rank == 2:
+        pending._thread.join(60)
+        # It has done its share; the checkpoint is not complete as long as another has not.
+        assert pending.is_done()
+    assert not pending.ranks_are_done() and not folder.exists()
+    dist.barrier()
+    slow_rank.set()
+    pending._thread.join(60)
+    # No rank has called anything since: the commit waits for no training step.
+    dist.barrier()
+    assert folder.exists() and pending.ranks_are_done()
+    pending.finish()
+    assert log == ["committed"] * (rank == 0)
+    assert_holds(folder, 1)
+    # The next one fails on one rank, which the others learn of without waiting for it.
+    if rank == 1:
+        refuse = OSError(28, "No space left on device")
+        saving.write_pieces = lambda path, contents: (_ for _ in ()).throw(refuse)
+    pending = begin_save(state_of(2), folder, common={}, staging=staging)
+    with pytest.raises(CheckpointError, match=r"cannot save checkpoint .*c: rank 1: \[Errno 28\] No space left"):
+        pending.finish()
+    assert_holds(folder, 1)
+    saving.write_pieces = write
+    begin_save(state_of(3), folder, common={}, staging=staging).finish()
+    assert_holds(folder, 3)
+    if rank == 0:
+        disk.make_folder = lambda path: (_ for _ in ()).throw(OSError(30, "Read-only file system"))
+    with pytest.raises(CheckpointError, match="rank 0: .*Read-only file system"):
+        begin_save(state_of(4), folder, common={}, staging=staging)
+    assert_holds(folder, 3)
+
+
+def test_the_commit_needs_all_ranks_and_no_step_and_one_ranks_error_is_everybodys(tmp_path):
+    run_on_ranks(save_in_background, 3, tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def save_by_first(folder):
+    begin_save(state_of(1), folder, common={}, replicas=ReplicaWriters.FIRST).finish()
+    assert_holds(folder, 1)
+
+
+def test_replicas_can_be_written_by_the_first_rank_that_holds_them(tmp_path):
+    run_on_ranks(save_by_first, 2, tmp_path / "c")
+    sizes = [(tmp_path / "c" / name).stat().st_size for name in ("__0_0.distcp", "__1_0.distcp")]
+    assert sizes[0] - sizes[1] > 600 * 4
