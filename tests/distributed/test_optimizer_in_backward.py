@@ -3,6 +3,7 @@
 test_in_backward_training.
 """
 
+import copy
 import itertools
 import math
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.replica_checks import NonFiniteGradientError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from tests.distributed.test_released_gradients import ReadDetached
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
@@ -309,6 +311,21 @@ def test_parameters_of_two_steps_are_refused_until_a_checkpoint_is_loaded(mode: 
     run_on_ranks(_drop_after_updates, 3, mode)
 
 
+def _needed_after_update() -> None:
+    for mode in PLAIN:
+        torch.manual_seed(0)
+        module = ReadDetached()
+        runs = [Run(mode, in_backward=chosen, model=copy.deepcopy(module), **EXACT) for chosen in (False, True)]
+        for step in range(2):
+            assert runs[0].step(step) == runs[1].step(step)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            Run(mode, model=module, bucket_size=1).step(0)
+
+
+def test_a_weight_that_backward_needs_after_its_update_is_refused() -> None:
+    run_on_ranks(_needed_after_update, 2)
+
+
 def _not_finite(checked: bool) -> None:
     for mode in PLAIN:
         run = Run(mode, check_for_nan_in_grad=checked)
@@ -346,6 +363,9 @@ def _step_without_gradients() -> None:
         run = Run(mode)
         run.optimizer.zero_grad()
         with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called before"):
+            run.optimizer.step()
+        run.step(0)
+        with pytest.raises(RuntimeError, match=r"zero_grad, backward and finalize_model_grads come before each step"):
             run.optimizer.step()
 
 

@@ -193,6 +193,41 @@ def test_b6_a_gradient_that_comes_behind_its_bucket_is_waited_for_or_refused_by_
     run_on_ranks(_come_late, 2)
 
 
+class ReadDetached(nn.Module):
+    """Backward needs the last layer's weight once more at its very end, long after its gradient is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.layers
+        x = nn.functional.linear(first(x), others[-1].weight.detach())
+        for layer in others:
+            x = layer(x)
+        return x
+
+
+def _needed_after_hooks() -> None:
+    for kind in KINDS:
+        for way in ("param", "bucket", "post-backward"):
+            model = wrap(ReadDetached(), released(kind, 1))
+            weight = trained(model)["layers.3.weight"]
+            written = model.owned_shard(weight)
+            if way == "param":
+                model.register_post_accumulate_grad_hook(weight, lambda owned: owned.sub_(owned.grad))
+            elif way == "bucket":
+                model.register_bucket_ready_hook(lambda bucket: bucket.shard.sub_(bucket.grad))
+            else:
+                model.register_post_backward_hook(weight, lambda _, written=written: written.mul_(0.5))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                backward(model, 0)
+
+
+def test_a_weight_that_backward_needs_after_a_hook_wrote_to_it_is_refused() -> None:
+    run_on_ranks(_needed_after_hooks, 1)
+
+
 def _second_backward() -> None:
     for kind in KINDS:
         model, counted = wrap(tiny_model(), released(kind)), Counted()

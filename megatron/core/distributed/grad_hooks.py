@@ -5,6 +5,10 @@ Knows neither buckets' memory nor optimizers: wrappers give it a ReadyBucket for
 [Note: hooks by name] Hooks that users put on a parameter itself are lost when the parameter is replaced, and fire for
 gradients that are not reduced yet. So they are kept here, under the parameter's name. What is in `torch`'s own list of
 a parameter at wrapping is taken over as it is, list and all: the handles that users hold still remove their hooks.
+
+[Note: stale values] A parameter may be changed in the backward that it has had its gradient in, while an operation that
+took it detached still needs what it was. Autograd refuses that by the parameter's version, which a write to the flat
+tensor under it does not move. So who writes there says so.
 """
 
 from collections import OrderedDict
@@ -77,6 +81,10 @@ class ReadyBucket:
     def params(self) -> list[nn.Parameter]:
         """The parameters of the bucket."""
         return [one.param for one in self.slices]
+
+    def note_written(self) -> None:
+        """Says that `shard` was written, where gradients are released: see [Note: stale values]."""
+        torch.autograd.graph.increment_version(self.params)
 
     def keep(self) -> torch.Tensor:
         """Gives `grad` memory of its own, if it is a part of a larger message, and returns it: [n], the same dtype.

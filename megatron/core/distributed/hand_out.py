@@ -112,6 +112,11 @@ class _Place:
     def shard(self) -> torch.Tensor:
         return self.bucket.buffer.param_data[self.span.start : self.span.end]
 
+    @property
+    def version(self) -> int:
+        """Which writes to the flat parameters move, by whatever view."""
+        return self.bucket.buffer.param_data._version
+
 
 def _slice(entry: Entry, owned: Span) -> RunParam:
     part = entry.span.intersection(owned)
@@ -232,12 +237,17 @@ class HandOut:
                 continue
             ready.find_states = partial(self._states_of, place)
             self._place_of[ready] = place
+            before = place.version
             for one in place.slices:
                 if self.hooks.has_param_hooks(one.name):
                     self._fire_param(one, ready.grad)
             free_buckets = self.hooks.fire_bucket(ready)
             if ready not in free_buckets:
                 ready.keep()
+            if place.version != before:
+                # Which of them a hook wrote to nobody knows.
+                for seen in {ready, *free_buckets}:
+                    seen.note_written()
             for free in free_buckets:
                 freed = self._place_of.pop(free)
                 if self.consumer is not None:

@@ -199,6 +199,7 @@ class UpdatesInBackward(RunUpdates):
             zeros = self.zeros_of(runs) if self._config.log_num_zeros_in_grad else None
             self._counted[key] = _Counted(self.norms_of(runs), zeros)
             super().update(self._scale_of(bucket.grad, handed.buffer), runs, rules=self._rules)
+        bucket.note_written()
 
     # For the optimizer's step.
 
@@ -213,7 +214,8 @@ class UpdatesInBackward(RunUpdates):
         if missing:
             raise RuntimeError(
                 f"optimizer.step() was called before the gradient of {missing[0].params[0].name} was handed out: with "
-                "OptimizerConfig.optimizer_in_backward  finalize_model_grads must be called first"
+                "OptimizerConfig.optimizer_in_backward zero_grad, backward and finalize_model_grads come before each "
+                "step"
             )
         if self._iteration is not _Iteration.UPDATED:
             return super().norm()
