@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import group_rank, group_size
-from megatron.core.tensor_parallel.param_attributes import gradient_of, param_facts
+from megatron.core.tensor_parallel.param_attributes import gradient_of, gradients_pass, param_facts
 
 # Added to the norm before dividing by it, as in Megatron and torch.
 _CLIP_EPS = 1e-6
@@ -100,10 +100,11 @@ def clip_grad_by_total_norm_fp32(
 ) -> None:
     """Scales the gradients of `parameters` (any shape, floating point) in place so that their norm is `max_norm`.
 
-    Of each its `main_grad` where a data-parallel wrapper keeps one, else its `.grad`.
+    Of each its `main_grad` where a data-parallel wrapper keeps one, else its `.grad`. Raises ValueError for parameters
+    of a wrapper that keeps none.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    grads = [grad for tensor in tensors if (grad := gradient_of(tensor)) is not None]
+    grads = [grad for tensor in tensors if (grad := _gradient_of(tensor)) is not None]
     coefficient = clip_coefficient(max_norm, total_norm)
     # A pass over all gradients for a factor of one would be wasted.
     if grads and coefficient < 1.0:
@@ -118,11 +119,12 @@ def count_zeros_fp32(
 ) -> float:
     """Number of exact zeros in the gradients of `parameters` (any shape, floating point) over the group's ranks.
 
-    Of each its `main_grad` where a data-parallel wrapper keeps one, else its `.grad`; some have neither.
+    Of each its `main_grad` where a data-parallel wrapper keeps one, else its `.grad`; some have neither. Raises
+    ValueError for parameters of a wrapper that keeps none.
     tp_group: its ranks hold copies of what they do not split, which count on the first alone; so do tied weights.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    grads = (gradient_of(tensor) for tensor in tensors if owns_elements(tensor, tp_group))
+    grads = (_gradient_of(tensor) for tensor in tensors if owns_elements(tensor, tp_group))
     return read_count_sync(total_zeros((grad for grad in grads if grad is not None), [grad_stats_parallel_group]))
 
 
@@ -158,6 +160,18 @@ def sum_over_ranks(total: torch.Tensor, groups: Sequence[dist.ProcessGroup | Non
 def read_count_sync(total: torch.Tensor) -> float:
     """A count, [], int64, as a number. NOTE: reads the device, where zeros are counted."""
     return float(total.item())
+
+
+def _gradient_of(param: torch.Tensor) -> torch.Tensor | None:
+    grad = gradient_of(param)
+    if grad is None and gradients_pass(param):
+        # To leave it out would be to clip nothing, silently.
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is in a DistributedDataParallel with shard_gradients or "
+            "release_gradients, whose gradients do not stand: let the optimizer clip and count, by "
+            "OptimizerConfig.clip_grad, optimizer_in_backward_clip and log_num_zeros_in_grad, or a hook on each bucket"
+        )
+    return grad
 
 
 def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.ProcessGroup | None) -> torch.Tensor:

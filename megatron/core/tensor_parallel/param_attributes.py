@@ -91,9 +91,14 @@ def mark_gradients_pass(param: nn.Parameter) -> None:
     vars(param).update(gradients_pass=True)
 
 
+def gradients_pass(param: Tensor) -> bool:
+    """Whether a data-parallel wrapper has a parameter, any shape and dtype, and keeps none of its gradients."""
+    return bool(vars(param).get("gradients_pass", False))
+
+
 def is_wrapped(param: nn.Parameter) -> bool:
     """Whether a data-parallel wrapper has taken a parameter, any shape and dtype."""
-    return has_main_grad(param) or bool(vars(param).get("gradients_pass", False))
+    return has_main_grad(param) or gradients_pass(param)
 
 
 def gradient_of(param: Tensor) -> Tensor | None:

@@ -71,6 +71,19 @@ def test_standing_gradients_of_a_wrapper_are_counted_and_clipped():
     assert params[1].grad is None and params[1].main_grad.tolist() == pytest.approx([0.5, 0.5])
 
 
+@pytest.mark.parametrize(
+    "overlap", [{"release_gradients": True}, {"use_distributed_optimizer": True, "shard_gradients": True}]
+)
+def test_b28_gradients_that_a_wrapper_has_freed_are_never_silently_not_clipped(overlap):
+    wrapped = wrap(torch.nn.Linear(3, 2), overlap=overlap)
+    wrapped(torch.ones(1, 3)).sum().backward()
+    wrapped.finish_grad_sync()
+    with pytest.raises(ValueError, match=r"shape \(2, 3\) is in .*whose gradients do not stand: .*clip_grad"):
+        clip_grad_by_total_norm_fp32(wrapped.parameters(), 1.0, 2.0)
+    with pytest.raises(ValueError, match="log_num_zeros_in_grad"):
+        count_zeros_fp32(wrapped.parameters())
+
+
 def test_zeros_are_counted_where_there_is_a_gradient():
     params = parameters_with_grads((4, 4), (3,)) + [torch.zeros(9)]
     params[0].grad[1] = 0.0
