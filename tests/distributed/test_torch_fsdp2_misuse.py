@@ -19,6 +19,7 @@ from megatron.core.distributed import fully_shard_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.training.arguments import CommandLineError, parse_args, validate_args
 from tests.distributed.test_torch_fsdp2 import FSDP2, WORDS, Loss, Net, _loss, _train, _wrap
+from tests.distributed.test_torch_fsdp2_in_backward import Run
 from tests.harness import run_on_ranks
 
 KEPT = replace(FSDP2, reshard_after_forward=False)
@@ -373,6 +374,8 @@ def _on_older_torch() -> tuple[list[Loss], list[Loss]]:
         _backward(wrapped)
     hook.remove()
     wrapped.reset_iteration()
+    runs = [Run(Net(), in_backward=chosen) for chosen in (False, True)]
+    assert runs[0].step(count=2) == runs[1].step(count=2)
     return plain, _train(wrapped)
 
 

@@ -19,6 +19,7 @@ from megatron.training.model_weights import ModelWeights
 from megatron.training.run import TrainingRun
 from tests.counts import long_count, slow
 from tests.distributed.parity import Box, layout, put_together
+from tests.distributed.stash_runs import Trained, argv_of, stash, train_here
 from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, SHARDED, Case, _model
 from tests.distributed.test_sharded_runs import _steps
 from tests.distributed.test_zero2_training import FP16, RECOMPUTED, ZERO2
@@ -64,6 +65,25 @@ def test_one_microbatch_has_the_bits_of_ddp(name: str) -> None:
     for runs in others:
         assert [reports for reports, _ in runs] == [reports for reports, _ in reference]
         _assert_equal(_whole(runs), _whole(reference))
+
+
+# Voids, of which some run again, in buffers of a fixed size over expert ranks.
+STASHED = [{**stash(0.05), **EP2}, slow(stash(0.6, overflow_policy="rerun")), slow({})]
+
+
+@pytest.mark.parametrize("flags", STASHED)
+def test_experts_of_a_fixed_size_and_their_stash_have_the_bits_of_ddp(flags: Flags) -> None:
+    around = {"global-batch-size": 2, "train-iters": 4}
+    argvs = [argv_of(flags, around, mode) for mode in ({}, FSDP2, IN_BACKWARD)]
+    for reference, *others in run_on_ranks(_train_stashed, 2, argvs, timeout=240):
+        assert len({step["grad_norm"] for step in reference.steps}) == 4
+        assert any(pages.voids for pages in reference.pages) == bool(flags)
+        for other in others:
+            assert (other.steps, other.pages) == (reference.steps, reference.pages)
+
+
+def _train_stashed(argvs: Sequence[Sequence[str]]) -> list[Trained]:
+    return [train_here(argv) for argv in argvs]
 
 
 def _train_each(argvs: Sequence[Sequence[str]], frozen: str) -> list[Run]:

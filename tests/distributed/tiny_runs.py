@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import pretrain_gpt
 from megatron.core import parallel_state
@@ -144,5 +145,6 @@ def state_of(run: TrainingRun) -> dict[str, str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    data = mine.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()

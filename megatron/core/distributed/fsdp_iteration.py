@@ -63,7 +63,11 @@ class FsdpIteration:
         self._units.is_last_backward = is_last_backward
 
     def begin(self) -> None:
-        """Forgets all gradients. Collective after `finish`, where an optimizer was to step and did not."""
+        """Forgets all gradients. Collective after `finish`, where an optimizer was to step and did not. Raises what a
+        hook or an optimizer raised in backward, where nobody has seen it yet.
+        """
+        if self._phase is Phase.COLLECTING and self._units.error is not None:
+            raise self._units.error
         self._end_finished_sync(is_reset=False)
         self._start()
 
