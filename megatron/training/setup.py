@@ -4,7 +4,7 @@ The loop that uses them is training.py's.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -246,16 +246,22 @@ def get_model(
     several. model_type: one value so far. Raises ValueError on every rank if the copies start from different weights,
     or do not train the same ones.
     """
+    parts = [
+        _checked_in_precision(part.to(default_device()), args, post_process=has_output)
+        for part, has_output in model_parts(model_provider, args)
+    ]
+    # After all of them: wrapping the ends waits for each other, which the checks of chunks between must not.
+    return wrap_chunks(parts, args)
+
+
+def model_parts(model_provider: Callable[..., nn.Module], args: argparse.Namespace) -> Iterator[tuple[nn.Module, bool]]:
+    """This rank's chunks of the provider's model, one after the other, and whether they have the output layer."""
     stage, last = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size - 1
     num_chunks = args.virtual_pipeline_model_parallel_size or 1
-    parts: list[nn.Module] = []
     for chunk in range(num_chunks):
         ends = {"pre_process": stage == chunk == 0, "post_process": stage == last and chunk == num_chunks - 1}
         # Providers of scripts without virtual stages need not know the word.
-        part = model_provider(**ends, **({"vp_stage": chunk} if num_chunks > 1 else {})).to(default_device())
-        parts.append(_checked_in_precision(part, args, post_process=ends["post_process"]))
-    # After all of them: wrapping the ends waits for each other, which the checks of chunks between must not.
-    return wrap_chunks(parts, args)
+        yield model_provider(**ends, **({"vp_stage": chunk} if num_chunks > 1 else {})), ends["post_process"]
 
 
 def _checked_in_precision(model: nn.Module, args: argparse.Namespace, *, post_process: bool) -> nn.Module:

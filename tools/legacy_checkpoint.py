@@ -1,0 +1,269 @@
+"""Megatron's older checkpoint format: a pickled file for each tensor-, pipeline- and expert-parallel rank.
+
+    DIR/latest_checkpointed_iteration.txt
+    DIR/iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt
+
+Format and names are those of Megatron-LM's core models (`--ckpt-format torch`). Weights alone: the optimizer's state is
+stored by position in lists there. Which layout a file is of is convert_legacy.py's to know.
+"""
+
+import argparse
+import collections
+import pickle
+import re
+import signal
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron.core.enums import ModelType
+from megatron.core.transformer.enums import AttnBackend
+from megatron.training.checkpoint_folder import RELEASE, TRACKER_FILE
+
+FILE = "model_optim_rng.pt"
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+# Of earlier versions rows of query, key and value come in another order.
+_VERSIONS = (2.0, 3.0)
+CHECKPOINT_VERSION = 3.0
+# What modules keep besides weights: state of kernels, counts of a step, what is computed anew.
+_NOT_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", "local_tokens_per_expert")
+
+
+class _Inert:
+    """Stands for an object of Megatron's that says nothing of weights."""
+
+    def __init__(self, *unused: Any) -> None:
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+# Classes that are inert here, by Megatron's name.
+_INERT = (
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.transformer.enums.CudaGraphScope",
+)
+# What a file of this format may refer to besides tensors: arguments, counters and the state of generators.
+_ALLOWED: list[Any] = [
+    argparse.Namespace,
+    types.SimpleNamespace,
+    collections.deque,
+    signal.Signals,
+    ModelType,
+    AttnBackend,
+    numpy.ndarray,
+    numpy.dtype,
+    type(numpy.dtype(numpy.uint32)),
+    *((numpy.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_Inert, name) for name in _INERT),
+]
+
+
+@dataclass(frozen=True, order=True)
+class LegacyRank:
+    """A rank's place in the layout of the files."""
+
+    tensor: int = 0
+    pipeline: int = 0
+    expert: int = 0
+
+    def folder(self, *, num_stages: int, num_expert_ranks: int) -> str:
+        """Its name in a layout of so many."""
+        stage = f"_{self.pipeline:03d}" if num_stages > 1 else ""
+        expert = f"_{self.expert:03d}" if num_expert_ranks > 1 else ""
+        return f"mp_rank_{self.tensor:02d}{stage}{expert}"
+
+
+@dataclass(frozen=True)
+class LegacyFile:
+    """What one file says. chunks: of each virtual stage, parameters by Megatron's names, any shapes, not yet read."""
+
+    path: Path
+    args: dict[str, Any]
+    iteration: int
+    chunks: list[dict[str, Tensor]]
+
+
+def find_legacy(folder: Path, *, step: int | None) -> Path:
+    """The folder of an iteration (None: the tracker's). Raises ValueError where there is none in this format."""
+    if step is not None:
+        found = folder / f"iter_{step:07d}"
+    else:
+        tracker = folder / TRACKER_FILE
+        if not tracker.is_file():
+            raise ValueError(
+                f"--load is {folder}: it has no {TRACKER_FILE}; give the folder above iter_..., or --ckpt-step"
+            )
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if text != RELEASE and not (text.isdecimal() and text.isascii()):
+            raise ValueError(f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}")
+        found = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+    if not any(found.glob(f"mp_rank_*/{FILE}")):
+        raise ValueError(
+            f"{found} has no mp_rank_XX/{FILE}: it is no checkpoint of the older format (--ckpt-format torch)"
+        )
+    return found
+
+
+def legacy_files(folder: Path) -> dict[str, Path]:
+    """The files of an iteration by the name of their rank's folder."""
+    return {
+        path.parent.name: path
+        for path in sorted(folder.glob(f"mp_rank_*/{FILE}"))
+        if _RANK_FOLDER.fullmatch(path.parent.name)
+    }
+
+
+def read_legacy(path: Path) -> LegacyFile:
+    """A file, of which nothing is run: only tensors, arguments and counters are unpickled.
+
+    Raises ValueError naming the file where it holds other objects, is damaged, or is of an older kind of model.
+    """
+    try:
+        with torch.serialization.safe_globals(_ALLOWED):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
+        # Torch's advice, to unpickle without a check, is not ours.
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    return _checked(path, content)
+
+
+def write_legacy(
+    path: Path, args: Mapping[str, Any], *, iteration: int, chunks: Sequence[Mapping[str, Tensor]]
+) -> None:
+    """Writes one rank's file. chunks: see LegacyFile, any shape and dtype; args: what Megatron is to find there."""
+    models = (
+        {"model": dict(chunks[0])} if len(chunks) == 1 else {f"model{i}": dict(one) for i, one in enumerate(chunks)}
+    )
+    content = {
+        "args": argparse.Namespace(**args),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": iteration,
+        **models,
+    }
+    path.parent.mkdir(parents=True)
+    torch.save(content, path)
+
+
+def _checked(path: Path, content: Any) -> LegacyFile:
+    if not isinstance(content, dict) or not {"args", "iteration"} <= content.keys():
+        raise ValueError(f"{path} holds no training run's checkpoint: must have args and iteration")
+    version = content.get("checkpoint_version", 0)
+    if version not in _VERSIONS:
+        raise ValueError(
+            f"{path} is of checkpoint_version {version}: must be 2.0 or 3.0, whose query, key and value lie alike"
+        )
+    names = (
+        ["model"] if "model" in content else sorted((n for n in content if re.fullmatch(r"model\d+", n)), key=_number)
+    )
+    chunks = [content[name] for name in names]
+    if not chunks or any("language_model" in chunk for chunk in chunks):
+        raise ValueError(
+            f"{path} holds no core model (--use-mcore-models): convert it by the Megatron that wrote it first"
+        )
+    args = content["args"]
+    return LegacyFile(path, dict(vars(args)), int(content["iteration"]), [_tensors(path, chunk) for chunk in chunks])
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("model"))
+
+
+def _tensors(path: Path, chunk: Any) -> dict[str, Tensor]:
+    kept = {name: value for name, value in chunk.items() if not name.endswith(_NOT_WEIGHTS)}
+    wrong = [name for name, value in kept.items() if not isinstance(value, Tensor)]
+    if wrong:
+        raise ValueError(f"{path} holds a {type(kept[wrong[0]]).__name__} as {wrong[0]}: must be a tensor")
+    return kept
+
+
+# Names of parameters: those of files, of either implementation of layers, and those of models here.
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
+_FUSED = re.compile(r"(.+)\.layer_norm_(weight|bias)")
+_EXPERT_OF_MANY = re.compile(r"mlp\.experts\.linear_(fc1|fc2)\.(weight|bias)(\d+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.(weight|bias)")
+_STACKED = re.compile(r"mlp\.experts\.weight([12])")
+
+
+@dataclass(frozen=True)
+class ChunkFacts:
+    """What names of a chunk do not say. first_layer: what its layer 0 is in the model. num_experts: of this rank."""
+
+    first_layer: int
+    num_experts: int
+    hidden_size: int
+
+
+def to_names_here(chunk: Mapping[str, Tensor], facts: ChunkFacts) -> dict[str, Tensor]:
+    """A chunk of a file as a model here has it, with sequential experts: the same tensors, any shape and dtype."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in chunk.items():
+        layer = _LAYER.fullmatch(name)
+        if layer is None:
+            found[name] = tensor
+            continue
+        prefix = f"decoder.layers.{int(layer[1]) + facts.first_layer}."
+        found.update((prefix + inner, part) for inner, part in _parts_here(layer[2], tensor, facts=facts))
+    return found
+
+
+def to_legacy_names(chunk: Mapping[str, Tensor], facts: ChunkFacts, *, fused: bool) -> dict[str, Tensor]:
+    """The reverse, tensors of any shape and dtype. fused: as layers of Transformer Engine have it, norms inside the
+    linear layer behind them and experts numbered in one module.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in chunk.items():
+        layer = _LAYER.fullmatch(name)
+        if layer is None:
+            found[name] = tensor
+            continue
+        inner = layer[2]
+        if fused:
+            prefix = name.removesuffix(inner)
+            inner = _fused_name(inner, is_dense=f"{prefix}mlp.linear_fc1.weight" in chunk)
+        found[f"decoder.layers.{int(layer[1]) - facts.first_layer}.{inner}"] = tensor
+    return found
+
+
+def _parts_here(inner: str, tensor: Tensor, *, facts: ChunkFacts) -> Iterator[tuple[str, Tensor]]:
+    if (fused := _FUSED.fullmatch(inner)) and fused[1] in _FUSED_NORMS:
+        yield f"{_FUSED_NORMS[fused[1]]}.{fused[2]}", tensor
+    elif expert := _EXPERT_OF_MANY.fullmatch(inner):
+        yield f"mlp.experts.local_experts.{expert[3]}.linear_{expert[1]}.{expert[2]}", tensor
+    elif stacked := _STACKED.fullmatch(inner):
+        # In memory [experts, in, out], whatever the shape says.
+        rows = facts.hidden_size if stacked[1] == "1" else -1
+        columns = -1 if stacked[1] == "1" else facts.hidden_size
+        for number, weight in enumerate(tensor.reshape(facts.num_experts, rows, columns)):
+            yield f"mlp.experts.local_experts.{number}.linear_fc{stacked[1]}.weight", weight.t().contiguous()
+    else:
+        yield inner, tensor
+
+
+def _fused_name(inner: str, *, is_dense: bool) -> str:
+    if expert := _EXPERT.fullmatch(inner):
+        return f"mlp.experts.linear_{expert[2]}.{expert[3]}{expert[1]}"
+    for linear, norm in _FUSED_NORMS.items():
+        # In front of experts stands a router, and a norm of its own.
+        if inner.startswith(f"{norm}.") and (norm != "pre_mlp_layernorm" or is_dense):
+            return f"{linear}.layer_norm_{inner.removeprefix(norm + '.')}"
+    return inner
