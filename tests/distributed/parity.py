@@ -19,11 +19,12 @@ from megatron.training import get_args
 from megatron.training.callbacks import StepReport
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
+from tests.counts import long_count
 from tests.distributed.tiny_runs import Batch, comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-STEPS = 5
+STEPS = long_count(3, soak=5)
 TOLERANCE = 1e-10  # of a tensor's norm, in fp64
 ROUNDED = 1.2e-7  # of norms, which are rounded to fp32
 NEGLIGIBLE = 1e-6  # share of the whole gradient's norm below which a tensor's error is not looked at

@@ -99,7 +99,8 @@ def every_case():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, slow(4), slow(5)])
 def test_twenty_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch(ranks):
-    run_on_ranks(run_cases, ranks, CASES if ranks in (1, 3) else CASES[1:9], timeout=300)
+    some = CASES[1:9] if ranks == 2 or long_count(0, soak=1) else CASES[1:9:3]
+    run_on_ranks(run_cases, ranks, CASES if ranks in (1, 3) else some, timeout=300)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -321,7 +322,7 @@ def train_networks():
             train_network(bound, microbatches, dtype=dtype, **settings)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, slow(4)])
+@pytest.mark.parametrize("ranks", [1, *range(3, long_count(4, soak=5))])
 def test_a_network_of_width_7_follows_torchs_adamw_on_the_whole_batch(ranks):
     run_on_ranks(train_networks, ranks)
 

@@ -19,7 +19,7 @@ from tests.distributed.tiny_runs import started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-STEPS = long_count(6, soak=20)
+STEPS = long_count(4, soak=20)
 ZERO2: Flags = {**SHARDED, "optimizer": "distributed_fused_adam"}
 ALL: Flags = {**ZERO2, **OVERLAPPED}
 VARIANTS: list[Flags] = [

@@ -45,8 +45,8 @@ class Runner:
 
     @cached_property
     def plain(self) -> Run:
-        """The case's own run, made once for all that the case expects."""
-        return self.finished_run("plain")
+        """The case's own run, made once for all that the case expects; it saves if others are to end as it does."""
+        return self.finished_run("plain", {"save": "{tmp}/plain/saved"} if "resume_at" in self.case.expect else None)
 
     def check(self) -> None:
         """Asserts everything that the case expects."""
@@ -83,19 +83,19 @@ def _assert_failure(run: Run, wanted: dict[str, Any]) -> None:
 
 
 def _resume_at(runner: Runner, steps: int | list[int]) -> None:
-    """Stopping after each of these steps and going on gives what an uninterrupted run gives, bit for bit."""
-    whole = runner.finished_run("whole", {"save": "{tmp}/whole/saved"})
-    for step in steps if isinstance(steps, list) else [steps]:
-        name = f"stopped_at_{step}"
-        saved = f"{{tmp}}/{name}/saved"
-        first = runner.finished_run(name, {"save": saved, "exit-interval": step})
-        assert max(first.steps) == step, f"the run did not stop at step {step}: {sorted(first.steps)}"
-        second = runner.finished_run(name, {"save": saved, "load": saved})
-        assert_same_steps(second, whole)
-        for iteration, losses in whole.validation_losses.items():
-            assert second.validation_losses[iteration][: len(losses)] == losses, f"validation at step {iteration}"
-        folders = [runner.folder / one / "saved" / f"iter_{max(whole.steps):07d}" for one in (name, "whole")]
-        assert_same_checkpoint(*folders)
+    """Stopping after each of these steps in turn and going on gives what an uninterrupted run gives, bit for bit."""
+    whole, loads = runner.plain, {}
+    saved = "{tmp}/stopped/saved"
+    for step in sorted(steps) if isinstance(steps, list) else [steps]:
+        part = runner.finished_run("stopped", {"save": saved, "exit-interval": step, **loads})
+        assert max(part.steps) == step, f"the run did not stop at step {step}: {sorted(part.steps)}"
+        loads = {"load": saved}
+    last = runner.finished_run("stopped", {"save": saved, **loads})
+    assert_same_steps(last, whole)
+    for iteration, losses in whole.validation_losses.items():
+        assert last.validation_losses[iteration][: len(losses)] == losses, f"validation at step {iteration}"
+    folders = [runner.folder / one / "saved" / f"iter_{max(whole.steps):07d}" for one in ("stopped", "plain")]
+    assert_same_checkpoint(*folders)
 
 
 def _same_as(runner: Runner, variant: dict[str, Any]) -> None:
