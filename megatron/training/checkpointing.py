@@ -43,6 +43,7 @@ from megatron.training.checkpoint_folder import (
     refuse_checkpoints_of_another_run,
     write_tracker,
 )
+from megatron.training.checkpoint_keys import Strictness, check_unused, lacking_keys
 from megatron.training.config import CheckpointConfig
 from megatron.training.console import print_rank_0
 from megatron.training.initialize import seed_ranks
@@ -206,7 +207,11 @@ def load_checkpoint(
             # Before the tensors: a schedule that differs is a frequent mistake, and this is quick.
             _load_schedule(opt_param_scheduler, common["scheduler"])
     parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
-    _load_tensors(parts, verified, found=found, taken=taken, frozen=set(common["frozen"]), seed=args.seed)
+    replicas = parts.groups.dp_cp if config.ckpt_fully_parallel_load else None
+    source = _Source(verified, replicas, Strictness(config.dist_ckpt_strictness))
+    _load_tensors(parts, source, taken=taken, frozen=set(common["frozen"]))
+    if taken.rng and not source.holds(rng_sharded_state(parts.groups)):
+        _reseed(parts.groups, seed=args.seed, iteration=found.iteration)
     if taken.optimizer and optimizer is not None:
         optimizer.load_state_dict(common["optimizer"])
     if taken.position:
@@ -311,33 +316,56 @@ def _what_to_take(
     return taken
 
 
-def _load_tensors(
-    parts: _Parts,
-    verified: VerifiedCheckpoint,
-    *,
-    found: FoundCheckpoint,
-    taken: _Taken,
-    frozen: set[str],
-    seed: int,
-) -> None:
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint and how it is read: by which ranks together, and what becomes of keys that are not shared."""
+
+    checkpoint: VerifiedCheckpoint
+    replicas: dist.ProcessGroup | None
+    strictness: Strictness
+
+    def load(self, tensors: list[ShardedTensor]) -> None:
+        """Fills `tensors`: any shape and dtype. Collective."""
+        dist_checkpointing.load(tensors, self.checkpoint, replicas=self.replicas)
+
+    def holds(self, tensors: list[ShardedTensor]) -> bool:
+        """Whether it has all of `tensors` in that shape and dtype."""
+        stored = self.checkpoint.tensors
+        return all(stored.get(tensor.key) == (tensor.global_shape, tensor.data.dtype) for tensor in tensors)
+
+
+def _load_tensors(parts: _Parts, source: _Source, *, taken: _Taken, frozen: set[str]) -> None:
     """Fills weights, optimizer and generators from the checkpoint, in that order of importance."""
     # With its optimizer a run continues exactly or not at all; weights alone may change precision.
     weights = ModelWeights(parts.model, allow_cast=not taken.optimizer)
     rng = rng_sharded_state(parts.groups) if taken.rng else []
-    same_ranks = all(verified.tensors.get(t.key) == (t.global_shape, t.data.dtype) for t in rng)
-    wanted = weights.tensors + (rng if same_ranks else [])
+    rng = rng if source.holds(rng) else []
+    lacking = _lacking(parts, source, weights=weights, taken=taken)
+    wanted = [tensor for tensor in weights.tensors if tensor.key not in lacking] + rng
     if parts.optimizer is None or not taken.optimizer:
-        dist_checkpointing.load(wanted, verified)
+        source.load(wanted)
         weights.take_loaded()
         # Masters still hold the weights that the model was initialised with.
         if parts.optimizer is not None:
             parts.optimizer.reload_model_params()
     else:
-        _load_with_optimizer(parts, wanted, weights=weights, verified=verified, frozen=frozen)
-    if same_ranks and rng:
+        fresh = frozen | {parameter_key(key) if key.startswith("optimizer.") else key for key in lacking}
+        # Rank 0 speaks for all of them, and may have none of these itself.
+        if union_over_model(frozen & parts.trained_keys(), parts.groups):
+            print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
+        _load_with_optimizer(parts, wanted, weights=weights, source=source, fresh=fresh)
+    if rng:
         load_rng(rng)
-    elif rng:
-        _reseed(parts.groups, seed=seed, iteration=found.iteration)
+
+
+def _lacking(parts: _Parts, source: _Source, *, weights: ModelWeights, taken: _Taken) -> set[str]:
+    """Keys without which the load goes on. Raises ValueError for what --dist-ckpt-strictness forbids."""
+    wanted = list(weights.tensors)
+    asks = source.strictness.lets_lack or source.strictness.looks_for_unused
+    if asks and parts.optimizer is not None and taken.optimizer:
+        wanted += parts.optimizer.sharded_state(parts.pieces())
+    check_unused(wanted, source.checkpoint, strictness=source.strictness, optimizer=taken.optimizer)
+    return lacking_keys(wanted, source.checkpoint, strictness=source.strictness)
 
 
 def _load_schedule(scheduler: CheckpointedScheduler | None, state: dict[str, Any] | None) -> None:
@@ -346,27 +374,19 @@ def _load_schedule(scheduler: CheckpointedScheduler | None, state: dict[str, Any
 
 
 def _load_with_optimizer(
-    parts: _Parts,
-    wanted: list[ShardedTensor],
-    *,
-    weights: ModelWeights,
-    verified: VerifiedCheckpoint,
-    frozen: set[str],
+    parts: _Parts, wanted: list[ShardedTensor], *, weights: ModelWeights, source: _Source, fresh: set[str]
 ) -> None:
-    """Loads `wanted` and the optimizer's tensors, but for parameters that the saved run did not train."""
+    """Loads `wanted` and the optimizer's tensors, but for parameters whose state begins anew."""
     assert parts.optimizer is not None
     # The checkpoint decides, not this rank's share of the state: loading is collective.
-    if frozen:
-        # Masters of parameters that were frozen in the saved run must come from the loaded weights.
-        dist_checkpointing.load(wanted, verified)
+    if fresh:
+        # Masters of these must come from the loaded weights.
+        source.load(wanted)
         weights.take_loaded()
         parts.optimizer.reload_model_params()
-    # Rank 0 speaks for all of them, and may have none of these itself.
-    if union_over_model(frozen & parts.trained_keys(), parts.groups):
-        print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
     with parts.optimizer.loading(parts.pieces()) as state:
-        known = [tensor for tensor in state if parameter_key(tensor.key) not in frozen]
-        dist_checkpointing.load([*wanted, *known], verified)
+        known = [tensor for tensor in state if parameter_key(tensor.key) not in fresh]
+        source.load([*wanted, *known])
 
 
 def _reseed(groups: ProcessGroupCollection, *, seed: int, iteration: int) -> None:

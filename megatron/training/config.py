@@ -130,6 +130,24 @@ class CheckpointConfig:
         flags=("--no-ckpt-fully-parallel-save",),
         help="Let the lowest rank that holds a tensor write it, instead of spreading writes over all that hold it.",
     )
+    ckpt_fully_parallel_load: bool = config_field(
+        False, help="Let one of the ranks that want the same tensor read it, and send it to the others."
+    )
+    dist_ckpt_strictness: str = config_field(
+        "assume_ok_unexpected",
+        choices=(
+            "assume_ok_unexpected",
+            "log_unexpected",
+            "log_all",
+            "raise_unexpected",
+            "raise_all",
+            "ignore_all",
+        ),
+        help="What becomes of keys that the checkpoint lacks (unexpected) and of those that nothing takes (missing).",
+    )
+    dist_ckpt_optim_fully_reshardable: bool = config_field(
+        False, help="Accepted; here the optimizer's state always loads under any layout."
+    )
     load: str | None = config_field(None, help="Folder to continue from; an empty or absent one starts from scratch.")
     finetune: bool = config_field(
         False, help="Load the weights only: start at step 0 with a fresh optimizer, RNG and data order."

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing import (
     disk,
     load,
     saving,
+    storage,
 )
 from tests.harness import run_on_ranks
 
@@ -92,3 +93,27 @@ def test_replicas_can_be_written_by_the_first_rank_that_holds_them(tmp_path):
     run_on_ranks(save_by_first, 2, tmp_path / "c")
     sizes = [(tmp_path / "c" / name).stat().st_size for name in ("__0_0.distcp", "__1_0.distcp")]
     assert sizes[0] - sizes[1] > 600 * 4
+
+
+def load_together(folder):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    begin_save(state_of(1), folder, common={}).finish()
+    num_bytes, read = [], storage.PieceReader.read
+
+    def count(reader, piece, window, *, dtype, target):
+        num_bytes.append(target.nbytes)
+        read(reader, piece, window, dtype=dtype, target=target)
+
+    storage.PieceReader.read = count
+    # Both replicas and the rank's own rows; a copy over memory with gaps.
+    wanted = state_of(-9)
+    wanted[1].data = torch.zeros(600, 2)[:, 0]
+    wanted += [ShardedTensor("rows", torch.zeros(2, 50), (4 * size, 50), (1, 0))]
+    load(wanted, folder, replicas=dist.group.WORLD)
+    assert (wanted[0].data == 1 + rank).all() and (wanted[1].data == 1).all() and (wanted[2].data == 1).all()
+    return sum(num_bytes)
+
+
+def test_what_all_ranks_want_is_read_by_one_of_them(tmp_path):
+    own, copy, two_rows = 4 * 50 * 4, 600 * 4, 2 * 50 * 4
+    assert sorted(run_on_ranks(load_together, 3, tmp_path / "c")) == sorted([own + copy, own + two_rows, own])

@@ -6,6 +6,7 @@ Written last, it vouches for all other files. Where a checkpoint lies, and how i
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,6 +18,8 @@ from megatron.core.dist_checkpointing.boxes import Box
 MANIFEST_FILE = "manifest.json"
 # Version 1 has one checksum a file, and no pieces.
 FORMAT_VERSION = 2
+# Threads that read for one rank: checksums and copies release the interpreter.
+NUM_READERS = 4
 
 
 @dataclass(frozen=True)
@@ -148,19 +151,18 @@ def verify_share(folder: Path, files: Manifest, *, rank: int, num_ranks: int) ->
     """Raises ValueError if this rank's share of the checkpoint's bytes is damaged; the shares of all make it whole."""
     parts = [(name, part) for name in sorted(files) for part in files[name].checked_parts()]
     sizes = [files[name].num_bytes if part is None else part.num_bytes for name, part in parts]
-    begin, total, checked = 0, max(1, sum(sizes)), set()
-    for (name, part), size in zip(parts, sizes, strict=True):
+    begin, total, own = 0, max(1, sum(sizes)), []
+    for entry, size in zip(parts, sizes, strict=True):
         # To whom the middle of a part belongs: nothing is read twice, and what lies together mostly by one rank.
         if (begin + size // 2) * num_ranks // total == rank:
-            if name not in checked:
-                checked.add(name)
-                verify_size(folder, name, expected=files[name])
-            verify_part(folder, name, expected=files[name], part=part)
+            own.append(entry)
         begin += size
     # A file without parts has no bytes, but has to be there.
-    for name in sorted(files):
-        if not files[name].num_bytes and rank == 0:
-            verify_size(folder, name, expected=files[name])
+    for name in sorted({name for name, _ in own} | {name for name in files if not files[name].num_bytes}):
+        verify_size(folder, name, expected=files[name])
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        for _ in pool.map(lambda entry: verify_part(folder, entry[0], expected=files[entry[0]], part=entry[1]), own):
+            pass
 
 
 def read_json(path: Path) -> Any:

@@ -6,7 +6,9 @@ in folder.py and its manifest in manifest.py.
 """
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing.group_errors import every_rank, one_error_everywhere
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_FILE,
+    NUM_READERS,
     Manifest,
     Piece,
     read_json,
@@ -27,9 +30,10 @@ from megatron.core.dist_checkpointing.manifest import (
     verify_file,
     verify_share,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState, flatten
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState, ShardedTensor, flatten
 from megatron.core.dist_checkpointing.planner import Read, check_wanted, plan_reads
 from megatron.core.dist_checkpointing.saving import begin_save
+from megatron.core.dist_checkpointing.shared_reads import send_shared, share_reads
 from megatron.core.dist_checkpointing.storage import (
     METADATA_FILE,
     PieceReader,
@@ -98,13 +102,15 @@ def load(
     checkpoint: str | Path | VerifiedCheckpoint,
     *,
     process_group: dist.ProcessGroup | None = None,
+    replicas: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fills the tensors of `state` in place, replaces the data of its objects, and returns the saved `common`.
 
     Collective. Ranks may hold other boxes than those saved, and any subset of the keys. Unless `checkpoint` has been,
     all files are verified first, by the ranks together. Raises on every rank, with nothing changed, if a file is
     damaged (ValueError) or a key is missing or has another shape or dtype (ValueError naming key, stored and wanted).
-    Each rank reads the elements that it wants, a few MiB at a time. process_group: None is every rank.
+    Each rank reads the elements that it wants, a few MiB at a time. process_group: None is every rank. replicas: what
+    all ranks of this group want is read by one of them and sent to the others; None is this rank alone.
     """
     items, group = list(flatten(state)), every_rank(process_group)
     # Everything that can be wrong is looked for before the first tensor is touched.
@@ -112,12 +118,14 @@ def load(
         checkpoint = verify(checkpoint, process_group=group)
     with all_ranks_agree(group):
         check_wanted(items, checkpoint.metadata)
-        stored = stored_pieces(checkpoint.files, checkpoint.metadata)
-        reads = plan_reads(items, stored)
+    shared = share_reads([item for item in items if isinstance(item, ShardedTensor)], replicas)
+    stored = stored_pieces(checkpoint.files, checkpoint.metadata)
     with torch.no_grad(), one_error_everywhere(f"cannot load checkpoint {checkpoint.folder}", group):
-        _read_tensors(checkpoint, reads)
+        _read_tensors(checkpoint, plan_reads(shared.own, stored))
         _read_objects(checkpoint, [item for item in items if isinstance(item, ShardedObject)], stored=stored)
-        return checkpoint.common
+    with torch.no_grad():
+        send_shared(shared, replicas)
+    return checkpoint.common
 
 
 def load_common(checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -136,12 +144,18 @@ def list_tensors(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...],
 
 def _read_tensors(checkpoint: VerifiedCheckpoint, reads: list[Read]) -> None:
     for name, in_file in groupby(reads, key=lambda read: read.name):
-        with PieceReader(checkpoint.folder / name) as reader:
-            for read in in_file:
-                entry = checkpoint.metadata.state_dict_metadata[read.piece.key]
-                assert isinstance(entry, TensorStorageMetadata), "check_wanted has passed"
-                target = read.tensor.data[read.window.relative_to(read.tensor.box)]
-                reader.read(read.piece, read.window, dtype=entry.properties.dtype, target=target)
+        with PieceReader(checkpoint.folder / name) as reader, ThreadPoolExecutor(NUM_READERS) as pool:
+            for _ in pool.map(partial(_read_one, checkpoint, reader=reader), in_file):
+                pass
+
+
+def _read_one(checkpoint: VerifiedCheckpoint, read: Read, *, reader: PieceReader) -> None:
+    entry = checkpoint.metadata.state_dict_metadata[read.piece.key]
+    assert isinstance(entry, TensorStorageMetadata), "check_wanted has passed"
+    # Threads begin with gradients on, whatever the caller has.
+    with torch.no_grad():
+        target = read.tensor.data[read.window.relative_to(read.tensor.box)]
+        reader.read(read.piece, read.window, dtype=entry.properties.dtype, target=target)
 
 
 def _read_objects(

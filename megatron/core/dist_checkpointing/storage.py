@@ -7,6 +7,7 @@ decided in planner.py.
 
 import io
 import math
+import os
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
@@ -158,13 +159,12 @@ def read_object(path: Path, piece: Piece) -> bytes:
 
 
 class PieceReader:
-    """An open data file, for `with`."""
+    """An open data file, for `with`; several threads may read from it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def __enter__(self) -> "PieceReader":
-        # Unbuffered: large reads go straight to where the elements belong.
         self._file = open(self._path, "rb", buffering=0)
         return self
 
@@ -180,8 +180,7 @@ class PieceReader:
         corner = tuple(o - start for o, start in zip(window.offset, piece.box.offset, strict=True))
         target = target.detach()
         if piece.data_start is None:
-            self._file.seek(piece.start)
-            content = io.BytesIO(self._file.read(piece.num_bytes))
+            content = io.BytesIO(os.pread(self._file.fileno(), piece.num_bytes, piece.start))
             # Format version 1 says nothing of where the elements are: torch knows, and reads all of them.
             stored = torch.load(content, map_location="cpu", weights_only=True)  # [*stored box]
             target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(corner, window.shape, strict=True))])
@@ -214,13 +213,13 @@ class PieceReader:
 
     def _read_into(self, start: int, target: torch.Tensor) -> None:
         """Fills `target`: any shape and dtype, contiguous, on the host."""
-        self._file.seek(start)
         left = bytes_of(target)
         while len(left):
-            num_read = self._file.readinto(left)
+            # Not by seek and read: several threads read from one open file.
+            num_read = os.preadv(self._file.fileno(), [left], start)
             if not num_read:
                 raise OSError(f"{self._path} has become shorter since it was verified")
-            left = left[num_read:]
+            left, start = left[num_read:], start + num_read
 
 
 def _chunk_box(metadata: Metadata, index: MetadataIndex) -> Box | None:

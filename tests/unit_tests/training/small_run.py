@@ -33,9 +33,10 @@ ARGS = {
 class SmallRun:
     """A small model with a buffer, our optimizer and schedule, trained on noise with dropout."""
 
-    def __init__(self, *, dtype=torch.float32, frozen=(), group=None, **args):
+    def __init__(self, *, dtype=torch.float32, frozen=(), group=None, more=(), **args):
         seed_all(1)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Dropout(0.5), torch.nn.Linear(7, 3)).to(dtype)
+        layers = torch.nn.Linear(5, 7), torch.nn.Dropout(0.5), torch.nn.Linear(7, 3), *more
+        model = torch.nn.Sequential(*layers).to(dtype)
         model.register_buffer("expert_bias", torch.zeros(3))
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
