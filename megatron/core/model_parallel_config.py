@@ -23,6 +23,17 @@ NoSync = Callable[[], AbstractContextManager[None]]
 SyncOfChunk = Callable[..., None]
 
 
+@dataclass(frozen=True)
+class ConstantInit:
+    """Fills a parameter with one value."""
+
+    value: float
+
+    def __call__(self, param: torch.Tensor) -> torch.Tensor:
+        """param: any shape, any float dtype; filled in place."""
+        return param.fill_(self.value)
+
+
 @dataclass(kw_only=True)
 class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
     """Precision and schedule of a model, with its parallel layout; `TransformerConfig` inherits the fields.

@@ -5,8 +5,10 @@ The loop that uses them is training.py's.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -246,9 +248,9 @@ def get_model(
     several. model_type: one value so far. Raises ValueError on every rank if the copies start from different weights,
     or do not train the same ones.
     """
+    build = partial(_build_without_memory if args.init_model_with_meta_device else _build_on_device, model_provider)
     parts = [
-        _checked_in_precision(part.to(default_device()), args, post_process=has_output)
-        for part, has_output in model_parts(model_provider, args)
+        _checked_in_precision(part, args, post_process=has_output) for part, has_output in model_parts(build, args)
     ]
     # After all of them: wrapping the ends waits for each other, which the checks of chunks between must not.
     return wrap_chunks(parts, args)
@@ -262,6 +264,17 @@ def model_parts(model_provider: Callable[..., nn.Module], args: argparse.Namespa
         ends = {"pre_process": stage == chunk == 0, "post_process": stage == last and chunk == num_chunks - 1}
         # Providers of scripts without virtual stages need not know the word.
         yield model_provider(**ends, **({"vp_stage": chunk} if num_chunks > 1 else {})), ends["post_process"]
+
+
+def _build_on_device(model_provider: Callable[..., nn.Module], **which: Any) -> nn.Module:
+    return model_provider(**which).to(default_device())
+
+
+def _build_without_memory(model_provider: Callable[..., nn.Module], **which: Any) -> nn.Module:
+    """Parameters are on the meta device; what has memory all the same, as rotary tables, is on this rank's."""
+    with torch.device("meta"):
+        model = model_provider(**which)
+    return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(default_device()))
 
 
 def _checked_in_precision(model: nn.Module, args: argparse.Namespace, *, post_process: bool) -> nn.Module:

@@ -81,6 +81,13 @@ class ParamShard:
         return _local_of(self.param)
 
     @property
+    def device(self) -> torch.device:
+        """Where the rows lie; where they are to lie while they are on the meta device."""
+        if not self.local.is_meta:
+            return self.local.device
+        return torch.device("cpu") if self._state.offload_to_cpu else torch.device(self._state.device)
+
+    @property
     def whole(self) -> nn.Parameter | None:
         """What modules compute with, [*parameter shape], memory behind it or not; None before the first gather."""
         return vars(self._state).get("_unsharded_param")
@@ -120,8 +127,23 @@ class ParamShard:
                 module._parameters[name] = self.param
         self._state.sharded_param = self.param
         self._state._sharded_param_data = place
-        self.param._local_tensor = rows  # type: ignore[attr-defined]
+        if self.local.is_meta:
+            self._exchange_for(rows)
+        else:
+            self.param._local_tensor = rows  # type: ignore[attr-defined]
         self.note_converted()
+
+    def leave_meta(self) -> None:
+        """Gives rows that are on the meta device memory of their own, zeros."""
+        is_pinned = self._state.pin_memory
+        self.move_to(torch.zeros(self.padded_numel, dtype=self.param.dtype, device=self.device, pin_memory=is_pinned))
+
+    def _exchange_for(self, rows: torch.Tensor) -> None:
+        # A DTensor's own device cannot be changed. The object stays the one that others have, and keeps its hooks.
+        marks = vars(self.param).copy()
+        other = nn.Parameter(self._state.to_sharded_dtensor(rows), requires_grad=self.param.requires_grad)
+        torch.utils.swap_tensors(self.param, other)
+        vars(self.param).update(marks)
 
     def grad_in(self, place: torch.Tensor) -> DTensor:
         """`place`, [numel], the parameter's dtype, as torch takes a gradient of the rows: [*parameter shape]."""

@@ -36,7 +36,8 @@ def check_weights_agree(
     dense: dict[str, tuple[int, bool]] = {}
     experts: dict[str, tuple[int, bool]] = {}
     for name, param in model.named_parameters():
-        fingerprint = bits_sync(param), param.requires_grad
+        # On the meta device nothing has a value yet.
+        fingerprint = 0 if param.is_meta else bits_sync(param), param.requires_grad
         (experts if param_facts(param).is_expert else dense)[canonical_name(name)] = fingerprint
     differences = [_first_difference(dense, group), _first_difference(experts, expert_group)]
     with all_ranks_agree():

@@ -62,7 +62,8 @@ class ShardedFlatBuffer:
     def rebuild(self) -> None:
         """Makes the flat tensors anew, in the dtype and on the device that shards have now; gradients are zeros."""
         shards = list(self._shards.values())
-        like = shards[0].local
+        # Of no elements: those on the meta device are to lie elsewhere.
+        like = torch.empty(0, dtype=shards[0].local.dtype, device=shards[0].device)
         # What modules compute in is the shards' own, unless these are wider.
         self.model_dtype = like.dtype if self.model_dtype.itemsize >= 4 else self.model_dtype
         self.param_data = self._zeros(self.layout.numel, like)

@@ -25,6 +25,7 @@ from megatron.core.distributed.fsdp_collectives import ScaledReduceScatter
 from megatron.core.distributed.fsdp_gathered import GatheredParams
 from megatron.core.distributed.fsdp_hand_out import ShardHandOut, unit_groups
 from megatron.core.distributed.fsdp_iteration import FsdpIteration
+from megatron.core.distributed.fsdp_materialize import DeferredValues, InitFn
 from megatron.core.distributed.fsdp_releases import GivenAtEnd, GivenInBackward
 from megatron.core.distributed.fsdp_units import Unit, UnitKind, find_units, in_order_of_backward, repeated_layers
 from megatron.core.distributed.fully_shard_state import (
@@ -72,8 +73,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     config: calculate_per_token_loss and deterministic_mode count here. sub_modules_to_wrap: classes of the modules that
     are units, or the modules themselves; None: the members of the outermost ModuleLists. disable_bucketing: the whole
-    module is one unit. pg_collection: None for parallel_state's groups, or else all ranks there are. Collective; raises
-    ValueError where a module cannot be wrapped so.
+    module is one unit. pg_collection: None for parallel_state's groups, or else all ranks there are. param_init_fn: is
+    called with each module that has something on the meta device itself, and sets it; None: a GPTModel knows what its
+    parameters start as, other modules have reset_parameters(). Collective; raises ValueError where a module cannot be
+    wrapped so.
     """
 
     ddp_config: TorchFullyShardedDataParallelConfig
@@ -87,6 +90,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         disable_bucketing: bool = False,
         *,
         pg_collection: ProcessGroupCollection | None = None,
+        param_init_fn: InitFn | None = None,
     ) -> None:
         check_wrapper_types(
             "TorchFullyShardedDataParallel",
@@ -97,12 +101,13 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         super().__init__(module)
         self.config, self.ddp_config = config, ddp_config
         self.pg_collection = pg_collection or groups_or_existing(None)
+        deferred = DeferredValues(module, param_init_fn)
         check_wraps_agree(
             module,
             self.pg_collection,
             settings=_settings_of_all_ranks(config, ddp_config, disable_bucketing=disable_bucketing),
             stage_group=stage_group_of(self.pg_collection),
-            check_alone=partial(_check_settings, module, self.pg_collection),
+            check_alone=partial(_check_settings, module, self.pg_collection, deferred=deferred),
         )
         layers = [] if disable_bucketing else _layers(module, sub_modules_to_wrap)
         apart = expert_ranks_differ(self.pg_collection)
@@ -116,6 +121,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._order = in_order_of_backward(self.units, layers)
         is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
         self._flat_buffers = self._build_buffers(shards, self._order, is_later=is_later)
+        deferred.fill(every)
         self._wrapped = WrappedShards(module, every)
         self._gathered = GatheredParams(module, every)
         groups = unit_groups(self._flat_buffers, self._order)
@@ -419,22 +425,19 @@ def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | N
     return [layer for layer in found if any(True for _ in layer.parameters())]
 
 
-def _check_settings(module: nn.Module, groups: ProcessGroupCollection) -> None:
+def _check_settings(module: nn.Module, groups: ProcessGroupCollection, *, deferred: DeferredValues) -> None:
     """Raises ValueError where a module cannot be wrapped with these groups."""
     check_torch()
     if not dist.is_initialized():
         raise ValueError("TorchFullyShardedDataParallel before init_process_group: torch's fully_shard needs a group")
     check_params(module)
+    deferred.check()
     if group_size(groups.pp) > 1:
         raise ValueError(
             f"pipeline_model_parallel_size is {group_size(groups.pp)} with use_torch_fsdp2: each microbatch of each "
             "stage would gather all of its parameters anew; leave one of them out"
         )
     for name, param in module.named_parameters():
-        if param.is_meta:
-            raise ValueError(
-                f"parameter {name} is on the meta device: give the module memory first, by to_empty, and its values"
-            )
         if not param.numel():
             raise ValueError(
                 f"parameter {name} has shape {tuple(param.shape)}, no elements: fully_shard has nothing to cut; leave "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece, identity_piece
-from megatron.core.model_parallel_config import InitMethod
+from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.linear import linear_with_grad_accumulation_and_async_allreduce
@@ -47,6 +47,7 @@ class LayerConfig(Protocol):
 
     params_dtype: torch.dtype
     use_cpu_initialization: bool
+    init_model_with_meta_device: bool
     perform_initialization: bool
     sequence_parallel: bool
 
@@ -94,8 +95,8 @@ class ColumnParallelLinear(nn.Module):
             set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the random parameters start, by name."""
-        return {} if self.weight is None else {"weight": self.init_method}
+        """How the parameters start, by name."""
+        return {name: self.init_method if name == "weight" else ConstantInit(0) for name, _ in self.named_parameters()}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """This rank's rows of the weight [output_size, input_size] and of the bias [output_size]."""
@@ -171,8 +172,8 @@ class RowParallelLinear(nn.Module):
             mark_partial_gradient(self.bias, partial=sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the random parameters start, by name."""
-        return {"weight": self.init_method}
+        """How the parameters start, by name."""
+        return {name: self.init_method if name == "weight" else ConstantInit(0) for name, _ in self.named_parameters()}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """This rank's columns of the weight [output_size, input_size]; the bias is stored whole."""
@@ -224,7 +225,7 @@ class VocabParallelEmbedding(nn.Module):
         initialize_weight(self.weight, init_method, config=config, tp_group=tp_group)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the random parameters start, by name."""
+        """How the table starts, by name."""
         return {"weight": self.init_method}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
@@ -292,9 +293,19 @@ def zero_parameter(*shape: int, config: LayerConfig) -> nn.Parameter:
 
 
 def empty_values(*shape: int, config: LayerConfig) -> Tensor:
-    """Memory for a parameter, of any values: [*shape], dtype config.params_dtype, on this process's device."""
+    """Memory for a parameter, of any values: [*shape], dtype config.params_dtype, on this process's device.
+
+    None of it, but a tensor on the meta device, where the configuration says so or a `with torch.device("meta")` does.
+    """
     device = torch.device("cpu") if config.use_cpu_initialization else default_device()
+    if config.init_model_with_meta_device or torch.get_default_device().type == "meta":
+        device = torch.device("meta")
     return torch.empty(*shape, dtype=config.params_dtype, device=device)
+
+
+def device_for_buffers(param: Tensor) -> torch.device:
+    """Where buffers go that belong to a parameter, any shape and dtype: beside it, but never to the meta device."""
+    return default_device() if param.is_meta else param.device
 
 
 def new_parameter(values: Tensor) -> nn.Parameter:

@@ -5,7 +5,7 @@ The distributions are the layers' own (their init_methods); the names are those 
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from megatron.core.dist_checkpointing.flat_ranges import range_tensors
 from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
-from megatron.core.model_parallel_config import InitMethod
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
 
 # Numbers drawn from one generator: a block of rows of the stored tensor, so that a rank draws little beyond its own.
@@ -25,10 +27,10 @@ _BLOCK_ELEMENTS = 1 << 17
 
 @runtime_checkable
 class HasInitMethods(Protocol):
-    """A module with parameters that start at random."""
+    """A module that says how its parameters start."""
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How they start, by the parameter's name in the module."""
+        """By the parameter's name in the module; one that is left out must not be on the meta device."""
         ...
 
 
@@ -43,26 +45,63 @@ def deferred_initialization(config: TransformerConfig) -> Iterator[None]:
 
 
 def initialize_parameters(model: nn.Module, *, seed: int) -> None:
-    """Sets every parameter that starts at random, in place, from `seed` and its logical name.
+    """Sets all that starts at random and is not on the meta device, in place, from `seed` and the logical name."""
+    values = InitialValues(model, seed=seed)
+    named = [(canonical_name(name), param) for name, param in model.named_parameters() if not param.is_meta]
+    # Constants are set already, by the layers.
+    values.fill((name, 0, param.data.view(-1)) for name, param in named if values.is_random(name))
 
-    A normal distribution is drawn per stored tensor. Any other init method is the user's own and fills the
-    parameter as this rank holds it, seeded by the stored tensor's name and by where in it that is.
+
+class InitialValues:
+    """How the parameters of a model start, from `seed` and the logical names; holds none of them.
+
+    A normal distribution is drawn per stored tensor, by blocks of its rows: a rank draws those that it asks for. Any
+    other init method is the user's own and fills the parameter as this model holds it, in `dtype` (None: in that of
+    what is filled), seeded by the stored tensor's name and by where in it that is.
     """
-    methods = _methods_by_name(model)
-    pieces = model_logical_pieces(model)
-    # Listed first, drawn after: a model of many small tensors keeps all threads busy too.
-    blocks = []
-    for name, parameter in model.named_parameters():
-        method = methods.get(canonical_name(name))
-        if isinstance(method, NormalInit):
-            for piece in pieces[canonical_name(name)]:
-                blocks += list(_blocks(piece.view_of(parameter.data), piece, draw=_Draw(seed, method.std)))
-        elif method is not None:
-            _call_seeded(method, parameter, seed=_hash_words(seed, _place(pieces[canonical_name(name)][0]))[0])
-    # numpy draws outside the interpreter lock, so threads help; the result does not depend on their number.
-    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
-        for _ in threads.map(_Block.fill, blocks):
-            pass
+
+    def __init__(self, model: nn.Module, *, seed: int, dtype: torch.dtype | None = None) -> None:
+        self._methods, self._pieces = _methods_by_name(model), model_logical_pieces(model)
+        self._shapes = {canonical_name(name): param.shape for name, param in model.named_parameters()}
+        self._seed, self._dtype = seed, dtype
+
+    def covers(self, name: str) -> bool:
+        """Whether a module says how this parameter starts."""
+        return name in self._methods
+
+    def is_random(self, name: str) -> bool:
+        """Whether it starts as anything but a constant."""
+        return self.covers(name) and not isinstance(self._methods[name], ConstantInit)
+
+    def fill(self, ranges: Iterable[tuple[str, int, Tensor]]) -> None:
+        """Sets ranges of parameters: of each the name, its first element in the flattened parameter, and where it is to
+        be, [n], any float dtype. What no checkpoint has, as padding rows, a normal distribution leaves as it is.
+        """
+        # Listed first, drawn after: a model of many small tensors keeps all threads busy too.
+        blocks: list[_Block] = []
+        for name, start, flat in ranges:
+            method = self._methods[name]
+            if isinstance(method, ConstantInit):
+                method(flat)
+            elif isinstance(method, NormalInit):
+                for box in range_tensors(self._pieces[name], flat, start=start):
+                    blocks += _blocks(box, draw=_Draw(self._seed, method.std))
+            elif flat.numel():
+                flat.copy_(self._filled_by(method, name, dtype=flat.dtype).view(-1)[start : start + flat.numel()])
+        # numpy draws outside the interpreter lock, so threads help; the result does not depend on their number.
+        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
+            for _ in threads.map(_Block.fill, blocks):
+                pass
+
+    def _filled_by(self, method: InitMethod, name: str, *, dtype: torch.dtype) -> Tensor:
+        # On the CPU, so that the values do not depend on the device.
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            values = torch.empty(self._shapes[name], dtype=self._dtype or dtype, device="cpu")
+            torch.random.default_generator.manual_seed(
+                _hash_words(self._seed, _place(self._pieces[name][0]))[0] % 2**63
+            )
+            method(values)
+        return values
 
 
 def _place(piece: LogicalPiece) -> str:
@@ -88,50 +127,40 @@ class _Draw:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows [first, first + len) of a stored tensor, the part of them that `view` holds, and the numbers to draw."""
+    """Rows [first, first + num_rows) of a stored tensor, the box of it to be filled, and the numbers to draw."""
 
-    view: Tensor
-    piece: LogicalPiece
+    box: ShardedTensor
     draw: _Draw
     index: int
     first: int
     num_rows: int
 
     def fill(self) -> None:
-        row_shape = self.piece.global_shape[1:]
+        row_shape = self.box.global_shape[1:]
         generator = numpy.random.Generator(
-            numpy.random.Philox(key=_hash_words(self.draw.seed, f"{self.piece.key}[{self.index}]"))
+            numpy.random.Philox(key=_hash_words(self.draw.seed, f"{self.box.key}[{self.index}]"))
         )
         # fp32 for every parameter dtype, so that a bf16 model starts as the rounded fp32 one.
         numbers = numpy.empty((self.num_rows, *row_shape), dtype=numpy.float32)
         generator.standard_normal(dtype=numpy.float32, out=numbers)
         numbers *= numpy.float32(self.draw.std)
-        # Of the drawn rows those that this piece holds, and of those the columns that it holds.
-        start, own = self.piece.global_offset[0], self.view.shape[0]
+        # Of the drawn rows those that the box holds, and of those the columns that it holds.
+        start, own = self.box.global_offset[0], self.box.data.shape[0]
         low, high = max(start, self.first), min(start + own, self.first + self.num_rows)
         window = (slice(low - self.first, high - self.first),) + tuple(
             slice(offset, offset + size)
-            for offset, size in zip(self.piece.global_offset[1:], self.piece.shape[1:], strict=True)
+            for offset, size in zip(self.box.global_offset[1:], self.box.data.shape[1:], strict=True)
         )
-        self.view[low - start : high - start].copy_(torch.from_numpy(numbers[window]))
+        self.box.data[low - start : high - start].copy_(torch.from_numpy(numbers[window]))
 
 
-def _blocks(view: Tensor, piece: LogicalPiece, *, draw: _Draw) -> Iterator[_Block]:
-    """The blocks that hold a piece; their borders depend on the stored tensor's shape alone."""
-    step = max(1, _BLOCK_ELEMENTS // math.prod(piece.global_shape[1:]))
-    start, stop = piece.global_offset[0], piece.global_offset[0] + piece.shape[0]
+def _blocks(box: ShardedTensor, *, draw: _Draw) -> Iterator[_Block]:
+    """The blocks that hold a box; their borders depend on the stored tensor's shape alone."""
+    step = max(1, _BLOCK_ELEMENTS // math.prod(box.global_shape[1:]))
+    start, stop = box.global_offset[0], box.global_offset[0] + box.data.shape[0]
     for index in range(start // step, -(-stop // step)):
         first = index * step
-        yield _Block(view, piece, draw, index, first, min(step, piece.global_shape[0] - first))
-
-
-def _call_seeded(method: InitMethod, parameter: nn.Parameter, *, seed: int) -> None:
-    # On the CPU, so that the values do not depend on the device.
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        values = torch.empty(parameter.shape, dtype=parameter.dtype)
-        torch.random.default_generator.manual_seed(seed % 2**63)
-        method(values)
-        parameter.copy_(values)
+        yield _Block(box, draw, index, first, min(step, box.global_shape[0] - first))
 
 
 def _hash_words(seed: int, name: str) -> list[int]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.tensor_parallel.layers import empty_values, new_parameter, zero_parameter
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,6 +31,10 @@ class LayerNorm(nn.Module):
         self.bias = zero_parameter(hidden_size, config=config)
         mark_partial_gradient(self.bias, partial=config.sequence_parallel)
 
+    def init_methods(self) -> dict[str, InitMethod]:
+        """How the parameters start, by name."""
+        return {"weight": ConstantInit(1), "bias": ConstantInit(0)}
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [*, hidden_size], any float dtype -> same."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -42,6 +47,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = one_parameter(hidden_size, config)
+
+    def init_methods(self) -> dict[str, InitMethod]:
+        """How the weight starts."""
+        return {"weight": ConstantInit(1)}
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [*, hidden_size], any float dtype -> same."""

@@ -60,11 +60,11 @@ class RotaryEmbedding(nn.Module):
         for name, factor in {**factors, "rope_scaling_factor": rope_scaling_factor}.items():
             if factor is not None and factor <= 0:
                 raise ValueError(f"{name} is {factor}: must be above 0")
-        frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+        frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
         if rope_scaling_factor is not None:
             frequencies = scaled_frequencies(frequencies, factor=rope_scaling_factor)
         # In fp64: position times frequency loses digits in fp32 at long sequences.
-        positions = torch.arange(max_sequence_length, dtype=torch.float64)
+        positions = torch.arange(max_sequence_length, dtype=torch.float64, device="cpu")
         if seq_len_interpolation_factor is not None:
             positions /= seq_len_interpolation_factor
         angles = torch.outer(positions, frequencies)

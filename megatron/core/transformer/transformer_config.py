@@ -77,6 +77,10 @@ class TransformerConfig(
     init_method_std: float = config_field(0.02, help="Standard deviation of initial weights.", at_least=0)
     activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
     gated_linear_unit: bool = False
+    init_model_with_meta_device: bool = config_field(
+        False,
+        help="Build the model without memory; each rank then makes its shards alone (--use-torch-fsdp2).",
+    )
     init_method: InitMethod | None = None
     output_layer_init_method: InitMethod | None = None
     perform_initialization: bool = True

@@ -17,6 +17,11 @@ def check_fully_sharded(args: argparse.Namespace) -> None:
             raise CommandLineError(
                 "--torch-fsdp2-no-reshard-after-forward is given without --use-torch-fsdp2: add it, or drop the first"
             )
+        if args.init_model_with_meta_device:
+            raise CommandLineError(
+                "--init-model-with-meta-device is given without --use-torch-fsdp2: in all other modes each rank holds "
+                "whole parameters; add it, or drop the first"
+            )
         return
     for words, is_set, why in _contradictions(args):
         if is_set:

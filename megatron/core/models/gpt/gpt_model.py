@@ -12,10 +12,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, device_for_buffers
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.param_attributes import mark_shared
-from megatron.core.transformer.initialization import deferred_initialization, initialize_parameters
+from megatron.core.transformer.initialization import InitialValues, deferred_initialization, initialize_parameters
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -245,6 +245,10 @@ class GPTModel(MegatronModule):
         elif self.output_layer is not None and self.output_layer.weight is not None:
             mark_shared(self.output_layer.weight, is_copy=True)
 
+    def initial_values(self) -> InitialValues:
+        """How the parameters start, for who gives memory to those that are on the meta device."""
+        return InitialValues(self, seed=self._init_seed, dtype=self.config.params_dtype)
+
     def set_aux_loss_scale(self, scale: Tensor) -> None:
         """The schedule's factor for the routers' losses: [], fp64."""
         self.aux_losses.set_backward_scale(scale)
@@ -253,12 +257,12 @@ class GPTModel(MegatronModule):
         """Hands one recorder to every router."""
         # A stage may hold nothing at all.
         own = next(self.parameters(), None)
-        device, num_experts = default_device() if own is None else own.device, self.config.num_moe_experts or 0
+        device = default_device() if own is None else device_for_buffers(own)
         # Rows for the layers of all stages: they are added up.
         self.aux_losses = AuxLossRecorder(
             self.config.num_layers,
             device,
-            num_experts=num_experts,
+            num_experts=self.config.num_moe_experts or 0,
             dtype=torch.promote_types(self.config.params_dtype, torch.float32),
             groups=groups,
         )
@@ -275,9 +279,9 @@ class GPTModel(MegatronModule):
             tables += [self.shared_embedding_or_output_weight()] if self.post_process else []
             for table in tables:
                 table[self._used_vocab_rows() :] = 0
+        self._init_seed = torch.initial_seed() if self.config.init_seed is None else self.config.init_seed
         if self.config.perform_initialization:
-            seed = self.config.init_seed
-            initialize_parameters(self, seed=torch.initial_seed() if seed is None else seed)
+            initialize_parameters(self, seed=self._init_seed)
 
 
 def _block_spec(spec: ModuleSpec | TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:

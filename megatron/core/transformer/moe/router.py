@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.model_parallel_config import InitMethod
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
+from megatron.core.tensor_parallel.layers import device_for_buffers, empty_parameter, initialize_weight
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.aux_losses import Z_LOSS, AuxLossRecorder, z_loss_func
@@ -99,7 +99,7 @@ class TopKRouter(Router):
         bias = None
         if config.moe_router_enable_expert_bias:
             # fp32 in any model: steps of 1e-3 would be lost in half precision.
-            bias = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
+            bias = torch.zeros(self.num_experts, dtype=torch.float32, device=device_for_buffers(self.weight))
         self.register_buffer("expert_bias", bias)
         self._groups = groups
         self.set_layer_number(1)
@@ -107,7 +107,10 @@ class TopKRouter(Router):
     def set_layer_number(self, layer_number: int) -> None:
         """Gives the router a recorder of its own, so that a layer works outside a model; the model replaces it."""
         own = AuxLossRecorder(
-            num_layers=layer_number, device=self.weight.device, num_experts=self.num_experts, groups=self._groups
+            num_layers=layer_number,
+            device=device_for_buffers(self.weight),
+            num_experts=self.num_experts,
+            groups=self._groups,
         )
         self.report_to(own, layer_number=layer_number)
 

@@ -1,0 +1,214 @@
+"""DeferredValues: what of a module is on the meta device when fully_shard cuts it, and where its values come from.
+
+Shards get their memory where they lie, in sharded_flat_buffer.py; here they, and buffers, get what they start as.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from megatron.core.device import default_device
+from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.fully_shard_state import ParamShard
+
+InitFn = Callable[[nn.Module], object]
+_Place = tuple[nn.Module, str]
+
+# What memory of no floating dtype holds before it is given values; that of the others is NaN.
+_UNSET_BYTE = 0xA5
+
+
+class KnownValues(Protocol):
+    """How parameters start, by name: InitialValues of the transformer, or another's."""
+
+    def covers(self, name: str) -> bool: ...
+    def fill(self, ranges: Iterable[tuple[str, int, torch.Tensor]]) -> None:
+        """Sets ranges: names, first elements of the flattened parameters, and where they are: [n], any float dtype."""
+        ...
+
+
+@runtime_checkable
+class KnowsInitialValues(Protocol):
+    """A model that can give any range of its parameters' first values, as GPTModel."""
+
+    def initial_values(self) -> KnownValues: ...
+
+
+@runtime_checkable
+class Resets(Protocol):
+    """A module that sets the parameters and buffers that it has itself, as torch's own layers do."""
+
+    def reset_parameters(self) -> object: ...
+
+
+class DeferredValues:
+    """What of a module is on the meta device, found before it is cut, and filled once its shards have memory.
+
+    [Note: values of meta parameters] A model that knows its initial values gives this rank's rows, and no more. For
+    all else, and for all there is with a param_init_fn, one module after the other, in the order of `modules()`, gets
+    whole tensors in the place of what it has itself on the meta device; param_init_fn(module) or its own
+    reset_parameters() sets them, this rank's rows are kept, and the rest is let go. Each rank draws whole tensors then,
+    so that a seed gives the same values on any number of ranks. 16-bit parameters are set in fp32 and rounded, as those
+    of a module that is cast once it is built.
+    """
+
+    def __init__(self, module: nn.Module, param_init_fn: InitFn | None = None) -> None:
+        self._param_init_fn = param_init_fn
+        self._names = {inside: canonical_name(name) for name, inside in module.named_modules()}
+        self._dtypes = {
+            (inside, name): param.dtype
+            for inside in self._names
+            for name, param in inside.named_parameters(recurse=False, remove_duplicate=False)
+            if param.is_meta
+        }
+        self._known: list[tuple[KnownValues, dict[_Place, str]]] = []
+        if param_init_fn is None:
+            self._ask(module)
+        known = {place[0].get_parameter(place[1]) for _, places in self._known for place in places}
+        turns: dict[nn.Module, list[str]] = {inside: [] for inside in self._names}
+        for inside, name in self._dtypes:
+            if inside.get_parameter(name) not in known:
+                turns[inside].append(name)
+        self._turns = {inside: names for inside, names in turns.items() if names or _meta_buffers(inside)}
+
+    def check(self) -> None:
+        """Raises ValueError where nothing says what a parameter or buffer on the meta device starts as."""
+        if self._param_init_fn is not None:
+            return
+        for inside, names in self._turns.items():
+            first = self._name(inside, [*names, *_meta_buffers(inside)][0])
+            kind = type(inside).__name__
+            can_reset = isinstance(inside, Resets)
+            if not can_reset:
+                raise ValueError(
+                    f"{first} is on the meta device and its {kind} has no reset_parameters(), which would give values: "
+                    "write it, or give TorchFullyShardedDataParallel a param_init_fn"
+                )
+            others = [name for name, param in inside.named_parameters(recurse=False) if not param.is_meta]
+            if others:
+                raise ValueError(
+                    f"{first} is on the meta device and {self._name(inside, others[0])} of the same {kind} is not: "
+                    "reset_parameters() would set both; put all on the meta device, or none"
+                )
+
+    def fill(self, shards: Sequence[ParamShard]) -> None:
+        """Gives values to what was on the meta device. shards: of all parameters; trained ones have their memory."""
+        for shard in shards:
+            if shard.local.is_meta:
+                shard.leave_meta()
+        by_place = {place: shard for shard in shards for place in shard.places}
+        for values, names in self._known:
+            values.fill((name, by_place[place].start, _rows(by_place[place])) for place, name in names.items())
+            for place in names:
+                _round(_rows(by_place[place]), self._dtypes[place])
+        for inside, own in self._turns.items():
+            self._set(inside, {name: by_place[inside, name] for name in own})
+
+    def _ask(self, module: nn.Module) -> None:
+        """Finds the outermost models that know their values."""
+        if not isinstance(module, KnowsInitialValues):
+            for child in module.children():
+                self._ask(child)
+            return
+        values, places = module.initial_values(), {}
+        seen = set()
+        for prefix, inside in module.named_modules():
+            for name, param in inside.named_parameters(recurse=False):
+                full = canonical_name(f"{prefix}.{name}" if prefix else name)
+                if param.is_meta and param not in seen and values.covers(full):
+                    seen.add(param)
+                    places[inside, name] = full
+        self._known.append((values, places))
+
+    @torch.no_grad()
+    def _set(self, inside: nn.Module, own: dict[str, ParamShard]) -> None:
+        """Gives one module whole tensors, has them set, and keeps this rank's part."""
+        for name, shard in own.items():
+            dtype = torch.promote_types(self._dtypes[inside, name], torch.float32)
+            whole = nn.Parameter(self._memory(shard.param.shape, dtype), shard.param.requires_grad)
+            # Whoever sets a parameter may want to know how it is split.
+            vars(whole).update(vars(shard.param))
+            inside._parameters[name] = whole
+        buffers = _meta_buffers(inside)
+        for name, buffer in buffers.items():
+            inside._buffers[name] = self._memory(buffer.shape, buffer.dtype)
+        try:
+            if self._param_init_fn is not None:
+                self._param_init_fn(inside)
+            elif isinstance(inside, Resets):
+                inside.reset_parameters()
+            for name, shard in own.items():
+                self._keep_rows(shard, (inside, name))
+        finally:
+            for name, shard in own.items():
+                inside._parameters[name] = shard.param
+        for name in buffers:
+            if (value := inside._buffers.get(name)) is not None:
+                inside._buffers[name] = self._checked(value, inside, name=name).to(default_device())
+
+    def _keep_rows(self, shard: ParamShard, place: _Place) -> None:
+        """Takes this rank's rows of what its module has been given now, perhaps another tensor than before."""
+        inside, name = place
+        whole = self._checked(inside.get_parameter(name), inside, name=name)
+        if whole.shape != shard.param.shape:
+            raise ValueError(
+                f"{self._name(inside, name)} has shape {tuple(whole.shape)} after it was set, and was built with "
+                f"{tuple(shard.param.shape)}: must keep its shape"
+            )
+        # Of a shared parameter the values of its first place count, as where the others were tied to it.
+        if shard.owner == place:
+            rows = whole.reshape(-1)[shard.start : shard.start + shard.numel]
+            _rows(shard).copy_(rows.to(self._dtypes[place]))
+
+    def _memory(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        memory = torch.zeros(shape, dtype=dtype, device=default_device())
+        # A param_init_fn may leave zeros, as where a checkpoint is to be loaded.
+        if self._param_init_fn is None:
+            if _has_nan(dtype):
+                memory.fill_(float("nan"))
+            else:
+                memory.view(-1).view(torch.uint8).fill_(_UNSET_BYTE)
+        return memory
+
+    def _checked(self, tensor: torch.Tensor, inside: nn.Module, *, name: str) -> torch.Tensor:
+        if tensor.is_meta or (self._param_init_fn is None and _is_unset_sync(tensor)):
+            who = "param_init_fn" if self._param_init_fn is not None else f"{type(inside).__name__}.reset_parameters()"
+            raise ValueError(
+                f"{self._name(inside, name)} was on the meta device, and {who} has left it without values: it must set "
+                "all parameters and buffers that the module has itself"
+            )
+        return tensor
+
+    def _name(self, inside: nn.Module, name: str) -> str:
+        prefix = self._names[inside]
+        return f"{prefix}.{name}" if prefix else name
+
+
+def _meta_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+
+
+def _rows(shard: ParamShard) -> torch.Tensor:
+    return shard.local.detach().view(-1)
+
+
+def _round(rows: torch.Tensor, dtype: torch.dtype) -> None:
+    if dtype != rows.dtype:
+        rows.copy_(rows.to(dtype))
+
+
+def _has_nan(dtype: torch.dtype) -> bool:
+    return (dtype.is_floating_point and dtype.itemsize > 1) or dtype.is_complex
+
+
+def _is_unset_sync(tensor: torch.Tensor) -> bool:
+    """Whether elements still are what memory had; waits for the device, once, before training."""
+    if not tensor.numel():
+        return False
+    if _has_nan(tensor.dtype):
+        # Of a NaN the least is NaN: no mask as large as the tensor.
+        parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return bool(parts.amin().isnan())
+    return bool((tensor.contiguous().view(-1).view(torch.uint8) == _UNSET_BYTE).all())
