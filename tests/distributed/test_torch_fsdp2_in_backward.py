@@ -200,8 +200,8 @@ class Counted:
         return seen
 
 
-def _hooks() -> None:
-    counted, net = Counted(), Net()
+def _hooks(recompute: bool) -> None:
+    counted, net = Counted(), Net(recompute=recompute)
     first, *others = net.named_parameters()
     first[1].register_post_accumulate_grad_hook(counted.on_param(first[0]))
     model = _released(net)
@@ -231,9 +231,9 @@ def _hooks() -> None:
         assert all(param.grad is None for param in params.values())
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_b27_hooks_run_in_backward_once_a_step_and_survive_assigned_state(ranks: int) -> None:
-    run_on_ranks(_hooks, ranks)
+@pytest.mark.parametrize("ranks, recompute", [(1, False), (3, True)])
+def test_b27_hooks_run_in_backward_once_a_step_and_survive_assigned_state(ranks: int, recompute: bool) -> None:
+    run_on_ranks(_hooks, ranks, recompute)
 
 
 def _stepped_in_hooks(release: bool, mode: str) -> list[float]:
