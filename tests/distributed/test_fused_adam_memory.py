@@ -14,6 +14,7 @@ from benchmarks.live_bytes import PeakBytes
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import DistributedFusedAdam, OptimizerConfig, get_megatron_optimizer
+from tests.counts import long_count
 from tests.harness import run_on_ranks
 
 WIDTH, LAYERS = 256, 48
@@ -100,7 +101,11 @@ def is_at_rest(held: Held, law: float, *, bucket: int = CAP, spare: int = SPARE)
     return 0.98 * law <= held.at_rest <= 1.02 * law + spare * bucket
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("fp32", 1), *product(CASES, [2, 4])])
+# Each form of memory on two ranks, one on more, all in the long run.
+ON_RANKS = [*product(CASES, [2]), *(product(CASES, [4]) if long_count(0, soak=1) else [("remainders", 4)])]
+
+
+@pytest.mark.parametrize(("case", "ranks"), [("fp32", 1), *ON_RANKS])
 def test_a_rank_holds_parameters_and_its_share_of_states_and_gradients(case: str, ranks: int) -> None:
     for held in run_on_ranks(partial(held_by_ours, case, bucket_cap_mb=CAP / 2**20), ranks):
         assert is_at_rest(held, of_law(case, ranks)), held
@@ -116,8 +121,7 @@ def test_a_bucket_that_is_larger_than_the_model_takes_no_more_than_the_model() -
         assert is_at_rest(held, of_law("fp32", 2), bucket=4 * NUM_PARAMS, spare=1), held
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("case", "ranks"), ON_RANKS)
 def test_parameters_that_are_taken_over_lazily_need_no_more_than_whole_gradients_first(case: str, ranks: int) -> None:
     dtype, _, of_param, of_states, of_grads = CASES[case]
     for held in run_on_ranks(partial(held_by_ours, case, is_lazy=True, bucket_cap_mb=CAP / 2**20), ranks):
@@ -131,7 +135,7 @@ def test_parameters_that_are_taken_over_lazily_need_no_more_than_whole_gradients
         assert max(held.in_backward, held.in_step) <= most, (held, most)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", range(2, long_count(3, soak=5)))
 def test_a_rank_holds_less_than_with_zero1(ranks: int) -> None:
     zero1 = run_on_ranks(held_by_zero1, ranks)
     # But for buckets, all gradients in place of a share; lazily, a share of states that comes when these are gone.
