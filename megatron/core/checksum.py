@@ -1,5 +1,7 @@
 """The checksum of a file, as manifests of checkpoints and of index caches hold it; no manifest is read here."""
 
+import os
+import sys
 import zlib
 from pathlib import Path
 
@@ -18,6 +20,9 @@ def range_crc32(path: Path, start: int, *, num_bytes: int) -> int:
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, num_bytes)))
     # Unbuffered: what is read goes into memory that is used again and again, which costs no page faults.
     with open(path, "rb", buffering=0) as file:
+        if sys.platform == "linux":
+            # Ahead of the checksum, also of what other threads read of the same file: a disk is faster then.
+            os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_WILLNEED)
         file.seek(start)
         while left and (num_read := file.readinto(buffer[:left])):
             checksum = zlib.crc32(buffer[:num_read], checksum)
