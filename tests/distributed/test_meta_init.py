@@ -71,7 +71,7 @@ def _assert_same(wrapped: nn.Module, plain: nn.Module) -> None:
 def _compare_gpts() -> None:
     alone = ProcessGroupCollection(dp=dist.group.WORLD, dp_cp=dist.group.WORLD, expt_dp=dist.group.WORLD)
     for fields, arguments in GPTS:
-        for settings in ({}, {"cpu_offload": True, "pg_collection": alone}):
+        for settings in ({}, {"cpu_offload": True, "pg_collection": alone}, {"release_gradients": True}):
             of_meta, plain = (_wrap(_gpt(fields, arguments, is_meta=m), **settings) for m in (True, False))
             _assert_same(of_meta, plain)
             assert any(value.abs().sum() > 0 for value in of_meta.all_buffers[0].param_data.split(64))

@@ -53,6 +53,7 @@ def check_settings(
 ) -> None:
     """Raises ValueError where a module cannot be wrapped with these settings and groups."""
     check_params(module)
+    _check_has_memory(module)
     if ddp_config.gradients_are_transient:
         _check_contiguous(module, "shard_gradients" if ddp_config.shard_gradients else "release_gradients")
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
@@ -102,6 +103,15 @@ def check_params(module: nn.Module) -> None:
                 f"parameter {name} is in another DistributedDataParallel: call that one's release() before the module "
                 "is wrapped again; two chunks cannot share a parameter"
             )
+
+
+def _check_has_memory(module: nn.Module) -> None:
+    name = next((name for name, param in module.named_parameters() if param.requires_grad and param.is_meta), None)
+    if name is not None:
+        raise ValueError(
+            f"parameter {name} is on the meta device: ranks have whole parameters with DistributedDataParallel; give "
+            "the module memory and values first, or wrap it in TorchFullyShardedDataParallel, which gives shards both"
+        )
 
 
 def _check_contiguous(module: nn.Module, setting: str) -> None:

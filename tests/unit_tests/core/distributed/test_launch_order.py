@@ -141,6 +141,11 @@ def test_parameters_that_no_buffer_can_take_are_refused_by_name(others, message)
         wrapped(nn.Sequential(nn.Linear(2, 2), others()))
 
 
+def test_parameters_without_memory_are_refused_by_name():
+    with pytest.raises(ValueError, match="parameter weight is on the meta device: .* or wrap it in TorchFully"):
+        wrapped(nn.Linear(2, 2, device="meta"))
+
+
 def test_b34_each_type_has_a_buffer_of_its_own():
     model = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2), nn.Linear(2, 2).double())
     ddp = wrapped(model, grad_reduce_in_fp32=True)
