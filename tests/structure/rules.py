@@ -27,6 +27,7 @@ OPTIONAL_PACKAGES = {
     "deepspeed",
     "triton",
     "transformer_engine",
+    "safetensors",
     "sentencepiece",
     "tiktoken",
     "transformers",

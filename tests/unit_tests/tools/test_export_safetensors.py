@@ -1,0 +1,50 @@
+"""Weights of a checkpoint, and nothing else of it, are in safetensors files that the index finds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from tools.checkpoint import main
+from tools.export_safetensors import INDEX_FILE
+
+
+def test_weights_are_exported_in_shards(tmp_path: Path) -> None:
+    weights = {
+        "embedding.weight": torch.randn(40, 4),
+        "layer.weight": torch.randn(3, 5, dtype=torch.bfloat16),
+        "layer.count": torch.arange(7),
+        "scalar": torch.tensor(2.5),
+    }
+    others = {"optimizer.exp_avg.layer.weight": torch.ones(3, 5), "rng.torch": torch.zeros(2, dtype=torch.uint8)}
+    tensors = [ShardedTensor.whole(key, tensor) for key, tensor in {**weights, **others}.items()]
+    dist_checkpointing.save(tensors, tmp_path / "run" / "iter_0000012", common={})
+    command = ["convert", "--from", "torch_dist", "--to", "safetensors", "--load", str(tmp_path / "run")]
+    main([*command, "--save", str(tmp_path / "out"), "--max-shard-size", "100e-9"])
+    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
+    # The embedding is larger than a shard, and has one to itself.
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert index["metadata"] == {"total_size": 40 * 4 * 4 + 15 * 2 + 7 * 8 + 4, "iteration": 12}
+    assert index["weight_map"].keys() == weights.keys()
+    for key, tensor in weights.items():
+        stored = load_file(tmp_path / "out" / index["weight_map"][key])[key]
+        assert stored.dtype == tensor.dtype and torch.equal(stored, tensor)
+    with pytest.raises(SystemExit):
+        main([*command, "--save", str(tmp_path / "out")])
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        (["--from", "torch_dist"], f"--load is {tmp_path}: there is no checkpoint in it"),
+        (["--from", "torch"], "--to safetensors: must be --from torch_dist, which is torch"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["convert", *words, "--to", "safetensors", "--load", str(tmp_path), "--save", str(tmp_path / "out")])
+        assert told in capsys.readouterr().err
