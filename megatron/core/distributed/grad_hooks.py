@@ -163,11 +163,10 @@ class _PostBackward:
 class GradHooks:
     """The hooks of one wrapper. names: of its parameters that require grad. In an iteration, after `begin`:
 
-    1. the wrapper gives `fire` each bucket once, and the owner's parameters with their gradients in `.grad`, or calls
-       `fire_param` and `fire_bucket` where these come apart;
-    2. post-accumulate hooks run, in the order of the bucket's parameters, then bucket hooks, then post-backward hooks
-       that have all they wait for; inside a kind in the order of registration;
-    3. what is returned are the buckets for which no hook is waiting any more, in the order in which they came.
+    1. for each parameter of a reduced bucket the wrapper calls `fire_param`, which runs its post-accumulate hooks;
+    2. it calls `fire_bucket`, which runs bucket hooks, then post-backward hooks that have all they wait for, both in
+       the order of registration;
+    3. that returns the buckets for which no hook is waiting any more, in the order in which they came.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -240,14 +239,6 @@ class GradHooks:
         self._held.clear()
         for waiting in self._post_backward.values():
             waiting.begin()
-
-    def fire(self, bucket: ReadyBucket, owned: Iterable[tuple[str, nn.Parameter]]) -> list[ReadyBucket]:
-        """Calls all hooks that a bucket is due for; owned: the owner's parameters by name, of any shapes, their
-        gradients in `.grad`. Returns the buckets that are free.
-        """
-        for name, param in owned:
-            self.fire_param(name, param)
-        return self.fire_bucket(bucket)
 
     def fire_param(self, name: str, owned: nn.Parameter) -> None:
         """Calls a parameter's post-accumulate hooks; owned: the owner's part, any shape, its gradient in `.grad`."""

@@ -34,6 +34,13 @@ def hooks_of(params: dict[str, nn.Parameter]) -> GradHooks:
     return hooks
 
 
+def fire(hooks: GradHooks, bucket: ReadyBucket) -> list[ReadyBucket]:
+    """As a wrapper does that owns the whole bucket."""
+    for one in bucket.slices:
+        hooks.fire_param(one.name, one.param)
+    return hooks.fire_bucket(bucket)
+
+
 def test_hooks_fire_by_kind_then_in_the_order_of_registration() -> None:
     params, seen = parameters(3), list[str]()
     hooks = hooks_of(params)
@@ -51,8 +58,8 @@ def test_hooks_fire_by_kind_then_in_the_order_of_registration() -> None:
         hooks.begin()
         first, second = bucket_of(params, "p2", "p1"), bucket_of(params, "p0")
         # The one with p1 is still waited with; the other is free with it, and last.
-        assert hooks.fire(first, [(name, params[name]) for name in ("p2", "p1")]) == []
-        assert hooks.fire(second, [("p0", params["p0"])]) == [first, second]
+        assert fire(hooks, first) == []
+        assert fire(hooks, second) == [first, second]
         assert seen == ["1", "1", "bucket p2 p1", "again", "last", "0", "bucket p0", "again", "both 2"]
         seen.clear()
 
@@ -105,8 +112,7 @@ def test_b27_hooks_of_parameters_are_taken_over_and_given_back_with_their_handle
     assert seen == [] and hooks.has_param_hooks("p0")
     handles[0].remove()
     added = hooks.register_post_accumulate_grad_hook(params["p1"], lambda p: seen.append("added"))
-    owned = [(name, param) for name, param in params.items()]
-    hooks.fire(bucket_of(params, "p0", "p1"), owned)
+    fire(hooks, bucket_of(params, "p0", "p1"))
     assert seen == ["1", "added"]
     # Other parameters of the same names.
     others = parameters(2)
