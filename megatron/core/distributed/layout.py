@@ -5,6 +5,7 @@ ends of shards, are multiples of ALIGNMENT elements.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,14 @@ class Span:
         """The elements that both have; numel 0 where there are none."""
         start = max(self.start, other.start)
         return Span(start, max(0, min(self.end, other.end) - start))
+
+
+def locate(part: Span, spans: Sequence[Span]) -> tuple[int, slice]:
+    """Which of `spans`, sorted, `part` lies in, and its elements counted from the start of that one."""
+    # The last that begins there or before: an empty one may begin at the same place.
+    index = bisect_right(spans, part.start, key=lambda span: span.start) - 1
+    start = part.start - spans[index].start
+    return index, slice(start, start + part.numel)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ A shard along the first dimension of a contiguous parameter is a range of the fl
 torch's fully_shard; what it keeps to itself is fully_shard_state.py's.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from megatron.core.device import default_device
 from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.fsdp_units import UnitKind
 from megatron.core.distributed.fully_shard_state import ParamShard
-from megatron.core.distributed.layout import ALIGNMENT, BucketLayout, BufferLayout, Span, round_up
+from megatron.core.distributed.layout import ALIGNMENT, BucketLayout, BufferLayout, Span, locate, round_up
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +52,7 @@ class ShardedFlatBuffer:
         self.unit_names = [unit.name for unit in units]
         placed = [pair for unit in units for pair in unit.shards]
         self.layout = _lay_out([[shard.padded_numel for _, shard in unit.shards] for unit in units])
+        self._owned = self.owned_spans()
         self._pin_memory = pin_memory
         self._shards = {shard.param: shard for _, shard in placed}
         self._names = [name for name, _ in placed]
@@ -202,9 +202,8 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
 
     def grad_of(self, span: Span) -> torch.Tensor:
         """See ShardedFlatBuffer: [span.numel], grad_data's dtype, of an open bucket."""
-        bucket = self._bucket_at(span.start)
-        start = span.start - self.layout.buckets[bucket].span.start
-        return self._grads[bucket][start : start + span.numel]
+        bucket, part = locate(span, self._owned)
+        return self._grads[bucket][part]
 
     def zero_grads(self) -> None:
         """See ShardedFlatBuffer: their memory is freed."""
@@ -238,9 +237,6 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
     def _place_of(self, entry: Entry) -> torch.Tensor:
         # Behind the last one for those without elements.
         return self.grad_of(entry.span) if entry.span.numel else self.param_data.new_zeros(0)
-
-    def _bucket_at(self, position: int) -> int:
-        return bisect_right(self.layout.buckets, position, key=lambda bucket: bucket.span.start) - 1
 
 
 def _lay_out(sizes_of_units: Sequence[Sequence[int]]) -> BufferLayout:

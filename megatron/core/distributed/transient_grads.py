@@ -4,7 +4,6 @@ The sums of all passes add up in what this rank owns (ZeRO-2: its shard), which 
 that. What is launched when is launch_order.py's, see [Note: passes] in passes.py; who gets it, hand_out.py's.
 """
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from megatron.core.distributed.flat_buffer import (
     plain_grad,
 )
 from megatron.core.distributed.grad_checks import GradChecks
-from megatron.core.distributed.layout import Fragment, Span
+from megatron.core.distributed.layout import Fragment, Span, locate
 from megatron.core.distributed.message_memory import MessageMemory
 from megatron.core.distributed.synced_group import GradState, SyncedGroup
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
@@ -86,7 +85,6 @@ class TransientBuffer(_ParamAndGradBuffer):
         self.memory = memory
         super().__init__(kind, named_params, settings=settings)
         self._owned = self.owned_spans()
-        self._starts = [span.start for span in self._owned]
         # Of each bucket's sums among all of them.
         self._sum_starts = [0, *accumulate(span.numel for span in self._owned)]
         device = torch.device("meta") if memory.sums is SumMemory.RELEASED else named_params[0][1].device
@@ -101,8 +99,12 @@ class TransientBuffer(_ParamAndGradBuffer):
     @property
     def is_staged(self) -> bool:
         """Whether gathered parameters are copied from a message to their places."""
-        wire = self.memory.wire_dtype or self.kind.param_dtype
-        return self.memory.params is ParamMemory.OWN or wire != self.kind.param_dtype
+        return self.memory.params is ParamMemory.OWN or self.wire_dtype != self.kind.param_dtype
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """In which parameters are gathered."""
+        return self.memory.wire_dtype or self.kind.param_dtype
 
     def shard_grad(self, bucket: int) -> torch.Tensor:
         """The sums of this rank's shard of a bucket, a view: [shard elements], the gradients' dtype."""
@@ -110,10 +112,8 @@ class TransientBuffer(_ParamAndGradBuffer):
 
     def grad_of(self, span: Span) -> torch.Tensor:
         """The sums of elements of one owned span, a view: [span.numel], the gradients' dtype."""
-        # The last that begins there, as one before it may be empty.
-        bucket = bisect_right(self._starts, span.start) - 1
-        start = span.start - self._starts[bucket]
-        return self.shard_grad(bucket)[start : start + span.numel]
+        bucket, part = locate(span, self._owned)
+        return self.shard_grad(bucket)[part]
 
     def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
         """See _ParamAndGradBuffer: of the sums of all passes, each [N], the gradients' dtype."""
@@ -366,15 +366,14 @@ class TransientGroup(SyncedGroup):
     @property
     def wire_dtype(self) -> torch.dtype:
         """In which parameters are sent."""
-        return self._buffer.memory.wire_dtype or self._buffer.kind.param_dtype
+        return self._buffer.wire_dtype
 
     def staged_shard(self) -> torch.Tensor:
         """Where an optimizer writes this rank's new parameters, for the gather that follows: [shard elements], in the
         dtype that they are sent in.
         """
         if self._stage is None:
-            dtype = self._buffer.memory.wire_dtype or self._buffer.kind.param_dtype
-            self._stage = torch.empty(self.bucket.layout.span.numel, dtype=dtype, device=self.device)
+            self._stage = torch.empty(self.bucket.layout.span.numel, dtype=self.wire_dtype, device=self.device)
         return shard_of(self._stage, self._buffer.data_parallel_group)
 
     def fill_stage(self) -> None:

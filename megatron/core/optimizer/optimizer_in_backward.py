@@ -7,7 +7,6 @@ end of its step() parameters and states are of two steps. An iteration that is d
 good, and a checkpoint has to be loaded, as after an error in the middle of any other step.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.profiler import record_function
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.grad_hooks import ReadyBucket
 from megatron.core.distributed.hand_out import GradConsumer, HandedBucket
-from megatron.core.distributed.layout import Span
+from megatron.core.distributed.layout import Span, locate
 from megatron.core.optimizer.clip_grads import clip_coefficient, clip_coefficient_on_device, total_norm
 from megatron.core.optimizer.grad_stats import NormsHere, OwnedElements, ZerosHere
 from megatron.core.optimizer.in_backward_config import InBackwardClip
@@ -89,7 +88,7 @@ class HandedGrads:
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
-        self._starts = [span.start for span in buffer.owned_spans()]
+        self._owned = buffer.owned_spans()
         self._grads: dict[int, Tensor] = {}
 
     def hold(self, bucket: int, grad: Tensor) -> None:
@@ -109,9 +108,8 @@ class HandedGrads:
 
     def grad_of(self, span: Span) -> Tensor:
         """See GradPlace: [span.numel], any float dtype."""
-        bucket = bisect_right(self._starts, span.start) - 1
-        start = span.start - self._starts[bucket]
-        return self._grads[bucket][start : start + span.numel]
+        bucket, part = locate(span, self._owned)
+        return self._grads[bucket][part]
 
 
 class _Iteration(Enum):

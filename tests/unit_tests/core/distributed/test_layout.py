@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.distributed.layout import ALIGNMENT, lay_out, resolve_bucket_size
+from megatron.core.distributed.layout import ALIGNMENT, Span, lay_out, locate, resolve_bucket_size
 
 
 @pytest.mark.parametrize(
@@ -113,3 +113,11 @@ def test_impossible_layouts_are_refused_by_name(wrong, error):
         lay_out([3], **{"num_shards": 1, "bucket_size": None, **wrong})
     with pytest.raises(ValueError, match=r"sizes\[1\] is -3: must be at least 0"):
         lay_out([5, -3], num_shards=1, bucket_size=None)
+
+
+def test_a_part_is_located_in_the_span_that_has_it_also_behind_an_empty_one() -> None:
+    spans = [Span(0, 64), Span(64, 0), Span(64, 128), Span(256, 64)]
+    assert locate(Span(0, 64), spans) == (0, slice(0, 64))
+    assert locate(Span(64, 64), spans) == (2, slice(0, 64))
+    assert locate(Span(128, 64), spans) == (2, slice(64, 128))
+    assert locate(Span(300, 20), spans) == (3, slice(44, 64))
