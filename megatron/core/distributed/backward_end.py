@@ -1,5 +1,5 @@
 """BackwardEnd, OutermostBackward: of the backward that a gradient came in, when it is over, and whether it runs inside
-another; for who sees gradients alone.
+another; for who sees gradients alone. is_in_backward: for who sees forwards.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,11 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward on this thread: a forward is then one that recomputation runs again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class BackwardEnd:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megatron.core.distributed.backward_end import is_in_backward
 from megatron.core.distributed.fully_shard_state import ParamShard, fsdp_modules, reshard_all
 
 
@@ -54,23 +55,19 @@ class GatheredParams:
 
     def _before_one(self, *unused: Any) -> None:
         # In a backward, activations are computed again: nothing was updated that is still read.
-        if self._is_in_forward or _is_in_backward():
+        if self._is_in_forward or is_in_backward():
             return
         if self._is_stale or self._versions != self._current_versions():
             self.drop()
 
     def _after_forward(self, *unused: Any) -> None:
         self._is_in_forward = False
-        if not torch.is_grad_enabled() and not _is_in_backward():
+        if not torch.is_grad_enabled() and not is_in_backward():
             self.drop()
 
     def _current_versions(self) -> list[int]:
         # Of the parameters, and of the flat tensors that their rows lie in.
         return [shard.version for shard in self._shards]
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 class _StepHook:

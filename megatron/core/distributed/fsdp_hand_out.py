@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.fsdp_units import Unit
-from megatron.core.distributed.hand_out import HandOut
+from megatron.core.distributed.hand_out import HandOut, not_wrapped
 from megatron.core.distributed.layout import BucketLayout
 from megatron.core.distributed.run_params import RunParam
 from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer
@@ -86,10 +86,7 @@ class ShardHandOut(HandOut):
         """The parameter itself, a DTensor of any shape and dtype; of a gathered one, its shard."""
         owned = self._sharded(param)
         if owned not in self._buffers:
-            raise ValueError(
-                f"owned_shard was given a parameter of shape {tuple(param.shape)} that is not wrapped: must be one "
-                "that required grad when its module was"
-            )
+            raise not_wrapped(param)
         return owned
 
     def _fire_param(self, one: RunParam, flat: torch.Tensor) -> None:

@@ -9,9 +9,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.agreement import RemoteRankError
-from megatron.core.distributed.fsdp_hand_out import ShardHandOut
+from megatron.core.distributed.backward_end import is_in_backward
 from megatron.core.distributed.fsdp_releases import UnitsGiven
 from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.hand_out import HandOut
 from megatron.core.distributed.iteration_phase import Phase
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.replica_checks import raise_non_finite
@@ -36,7 +37,7 @@ class FsdpIteration:
         checks: GradChecks | None,
         *,
         groups: ProcessGroupCollection,
-        hand_out: ShardHandOut,
+        hand_out: HandOut,
         units: UnitsGiven,
         find_change: Callable[[], str | None],
     ) -> None:
@@ -138,7 +139,7 @@ class FsdpIteration:
 
     def _watch_outputs(self, *of_forward: Any) -> None:
         *_, outputs = of_forward
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and not is_in_backward():
             for output in tree_leaves(outputs):
                 if isinstance(output, torch.Tensor) and output.requires_grad:
                     output.register_hook(self._gradient_comes)

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol
 
-import torch
 from torch.distributed.fsdp import FSDPModule
 
-from megatron.core.distributed.fsdp_hand_out import ShardHandOut, UnitGroup
+from megatron.core.distributed.backward_end import is_in_backward
+from megatron.core.distributed.fsdp_hand_out import UnitGroup
 from megatron.core.distributed.fsdp_units import Unit
 from megatron.core.distributed.fully_shard_state import wait_for_sums, watch_passes
 from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.hand_out import HandOut
 from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer
 
 
@@ -51,14 +52,7 @@ class GivenAtEnd:
 
     error = None
 
-    def __init__(
-        self,
-        units: Mapping[Unit, Sequence[UnitGroup]],
-        buffers: Sequence[ShardedFlatBuffer],
-        *,
-        hand_out: ShardHandOut,
-        checks: GradChecks | None,
-    ) -> None:
+    def __init__(self, buffers: Sequence[ShardedFlatBuffer], *, hand_out: HandOut, checks: GradChecks | None) -> None:
         self.is_last_backward = True
         self._buffers, self._hand_out, self._checks = buffers, hand_out, checks
 
@@ -93,7 +87,7 @@ class GivenInBackward:
         units: Mapping[Unit, Sequence[UnitGroup]],
         buffers: Sequence[ShardedFlatBuffer],
         *,
-        hand_out: ShardHandOut,
+        hand_out: HandOut,
         checks: GradChecks | None,
     ) -> None:
         self.is_last_backward = True
@@ -190,7 +184,7 @@ class _WatchedUnit:
             if checks is not None:
                 checks.measure(group.named_grads())
 
-    def give(self, hand_out: ShardHandOut) -> None:
+    def give(self, hand_out: HandOut) -> None:
         self.is_given = True
         for group in self.groups:
             hand_out.reduced(group)
@@ -204,7 +198,7 @@ class _WatchedUnit:
 
     def forward_begins(self) -> None:
         """See PassWatcher."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self.num_to_come += 1
 
     def reduction_begins(self) -> None:

@@ -61,7 +61,8 @@ def find_units(root: nn.Module, layers: Sequence[nn.Module], *, experts_apart: b
 
 def in_order_of_backward(units: Sequence[Unit], layers: Sequence[nn.Module]) -> list[Unit]:
     """What find_units gave, as backward ends with them: the last layer first, before each what is inside, root last."""
-    outer, of_layers = set(layers), [[]]  # type: tuple[set[nn.Module], list[list[Unit]]]
+    outer = set(layers)
+    of_layers: list[list[Unit]] = [[]]
     for unit in units:
         of_layers[-1].append(unit)
         if unit.module in outer:

@@ -94,6 +94,14 @@ def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, grou
     )
 
 
+def not_wrapped(param: nn.Parameter) -> ValueError:
+    """What owned_shard raises for a parameter, any shape and dtype, that no rank owns."""
+    return ValueError(
+        f"owned_shard was given a parameter of shape {tuple(param.shape)} that is not wrapped: must be one that "
+        "required grad when its module was"
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class _Place:
     """A bucket and what this rank owns of it: span: in the buffer."""
@@ -169,10 +177,7 @@ class HandOut:
             found = ((place, one) for places in self._places.values() for place in places for one in place.slices)
             mine = next(((place, one) for place, one in found if one.param is param), None)
             if mine is None:
-                raise ValueError(
-                    f"owned_shard was given a parameter of shape {tuple(param.shape)} that is not wrapped: must be one "
-                    "that required grad when its module was"
-                )
+                raise not_wrapped(param)
             place, one = mine
             is_whole = not place.bucket.buffer.is_sharded
             self._owned[param] = param if is_whole else nn.Parameter(one.view_of(place.shard))

@@ -3,7 +3,7 @@
 What is gathered together is fsdp_units.py's; where shards and gradients lie, sharded_flat_buffer.py's.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +23,10 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel, chec
 from megatron.core.distributed.fsdp_changes import WrappedShards
 from megatron.core.distributed.fsdp_collectives import ScaledReduceScatter
 from megatron.core.distributed.fsdp_gathered import GatheredParams
-from megatron.core.distributed.fsdp_hand_out import ShardHandOut, unit_groups
+from megatron.core.distributed.fsdp_hand_out import ShardHandOut, UnitGroup, unit_groups
 from megatron.core.distributed.fsdp_iteration import FsdpIteration
 from megatron.core.distributed.fsdp_materialize import DeferredValues, InitFn
-from megatron.core.distributed.fsdp_releases import GivenAtEnd, GivenInBackward
+from megatron.core.distributed.fsdp_releases import GivenAtEnd, GivenInBackward, UnitsGiven
 from megatron.core.distributed.fsdp_units import Unit, UnitKind, find_units, in_order_of_backward, repeated_layers
 from megatron.core.distributed.fully_shard_state import (
     ParamShard,
@@ -116,32 +116,22 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._meshes: dict[bool, DeviceMesh] = {}
         self._frozen: list[tuple[str, ParamShard]] = []
         shards = self._shard_units()
-        every = [shard for unit in shards.values() for _, shard in unit.shards] + [s for _, s in self._frozen]
+        all_shards = [shard for unit in shards.values() for _, shard in unit.shards] + [s for _, s in self._frozen]
         self._set_prefetch(layers)
-        self._order = in_order_of_backward(self.units, layers)
+        order = in_order_of_backward(self.units, layers)
         is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
-        self._flat_buffers = self._build_buffers(shards, self._order, is_later=is_later)
-        deferred.fill(every)
-        self._wrapped = WrappedShards(module, every)
-        self._gathered = GatheredParams(module, every)
-        groups = unit_groups(self._flat_buffers, self._order)
+        self._flat_buffers = self._build_buffers(shards, order, is_later=is_later)
+        deferred.fill(all_shards)
+        self._wrapped = WrappedShards(module, all_shards)
+        self._gathered = GatheredParams(module, all_shards)
+        groups = unit_groups(self._flat_buffers, order)
         self._hand_out = ShardHandOut(
             [group for of_unit in groups.values() for group in of_unit],
             is_later=is_later,
             sharded=self._wrapped.sharded,
         )
         self._hand_out.hooks.adopt()
-        checks = GradChecks.of(ddp_config)
-        self._iteration = FsdpIteration(
-            self._flat_buffers,
-            checks,
-            groups=self.pg_collection,
-            hand_out=self._hand_out,
-            units=(GivenInBackward if ddp_config.release_gradients else GivenAtEnd)(
-                groups, self._flat_buffers, hand_out=self._hand_out, checks=checks
-            ),
-            find_change=self._wrapped.find_problem,
-        )
+        self._iteration = self._build_iteration(groups)
         self._iteration.watch(module)
         self.launch_order = self._iteration
         # What torch was told of the backwards that come.
@@ -379,6 +369,22 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             for kind, of_kind in by_kind.items()
             if of_kind
         ]
+
+    def _build_iteration(self, groups: Mapping[Unit, Sequence[UnitGroup]]) -> FsdpIteration:
+        buffers, hand_out, checks = self._flat_buffers, self._hand_out, GradChecks.of(self.ddp_config)
+        units: UnitsGiven
+        if self.ddp_config.release_gradients:
+            units = GivenInBackward(groups, buffers, hand_out=hand_out, checks=checks)
+        else:
+            units = GivenAtEnd(buffers, hand_out=hand_out, checks=checks)
+        return FsdpIteration(
+            buffers,
+            checks,
+            groups=self.pg_collection,
+            hand_out=hand_out,
+            units=units,
+            find_change=self._wrapped.find_problem,
+        )
 
 
 def _scale_(flat: torch.Tensor, *, factor: float) -> None:

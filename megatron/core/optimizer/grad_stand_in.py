@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.core.distributed.backward_end import is_in_backward
+
 # Each rank has looked at its own, and some may skip.
 UNSEEN = (
     "GradScaler has not seen the reduced gradients, only those of no_sync or set by hand, or none: call grad_sync() "
@@ -69,7 +71,7 @@ class GradStandIn(torch.Tensor):
         if func is torch.ops.aten.zero_.default:
             args[0]._owner().forget()
             return args[0]
-        if func in _ADDS and isinstance(args[0], cls) and torch._C._current_graph_task_id() != -1:
+        if func in _ADDS and isinstance(args[0], cls) and is_in_backward():
             # Autograd leaves a gradient where it finds another.
             new = args[0]._owner().replace_stand_in(args[1])
             return args[0] if func is _ADDS[0] else new
