@@ -12,9 +12,9 @@ import torch
 from tests.counts import long_count, slow
 from tests.distributed.parity import layout, put_together
 from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, INTERLEAVED, OVERLAPPED, SHARDED, Case, _train
-from tests.distributed.test_sharded_runs import _load, _save, _steps
+from tests.distributed.test_sharded_runs import _load, _save
 from tests.distributed.test_zero2_training import FP16, RECOMPUTED, ZERO2
-from tests.distributed.tiny_runs import started_run, state_of
+from tests.distributed.tiny_runs import check_relay
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -78,27 +78,12 @@ def test_updates_in_backward_have_the_bits_of_the_step_after_it(name: str, mode:
 RELAY: Flags = {**read_bases()["moe"], **FLAGS, **BF16, "train-iters": 6, "global-batch-size": 6}
 
 
-def _take_over(argvs: Sequence[Sequence[str]], folder: str) -> None:
-    """One run, and the same steps with the time of updates changed after every second one."""
-    with started_run(argvs[0]) as run:
-        expected, final = _steps(run, 6), state_of(run)
-    seen = []
-    for number, argv in enumerate([argvs[1], argvs[0], argvs[1]]):
-        source = ["--load", f"{folder}/{number - 1}"] if number else []
-        with started_run([*argv, *source, "--save", f"{folder}/{number}"]) as run:
-            seen += _steps(run, 2)
-            run.save_checkpoint()
-            last = state_of(run)
-    assert seen == expected
-    assert last == final
-
-
 @pytest.mark.parametrize("mode", ["zero1", slow("ddp"), slow("zero2")])
 @pytest.mark.parametrize("policy", [OFF, EXACT], ids=["clip off", "exact"])
 def test_b30_runs_go_on_from_each_others_checkpoints_bit_for_bit(mode: str, policy: Flags, tmp_path: Path) -> None:
     flags = {**RELAY, **MODES[mode], **SMALL, **policy, "overlap-grad-reduce": True}
     argvs = [command_line({**flags, **NORMAL}), command_line(flags)]
-    run_on_ranks(_take_over, 3, argvs, str(tmp_path), timeout=300)
+    run_on_ranks(check_relay, 3, argvs, [1, 0, 1], str(tmp_path), timeout=300)
 
 
 @pytest.mark.slow

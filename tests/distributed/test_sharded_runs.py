@@ -12,11 +12,10 @@ from torch import nn
 import pretrain_gpt
 from megatron.core.agreement import RemoteRankError
 from megatron.training.evaluation import evaluate
-from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.distributed.parity import Box, boxes_of_state, put_together
 from tests.distributed.test_overlap_matrix import FLAGS, MODES, OVERLAPPED
-from tests.distributed.tiny_runs import comparable, started_run
+from tests.distributed.tiny_runs import started_run, train_steps
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -24,10 +23,6 @@ STEPS = 6
 TINY: Flags = {**read_bases()["moe"], **FLAGS, "eval-iters": 1, "global-batch-size": 12}
 IN_STEP: Flags = {**OVERLAPPED, "overlap-param-gather-with-optimizer-step": True, "ddp-bucket-size": 1}
 Reports = list[dict[str, Any]]
-
-
-def _steps(run: TrainingRun, count: int) -> Reports:
-    return [comparable(run.measured(train_step(run)[0])) for _ in range(count)]
 
 
 def test_b10_evaluating_after_every_step_changes_nothing() -> None:
@@ -47,7 +42,7 @@ def _evaluating_runs(argvs: Sequence[Sequence[str]]) -> list[tuple[Reports, list
         steps, losses = [], []
         with started_run(argv) as run:
             for _ in range(STEPS):
-                steps += _steps(run, 1)
+                steps += train_steps(run, 1)
                 if number > 0:
                     losses.append(evaluate(run, run.valid_iterator, iterations=1)["lm loss"])
             # As a module reads them.
@@ -67,9 +62,9 @@ def test_b11_what_is_saved_is_the_state_of_the_step_whatever_happens_then(precis
 
 def _save_and_spoil(argvs: Sequence[Sequence[str]], folder: str) -> None:
     with started_run(argvs[0]) as run:
-        _steps(run, 3)
+        train_steps(run, 3)
         expected = boxes_of_state(run)
-        rest = _steps(run, 2)
+        rest = train_steps(run, 2)
     for number, argv in enumerate(argvs[1:]):
         with started_run([*argv, "--save", f"{folder}/{number}"]) as run:
             # Gathers are under way: nobody has read the weights since.
@@ -82,7 +77,7 @@ def _save_and_spoil(argvs: Sequence[Sequence[str]], folder: str) -> None:
         with started_run([*argvs[0], "--load", f"{folder}/{number}"]) as run:
             for box, reference in zip(boxes_of_state(run), expected, strict=True):
                 assert torch.equal(box.values, reference.values), (number, box.key)
-            assert _steps(run, 2) == rest
+            assert train_steps(run, 2) == rest
 
 
 @pytest.mark.slow
@@ -114,7 +109,7 @@ def _merged(states: Sequence[Sequence[Box]]) -> dict[str, torch.Tensor]:
 
 def _save(argv: Sequence[str], folder: str) -> list[Box]:
     with started_run([*argv, "--save", folder]) as run:
-        _steps(run, 2)
+        train_steps(run, 2)
         run.save_checkpoint()
         return boxes_of_state(run)
 
@@ -124,7 +119,7 @@ def _load(argvs: Sequence[Sequence[str]], folders: Sequence[str]) -> list[tuple[
     results = []
     for argv, folder in zip(argvs, folders, strict=True):
         with started_run([*argv, "--load", folder]) as run:
-            results.append((boxes_of_state(run), _steps(run, 1)[0]))
+            results.append((boxes_of_state(run), train_steps(run, 1)[0]))
     return results
 
 

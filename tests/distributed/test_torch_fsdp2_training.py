@@ -21,9 +21,8 @@ from tests.counts import long_count, slow
 from tests.distributed.parity import Box, layout, put_together
 from tests.distributed.stash_runs import Trained, argv_of, stash, train_here
 from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, SHARDED, Case, _model
-from tests.distributed.test_sharded_runs import _steps
 from tests.distributed.test_zero2_training import FP16, RECOMPUTED, ZERO2
-from tests.distributed.tiny_runs import gather_parameters, started_run
+from tests.distributed.tiny_runs import check_relay, gather_parameters, started_run, train_steps
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -93,7 +92,7 @@ def _train_each(argvs: Sequence[Sequence[str]], frozen: str) -> list[Run]:
 def _train(argv: Sequence[str], frozen: str) -> Run:
     with started_run(argv, model_provider=partial(_model, frozen)) as run:
         assert isinstance(run.model[0], TorchFullyShardedDataParallel) == ("--use-torch-fsdp2" in argv)
-        return _steps(run, STEPS), _state(run)
+        return train_steps(run, STEPS), _state(run)
 
 
 def _state(run: TrainingRun) -> list[Box]:
@@ -130,33 +129,16 @@ def test_several_microbatches_train_as_ddp_does(precision: Flags) -> None:
 RELAY: Flags = {**read_bases()["moe"], **FLAGS, **BF16, "train-iters": 8, "global-batch-size": 3}
 
 
-def _take_over(argvs: Sequence[Sequence[str]], folder: str) -> None:
-    """One run, and the same steps with the mode changed after every second one."""
-    with started_run(argvs[0]) as run:
-        expected, final = _steps(run, 2 * len(argvs)), _state(run)
-    seen = []
-    for number, argv in enumerate(argvs):
-        source = ["--load", f"{folder}/{number - 1}"] if number else []
-        with started_run([*argv, *source, "--save", f"{folder}/{number}"]) as run:
-            seen += _steps(run, 2)
-            run.save_checkpoint()
-            last = _state(run)
-    assert seen == expected
-    assert [box.key for box in last] == [box.key for box in final]
-    assert all(torch.equal(a.values, b.values) for a, b in zip(last, final, strict=True))
-
-
 @pytest.mark.parametrize("precision", [BF16, slow({"bf16": None}), slow({**FP16, "bf16": None})])
 def test_b30_runs_go_on_from_each_others_checkpoints_bit_for_bit(precision: Flags, tmp_path: Path) -> None:
-    # Ends as the whole run does: its boxes are compared one by one.
     modes = [SHARDED, FSDP2, {**SHARDED, **EXACT}, IN_BACKWARD, {}, {**KEPT, **EXACT}, ZERO2, FSDP2, SHARDED]
     argvs = [command_line({**RELAY, "train-iters": 18, **precision, **mode}) for mode in modes]
-    run_on_ranks(_take_over, 3, argvs, str(tmp_path), timeout=300)
+    run_on_ranks(check_relay, 3, argvs, range(len(argvs)), str(tmp_path), timeout=300)
 
 
 def _save(argv: Sequence[str]) -> list[Box]:
     with started_run(argv) as run:
-        _steps(run, 2)
+        train_steps(run, 2)
         run.save_checkpoint()
         return _state(run)
 
@@ -196,5 +178,5 @@ def _finetune(argvs: Sequence[Sequence[str]]) -> list[tuple[float, list[dict[str
         with started_run([*argv, "--eval-iters", "1"]) as run:
             loss = evaluate(run, run.valid_iterator, iterations=1)["lm loss"]
             # One micro-batch would be enough to see wrong weights; the gradient is another matter.
-            results.append((loss, [run_losses["losses"] for run_losses in _steps(run, 1)]))
+            results.append((loss, [run_losses["losses"] for run_losses in train_steps(run, 1)]))
     return results

@@ -14,8 +14,8 @@ import torch
 from tests.counts import long_count, slow
 from tests.distributed.parity import layout, put_together
 from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, INTERLEAVED, OVERLAPPED, SHARDED, Case, _train
-from tests.distributed.test_sharded_runs import _load, _save, _steps
-from tests.distributed.tiny_runs import started_run, state_of
+from tests.distributed.test_sharded_runs import _load, _save
+from tests.distributed.tiny_runs import check_relay
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -114,25 +114,9 @@ def test_b25_several_microbatches_have_the_bits_of_any_overlap_and_bucket_size(n
 RELAY: Flags = {**read_bases()["moe"], **FLAGS, **BF16, "train-iters": 6, "global-batch-size": 3}
 
 
-def _take_over(argvs: Sequence[Sequence[str]], folder: str) -> None:
-    """One run, and the same steps with the optimizer changed after every second one."""
-    with started_run(argvs[0]) as run:
-        expected, final = _steps(run, 6), state_of(run)
-    seen = []
-    # The last cuts buckets, and so states, as the whole run does.
-    for number, argv in enumerate([argvs[2], argvs[0], argvs[1]]):
-        source = ["--load", f"{folder}/{number - 1}"] if number else []
-        with started_run([*argv, *source, "--save", f"{folder}/{number}"]) as run:
-            seen += _steps(run, 2)
-            run.save_checkpoint()
-            last = state_of(run)
-    assert seen == expected
-    assert last == final
-
-
 def test_runs_go_on_from_each_others_checkpoints_bit_for_bit(tmp_path: Path) -> None:
     argvs = [command_line({**RELAY, **flags}) for flags in (SHARDED, VARIANTS[0], VARIANTS[2])]
-    run_on_ranks(_take_over, 3, argvs, str(tmp_path), timeout=300)
+    run_on_ranks(check_relay, 3, argvs, [2, 0, 1], str(tmp_path), timeout=300)
 
 
 @pytest.mark.slow

@@ -64,6 +64,11 @@ def comparable(report: StepReport) -> dict[str, Any]:
     return {**vars(report), "seconds": None, "memory": None, "notes": None, "grad_norm": repr(report.grad_norm)}
 
 
+def train_steps(run: TrainingRun, count: int) -> list[dict[str, Any]]:
+    """What the next steps report, as `comparable` has it."""
+    return [comparable(run.measured(train_step(run)[0])) for _ in range(count)]
+
+
 @dataclass
 class Recorder:
     """What a rank read and what gradients it had. batches: by step, then microbatch. grads: by step, then name."""
@@ -142,6 +147,23 @@ def state_of(run: TrainingRun) -> dict[str, str]:
     groups = [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
     others = [run.optimizer.state_dict(), run.scheduler.state_dict(), groups, run.state.state_dict()]
     return {**{name: _digest(tensor) for name, tensor in tensors.items()}, "others": repr(others)}
+
+
+def check_relay(argvs: Sequence[Sequence[str]], order: Sequence[int], folder: str) -> None:
+    """A run of argvs[0], and the same steps in a relay: each of `order`, indices of argvs, makes two of them, from the
+    checkpoint of the one before. The last must cut buckets, and so states, as the whole run does.
+    """
+    with started_run(argvs[0]) as run:
+        expected, final = train_steps(run, 2 * len(order)), state_of(run)
+    seen = []
+    for leg, index in enumerate(order):
+        source = ["--load", f"{folder}/{leg - 1}"] if leg else []
+        with started_run([*argvs[index], *source, "--save", f"{folder}/{leg}"]) as run:
+            seen += train_steps(run, 2)
+            run.save_checkpoint()
+            last = state_of(run)
+    assert seen == expected
+    assert last == final
 
 
 def _digest(tensor: Tensor) -> str:
