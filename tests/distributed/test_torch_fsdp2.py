@@ -206,7 +206,7 @@ class Counted:
 
     def on_param(self, name: str) -> Callable[[nn.Parameter], None]:
         def note(owned: nn.Parameter) -> None:
-            assert isinstance(owned, DTensor) and owned.grad is not None
+            assert isinstance(owned, DTensor) and isinstance(owned.grad, DTensor) and owned.grad.shape == owned.shape
             self.seen.append(("param", name))
 
         return note
@@ -217,6 +217,11 @@ class Counted:
 
     def after(self, found: list[ReadyBucket]) -> None:
         self.seen += [("after", one.name) for bucket in found for one in bucket.slices]
+
+    def take(self) -> list[tuple[str, str]]:
+        """What was counted since."""
+        seen, self.seen = self.seen, []
+        return seen
 
 
 def _hooks() -> None:
@@ -241,11 +246,11 @@ def _hooks() -> None:
         assert not counted.seen
         _loss(wrapped, generator).backward()
         finalize_model_grads([wrapped])
-        assert Counter(counted.seen) == once
+        seen = counted.take()
+        assert Counter(seen) == once
         # Layers from the last, the model's own at the end.
-        units = list(dict.fromkeys(name.split(".")[1] for kind, name in counted.seen if "layers" in name))
-        assert units == ["2", "1", "0"] and counted.seen[-1][0] == "after"
-        counted.seen.clear()
+        units = list(dict.fromkeys(name.split(".")[1] for _, name in seen if "layers" in name))
+        assert units == ["2", "1", "0"] and seen[-1][0] == "after"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -338,6 +343,24 @@ def test_a_weight_that_two_units_share_is_refused_by_both_names() -> None:
     net.layers[2][0].weight = net.layers[0][0].weight
     with pytest.raises(ValueError, match=r"parameter layers\.2\.0\.weight is layers\.0\.0\.weight as well"):
         find_units(net, repeated_layers(net), experts_apart=False)
+
+
+def _chosen_units() -> None:
+    plain, net = _train(_wrap(Net())), Net()
+    small = [f"layers.{layer}.{place}" for layer in range(3) for place in (0, 2)]
+    for module, wanted, is_one, names in (
+        (Net(), [nn.Sequential], False, ["layers.0", "layers.1", "layers.2", ""]),
+        (Net(), [nn.Embedding, nn.Linear], False, ["table", *small, "out", "unused", ""]),
+        (net, [net.layers[1]], False, ["layers.1", ""]),
+        (Net(), None, True, [""]),
+    ):
+        wrapped = TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, module, wanted, is_one)
+        assert [unit.name for unit in wrapped.units] == names
+        assert _train(wrapped) == plain, names
+
+
+def test_units_are_the_classes_or_modules_that_are_given_and_change_no_bit() -> None:
+    run_on_ranks(_chosen_units, 2)
 
 
 class _Marked:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron.core.agreement import RemoteRankError
-from megatron.core.distributed import fully_shard_state
+from megatron.core.distributed.fully_shard_state import check_torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.training.arguments import CommandLineError, parse_args, validate_args
 from tests.distributed.test_torch_fsdp2 import FSDP2, WORDS, Loss, Net, _loss, _train, _wrap
@@ -379,7 +379,17 @@ def _on_older_torch() -> tuple[list[Loss], list[Loss]]:
     return plain, _train(wrapped)
 
 
+def _on_too_old_torch() -> None:
+    check_torch()
+    delattr(FSDPModule, "set_custom_reduce_scatter")
+    with pytest.raises(ValueError, match=r"no set_custom_reduce_scatter: use_torch_fsdp2 needs torch 2\.11 to 2\.13"):
+        _wrap(Net())
+
+
+def test_a_torch_without_what_is_needed_is_refused_by_version() -> None:
+    run_on_ranks(_on_too_old_torch, 1)
+
+
 def test_without_what_torch_2_13_has_new_training_is_the_same() -> None:
     for plain, older in run_on_ranks(_on_older_torch, 2):
         assert older == plain
-    assert fully_shard_state.check_torch() is None
