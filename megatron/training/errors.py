@@ -12,8 +12,10 @@ from pathlib import Path
 
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import NonFiniteGradientError
+from megatron.core.distributed.weight_hashes import WeightMismatchError
 from megatron.training.arguments import CommandLineError
 from megatron.training.failure_board import lost_another_rank
+from megatron.training.recovery_state import LossSpikeError
 from megatron.training.step_runner import ExpertOverflowError
 from megatron.training.step_statistics import NonFiniteLossError
 
@@ -21,7 +23,14 @@ USAGE_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1
 INTERRUPT_EXIT_CODE = 130  # as shells have it: 128 + SIGINT
 
-_EVERY_RANK_KNOWS = (RemoteRankError, NonFiniteLossError, NonFiniteGradientError, ExpertOverflowError)
+_EVERY_RANK_KNOWS = (
+    RemoteRankError,
+    NonFiniteLossError,
+    NonFiniteGradientError,
+    ExpertOverflowError,
+    WeightMismatchError,
+    LossSpikeError,
+)
 _INSTALLED = ("site-packages", "dist-packages")
 _LONGEST_NOTE = 400  # characters
 

@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+import torch
+import torch.distributed as dist
+
+from megatron.core.group_collectives import message_device
+from megatron.core.process_groups_config import group_size
 from megatron.training.config import TrainingConfig
 
 
@@ -38,6 +43,17 @@ class ExitConditions:
         limit = self.config.exit_duration_in_mins
         out_of_time = limit is not None and time.monotonic() - self._start > limit * 60
         return [self._signalled, out_of_time]
+
+    def signalled_anywhere_sync(self) -> bool:
+        """Whether the exit signal has come on any rank; costs nothing without --exit-signal-handler. Collective.
+
+        NOTE: reads what was sent, from the host where that can send.
+        """
+        if not self.config.exit_signal_handler or group_size(dist.group.WORLD) == 1:
+            return self._signalled
+        flag = torch.tensor(int(self._signalled), device=message_device([dist.group.WORLD]))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
 
     def at_interval(self, iteration: int) -> bool:
         """Whether --exit-interval ends the run after `iteration`."""

@@ -23,6 +23,7 @@ from megatron.training.command_line.values import yaml_of_value
 from megatron.training.command_line.yaml_config import shown_flags
 from megatron.training.config import DistributedConfig
 from megatron.training.failure_board import FailureBoard
+from megatron.training.pending_collectives import record_collectives
 
 Settings = Mapping[str, str]
 
@@ -50,6 +51,7 @@ def join_process_group(
     if dist.is_initialized():
         return
     backend = _backend(config, device)
+    record_collectives()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

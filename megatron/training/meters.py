@@ -25,6 +25,7 @@ from megatron.training.logging_config import LoggingConfig
 from megatron.training.overlap_meter import OverlapMeter
 from megatron.training.routing_meter import RoutingMeter
 from megatron.training.stash_meter import KnowsLastStep, StashMeter
+from megatron.training.stragglers import StragglerWatch
 
 # The timers of a step in the order of the log; a timer that never ran is not shown.
 STEP_TIMERS = (
@@ -79,7 +80,8 @@ def build_meters(
     if logging.log_params_norm and optimizer is not None:
         meters.append(ParamsNormMeter(optimizer, model))
     if logging.timing_log_level > 0:
-        meters.append(TimerMeter(timers, logging.log_interval))
+        watch = StragglerWatch() if args.log_straggler else None
+        meters.append(TimerMeter(timers, logging.log_interval, watch=watch))
         meters.append(OverlapMeter(model, logging.log_interval, device=device))
     if expert_memory is not None and optimizer is not None:
         meters.append(StashMeter(expert_memory, args, device=device))
@@ -159,26 +161,41 @@ def state_line(state: StateBytes) -> str:
 class TimerMeter:
     """Gathers the timers of all ranks at log lines, and says which rank worked longest."""
 
-    def __init__(self, timers: Timers, interval: int) -> None:
+    def __init__(self, timers: Timers, interval: int, *, watch: StragglerWatch | None = None) -> None:
         self._timers = timers
         self._interval = interval
-        self._steps = 0
+        self._watch = watch
+        self._steps, self._seconds = 0, 0.0
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets timers and, of several ranks, rank_times: means over the steps since the last line."""
+        """Sets timers and, of several ranks, rank_times and straggler: means over the steps since the last line."""
         self._steps += 1
+        if self._watch is not None:
+            self._seconds += report.seconds
         if report.iteration % self._interval:
             return report
         seconds = self._timers.seconds_by_rank(STEP_TIMERS)
         milliseconds = {name: 1000.0 * max(ranks) / self._steps for name, ranks in seconds.items() if any(ranks)}
         notes = [format_times(seconds, self._timers.log_option, normalizer=self._steps)]
-        times = None
+        times = straggler = None
         # One process is the fastest and the slowest: neither figure says anything.
         if len(seconds[_OWN_WORK[0]]) > 1:
-            times = rank_times([[1000.0 * t / self._steps for t in seconds[name]] for name in _OWN_WORK])
+            rows = [[1000.0 * t / self._steps for t in seconds[name]] for name in _OWN_WORK]
+            times = rank_times(rows)
             notes.append(slowest_rank_line(times))
-        self._steps = 0
-        return replace(report, timers=milliseconds, rank_times=times, notes=(*report.notes, *notes))
+            if self._watch is not None:
+                work_ms = [sum(column) for column in zip(*rows, strict=True)]
+                straggler = self._watch.observe(work_ms, step_ms=1000.0 * self._seconds / self._steps)
+        if straggler is not None:
+            notes.append(str(straggler))
+        self._steps, self._seconds = 0, 0.0
+        return replace(
+            report,
+            timers=milliseconds,
+            rank_times=times,
+            straggler=None if straggler is None else asdict(straggler),
+            notes=(*report.notes, *notes),
+        )
 
 
 def rank_times(milliseconds: Sequence[Sequence[float]]) -> RankTimes:

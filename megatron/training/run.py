@@ -19,7 +19,9 @@ from megatron.training.checkpointing import begin_save_checkpoint, load_checkpoi
 from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.expert_memory import ExpertMemory
+from megatron.training.fault_config import FaultConfig
 from megatron.training.meters import Meter
+from megatron.training.recovery_state import Recovery
 from megatron.training.saves import RunSaves
 from megatron.training.step_runner import StepRunner
 from megatron.training.train_state import TrainState
@@ -44,8 +46,12 @@ class TrainingRun:
     callbacks: CallbackList
     exit_conditions: ExitConditions
     saves: RunSaves
+    faults: FaultConfig = field(default_factory=FaultConfig)
+    recovery: Recovery = field(default_factory=Recovery)
     timers: Timers = field(default_factory=Timers)
     meters: Sequence[Meter] = ()
+    datasets: Sequence[Any] = ()  # train, valid and test, and by how many processes they are read
+    num_workers: int = 0
     train_iterator: Iterator[Any] | None = None
     valid_iterator: Iterator[Any] | None = None
     test_iterator: Iterator[Any] | None = None
@@ -93,18 +99,24 @@ class TrainingRun:
             report = meter.measure(report)
         return report
 
-    def load_checkpoint(self) -> None:
-        """Continues from --load, in place; nothing happens without --load. Collective."""
+    def load_checkpoint(self, config: CheckpointConfig | None = None) -> None:
+        """Continues from --load, in place; nothing happens without --load. Collective. config: other settings."""
         load_checkpoint(
             self.model,
             self.optimizer,
             self.scheduler,
             train_state=self.state,
             args=self.args,
-            config=self.checkpoint,
+            config=config or self.checkpoint,
             pg_collection=self.groups,
         )
-        update_num_microbatches(self.state.consumed_train_samples)
+        self.move_position(self.state.consumed_train_samples)
+        self.args.consumed_valid_samples = self.state.consumed_valid_samples
+
+    def move_position(self, consumed_train_samples: int) -> None:
+        """Lets training go on behind that many samples."""
+        self.state.consumed_train_samples = consumed_train_samples
+        update_num_microbatches(consumed_train_samples)
         if self.training.train_samples is not None:
             # The steps before may have had other batch sizes than this run's.
             left = self.batches.running.iterations_within(
@@ -114,7 +126,6 @@ class TrainingRun:
         # Scripts read these from the arguments, as in Megatron.
         self.args.iteration = self.state.iteration
         self.args.consumed_train_samples = self.state.consumed_train_samples
-        self.args.consumed_valid_samples = self.state.consumed_valid_samples
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint of the current state under --save, or begins to with --async-save. Collective.

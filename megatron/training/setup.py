@@ -45,12 +45,14 @@ from megatron.training.data_parallel import join_schedule, wrap_chunks
 from megatron.training.deferred_finalizer import DeferredFinalizer
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.expert_memory import ExpertMemory, build_expert_memory
+from megatron.training.fault_config import FaultConfig
 from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.graphed_step import build_step_graph, build_step_update, graph_device
 from megatron.training.initialize import seed_ranks
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
+from megatron.training.recovery_state import Recovery
 from megatron.training.run import TrainingRun
 from megatron.training.saves import RunSaves
 from megatron.training.setup_callbacks import setup_callbacks
@@ -73,7 +75,7 @@ def setup_run(
     graphs: what captures in the place of this process's GPU, where the flags ask for CUDA graphs.
     """
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
-    logging = config_from_args(LoggingConfig, args)
+    logging, faults = config_from_args(LoggingConfig, args), config_from_args(FaultConfig, args)
     # Before anything is built: without a GPU nothing that the flags ask for can be had.
     graphs = None if args.cuda_graph_impl == "none" else graphs or graph_device()
     check_folders(args)
@@ -115,6 +117,8 @@ def setup_run(
         groups=get_process_groups(),
         device=default_device(),
         state=TrainState(),
+        faults=faults,
+        recovery=Recovery(faults),
         callbacks=every_callback,
         exit_conditions=ExitConditions(training),
         saves=RunSaves(in_background=checkpoint.async_save, on_save=every_callback.on_save),
@@ -305,7 +309,13 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
 
 def setup_data(run: TrainingRun, datasets_provider: Callable[[list[int]], Sequence[Any]], *, num_workers: int) -> None:
     """Builds the datasets and puts iterators that start at the consumed samples into `run`."""
-    train, valid, test = datasets_provider(split_sizes(run.training, run.batches.running))
+    run.datasets, run.num_workers = datasets_provider(split_sizes(run.training, run.batches.running)), num_workers
+    position_data(run)
+
+
+def position_data(run: TrainingRun) -> None:
+    """Puts iterators over its datasets into `run`, which start at the samples that it has consumed."""
+    train, valid, test = run.datasets
     state = run.state
     plan = BatchPlan(
         micro_batch_size=run.training.micro_batch_size or 1,
@@ -313,7 +323,7 @@ def setup_data(run: TrainingRun, datasets_provider: Callable[[list[int]], Sequen
         dp_size=group_size(run.groups.dp),
         consumed_train_samples=state.consumed_train_samples,
         consumed_valid_samples=state.consumed_valid_samples,
-        num_workers=num_workers,
+        num_workers=run.num_workers,
         pin_memory=run.device.type == "cuda",
         create_attention_mask=run.args.create_attention_mask_in_dataloader,
     )

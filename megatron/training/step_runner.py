@@ -187,7 +187,7 @@ class StepRunner:
                 self.memory.end_step()
                 return reports, statistics
             if not forward_only:
-                self._forget_gradients()
+                self.forget_gradients()
             if len(grown) == _MAX_RERUNS:
                 raise ExpertOverflowError(_growth_in_vain(statistics.overflow, grown, iteration=iteration))
             grown.append(self.memory.grow_sync(iteration=iteration))
@@ -214,12 +214,12 @@ class StepRunner:
                 f"  iteration {iteration} could not be captured as a CUDA graph ({error}): it and all that follow run "
                 "without one. tools/check_capture.py with these flags names the lines"
             )
-        self._forget_gradients()
+        self.forget_gradients()
         start.go_back()
         return run()
 
-    def _forget_gradients(self) -> None:
-        """Drops those of void passes, also what is on its way to other ranks. Collective."""
+    def forget_gradients(self) -> None:
+        """Drops those of passes that do not count, also what is on its way to other ranks. Collective."""
         wrapped = (chunk for chunk in self.model if isinstance(chunk, _BaseDataParallel))
         # One of the chunks of a launch order speaks for all; begins an iteration anew, as zero_grad does.
         for chunk in {chunk.launch_order: chunk for chunk in wrapped}.values():

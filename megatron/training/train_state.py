@@ -16,7 +16,7 @@ class TrainState:
     iteration: training steps done. consumed_train_samples, consumed_valid_samples: the data position, over all ranks.
     skipped_iterations: steps without an update since the start (fp16 overflow); nan_iterations: those with a loss that
     was not finite. evaluated_iteration: the step after which the validation split was last evaluated. learned_sizes: to
-    what the run grew buffers and pages of its experts, and why.
+    what the run grew buffers and pages of its experts, and why. recent_losses: those that a spike is told by.
     """
 
     iteration: int = 0
@@ -25,6 +25,7 @@ class TrainState:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     evaluated_iteration: int = 0
+    recent_losses: list[float] = dataclasses.field(default_factory=list)
     learned_sizes: LearnedSizes = LearnedSizes()
 
     def state_dict(self) -> dict[str, Any]:
@@ -36,5 +37,5 @@ class TrainState:
         for field in dataclasses.fields(self):
             if field.name in state:
                 value = state[field.name]
-                # All others are JSON numbers.
+                # All others are JSON values as they are.
                 vars(self)[field.name] = LearnedSizes.from_json(value) if field.name == "learned_sizes" else value

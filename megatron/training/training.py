@@ -3,6 +3,7 @@
 The parts are built in setup.py; schedules, optimizer and checkpoints are called, not implemented, here.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,14 +16,24 @@ from torch.profiler import record_function
 
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ConfigOverrides
+from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback, RunStart, StepReport
+from megatron.training.config import TrainingConfig
 from megatron.training.console import print_rank_0
 from megatron.training.errors import message_for_other_ranks
 from megatron.training.evaluation import evaluate_test, evaluate_validation
-from megatron.training.exit_conditions import ExitReason
+from megatron.training.exit_conditions import ExitConditions, ExitReason
 from megatron.training.failure_board import FailureBoard
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.initialize import initialize_megatron, leave_process_group
+from megatron.training.recovery import (
+    NON_FINITE,
+    check_weight_hashes,
+    go_back_from_non_finite,
+    leave_out_batches,
+    skip_step,
+    watch_loss,
+)
 from megatron.training.run import TrainingRun
 from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
 from megatron.training.step_statistics import raise_non_finite_loss
@@ -52,6 +63,9 @@ def pretrain(
         raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
     with ExitStack() as afterwards, FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
         args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, board=board)
+        exits = ExitConditions(config_from_args(TrainingConfig, args))
+        # To the end: a signal after the last save must not end ranks that wait for each other in an evaluation.
+        afterwards.enter_context(exits.listening())
         run = setup_run(
             args,
             model_provider,
@@ -59,15 +73,15 @@ def pretrain(
             callbacks=callbacks,
             config_overrides=config_overrides,
         )
+        run.exit_conditions = exits
         # When the other ranks know of an error: what a thread still writes takes a while.
         afterwards.callback(run.saves.abandon)
         setup_data(run, train_valid_test_dataset_provider, num_workers=args.num_workers)
         run.callbacks.on_train_start(RunStart(iteration=run.state.iteration, train_iters=run.train_iters))
         try:
             reason = None if run.training.skip_train else train(run)
-            if reason is not ExitReason.SIGNAL:  # who sends a signal does not wait for an evaluation
-                evaluate_validation(run, final=True)
-                evaluate_test(run)
+            if reason is not ExitReason.SIGNAL and evaluate_validation(run, final=True):
+                evaluate_test(run)  # who sends a signal does not wait for an evaluation
         finally:
             if run.steps.graph is not None:
                 # The communicators of NCCL, which end next, would wait for graphs with their collectives for ever.
@@ -81,17 +95,15 @@ def train(run: TrainingRun) -> ExitReason | None:
     started_at = state.iteration
     reason: ExitReason | None = None
     with exits.listening():
-        if run.owes_evaluation:
-            evaluate_validation(run)
+        # One that came while the run was set up, or with the evaluation that the run before owed.
+        if exits.signalled_anywhere_sync() or (run.owes_evaluation and not evaluate_validation(run)):
+            reason = ExitReason.SIGNAL
         while state.iteration < run.train_iters and reason is None:
             run.callbacks.on_step_start(state.iteration)
-            report, reason = train_step(run)
-            if exits.at_interval(state.iteration):
-                reason = reason or ExitReason.INTERVAL
-            is_last = reason is not None or state.iteration == run.train_iters
-            run.callbacks.on_step_end(run.measured(replace(report, is_last=is_last)))
-            if run.owes_evaluation and reason is not ExitReason.SIGNAL:
-                evaluate_validation(run)
+            step = _step_or_go_back(run)
+            if step is None:
+                continue
+            reason = _end_step(run, step[0], reason=step[1])
             if run.is_due(run.checkpoint.save_interval):
                 run.save_checkpoint()
             run.saves.poll()
@@ -105,11 +117,38 @@ def train(run: TrainingRun) -> ExitReason | None:
     return reason
 
 
+def _step_or_go_back(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | None:
+    """A training step; None where it was so bad that the run has gone back to a checkpoint."""
+    leave_out_batches(run)
+    try:
+        report, reason = train_step(run)
+    except NON_FINITE as error:
+        if run.faults.non_finite_policy != "rewind":
+            raise
+        go_back_from_non_finite(run, error)
+        return None
+    return None if watch_loss(run, report) else (report, reason)
+
+
+def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None) -> ExitReason | None:
+    """What follows a step before a checkpoint of it; returns why the run is to end, if it is."""
+    if run.exit_conditions.at_interval(run.state.iteration):
+        reason = reason or ExitReason.INTERVAL
+    is_last = reason is not None or run.state.iteration == run.train_iters
+    run.callbacks.on_step_end(run.measured(replace(report, is_last=is_last)))
+    if run.owes_evaluation and reason is not ExitReason.SIGNAL and not evaluate_validation(run):
+        reason = ExitReason.SIGNAL
+    if run.is_due(run.faults.check_weight_hash_across_dp_replicas_interval):
+        check_weight_hashes(run)
+    return reason
+
+
 @record_function("train_step")
 def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     """One optimizer step over a global batch; returns what it did and why any rank wants to stop.
 
-    Raises NonFiniteLossError on every rank, before anything is updated, unless the check is off.
+    Raises NonFiniteLossError or NonFiniteGradientError on every rank, before anything is updated, unless the check is
+    off or the step may be left out.
     """
     start = time.perf_counter()
     assert run.optimizer is not None and run.scheduler is not None, "--skip-train never steps"
@@ -125,11 +164,15 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         iteration=run.state.iteration + 1,
         exit_reasons=run.exit_conditions.local_reasons,
     )
-    # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
-    if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
-        raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
     loss_scale = run.optimizer.get_loss_scale()
-    updated, grad_norm, num_zeros = run.steps.update_sync()
+    try:
+        # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
+        if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
+            raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
+        updated, grad_norm, num_zeros = run.steps.update_sync()
+    except NON_FINITE as error:
+        skip_step(run, error)
+        updated, grad_norm, num_zeros = False, math.nan, None
     if updated:
         run.scheduler.step(increment=batch_size)
     run.count_step(updated=updated, nan=statistics.nan)

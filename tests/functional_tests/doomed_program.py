@@ -1,6 +1,7 @@
 """pretrain_gpt.py whose attempts end by signals: FAULTS in the environment says which rank, when; tests start it.
 
-FAULTS is JSON: attempt, as "starts by the supervisor.restarts by torchrun", to [rank, step, signal, whom].
+FAULTS is JSON: attempt, as "starts by the supervisor.restarts by torchrun", to [rank, when, signal, whom]; when is a
+step, "setup" or "evaluation".
 """
 
 import json
@@ -8,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.core.enums import ModelType
-from megatron.training import pretrain
+from megatron.training import failure_board, pretrain
 from megatron.training.callbacks import Callback
 from megatron.training.errors import exit_on_user_error
 
@@ -33,13 +35,12 @@ def main(argv: list[str]) -> None:
     counts = [int(os.environ.get(f"{who}_RESTART_COUNT", "0")) for who in ("SUPERVISOR", "TORCHELASTIC")]
     fault = json.loads(os.environ["FAULTS"]).get(attempt_name(starts=counts[0], restarts=counts[1]))
     doom = _Doom(*fault) if fault is not None and str(fault[0]) == os.environ["RANK"] else None
-    with (
-        patch("megatron.training.joining.timedelta", _shorter),
-        patch("megatron.core.parallel_state.timedelta", _shorter),
-        exit_on_user_error(),
-    ):
+    if fault is not None and fault[0] == 0 and fault[2] == "SIGSTOP":
+        # The store hangs too: less patience with it.
+        vars(failure_board).update(_ANSWER_SECONDS=3.0, _PATIENCE_SECONDS=1.0)
+    with short_timeouts(), exit_on_user_error():
         pretrain(
-            pretrain_gpt.train_valid_test_datasets_provider,
+            pretrain_gpt.train_valid_test_datasets_provider if doom is None else doom.datasets,
             pretrain_gpt.model_provider,
             ModelType.encoder_or_decoder,
             pretrain_gpt.forward_step if doom is None else doom.forward_step,
@@ -48,27 +49,45 @@ def main(argv: list[str]) -> None:
         )
 
 
+@contextmanager
+def short_timeouts() -> Iterator[None]:
+    """Makes the minutes of --distributed-timeout-minutes shorter."""
+    with (
+        patch("megatron.training.joining.timedelta", _shorter),
+        patch("megatron.core.parallel_state.timedelta", _shorter),
+    ):
+        yield
+
+
 def _shorter(*, minutes: float) -> timedelta:
     return timedelta(seconds=minutes * TIMEOUT_SECONDS)
 
 
 class _Doom(Callback):
-    """Sends the signal in the first backward of the step, to this process or to the one that started it."""
+    """Sends the signal in backwards of the step, to this process or to the one that started it."""
 
-    def __init__(self, _rank: int, step: int, signal_name: str, whom: str) -> None:
-        self._step, self._signal, self._whom = step, signal.Signals[signal_name], whom
+    def __init__(self, _rank: int, when: int | str, signal_name: str, whom: str) -> None:
+        self._when, self._signal, self._whom = when, signal.Signals[signal_name], whom
         self._is_due = False
 
     def on_step_start(self, iteration: int) -> None:
-        self._is_due = iteration + 1 == self._step
+        self._is_due = iteration + 1 == self._when
+
+    def datasets(self, sizes: list[int]) -> Any:
+        if self._when == "setup":
+            self._send()
+        return pretrain_gpt.train_valid_test_datasets_provider(sizes)
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
         losses, loss_func = pretrain_gpt.forward_step(data_iterator, model)
         if self._is_due and losses.requires_grad:
-            losses.register_hook(
-                lambda _: os.kill({"self": os.getpid(), "agent": os.getppid()}[self._whom], self._signal)
-            )
+            losses.register_hook(lambda _: self._send())
+        if self._when == "evaluation" and not losses.requires_grad:
+            self._send()
         return losses, loss_func
+
+    def _send(self) -> None:
+        os.kill({"self": os.getpid(), "agent": os.getppid()}[self._whom], self._signal)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.errors import exit_on_user_error
+from tests.functional_tests import doomed_program
 
 FAULTY_RANK, MESSAGE = 1, "the model is on fire"
 
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> None:
     and another folder, as machines may have."""
     if os.environ["FAULT"] == "settings" and os.environ["RANK"] == str(FAULTY_RANK):
         argv = [*argv, "--lr", "0.5", "--data-cache-path", "elsewhere"]
-    with exit_on_user_error():
+    with doomed_program.short_timeouts(), exit_on_user_error():
         pretrain(
             pretrain_gpt.train_valid_test_datasets_provider,
             pretrain_gpt.model_provider,

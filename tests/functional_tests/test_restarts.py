@@ -98,6 +98,32 @@ def test_a_finetuning_run_restarts_from_its_own_checkpoints(tmp_path: Path) -> N
     assert_same_steps(run, whole)
 
 
+@pytest.mark.parametrize("when", ["setup", "evaluation", 3])
+def test_a_sigterm_to_one_rank_saves_and_ends_all_in_order(when: str | int, tmp_path: Path) -> None:
+    # More batches than the test waits for, which come one signal each.
+    flags = {**FLAGS, "train-iters": 6, "save-interval": None, "eval-interval": 2, "eval-iters": 3}
+    saved, faults = tmp_path / "saved", {attempt_name(): [1, when, "SIGTERM", "self"]}
+    stopped = _attempt({**flags, "save": saved, "exit-signal-handler": True}, 0, tmp_path, faults=faults)
+    assert stopped.exit_codes == [0] * RANKS, stopped.written()
+    last = {"setup": 0, "evaluation": 2, 3: 3}[when]
+    assert f"exiting at iteration {last}: the exit signal" in stopped.written()
+    assert max(stopped.steps, default=0) == last and len(stopped.validation_losses) == (when == 3)
+    rest = _attempt({**flags, "save": saved, "exit-signal-handler": True}, 1, tmp_path, faults={})
+    assert rest.exit_codes == [0] * RANKS, rest.written()
+    whole = _undisturbed(flags, tmp_path / "whole")
+    assert_same_steps(rest, whole)
+    assert rest.validation_losses == whole.validation_losses
+
+
+def test_a_store_that_hangs_with_its_rank_lets_the_others_end(tmp_path: Path) -> None:
+    # Without torchrun rank 0 has it.
+    flags = {**FLAGS, "train-iters": 3, "save-interval": None}
+    run = _attempt(flags, 0, tmp_path, faults={attempt_name(): [0, 2, "SIGSTOP", "self"]})
+    assert run.exit_codes == [1] * RANKS, run.written()
+    said = "[rank 1] error: rank 0 or its node hangs: the store there does not answer; this rank was in all_reduce of"
+    assert said in run.written(), run.written()
+
+
 def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: Path) -> None:
     # The agent of the first start is killed, then, in the second, a rank; torchrun restarts that one by itself.
     faults = {

@@ -81,6 +81,7 @@ class StepReport:
     this rank by kind. timers: milliseconds a step by timer, of the slowest rank, mean since the last log line.
     overlap: how communication overlapped with backward on this rank, see overlap_record.
     expert_load: layer number to tokens per expert over all ranks. per_layer: name to layer number to value.
+    straggler: a rank that stays slower than the others, at log lines, see stragglers.py.
     is_last: the run ends with this step, early or not. stash: of expert buffers, at log lines and at the last step.
     routing: layer number to tokens per expert of each micro-batch and rank of a stage, [M, R, E] int64, ranks that
     share experts next to each other; on the first rank alone.
@@ -112,6 +113,7 @@ class StepReport:
     per_layer: dict[str, dict[int, float]] | None = None
     stash: StashReport | None = None
     routing: dict[int, Tensor] | None = None
+    straggler: dict[str, Any] | None = None
     is_last: bool = False
     notes: tuple[str, ...] = ()
 
@@ -155,6 +157,9 @@ class Callback:
     def on_save(self, iteration: int) -> None:
         """After a checkpoint is complete on disk."""
 
+    def on_rewind(self, iteration: int) -> None:
+        """After the run has gone back to the checkpoint of `iteration`: later steps come again."""
+
     def on_train_end(self) -> None:
         """After the last step and its checkpoint, before the final evaluation."""
 
@@ -197,6 +202,11 @@ class CallbackList(Callback):
         """See Callback."""
         for callback in self.callbacks:
             callback.on_save(iteration)
+
+    def on_rewind(self, iteration: int) -> None:
+        """See Callback."""
+        for callback in self.callbacks:
+            callback.on_rewind(iteration)
 
     def on_train_end(self) -> None:
         """See Callback."""

@@ -30,6 +30,10 @@ class ConsoleLog(Callback):
         if report.iteration % self.log_interval == 0:
             self._flush()
 
+    def on_rewind(self, iteration: int) -> None:
+        """Starts an empty interval."""
+        self._reports.clear()
+
     def on_evaluation_end(self, report: EvaluationReport) -> None:
         """Prints loss and perplexity of the split."""
         self.write(format_evaluation_line(report))

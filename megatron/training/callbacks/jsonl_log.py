@@ -22,6 +22,7 @@ _OPTIONAL = (
     "overlap",
     "expert_load",
     "per_layer",
+    "straggler",
 )
 
 
@@ -37,6 +38,11 @@ class JsonlLog(Callback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         keep_lines_until(self.path, start.iteration)
         self._file = self.path.open("a", encoding="utf-8")
+
+    def on_rewind(self, iteration: int) -> None:
+        """Drops the lines of steps that come again."""
+        self.on_run_end()
+        self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
 
     def on_step_end(self, report: StepReport) -> None:
         """Writes the step's line at once: a killed run leaves complete lines."""

@@ -35,6 +35,11 @@ class RoutingLog(Callback):
         if not is_described:
             self._write(self.header.line(start.iteration))
 
+    def on_rewind(self, iteration: int) -> None:
+        """Drops the lines of steps that come again."""
+        self.on_run_end()
+        self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
+
     def on_step_end(self, report: StepReport) -> None:
         """Writes the step's line."""
         assert report.routing is not None, "a meter sets it on this rank"

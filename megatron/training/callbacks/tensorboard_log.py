@@ -30,6 +30,11 @@ class TensorBoardLog(Callback):
             self._folder, purge_step=start.iteration + 1, max_queue=self.config.tensorboard_queue_size
         )
 
+    def on_rewind(self, iteration: int) -> None:
+        """Hides the points of steps that come again."""
+        self.on_run_end()
+        self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
+
     def on_step_end(self, report: StepReport) -> None:
         """Writes losses, learning rate, norm, speed, and what flags add; what log lines sum up whenever it comes."""
         scalars: dict[str, float | None] = {**_stash_scalars(report)}

@@ -102,7 +102,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--inprocess-|--adlr-|--enable-ft-package|--calc-ft-timeouts|--ft-num-", _RESTART),
     (r"--one-logger-|--no-one-logger|--app-tag-", _ONE_LOGGER),
     (r"--otel-", "telemetry is written to --tensorboard-dir and the run's JSONL file"),
-    (r"--log-straggler|--straggler-|--disable-straggler-", "use --timing-log-level 1, which names the slowest rank"),
+    (r"--straggler-|--disable-straggler-", "--log-straggler needs no settings of its own: remove it"),
     (r"--run-workload-inspector-server", "inspect a run with --profile and --tensorboard-dir"),
     (r"--log-(device-memory-used|memory-interval)", "use --log-memory-to-tensorboard"),
     (r"--log-energy", "energy is not measured here: read it from nvidia-smi or the cluster"),

@@ -25,6 +25,7 @@ from megatron.training.config import (
     TrainingConfig,
     VirtualStagesConfig,
 )
+from megatron.training.fault_config import FaultConfig
 from megatron.training.logging_config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
 
 # Groups of --help appear in this order.
@@ -43,6 +44,7 @@ CONFIG_CLASSES: tuple[type, ...] = (
     LoggingConfig,
     ProfilingConfig,
     GarbageCollectionConfig,
+    FaultConfig,
     DistributedConfig,
     DistributedDataParallelConfig,
     GradientReductionConfig,

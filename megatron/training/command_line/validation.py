@@ -23,6 +23,7 @@ from megatron.training.command_line.config_builder import (
     flags_named_in_errors,
 )
 from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.fault_checks import check_faults
 from megatron.training.command_line.flag_table import flags_of_class
 from megatron.training.command_line.fully_sharded_checks import check_fully_sharded
 from megatron.training.command_line.graph_checks import check_graphs
@@ -57,6 +58,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_optimizer(args)
     check_fully_sharded(args)
     check_graphs(args)
+    check_faults(args)
     derive_shapes(args)
     derive_run_state(args)
     # Last, because it needs the derived values; a wrong field stops the run before any process group exists.

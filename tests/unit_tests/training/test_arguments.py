@@ -154,7 +154,7 @@ def test_help_groups_working_flags_and_hides_the_rest(
     assert caught.value.code == 0
     assert all(f"\n{title}:\n" in text for title in flag_table().working_groups())
     assert "(default: 1234)" in text
-    assert "--async-save" not in text and "--wandb-project" not in text and "--rl-profile" not in text
+    assert "--wandb-project" not in text and "--rl-profile" not in text
     assert f"{852 - len(flag_table().in_state(FlagState.WORKS))} more Megatron flags" in text
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit):

@@ -1,0 +1,210 @@
+"""A step with a loss or gradient that is not finite, or a loss that jumps, is left out or gone back from on all ranks;
+replicas that come apart are named.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pretrain_gpt
+from megatron.core.distributed.weight_hashes import WeightMismatchError, weight_hash
+from megatron.core.utils import unwrap_model
+from megatron.training.callbacks import Callback, CallbackList, StepReport
+from megatron.training.recovery import NON_FINITE
+from megatron.training.run import TrainingRun
+from megatron.training.training import train
+from tests.distributed.tiny_runs import SHARDED, gather_parameters, started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+RANKS, STEPS, BAD_STEP, BATCH = 2, 6, 4, 4
+NAME = "decoder.layers.0.self_attention.linear_proj.weight"
+FLAGS: Flags = {
+    **read_bases()["moe"],
+    "micro-batch-size": 1,
+    "global-batch-size": BATCH,
+    "train-iters": STEPS,
+    "eval-iters": 0,
+    "eval-interval": None,
+    "save-interval": 2,
+}
+SPREAD: dict[str, Flags] = {
+    "zero1": SHARDED,
+    "zero2": {"optimizer": "distributed_fused_adam", "ddp-bucket-size": 1001},
+    "fsdp2": {"use-torch-fsdp2": True, "untie-embeddings-and-output-weights": True},
+    "in backward": {**SHARDED, "optimizer-in-backward": True, "optimizer-in-backward-clip": "exact"},
+    "pipeline": {"pipeline-model-parallel-size": 2},
+    "experts": {"expert-model-parallel-size": 2, "overlap-grad-reduce": True},
+}
+
+
+class _Losses(Callback):
+    """Losses by iteration; those of steps that come again replace the others."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.skipped: list[int] = []
+
+    def on_step_end(self, report: StepReport) -> None:
+        self.losses[report.iteration] = report.losses["lm loss"]
+        if report.skipped:
+            self.skipped.append(report.iteration)
+
+
+class _Poison:
+    """pretrain_gpt's forward step; the last rank's is bad in one of its calls, and good if that comes again."""
+
+    def __init__(self, what: str | None, *, call: int) -> None:
+        self._what, self._call, self._num_calls = what, call, 0
+
+    def __call__(self, data_iterator: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Any]:
+        losses, loss_func = pretrain_gpt.forward_step(data_iterator, model)
+        self._num_calls += 1
+        if dist.get_rank() == RANKS - 1 and self._num_calls == self._call:
+            if self._what == "loss":
+                losses = losses * float("nan")
+            if self._what == "spike":
+                losses = losses * 50.0
+            if self._what == "gradient":
+                losses.register_hook(lambda grad: grad * float("inf"))
+        return losses, loss_func
+
+
+def _train(flags: Flags, folder: Path, *, poison: str | None, leaves_out: bool = False) -> _Losses:
+    """leaves_out: the batch of the bad step is left out from the start."""
+    ranks_of_data = RANKS // flags.get("pipeline-model-parallel-size", 1)
+    num_microbatches = BATCH // ranks_of_data
+    step = _Poison(poison, call=(BAD_STEP - 1) * num_microbatches + 2)
+    seen = _Losses()
+    with started_run(command_line({**FLAGS, **flags, "save": folder}), forward_step=step) as run:
+        run.callbacks = CallbackList((seen,))
+        if leaves_out:
+            run.recovery.left_out.add((BAD_STEP - 1) * BATCH)
+        train(run)
+    return seen
+
+
+def _leave_out_in_all_modes(folder: str, spread: str, poison: str) -> None:
+    flags, root = SPREAD[spread], Path(folder)
+    expected = _train(flags, root / "expected", poison=None, leaves_out=True)
+
+    back = _train({**flags, "non-finite-policy": "rewind"}, root / "rewind", poison=poison)
+    assert back.losses == expected.losses and not back.skipped
+
+    skipped = _train({**flags, "non-finite-policy": "skip"}, root / "skip", poison=poison)
+    assert skipped.skipped == [BAD_STEP]
+    # The step that left its batch out has a number of its own.
+    for step in range(BAD_STEP + 1, STEPS + 1):
+        assert skipped.losses[step] == expected.losses[step - 1]
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_a_bad_step_is_skipped_or_gone_back_from_as_if_its_batch_were_not_there(
+    spread: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison = "loss" if spread in ("fsdp2", "pipeline", "in backward") else "gradient"
+    run_on_ranks(_leave_out_in_all_modes, RANKS, str(tmp_path), spread, poison)
+    printed = capsys.readouterr().out
+    bad = r"rank 1: microbatch 1 \(lm loss is nan\)" if poison == "loss" else r"not finite on .*rank 1: "
+    assert re.search(rf"iteration {BAD_STEP} is skipped: .*{bad}", printed), printed
+    words = rf"{bad}.*: going back from iteration {BAD_STEP - 1} to 2, the data of that step is left out \(rewind 1 of"
+    assert re.search(words, printed), printed
+
+
+def _go_back_from_a_spike(folder: str) -> None:
+    # Long enough for a median of twenty losses.
+    flags: Flags = {"train-iters": 26, "lr": 1e-4, "min-lr": 1e-4}
+    flags |= {"loss-spike-rewind": 3, "save-interval": 10}
+    seen: list[tuple[int, int]] = []
+
+    class Positions(Callback):
+        def on_step_end(self, report: StepReport) -> None:
+            seen.append((report.iteration, report.consumed_samples))
+
+    step = _Poison("spike", call=22 * 2 + 1)
+    with started_run(command_line({**FLAGS, **flags, "save": folder}), forward_step=step) as run:
+        run.callbacks = CallbackList((Positions(),))
+        train(run)
+        assert run.recovery.num_rewinds == 1 and len(run.state.recent_losses) == 26
+    # Steps 21 and 22 come again, with the batches behind that of step 23.
+    assert seen[20:23] == [(21, 84), (22, 88), (21, 96)] and seen[-1] == (26, 116)
+
+
+def test_a_loss_spike_goes_back_and_leaves_out_the_data_since(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_on_ranks(_go_back_from_a_spike, RANKS, str(tmp_path))
+    printed = capsys.readouterr().out
+    words = r"lm loss [\d.]+ at iteration 23 is more than --loss-spike-rewind 3 times the median of the last 22 steps"
+    assert re.search(words + r".*: going back from iteration 23 to 20, the data since then is left out", printed), (
+        printed
+    )
+
+
+def _end_after_too_many(folder: str) -> None:
+    flags = {**FLAGS, "non-finite-policy": "rewind", "max-rewinds": 2, "save": folder}
+
+    def forward_step(data_iterator: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Any]:
+        losses, loss_func = pretrain_gpt.forward_step(data_iterator, model)
+        return (losses * float("nan") if run.state.iteration >= 3 else losses), loss_func
+
+    with started_run(command_line(flags), forward_step=forward_step) as run:
+        run.callbacks = CallbackList()
+        with pytest.raises(NON_FINITE, match=r"gone back 2 times already \(--max-rewinds\)"):
+            train(run)
+
+
+def test_a_run_that_stays_bad_ends(tmp_path: Path) -> None:
+    run_on_ranks(_end_after_too_many, RANKS, str(tmp_path))
+
+
+class _Flip(Callback):
+    """Changes a bit of a weight on one rank after step 4."""
+
+    def __init__(self, run: TrainingRun, name: str, *, rank: int) -> None:
+        self._run, self._name, self._rank = run, name, rank
+
+    def on_step_end(self, report: StepReport) -> None:
+        # Behind the gather of the last update, on all ranks, as waiting for it is collective.
+        gather_parameters(self._run)
+        if report.iteration == 4 and dist.get_rank() == self._rank:
+            unwrap_model(self._run.model)[0].get_parameter(self._name).data.view(-1).view(torch.int32)[7] ^= 1
+
+
+def _change_a_weight() -> None:
+    flags = {**FLAGS, **SHARDED, "check-weight-hash-across-dp-replicas-interval": 2, "save-interval": None}
+    for name, changed in ((NAME, 1), ("decoder.layers.1.mlp.router.weight", 0)):
+        with started_run(command_line(flags)) as run:
+            run.callbacks = CallbackList((_Flip(run, name, rank=changed),))
+            with pytest.raises(
+                WeightMismatchError, match=rf"after iteration 4: {name} of rank 1 is not that of rank 0"
+            ):
+                train(run)
+
+
+def test_a_bit_that_flips_in_a_replica_is_named_with_its_rank() -> None:
+    run_on_ranks(_change_a_weight, RANKS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+@pytest.mark.parametrize("shape", [(0,), (3,), (1024,), (5, 1000)])
+def test_a_hash_changes_with_each_bit_and_with_the_order_of_elements(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    param = torch.randn(shape).mul(100).to(dtype)
+    before = int(weight_hash(param))
+    assert before == int(weight_hash(param.clone()))
+    words = param.view(-1).view(torch.uint8)
+    for place in range(0, words.numel(), max(1, words.numel() // 50)):
+        words[place] ^= 1 << (place % 8)
+        assert int(weight_hash(param)) != before
+        words[place] ^= 1 << (place % 8)
+    if param.numel() > 3:
+        assert int(weight_hash(param.view(-1).flip(0))) != before
