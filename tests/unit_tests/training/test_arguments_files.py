@@ -64,7 +64,7 @@ def test_keys_may_be_nested_below_titles_and_use_any_name_of_a_flag(tmp_path: Pa
         ("normalization: GroupNorm", ["is not one of LayerNorm, RMSNorm"]),
         ("disable_bias_linear: true", ["write add_bias_linear: false"]),
         ("rl_profile: true", ["rl_profile: not supported"]),
-        ("async_save: true", ["--async-save: not yet in this version"]),
+        ("dry_run: true", ["--dry-run: not yet in this version"]),
         ("lr: 1\nlr: 2", ["lr is given twice"]),
         ("lr: 1\noptimizer: {lr: 2}", ["lr is given twice"]),
         ("config: other.yaml", ["config belongs on the command line"]),
