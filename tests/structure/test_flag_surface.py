@@ -17,9 +17,9 @@ REWRITE = "run `python -m tools.write_flag_docs` and commit what it writes, if t
 UPSTREAM_FILE = Path(__file__).resolve().parents[3] / "shared" / "flags.json"
 
 # Owners (known_flags.json) whose flags must all work: no flag of theirs may still be refused as not there yet.
-COMPLETED_OWNERS = ("main", "trainer", "parallel", "ddp", "stash", "graphs", "adam", "fsdp2")
+COMPLETED_OWNERS = ("main", "trainer", "parallel", "ddp", "stash", "graphs", "adam", "fsdp2", "faults")
 # Of these, each flag is run by a case and explained on a page.
-SHOWN_OWNERS = ("trainer", "parallel", "ddp", "stash", "graphs", "adam", "fsdp2")
+SHOWN_OWNERS = ("trainer", "parallel", "ddp", "stash", "graphs", "adam", "fsdp2", "faults")
 
 # Defaults that differ from Megatron's on purpose, by name in the arguments.
 OTHER_DEFAULTS = {
