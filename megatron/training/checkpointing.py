@@ -93,13 +93,17 @@ class _Parts:
 
     def frozen_keys(self) -> set[str]:
         """Keys of the parameters that the optimizer does not step, on any rank or stage. Collective."""
-        return union_over_model((tensor.key for tensor in frozen_tensors(self.model)), self.groups)
+        # By name: a rank may hold nothing of a parameter but rows of padding, and has to know of it all the same.
+        return union_over_model(self._keys(trained=False), self.groups)
 
     def trained_keys(self) -> set[str]:
         """Keys of this stage's parameters that the optimizer steps, whoever owns their state."""
+        return self._keys(trained=True)
+
+    def _keys(self, *, trained: bool) -> set[str]:
         pieces = self.pieces()
         named = (item for chunk in self.model for item in chunk.named_parameters())
-        names = (canonical_name(name) for name, parameter in named if parameter.requires_grad)
+        names = (canonical_name(name) for name, parameter in named if parameter.requires_grad == trained)
         return {piece.key for name in names for piece in pieces[name]}
 
 

@@ -1,0 +1,338 @@
+"""Random pairs of layouts: what one saves the other loads, bit for bit by logical name, and trains on as if alone.
+
+Sizes of every axis, instances, buckets, vocabulary padding, frozen parts and the mode of the optimizer are drawn. Some
+ranks own padding alone. Chosen pairs are in test_checkpoints_of_layouts.
+"""
+
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
+from itertools import product, starmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pretrain_gpt
+from megatron.core.dist_checkpointing import model_logical_pieces
+from megatron.training.model_weights import ModelWeights
+from megatron.training.run import TrainingRun
+from megatron.training.training import train_step
+from tests.counts import long_count
+from tests.distributed.parity import Box, layout, put_together
+from tests.distributed.tiny_runs import comparable, gather_parameters, started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+PAIRS = long_count(12, soak=60)
+MOST_RANKS = long_count(6, soak=8)
+STEPS = 2  # before the save, and again behind it
+TOLERANCE = 1e-6  # of losses, relative, in fp32: docs/numerics.md
+HALF_TOLERANCE = 0.02  # the same, in bf16
+MASTER, MOMENT = "optimizer.fp32_param.", "optimizer.exp_avg"
+# A batch for each data-parallel size. The tensors are few and small: in a bucket of one, most ranks own nothing.
+TRAINING: Flags = {
+    "num-layers": 4,
+    "hidden-size": 16,
+    "num-attention-heads": 4,
+    "init-method-std": 0.1,
+    "seq-length": 8,
+    "max-position-embeddings": 8,
+    "micro-batch-size": 1,
+    "global-batch-size": 12,
+    "vocab-size": 61,
+    "train-iters": 2 * STEPS,
+    "lr-warmup-iters": 0,
+    "adam-eps": 1e-5,
+    "clip-grad": 0.5,
+    "eval-iters": 0,
+    "log-params-norm": True,
+}
+EXPERTS: Flags = {
+    "num-experts": 6,
+    "moe-ffn-hidden-size": 16,
+    "moe-layer-freq": "[0,1,1,1]",
+    "moe-router-score-function": "sigmoid",
+    "moe-router-enable-expert-bias": True,
+}
+FROZEN: dict[str, list[tuple[str, ...]]] = {
+    "dense": [(), (), ("embedding.*",), ("*.mlp.*", "*.self_attention.linear_*", "*embeddings*")],
+    "moe": [(), (), ("*.experts.*",), ("*.mlp.*", "*.self_attention.linear_*", "*embeddings*")],
+}
+ZERO1: Flags = {"use-distributed-optimizer": True}
+IN_BACKWARD: Flags = {"optimizer-in-backward": True, "optimizer-in-backward-clip": "exact"}
+PRECISION_AWARE: Flags = {"use-precision-aware-optimizer": True}
+MODES: dict[str, Flags] = {
+    "ddp": {},
+    "zero1": ZERO1,
+    "zero1, overlapped": {**ZERO1, "overlap-grad-reduce": True, "overlap-param-gather": True},
+    "zero2": {**ZERO1, "optimizer": "distributed_fused_adam"},
+    "fsdp2": {"use-torch-fsdp2": True},
+    "ddp, in backward": IN_BACKWARD,
+    "zero1, in backward": {**ZERO1, **IN_BACKWARD},
+    "zero2, in backward": {**ZERO1, "optimizer": "distributed_fused_adam", **IN_BACKWARD},
+    "fsdp2, in backward": {"use-torch-fsdp2": True, **IN_BACKWARD},
+}
+HALF_MODES: dict[str, Flags] = {
+    "precision-aware": {**ZERO1, **PRECISION_AWARE},
+    "precision-aware, bf16 moments": {**ZERO1, **PRECISION_AWARE, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"},
+}
+# Modes that give each other's bits with any number of microbatches.
+WHOLE_BATCH = ("ddp", "zero1", "zero1, overlapped", "ddp, in backward", "zero1, in backward")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A layout: the size of each axis, of dp for given ranks."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes it takes."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks with the same experts."""
+        return self.ranks // (self.pp * self.ep * self.etp)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two runs. padding: the multiple to which a tensor-parallel rank's vocabulary is padded."""
+
+    sizes: Sizes
+    mode: str
+    instances: int
+    bucket: int | None
+    padding: int
+    frozen: tuple[str, ...]
+    parallel_load: bool
+
+    def argv(self, model: Flags) -> list[str]:
+        """Its command line."""
+        axes = {name: size for name, size in vars(self.sizes).items() if name != "dp"}
+        flags = {**model, **layout(**axes), **{**MODES, **HALF_MODES}[self.mode]}
+        flags["make-vocab-size-divisible-by"] = self.padding
+        flags["ckpt-fully-parallel-load"] = self.parallel_load
+        if self.instances > 1:
+            flags["num-distributed-optimizer-instances"] = self.instances
+        if self.bucket is not None:
+            # Without overlap there is one bucket.
+            flags |= {"ddp-bucket-size": self.bucket, "overlap-grad-reduce": True}
+        return command_line(flags)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What saves, what loads, and the flags of the model that both have."""
+
+    saves: Side
+    loads: Side
+    model: Flags
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether both have to compute every digit alike."""
+        one, other = (replace(side, bucket=None, parallel_load=False) for side in (self.saves, self.loads))
+        # Padding says where tensor-parallel ranks part the vocabulary, and so its sums.
+        if one.sizes.tp == 1:
+            one = replace(one, padding=other.padding)
+        if one.mode in WHOLE_BATCH and other.mode in WHOLE_BATCH:
+            one = replace(one, mode=other.mode)
+        return one == other
+
+
+@dataclass
+class Trained:
+    """What a rank saw. state: what was saved, or loaded. values: counters and sizes that go with it. reports: of the
+    steps behind it.
+    """
+
+    state: list[Box]
+    values: dict[str, Any]
+    reports: list[dict[str, Any]]
+
+
+def test_any_layout_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path) -> None:
+    pairs = [_draw(number) for number in range(PAIRS)]
+    _assert_drawn_widely(pairs)
+    saved = _run_by_ranks([(pair.saves, pair.model) for pair in pairs], "--save", tmp_path)
+    loaded = _run_by_ranks([(pair.loads, pair.model) for pair in pairs], "--load", tmp_path)
+    problems = [
+        f"pair {number}: {problem}\n   {pair.saves}\n   {pair.loads}\n   {pair.model}"
+        for number, pair in enumerate(pairs)
+        for problem in _problems(pair, saved[number], loaded[number])
+    ]
+    assert not problems, "\n".join(problems)
+
+
+# Drawing pairs.
+
+
+def _draw(number: int) -> Pair:
+    """The pair of that number: the same one every time. Every third has one layout twice, all but buckets."""
+    draw = random.Random(f"pair {number}")
+    kind, half = ("dense", "moe")[number % 2], draw.random() < 0.4
+    same = number % 3 == 0
+    model: Flags = {**read_bases()[kind], **TRAINING, **(EXPERTS if kind == "moe" else {})}
+    model |= {"bf16": half, "untie-embeddings-and-output-weights": draw.random() < 0.5}
+    # Other layouts draw other masks.
+    model["hidden-dropout"] = 0.1 if same else 0.0
+    # Modes in turn, so that few pairs have all.
+    modes = [*MODES, *(HALF_MODES if half else {})]
+    saves, loads = (_draw_side(draw, kind, modes[(2 * number + side) % len(modes)]) for side in (0, 1))
+    if draw.random() < 0.7:
+        loads = replace(loads, frozen=saves.frozen)
+    if same:
+        mode = draw.choice(WHOLE_BATCH if saves.mode in WHOLE_BATCH and saves.instances == 1 else (saves.mode,))
+        loads = replace(loads, sizes=saves.sizes, mode=mode, instances=saves.instances, frozen=saves.frozen)
+        loads = replace(loads, bucket=None if "fsdp2" in mode else loads.bucket)
+        loads = replace(loads, padding=saves.padding if saves.sizes.tp > 1 else loads.padding)
+    return Pair(saves, loads, model)
+
+
+def _draw_side(draw: random.Random, kind: str, mode: str) -> Side:
+    possible = [one for one in _layouts(kind) if one.pp == 1 or "fsdp2" not in mode]
+    # First how a model is cut, or the few ways with chunks would hardly ever come.
+    cut = draw.choice(sorted({_cut(one) for one in possible}))
+    sizes = draw.choice([one for one in possible if _cut(one) == cut])
+    groups = (sizes.dp * sizes.cp, sizes.expert_dp) if kind == "moe" else (sizes.dp * sizes.cp,)
+    several = "zero1" in mode and all(group % 2 == 0 for group in groups)
+    return Side(
+        sizes,
+        mode,
+        instances=2 if several else 1,
+        bucket=None if "fsdp2" in mode else draw.choice([1, 1001, None]),
+        padding=draw.choice([1, 16, 128]),
+        frozen=draw.choice(FROZEN[kind]),
+        parallel_load=draw.random() < 0.3,
+    )
+
+
+def _layouts(kind: str) -> list[Sizes]:
+    expert_axes = ((1, 2, 3, 6), (1, 2)) if kind == "moe" else ((1,), (1,))
+    drawn = product((1, 2), (1, 2), (1, 2, 4), (1, 2), (1, 2, 3, 4, 6), *expert_axes)
+    return [sizes for sizes in starmap(Sizes, drawn) if sizes.ranks <= MOST_RANKS and _exists(sizes)]
+
+
+def _cut(sizes: Sizes) -> tuple[int, ...]:
+    return sizes.tp, sizes.cp, sizes.pp, sizes.vpp
+
+
+def _exists(sizes: Sizes) -> bool:
+    """Whether there are layers for each chunk, ranks for the experts, and a batch of whole rounds of microbatches."""
+    if sizes.vpp > 1 and (sizes.pp != 2 or 12 // sizes.dp % sizes.pp):
+        return False
+    return sizes.ranks % (sizes.pp * sizes.ep * sizes.etp) == 0
+
+
+def _assert_drawn_widely(pairs: Sequence[Pair]) -> None:
+    """That no axis and no mode was forgotten."""
+    sides = [side for pair in pairs for side in (pair.saves, pair.loads)]
+    for axis in vars(Sizes()):
+        assert len({getattr(side.sizes, axis) for side in sides}) > 1, axis
+    assert {side.mode for side in sides} >= set(MODES)
+    assert {pair.same_bits for pair in pairs} == {True, False}
+    assert any(side.instances > 1 for side in sides)
+
+
+# Running and comparing them.
+
+
+def _run_by_ranks(sides: Sequence[tuple[Side, Flags]], flag: str, folder: Path) -> list[list[Trained]]:
+    """Of each side in turn what its ranks saw; sides with as many ranks follow each other in the same processes."""
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for number, (side, _) in enumerate(sides):
+        numbers[side.sizes.ranks].append(number)
+    results: dict[int, list[Trained]] = {}
+    for ranks, own in numbers.items():
+        jobs = [([*sides[n][0].argv(sides[n][1]), flag, str(folder / f"{n}")], sides[n][0].frozen) for n in own]
+        by_rank = run_on_ranks(_train_each, ranks, jobs, timeout=60 + 30 * len(jobs))
+        results |= dict(zip(own, map(list, zip(*by_rank)), strict=True))
+    return [results[number] for number in range(len(sides))]
+
+
+def _problems(pair: Pair, saved: list[Trained], loaded: list[Trained]) -> Iterator[str]:
+    """What is wrong with the run that went on, in words."""
+    for rank, own in enumerate(loaded):
+        if own.values != saved[0].values:
+            yield f"rank {rank} begins with {own.values}, {saved[0].values} were saved"
+    before, after = (put_together([box for own in ranks for box in own.state]) for ranks in (saved, loaded))
+    yield from _differences(pair, before, after)
+    expected, reports = saved[0].reports, loaded[0].reports
+    if pair.saves.frozen != pair.loads.frozen:
+        # Only the loss of the first step comes from weights that are the same.
+        expected, reports = expected[:1], reports[:1]
+    for step, (report, reference) in enumerate(zip(reports, expected, strict=True)):
+        if pair.same_bits and report != reference:
+            yield f"step {step} is {report}, uninterrupted {reference}"
+        tolerance = HALF_TOLERANCE if pair.model["bf16"] else TOLERANCE
+        if report["losses"] != pytest.approx(reference["losses"], rel=tolerance, abs=0):
+            yield f"losses of step {step} are {report['losses']}, uninterrupted {reference['losses']}"
+
+
+def _differences(pair: Pair, before: dict[str, Tensor], after: dict[str, Tensor]) -> Iterator[str]:
+    """Tensors that were not loaded as they were saved."""
+    keys = before.keys() ^ after.keys()
+    if pair.saves.frozen == pair.loads.frozen and keys:
+        yield f"only one side has {sorted(keys)}"
+    short = "bf16 moments" in pair.loads.mode
+    for key in sorted(before.keys() & after.keys()):
+        expected = before[key]
+        if short and key.startswith(MOMENT):
+            expected = expected.bfloat16().float()
+        if not torch.equal(after[key], expected):
+            yield f"{key} differs by {(after[key].double() - expected.double()).abs().max().item():.3g}"
+
+
+# In a rank's process.
+
+
+def _train_each(jobs: Sequence[tuple[list[str], tuple[str, ...]]]) -> list[Trained]:
+    results = []
+    for argv, frozen in jobs:
+        # Should it fail, this says where.
+        print(f"{frozen} frozen, {' '.join(argv)}", file=sys.stderr)
+        results.append(_train(argv, frozen))
+    return results
+
+
+def _train(argv: Sequence[str], frozen: Sequence[str]) -> Trained:
+    with started_run(argv, model_provider=partial(_frozen_model, frozen)) as run:
+        if "--save" in argv:
+            for _ in range(STEPS):
+                train_step(run)
+            run.save_checkpoint()
+        trained = Trained(_state(run), run.state.state_dict(), [])
+        trained.reports += [comparable(run.measured(train_step(run)[0])) for _ in range(STEPS)]
+        return trained
+
+
+def _frozen_model(frozen: Sequence[str], pre_process: bool, post_process: bool, **options: Any) -> nn.Module:
+    model = pretrain_gpt.model_provider(pre_process, post_process, **options)
+    for name, param in model.named_parameters():
+        param.requires_grad = not any(fnmatch(name, pattern) for pattern in frozen)
+    return model
+
+
+def _state(run: TrainingRun) -> list[Box]:
+    """This rank's part of weights, buffers and optimizer state, as a checkpoint has them."""
+    assert run.optimizer is not None
+    gather_parameters(run)
+    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
+    tensors = ModelWeights(run.model).tensors + run.optimizer.sharded_state(pieces)
+    return [Box(t.key, t.global_shape, t.global_offset, t.data.detach().clone()) for t in tensors]
