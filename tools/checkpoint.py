@@ -1,37 +1,205 @@
-"""Looks after checkpoints: `python tools/checkpoint.py convert --from torch --to torch_dist --load DIR --save DIR`.
+"""Looks after checkpoints: `python tools/checkpoint.py inspect | verify | diff | prune | convert`, each with --help.
 
-What each format is, its module knows; this is the command line.
+Exit status of verify: 1 if anything is damaged; of diff: 1 if a tensor differs, 2 if one cannot be read. What each
+format is, its module knows; this is the command line and what it prints.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from rich.console import Console
+from rich.table import Column, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
+from megatron.core.dist_checkpointing import VerifiedCheckpoint, verify  # noqa: E402
+from megatron.core.dist_checkpointing import folder as folders  # noqa: E402
+from megatron.training.checkpoint_folder import iteration_folder  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from tools.convert_legacy import TargetLayout, from_canonical, to_canonical  # noqa: E402
 from tools.export_safetensors import export_safetensors  # noqa: E402
+from tools.stored_checkpoints import (  # noqa: E402
+    StoredTensor,
+    checkpoints_in,
+    damages,
+    differences,
+    named_checkpoint,
+    opened,
+    removable,
+    stored_tensors,
+)
 
 # Formats by Megatron's words of --ckpt-format: a file for each rank, and the canonical one; and weights by their names.
 _LEGACY, _CANONICAL, _SAFETENSORS = "torch", "torch_dist", "safetensors"
+# Of the arguments inside a checkpoint, those that say how it was made.
+_LAYOUT = (
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "optimizer",
+)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Runs a command; exits non-zero after one line that says what is wrong."""
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns its exit status; raises SystemExit after one line that says what is wrong."""
     options = parse_options(argv)
-    with exit_on_user_error():
-        options.run(options)
+    try:
+        with exit_on_user_error():
+            return int(options.run(options) or 0)
+    except SystemExit as error:
+        # To a script, "cannot be read" is not "differs".
+        if options.run is _diff and error.code == 1:
+            raise SystemExit(2) from error
+        raise
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """The command line of this tool."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_inspect(commands.add_parser("inspect", help="what is in a checkpoint", allow_abbrev=False))
+    _add_verify(commands.add_parser("verify", help="compare every byte with its checksum", allow_abbrev=False))
+    _add_diff(commands.add_parser("diff", help="which tensors of two checkpoints differ", allow_abbrev=False))
+    _add_prune(commands.add_parser("prune", help="delete old checkpoints", allow_abbrev=False))
     _add_convert(commands.add_parser("convert", help="weights from one format to another", allow_abbrev=False))
     return parser.parse_args(argv)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_inspect)
+    parser.add_argument("path", type=Path, help="a checkpoint, or the folder of --save")
+    parser.add_argument("--ckpt-step", type=int, help="iteration; default: the latest")
+    parser.add_argument("--tensors", action="store_true", help="a line for each tensor")
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_verify)
+    parser.add_argument("path", type=Path, help="a checkpoint, or the folder of --save")
+    parser.add_argument("--ckpt-step", type=int, help="iteration; default: all in the folder")
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_diff)
+    parser.add_argument("a", type=Path, metavar="A", help="a checkpoint, or the folder of --save: then the latest")
+    parser.add_argument("b", type=Path, metavar="B", help="the other one")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="PATTERN", help="keys to leave out, as 'optimizer.*'"
+    )
+
+
+def _add_prune(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_prune)
+    parser.add_argument("path", type=Path, help="the folder of --save")
+    parser.add_argument("--keep-latest", type=int, required=True, metavar="N", help="the latest N stay")
+    parser.add_argument("--keep-interval", type=int, metavar="N", help="so do iterations that divide by N")
+    parser.add_argument("--dry-run", action="store_true", help="say what would go, and delete nothing")
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    checkpoint = opened(named_checkpoint(options.path, options.ckpt_step))
+    tensors, common, console = stored_tensors(checkpoint), checkpoint.common, _console()
+    num_bytes = sum(entry.num_bytes for entry in checkpoint.files.values())
+    console.print(f"{checkpoint.folder}: {len(checkpoint.files)} files, {num_bytes:,} bytes", soft_wrap=True)
+    if "iteration" in common:
+        samples = common.get("train_state", {}).get("consumed_train_samples", 0)
+        console.print(f"iteration {common['iteration']}, {samples:,} samples consumed")
+    arguments = common.get("args", {})
+    layout = ", ".join(f"{name} {arguments[name]}" for name in _LAYOUT if name in arguments)
+    if layout:
+        console.print(f"saved with {layout}", soft_wrap=True)
+    if common.get("frozen"):
+        console.print(f"{len(common['frozen'])} frozen parameters without optimizer state")
+    console.print(_table_of_parts(tensors))
+    if options.tensors:
+        console.print(_table_of_tensors(tensors))
+
+
+def _table_of_parts(tensors: Sequence[StoredTensor]) -> Table:
+    table = Table("part", *(_right(name) for name in ("tensors", "elements", "bytes")), "dtypes")
+    parts: dict[str, list[StoredTensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(tensor.part, []).append(tensor)
+    for part, own in sorted(parts.items(), key=lambda item: (item[0] != "weights", item[0])):
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in own})
+        elements, num_bytes = sum(one.num_elements for one in own), sum(one.num_bytes for one in own)
+        table.add_row(part, f"{len(own):,}", f"{elements:,}", f"{num_bytes:,}", ", ".join(dtypes))
+    return table
+
+
+def _table_of_tensors(tensors: Sequence[StoredTensor]) -> Table:
+    table = Table("tensor", "shape", "dtype", _right("pieces"), "files")
+    for tensor in tensors:
+        files = ", ".join(sorted({name for name, _ in tensor.pieces}))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        table.add_row(tensor.key, str(list(tensor.shape)), dtype, str(len(tensor.pieces)), files)
+    return table
+
+
+def _verify(options: argparse.Namespace) -> int:
+    console, num_damaged = _console(), 0
+    for folder in checkpoints_in(options.path, options.ckpt_step):
+        problems = list(damages(folder))
+        console.print(f"{folder}: {'damaged' if problems else 'undamaged'}", soft_wrap=True)
+        for problem in problems:
+            console.print(f"  {problem}", soft_wrap=True)
+        num_damaged += bool(problems)
+    return int(num_damaged > 0)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    a, b = (verify(named_checkpoint(path, None)) for path in (options.a, options.b))
+    console = _console()
+    console.print(f"A: {a.folder}\nB: {b.folder}", soft_wrap=True)
+    found = list(differences(a, b, ignored=options.ignore))
+    _print_values(console, a, other=b)
+    if not found:
+        console.print("All tensors are the same, bit for bit.")
+        return 0
+    table = Table("tensor", "different elements", _right("largest difference"), _right("relative"))
+    for one in found:
+        share = one.what or f"{one.num_different:,} of {one.num_elements:,}"
+        sizes = ("", "") if one.what else (f"{one.largest:.3e}", f"{one.relative:.3e}")
+        table.add_row(one.key, share, *sizes)
+    console.print(table)
+    worst = max(found, key=lambda one: one.largest)
+    console.print(f"{len(found)} tensors differ; the largest difference is {worst.largest:.3e}, in {worst.key}")
+    return 1
+
+
+def _print_values(console: Console, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -> None:
+    """What differs beside the tensors: arguments often do, so they do not count."""
+    x, y = ({**one.common, **{f"args.{k}": v for k, v in one.common.get("args", {}).items()}} for one in (a, other))
+    for name in sorted(x.keys() | y.keys()):
+        if name != "args" and x.get(name) != y.get(name):
+            console.print(f"{name}: {x.get(name)} | {y.get(name)}", soft_wrap=True)
+
+
+def _prune(options: argparse.Namespace) -> None:
+    for flag, value in (("--keep-latest", options.keep_latest), ("--keep-interval", options.keep_interval)):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} is {value}: must be 1 or more")
+    gone, stay = removable(options.path, keep_latest=options.keep_latest, keep_interval=options.keep_interval)
+    for iteration in gone:
+        folder = iteration_folder(options.path, iteration)
+        if not options.dry_run:
+            folders.remove(folder)
+        print(f"{'would delete' if options.dry_run else 'deleted'} {folder}")
+    print(f"{len(gone)} {'would go' if options.dry_run else 'deleted'}; left: {', '.join(map(str, stay))}")
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+
+
+def _right(name: str) -> Column:
+    return Column(name, justify="right")
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -85,4 +253,4 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""What is stored in checkpoints on disk: which there are, what is damaged in one, how two differ, which may go.
+
+Needs no process group and no model. The command line is tools/checkpoint.py's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing import ShardedTensor, VerifiedCheckpoint, load
+from megatron.core.dist_checkpointing import folder as folders
+from megatron.core.dist_checkpointing.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    Piece,
+    read_manifest,
+    verify_part,
+    verify_size,
+)
+from megatron.core.dist_checkpointing.storage import read_metadata
+from megatron.training.checkpoint_folder import TRACKER_FILE, complete_iterations, find_checkpoint, iteration_folder
+
+# Of each of two tensors, what is compared at a time.
+_WINDOW_BYTES = 64 << 20
+
+
+def named_checkpoint(path: Path, step: int | None) -> Path:
+    """The checkpoint that `path` is, or that of --ckpt-step in the folder `path`, or the latest there."""
+    if step is None and (path / MANIFEST_FILE).is_file():
+        return path
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder: give a checkpoint, or the folder that --save wrote")
+    found = find_checkpoint(str(path), step=step)
+    if found is None:
+        raise ValueError(f"{path} holds no checkpoint")
+    return found.path
+
+
+def checkpoints_in(path: Path, step: int | None) -> list[Path]:
+    """`path` where it is a checkpoint, or that of --ckpt-step, or all in the folder `path`, the oldest first."""
+    if step is not None or (path / MANIFEST_FILE).is_file():
+        return [named_checkpoint(path, step)]
+    iterations = set(complete_iterations(path))
+    tracked = tracked_iteration(path)
+    # What the tracker names should be there, also where it is not.
+    every = sorted(iterations if tracked is None else iterations | {tracked})
+    release = [path / "release"] if (path / "release" / MANIFEST_FILE).is_file() else []
+    if not every and not release:
+        raise ValueError(f"{path} holds no checkpoint")
+    return release + [iteration_folder(path, iteration) for iteration in every]
+
+
+def tracked_iteration(root: Path) -> int | None:
+    """The iteration that the tracker of a folder names, if it names one."""
+    tracker = root / TRACKER_FILE
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
+    return int(text) if text.isdecimal() and text.isascii() else None
+
+
+# Damage.
+
+
+def damages(folder: Path) -> Iterator[str]:
+    """Everything that is damaged or missing in a checkpoint, by file and tensor; reads all of it."""
+    try:
+        folder = folders.find_checkpoint(folder)
+        files = read_manifest(folder)
+    except (ValueError, OSError) as error:
+        yield str(error)
+        return
+    for name, entry in files.items():
+        yield from _damages_of_file(folder, name, entry=entry)
+
+
+def _damages_of_file(folder: Path, name: str, *, entry: FileEntry) -> Iterator[str]:
+    try:
+        verify_size(folder, name, expected=entry)
+    except ValueError as error:
+        yield str(error)
+        if not (folder / name).is_file():
+            yield from (f"{folder / name} is missing: {piece}" for piece in entry.pieces)
+            return
+    for part in entry.checked_parts():
+        try:
+            verify_part(folder, name, expected=entry, part=part)
+        except (ValueError, OSError) as error:
+            yield str(error)
+
+
+# Contents.
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A stored tensor and the pieces that it lies in."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[tuple[str, Piece], ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def part(self) -> str:
+        """What it is a part of: the weights, the generators, or a state of the optimizer."""
+        words = self.key.split(".")
+        return {"optimizer": ".".join(words[:2]), "rng": "rng"}.get(words[0], "weights")
+
+
+def stored_tensors(checkpoint: VerifiedCheckpoint) -> list[StoredTensor]:
+    """All tensors of a checkpoint by key."""
+    pieces: dict[str, list[tuple[str, Piece]]] = {}
+    for name, entry in checkpoint.files.items():
+        for piece in entry.pieces:
+            pieces.setdefault(piece.key, []).append((name, piece))
+    return [
+        StoredTensor(key, shape, dtype, tuple(pieces.get(key, ())))
+        for key, (shape, dtype) in sorted(checkpoint.tensors.items())
+    ]
+
+
+def opened(folder: Path) -> VerifiedCheckpoint:
+    """A checkpoint whose files are there in their sizes; of checksums, those of the small files alone are compared."""
+    folder = folders.find_checkpoint(folder)
+    files = read_manifest(folder)
+    for name, entry in files.items():
+        verify_size(folder, name, expected=entry)
+        if not entry.pieces:
+            verify_part(folder, name, expected=entry, part=None)
+    return VerifiedCheckpoint(folder, files, read_metadata(folder))
+
+
+# Differences.
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor of two checkpoints differs. what: in words, unless values do.
+
+    num_different: elements that are not the same; largest: of their differences, absolute; relative: to the larger one.
+    """
+
+    key: str
+    what: str = ""
+    num_different: int = 0
+    num_elements: int = 0
+    largest: float = 0.0
+    relative: float = 0.0
+
+
+def differences(a: VerifiedCheckpoint, b: VerifiedCheckpoint, *, ignored: list[str]) -> Iterator[TensorDifference]:
+    """Every tensor that is not the same in both, bit for bit; ignored: patterns of keys that are not looked at."""
+    in_a, in_b = a.tensors, b.tensors
+    for key in sorted(in_a.keys() | in_b.keys()):
+        if any(fnmatchcase(key, pattern) for pattern in ignored):
+            continue
+        if key not in in_a or key not in in_b:
+            yield TensorDifference(key, f"only in {'A' if key in in_a else 'B'}")
+        elif in_a[key] != in_b[key]:
+            yield TensorDifference(key, f"A has {_words(*in_a[key])}, B {_words(*in_b[key])}")
+        else:
+            difference = _difference(key, a, other=b)
+            if difference.num_different:
+                yield difference
+
+
+def _words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _difference(key: str, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -> TensorDifference:
+    shape, dtype = a.tensors[key]
+    num_different, largest, relative = 0, 0.0, 0.0
+    for offset, window in _windows(shape, dtype):
+        one, two = (_read(checkpoint, key, offset=offset, window=window) for checkpoint in (a, other))
+        parted = _as_bits(one) != _as_bits(two)
+        if not parted.any():
+            continue
+        x, y = one.double(), two.double()
+        # NaN equals NaN of the same bits; what is one on one side alone is as far as can be.
+        apart = torch.where(parted, (x - y).abs(), 0.0).nan_to_num(nan=torch.inf)
+        scale = torch.maximum(x.abs(), y.abs())
+        share = torch.where(parted & (apart > 0), apart / scale, 0.0).nan_to_num(nan=torch.inf)
+        num_different += _to_host_sync(parted.sum())
+        largest = max(largest, _to_host_sync(apart.max()))
+        relative = max(relative, _to_host_sync(share.max()))
+    return TensorDifference(key, "", num_different, torch.Size(shape).numel(), largest, relative)
+
+
+def _to_host_sync(value: torch.Tensor) -> Any:
+    """value: [], any dtype."""
+    return value.item()
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """tensor: any shape and dtype -> the same shape, integers of its size."""
+    widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(widths[tensor.dtype.itemsize])
+
+
+def _windows(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and shapes of some rows at a time, of a tensor of `shape`."""
+    if not shape:
+        yield (), ()
+        return
+    rows = max(1, _WINDOW_BYTES // max(1, torch.Size(shape[1:]).numel() * dtype.itemsize))
+    for start in range(0, shape[0], rows):
+        yield (start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:])
+
+
+def _read(
+    checkpoint: VerifiedCheckpoint, key: str, *, offset: tuple[int, ...], window: tuple[int, ...]
+) -> torch.Tensor:
+    shape, dtype = checkpoint.tensors[key]
+    target = torch.empty(window, dtype=dtype)
+    load([ShardedTensor(key, target, shape, offset)], checkpoint)
+    return target
+
+
+# Retention.
+
+
+def removable(root: Path, *, keep_latest: int, keep_interval: int | None) -> tuple[list[int], list[int]]:
+    """Iterations that go and that stay: the latest ones, what the tracker names, and every `keep_interval`-th.
+
+    Raises ValueError if none of the latest that stay is undamaged: then nothing may go.
+    """
+    iterations = complete_iterations(root)
+    if not iterations:
+        raise ValueError(f"{root} holds no complete checkpoint")
+    stay = set(iterations[-keep_latest:])
+    stay |= {one for one in iterations if keep_interval is not None and one % keep_interval == 0}
+    stay |= {one for one in iterations if one == tracked_iteration(root)}
+    gone = [one for one in iterations if one not in stay]
+    if gone:
+        for problem in damages(iteration_folder(root, iterations[-1])):
+            raise ValueError(f"{problem}: nothing is deleted while the newest checkpoint is damaged")
+    return gone, sorted(stay)
