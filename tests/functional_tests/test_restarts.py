@@ -154,7 +154,7 @@ def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: 
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=400,
             check=False,
         )
         assert all(stranger.poll() is None for stranger in strangers)
