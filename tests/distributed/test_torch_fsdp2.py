@@ -338,6 +338,13 @@ def test_units_are_layers_and_what_is_of_another_kind_inside_them() -> None:
     ]
 
 
+def test_a_list_whose_members_are_units_is_none_though_all_of_them_are_of_another_kind() -> None:
+    net = Net()
+    net.layers.double()
+    units = find_units(net, repeated_layers(net), experts_apart=True)
+    assert [unit.name for unit in units] == ["layers.0", "layers.1", "layers.2", ""]
+
+
 def test_a_weight_that_two_units_share_is_refused_by_both_names() -> None:
     net = Net()
     net.layers[2][0].weight = net.layers[0][0].weight

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import NonFiniteGradientError, TorchFullyShardedDataParallel, finalize_model_grads
 from megatron.core.distributed.grad_hooks import ReadyBucket
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32
 from tests.counts import slow
 from tests.distributed.test_torch_fsdp2 import DETERMINISTIC, FSDP2, Counted, Net, _loss
 from tests.harness import run_on_ranks
@@ -192,6 +193,11 @@ def _hooks(recompute: bool) -> None:
             with earlier():
                 _backward(model)
         assert not counted.seen
+        # Neither is one that waits for its backward.
+        model.eval()
+        with torch.no_grad():
+            model(torch.zeros(1, 3, dtype=torch.int64))
+        model.train()
         _backward(model)
         # Of layers that were followed by the reduction of another unit; the model's own come last.
         of_layers = {name for name in params if "layers" in name}
@@ -311,6 +317,11 @@ def _second_backward() -> None:
         assert len(kept.grads) == len(list(model.parameters()))
     with pytest.raises(RuntimeError, match=r"scale_gradients with .*release_gradients"):
         model.scale_gradients(0.5)
+    # Not of nothing, silently.
+    params = list(model.parameters())
+    for attempt in (lambda: clip_grad_by_total_norm_fp32(params, 0.1, 1.0), lambda: count_zeros_fp32(params)):
+        with pytest.raises(ValueError, match=r"release_gradients, whose gradients do not stand"):
+            attempt()
 
 
 def test_b6_a_second_backward_outside_accumulate_is_refused_by_name() -> None:

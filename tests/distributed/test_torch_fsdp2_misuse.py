@@ -302,6 +302,35 @@ def test_no_sync_inside_no_sync_does_not_end_it() -> None:
     run_on_ranks(_nested, 2)
 
 
+class _OnlyFirst(nn.Module):
+    """Layers in 16 bits below a head that is not, of which one never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in range(2))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers[0](x).float())
+
+
+def _unused_in_no_sync() -> None:
+    wrapped = _wrap(_OnlyFirst())
+    for _ in range(2):
+        wrapped.zero_grad_buffer()
+        with wrapped.no_sync():
+            wrapped(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        wrapped(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        wrapped.finish_grad_sync()
+        grads = {name: param.grad._local_tensor.abs().sum().item() for name, param in wrapped.module.named_parameters()}
+        assert [name for name, total in grads.items() if not total] == ["layers.1.weight", "layers.1.bias"]
+
+
+def test_a_unit_that_never_ran_has_zeros_also_after_no_sync() -> None:
+    run_on_ranks(_unused_in_no_sync, 2)
+
+
 def _one_rank_fails(where: str) -> list[Loss]:
     wrapped = _wrap(Net())
     optimizer, fails = _adam(wrapped), dist.get_rank() == 1

@@ -55,9 +55,11 @@ class FsdpIteration:
         self._phase = Phase.COLLECTING
 
     def watch(self, module: nn.Module) -> None:
-        """Refuses backwards of `module` that come after the end of an iteration."""
+        """Refuses backwards of `module` that come after the end of an iteration; sees which forwards have none."""
         # Before fully_shard's own, so that the error comes before anything is gathered.
         module.register_forward_hook(self._watch_outputs, prepend=True)
+        module.register_forward_pre_hook(self._note_evaluation, prepend=True)
+        module.register_forward_hook(self._end_evaluation, always_call=True)
 
     def tell(self, *, is_last_backward: bool) -> None:
         """Says whether the backwards that come are an iteration's last."""
@@ -144,6 +146,13 @@ class FsdpIteration:
                 if isinstance(output, torch.Tensor) and output.requires_grad:
                     output.register_hook(self._gradient_comes)
 
+    def _note_evaluation(self, module: nn.Module, *of_forward: Any) -> None:
+        # In training mode it may be one of a reentrant checkpoint, whose backward comes.
+        self._units.is_evaluating = not (module.training or torch.is_grad_enabled() or is_in_backward())
+
+    def _end_evaluation(self, *of_forward: Any) -> None:
+        self._units.is_evaluating = False
+
     def _gradient_comes(self, grad: torch.Tensor) -> None:
         self._check_usable()
         if self._phase is not Phase.COLLECTING:
@@ -162,7 +171,8 @@ class FsdpIteration:
             return None
         return (
             f"finish_grad_sync: gradients of {left[0]} and {len(left) - 1} more were not reduced, as the last backward "
-            "was in no_sync: leave the last microbatch out of it, or call reset_iteration"
+            "was in no_sync: leave the last microbatch out of it, or call reset_iteration. A unit that is called "
+            "several times inside reentrant checkpoints is reduced once alone: give these use_reentrant=False"
         )
 
     def _agree_sync(self, *, is_aborted: bool, is_non_finite: bool) -> Verdict:

@@ -28,9 +28,13 @@ from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer
 
 
 class UnitsGiven(Protocol):
-    """When units are given out. error: of a hook or an optimizer, which was kept in backward; None: there was none."""
+    """When units are given out. error: of a hook or an optimizer, which was kept in backward; None: there was none.
+
+    is_evaluating: in a forward of all that has no backward.
+    """
 
     is_last_backward: bool
+    is_evaluating: bool
 
     @property
     def error(self) -> Exception | None: ...
@@ -53,7 +57,7 @@ class GivenAtEnd:
     error = None
 
     def __init__(self, buffers: Sequence[ShardedFlatBuffer], *, hand_out: HandOut, checks: GradChecks | None) -> None:
-        self.is_last_backward = True
+        self.is_last_backward, self.is_evaluating = True, False
         self._buffers, self._hand_out, self._checks = buffers, hand_out, checks
 
     def begin(self) -> None:
@@ -90,7 +94,7 @@ class GivenInBackward:
         hand_out: HandOut,
         checks: GradChecks | None,
     ) -> None:
-        self.is_last_backward = True
+        self.is_last_backward, self.is_evaluating = True, False
         self._buffers, self._hand_out, self._checks = buffers, hand_out, checks
         self._units = [_WatchedUnit(unit, groups, owner=self) for unit, groups in units.items()]
         # Reduced as often as they will be, and not given out yet.
@@ -198,7 +202,7 @@ class _WatchedUnit:
 
     def forward_begins(self) -> None:
         """See PassWatcher."""
-        if not is_in_backward():
+        if not is_in_backward() and not self._owner.is_evaluating:
             self.num_to_come += 1
 
     def reduction_begins(self) -> None:

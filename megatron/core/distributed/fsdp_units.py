@@ -115,7 +115,7 @@ def _apart(
     for child in module.children():
         if child in stop:
             continue
-        kinds = {kind_of(param) for param in child.parameters()}
+        kinds = {kind_of(param) for name, param in child.named_parameters() if not _is_below(name, child, cut=stop)}
         if len(kinds) == 1 and kinds != {main}:
             yield child, kinds.pop()
         elif kinds - {main}:

@@ -205,12 +205,19 @@ def reshard_all(root: nn.Module) -> None:
 
 def reduce_unused_params(module: FSDPModule) -> None:
     """Lets zeros be reduced for parameters that backward did not reach, so that ranks need not reach the same ones."""
-    if "set_reduce_scatter_unused_params" in vars(FSDPModule):
+    is_known = "set_reduce_scatter_unused_params" in vars(FSDPModule)
+    if is_known:
         module.set_reduce_scatter_unused_params(True, recurse=False)
-        return
-    # Torch 2.11 and 2.12 leave them out of the message.
     for group in _groups_of(module):
-        group.post_backward = partial(_post_backward_of_all, group, group.post_backward)
+        # Torch 2.11 and 2.12 leave them out of the message.
+        post_backward = group.post_backward if is_known else partial(_post_backward_of_all, group, group.post_backward)
+        group.post_backward = partial(_post_backward_if_run, group, post_backward)
+
+
+def _post_backward_if_run(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+    # In no_sync torch looks for gradients of what was never gathered, and there is nothing to look at.
+    if group.reduce_grads or all("_unsharded_param" in vars(state) for state in group.fsdp_params):
+        post_backward(*args)
 
 
 def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *args: Any) -> None:

@@ -18,6 +18,7 @@ from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.fsdp_units import UnitKind
 from megatron.core.distributed.fully_shard_state import ParamShard
 from megatron.core.distributed.layout import ALIGNMENT, BucketLayout, BufferLayout, Span, locate, round_up
+from megatron.core.tensor_parallel.param_attributes import mark_gradients_pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +181,8 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         self._grads: dict[int, torch.Tensor] = {}
         self._closed: set[int] = set()
         super().__init__(kind, units, group=group, pin_memory=pin_memory)
+        for entry in self.entries:
+            mark_gradients_pass(entry.param)
 
     def open_grads(self, bucket: int) -> None:
         """See ShardedFlatBuffer: they begin as zeros, once in an iteration."""
