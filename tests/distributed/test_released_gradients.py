@@ -277,6 +277,41 @@ def test_b32_an_error_in_a_hook_of_one_rank_is_told_to_the_others() -> None:
     run_on_ranks(in_each_mode, 2, _fail_on_one_rank)
 
 
+class Backwards(nn.Sequential):
+    """Called from the last to the first, so that the first backward's gradients come in another order than planned."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(list(self)):
+            hidden = layer(hidden)
+        return hidden
+
+
+def _fail_in_the_first_backward() -> None:
+    for kind in KINDS:
+        torch.manual_seed(0)
+        # One gradient, the last, lets all of these different sizes be sent.
+        model = wrap(Backwards(*(nn.Linear(7, 7, bias=bool(number % 2)) for number in range(6))), released(kind, 40))
+        failures = [KeyError()] if dist.get_rank() == 1 else []
+
+        def fail(owned: nn.Parameter, failures: list[Exception] = failures) -> None:
+            if failures:
+                raise failures.pop()
+
+        model.register_post_accumulate_grad_hook(trained(model)["2.weight"], fail)
+        with pytest.raises(KeyError if failures else RemoteRankError):
+            model(torch.ones(2, 7)).sum().backward()
+            finalize_model_grads([model])
+        model.reset_iteration()
+        for _ in range(2):
+            model.zero_grad_buffer()
+            model(torch.ones(2, 7)).sum().backward()
+            finalize_model_grads([model])
+
+
+def test_b32_an_error_in_a_hook_of_the_first_backward_leaves_no_bucket_unsent() -> None:
+    run_on_ranks(_fail_in_the_first_backward, 2)
+
+
 def _leave_parts_unused() -> None:
     for kind in KINDS:
         model, counted = wrap(Parts(), released(kind, 1)), Counted()

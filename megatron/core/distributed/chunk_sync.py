@@ -51,6 +51,11 @@ class StageChunks:
         """Whether anybody looks at their gradients before they are reduced."""
         return any(chunk.checks for chunk in self._chunks)
 
+    @property
+    def have_consumer(self) -> bool:
+        """Whether an optimizer takes gradients in backward."""
+        return any(chunk.hand_out is not None and chunk.hand_out.consumer is not None for chunk in self._chunks)
+
     def begin(self) -> None:
         """Begins an iteration."""
         for chunk in self._chunks:

@@ -109,7 +109,8 @@ class FsdpIteration:
             self._agreement.raise_broken_off(problem)
         if verdict.is_non_finite:
             self._phase = Phase.ABORTED
-            raise_non_finite(found, [stage_group_of(self._groups), self._groups.pp])
+            groups = [stage_group_of(self._groups), self._groups.pp]
+            raise_non_finite(found, groups, in_backward=self._hand_out.consumer is not None)
         self._phase = Phase.FINISHED
         self._units.give()
 

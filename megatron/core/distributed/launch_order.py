@@ -212,7 +212,7 @@ class LaunchOrder(ParamGathers):
             self._agreement.raise_broken_off(problem)
         if verdict.is_non_finite:
             self._abandon()
-            raise_non_finite(non_finite, [self.stage_group, self._pp_group])
+            raise_non_finite(non_finite, [self.stage_group, self._pp_group], in_backward=self._chunks.have_consumer)
         if not is_replayed:
             self._wait_for_reductions(verdict.late)
             self._warn_of_unused()
@@ -403,7 +403,7 @@ class LaunchOrder(ParamGathers):
         if numbers:
             # Before the first reduction; else another rank's would pair with it.
             self._launch_gathers()
-        for group in (self._by_number[number] for number in numbers if number in self._by_number):
+        for group in (self._by_number[due] for due in self._sequence.take(numbers) if due in self._by_number):
             with self.observers.launching(Traffic.REDUCE, group):
                 group.launch_reductions()
             self._launched.append(group)

@@ -3,7 +3,8 @@
 Groups are numbered as they were added. launch_order.py acts on what is decided here.
 """
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 
 # Iterations in which a parameter must have had fewer gradients before fewer are expected of it.
 _PATIENCE = 4
@@ -80,6 +81,8 @@ class LaunchSequence:
         self._num_came = 0
         self._last_came: dict[int, int] = {}
         self._seen: list[int] | None = None
+        # What is to be launched and was not yet.
+        self._due: deque[int] = deque()
 
     @property
     def is_armed(self) -> bool:
@@ -123,8 +126,15 @@ class LaunchSequence:
         """All groups that were not launched yet, in order."""
         return self._take_until(len(self.order))
 
+    def take(self, groups: Sequence[int]) -> Iterator[int]:
+        """Each of the groups in turn; before them those that an error in an earlier turn has left."""
+        self._due.extend(groups)
+        while self._due:
+            yield self._due.popleft()
+
     def start(self) -> None:
         """Begins an iteration."""
+        self._due.clear()
         self._cursor = self._num_came = 0
         self.part = None
         self._ready.clear()

@@ -58,18 +58,23 @@ def _first_difference(fingerprints: dict[str, tuple[int, bool]], group: dist.Pro
     )
 
 
-def raise_non_finite(names: list[str], groups: Sequence[dist.ProcessGroup | None]) -> None:
+def raise_non_finite(
+    names: list[str], groups: Sequence[dist.ProcessGroup | None], *, in_backward: bool = False
+) -> None:
     """Raises NonFiniteGradientError with what the ranks of all groups found. Collective: on all of them.
 
     names: this rank's parameters with a gradient that is not finite. groups: asked one after the other, so that
-    what the ranks of one found reaches the ranks of the next.
+    what the ranks of one found reaches the ranks of the next. in_backward: an optimizer may have updated by them.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = {rank: names} if names else {}
     for group in groups:
         found = {rank: names for part in gather_objects(found, group) for rank, names in part.items()}
     lines = [f"rank {rank}: {', '.join(n[:_NAMES_SHOWN])}{_and_more(n)}" for rank, n in sorted(found.items())]
-    raise NonFiniteGradientError(f"gradient is not finite on {'; '.join(lines)}. The model was not updated")
+    left = "The model was not updated"
+    if in_backward:
+        left = "Parameters that are updated in backward may be spoilt: load a checkpoint, unless the policy is exact"
+    raise NonFiniteGradientError(f"gradient is not finite on {'; '.join(lines)}. {left}")
 
 
 def _and_more(names: list[str]) -> str:

@@ -114,3 +114,14 @@ def test_expected_gradients_grow_at_once_and_shrink_after_four_steps(counts):
             expected = count
         elif len(fewer) == 4:
             expected, fewer = max(1, *fewer), []
+
+
+def test_groups_that_an_error_left_are_taken_before_others() -> None:
+    sequence = LaunchSequence()
+    turns = sequence.take([3, 1, 2])
+    assert next(turns) == 3
+    turns.close()
+    assert list(sequence.take([0])) == [1, 2, 0] and not list(sequence.take([]))
+    next(sequence.take([1, 2]))
+    sequence.start()
+    assert not list(sequence.take([]))
