@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_generator import DEFAULT_ORDER
+from megatron.training.initialize import build_groups
 
 
 @contextmanager
@@ -25,16 +25,7 @@ def fake_rank(args: argparse.Namespace, rank: int, *, world_size: int) -> Iterat
         raise RuntimeError("this process is a rank of its own already: leave its process groups first")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-            order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
-        )
-        yield parallel_state.get_process_groups()
+        yield build_groups(args)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -55,6 +55,20 @@ def initialize_megatron(
     device = default_device()
     prepare_device(device)
     join_process_group(config_from_args(DistributedConfig, args), device, settings=common_settings(args), board=board)
+    groups = build_groups(args)
+    for notice in filter(None, notices):
+        print_rank_0(notice)
+    # All copies draw the same weights; seed_ranks parts them once that is done.
+    _seed(args.seed, groups)
+    publish_run(args)
+    return args
+
+
+def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
+    """The process groups of the layout that args say, over all ranks that there are. Collective.
+
+    Raises ValueError for sizes that do not fit.
+    """
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -66,13 +80,7 @@ def initialize_megatron(
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
-    groups = parallel_state.get_process_groups()
-    for notice in filter(None, notices):
-        print_rank_0(notice)
-    # All copies draw the same weights; seed_ranks parts them once that is done.
-    _seed(args.seed, groups)
-    publish_run(args)
-    return args
+    return parallel_state.get_process_groups()
 
 
 def leave_process_group() -> None:
