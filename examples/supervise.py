@@ -116,9 +116,7 @@ class Supervisor:
             sys.exit(f"supervise.py: the command cannot be started: {error}")
         if self.told_to_end:
             self.process.terminate()
-        while (code := self.process.poll()) is None:
-            time.sleep(0.2)
-        return code
+        return self.process.wait()
 
     def progress(self) -> str:
         """What the folder names as the latest checkpoint."""
