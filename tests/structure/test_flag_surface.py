@@ -28,6 +28,7 @@ OTHER_DEFAULTS = {
     "distributed_backend": "unset picks nccl or gloo by the device",
     "num_query_groups": "unset is one group per head; Megatron ignores its 1 without --group-query-attention",
     "transformer_impl": "there is one implementation",
+    "yarn_correction_range_round_to_int": "on; of Megatron's two flags for it, one has no default",
 }
 
 

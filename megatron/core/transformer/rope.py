@@ -11,10 +11,14 @@ from torch.distributed import ProcessGroup
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.transformer.context_parallel import split_sequence
+from megatron.core.transformer.yarn import yarn_frequencies, yarn_table_scale
+from megatron.core.transformer.yarn_config import YarnConfig
 
 
 class RotaryTable(NamedTuple):
     """cos and sin of every position's angles: each [S, D_rot / 2], fp32 (fp64 in fp64 models), on the device.
+
+    Both may be multiplied by one number, which then is the length that rotated channels gain.
 
     interleaved: channels 2 i and 2 i + 1 turn against each other, instead of the halves of a head.
     """
@@ -40,6 +44,7 @@ class RotaryEmbedding(nn.Module):
         rotary_interleaved: bool = False,
         seq_len_interpolation_factor: float | None = None,
         rope_scaling_factor: float | None = None,
+        yarn: YarnConfig | None = None,
         cp_group: ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -47,6 +52,7 @@ class RotaryEmbedding(nn.Module):
         dtype: of the tables.
 
         seq_len_interpolation_factor: positions are divided by it. rope_scaling_factor: see `scaled_frequencies`.
+        yarn: of rope_type yarn; see yarn.py.
         """
         super().__init__()
         self.interleaved, self.cp_group = rotary_interleaved, cp_group
@@ -61,16 +67,25 @@ class RotaryEmbedding(nn.Module):
             if factor is not None and factor <= 0:
                 raise ValueError(f"{name} is {factor}: must be above 0")
         frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
+        if rope_scaling_factor is not None and yarn is not None:
+            raise ValueError(
+                f"rope_scaling_factor is {rope_scaling_factor} and rope_type is yarn: choose one way "
+                "to stretch frequencies"
+            )
         if rope_scaling_factor is not None:
             frequencies = scaled_frequencies(frequencies, factor=rope_scaling_factor)
         # In fp64: position times frequency loses digits in fp32 at long sequences.
         positions = torch.arange(max_sequence_length, dtype=torch.float64, device="cpu")
         if seq_len_interpolation_factor is not None:
             positions /= seq_len_interpolation_factor
+        scale = 1.0
+        if yarn is not None:
+            frequencies = yarn_frequencies(frequencies, base=rotary_base, config=yarn)
+            scale = yarn_table_scale(yarn)
         angles = torch.outer(positions, frequencies)
         device = default_device()
-        self.register_buffer("cos", angles.cos().to(dtype).to(device), persistent=False)
-        self.register_buffer("sin", angles.sin().to(dtype).to(device), persistent=False)
+        self.register_buffer("cos", angles.cos().mul_(scale).to(dtype).to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().mul_(scale).to(dtype).to(device), persistent=False)
 
     def forward(self, max_seq_len: int) -> RotaryTable:
         """Rows of positions 0 to max_seq_len - 1; with a cp_group, of the places of this rank's as many tokens."""

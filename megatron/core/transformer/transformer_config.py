@@ -42,11 +42,12 @@ from megatron.core.transformer.recompute_config import (
     validate_recompute,
     validate_recompute_modules,
 )
+from megatron.core.transformer.yarn_config import YarnConfig, resolve_yarn
 
 
 @dataclass(kw_only=True)
 class TransformerConfig(
-    ModelParallelConfig, AttentionConfig, MoEConfig, RecomputeConfig, OffloadConfig, CudaGraphConfig
+    ModelParallelConfig, AttentionConfig, YarnConfig, MoEConfig, RecomputeConfig, OffloadConfig, CudaGraphConfig
 ):
     """Everything a transformer block is built from.
 
@@ -89,6 +90,7 @@ class TransformerConfig(
     def __post_init__(self) -> None:
         validate_fields(self)
         validate_precision(self)
+        resolve_yarn(self, multi_latent_attention=False)
         if isinstance(self.moe_layer_freq, str):
             self.moe_layer_freq = parse_layer_pattern(self.moe_layer_freq, field="moe_layer_freq")
         if isinstance(self.window_attn_skip_freq, str):

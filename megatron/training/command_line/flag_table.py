@@ -27,6 +27,8 @@ class FlagState(enum.Enum):
 
 
 _STATE_OF_TIER = {1: FlagState.NOT_YET, 2: FlagState.NO_EFFECT, 3: FlagState.REFUSED}
+# What each kind of flag without a value leaves in the arguments.
+_CONSTANTS = {"store_true": True, "store_false": False, "boolean_optional": True}
 _WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
 
 
@@ -96,8 +98,20 @@ def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagT
             working[flag.dest] = flag
     # A script may use any spelling, so one shared option string makes a known flag ours.
     taken = {word for flag in working.values() for word in flag.flags}
-    others = [_flag_of_known(row) for row in known.flags if not taken & set(row.flags)]
-    return FlagTable((*working.values(), *others), known.owner_titles)
+    rest = [row for row in known.flags if not taken & set(row.flags)]
+    opposites = [_opposite(working[row.dest], row) for row in rest if _is_opposite(working.get(row.dest), row)]
+    others = [_flag_of_known(row) for row in rest if not _is_opposite(working.get(row.dest), row)]
+    return FlagTable((*working.values(), *opposites, *others), known.owner_titles)
+
+
+def _is_opposite(flag: Flag | None, row: KnownFlag) -> bool:
+    """Whether a known flag gives a working one's field the value that it has anyway."""
+    return flag is not None and _CONSTANTS.get(row.action) is (not flag.constant)
+
+
+def _opposite(flag: Flag, row: KnownFlag) -> Flag:
+    word = flag.flags[0]
+    return dataclasses.replace(flag, flags=row.flags, constant=not flag.constant, known=row, help=f"Not {word}.")
 
 
 def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> list[Flag]:
@@ -198,10 +212,8 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _flag_of_known(row: KnownFlag) -> Flag:
-    # What each kind of flag without a value leaves in the arguments.
-    constants = {"store_true": True, "store_false": False, "boolean_optional": True}
     # Flags of --x/--no-x are all refused, so which of the two was given does not matter.
-    takes_no_value = row.action in constants
+    takes_no_value = row.action in _CONSTANTS
     return Flag(
         flags=row.flags,
         dest=row.dest,
@@ -210,7 +222,7 @@ def _flag_of_known(row: KnownFlag) -> Flag:
         state=_STATE_OF_TIER[row.tier],
         type_name="flag" if takes_no_value else row.type if row.type in _WORD_PARSERS else "str",
         parse=_WORD_PARSERS.get(row.type, str),
-        constant=constants.get(row.action),
+        constant=_CONSTANTS.get(row.action),
         nargs=None if takes_no_value else row.nargs,
         choices=row.choices if row.type in ("int", "str") else None,
         known=row,

@@ -20,7 +20,6 @@ _NO_FP8 = "8- and 4-bit training does not exist here: use --bf16"
 _MUP = "width-dependent scaling does not exist here: set --init-method-std and --lr yourself"
 _DSA = "sparse attention with an indexer does not exist here: remove the --dsa flags"
 _MTP = "multi-token prediction is set by --mtp-num-layers and --mtp-loss-scaling-factor alone"
-_YARN = "YaRN is not tuned by flags: use --use-rope-scaling with --rope-scaling-factor"
 _RESTART = "restart belongs to the launcher: use torchrun --max-restarts and --load, a run resumes bit for bit"
 _FLIGHT = "set PyTorch's own TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_FR_BUFFER_SIZE environment variables instead"
 _ONE_LOGGER = "this logging service is not used here: use --tensorboard-dir"
@@ -51,7 +50,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--encoder-num-layers$|--decoder-num-layers$|--(en|de)coder-seq-length$", _ENCODER),
     (r"--use-dist-ckpt$", "checkpoints always are distributed ones: remove it"),
     (r"--dist-ckpt-format$", "it is the old name of --ckpt-format"),
-    (r"--rope-type$", "the kind of positions is chosen by --position-embedding-type"),
     (r"--(enable|external)-cuda-graph$", "it is the old name of --cuda-graph-impl"),
     (r"--cuda-graph-scope$", "it is the old name of --cuda-graph-modules"),
     (r"--moe-enable-deepep$", "use --moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend deepep"),
@@ -86,7 +84,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--(use-)?kitchen-attention|--flash-attention-version", "choose the attention kernel by --attention-backend"),
     (r"--(enable-)?mhc-", _MHC),
     (r"--gtp-|--(expert-)?tensor-parallel-num-weight-shards", _GTP),
-    (r"--(no-)?yarn-", _YARN),
     (
         r"--mrope-section|--no-rope-freq",
         "positions rotate alike in all layers: use --position-embedding-type rope alone",

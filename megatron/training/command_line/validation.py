@@ -176,15 +176,30 @@ def check_rotation(args: argparse.Namespace) -> None:
         args.position_embedding_type = "rope"
     if _is_set(args, "rope_scaling_factor") and not args.use_rope_scaling:
         raise CommandLineError("--rope-scaling-factor needs --use-rope-scaling: add it, or drop the factor")
+    name_yarn_once(args)
     if args.position_embedding_type == "rope":
         return
     # Old scripts give it beside rope, where it says nothing new.
     if not args.add_position_embedding and args.position_embedding_type != "none":
         raise CommandLineError("--no-position-embedding is no longer enough: add --position-embedding-type none")
-    for name in ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"):
+    names = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
+    for name in (*names, "rope_type"):
         if _is_set(args, name):
             flag = f"--{name.replace('_', '-')}"
             raise CommandLineError(f"{flag} needs --position-embedding-type rope: add it, or drop {flag}")
+
+
+def name_yarn_once(args: argparse.Namespace) -> None:
+    """Sets --rope-type where --position-embedding-type says yarn, which is a kind of rope."""
+    if args.position_embedding_type == "yarn":
+        if args.rope_type == "rope":
+            raise CommandLineError("--position-embedding-type is yarn and --rope-type is rope: drop one of them")
+        args.position_embedding_type, args.rope_type = "rope", "yarn"
+    if args.rope_type == "yarn" and args.use_rope_scaling:
+        raise CommandLineError(
+            "--use-rope-scaling and --rope-type yarn both stretch frequencies: give one of them; yarn takes "
+            "--rotary-scaling-factor"
+        )
 
 
 def _is_set(args: argparse.Namespace, name: str) -> bool:

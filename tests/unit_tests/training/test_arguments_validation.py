@@ -60,6 +60,27 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             "--position-embedding-type",
             ["--rotary-interleaved needs --position-embedding-type rope"],
         ),
+        ("--rotary-scaling-factor 4", "", ["--rotary-scaling-factor is 4.0 and --rope-type is rope: must be yarn"]),
+        (
+            "--rope-type yarn --max-position-embeddings 32",
+            "--position-embedding-type",
+            ["--rope-type needs --position-embedding-type rope"],
+        ),
+        (
+            "--position-embedding-type yarn --rope-type rope",
+            "",
+            ["--position-embedding-type is yarn and --rope-type is rope"],
+        ),
+        (
+            "--position-embedding-type rope --rope-type yarn --use-rope-scaling",
+            "",
+            ["--use-rope-scaling and --rope-type yarn", "--rotary-scaling-factor"],
+        ),
+        (
+            "--position-embedding-type yarn --yarn-beta-fast 1",
+            "",
+            ["--yarn-beta-fast is 1.0: must be more than --yarn-beta-slow (1.0)"],
+        ),
         ("--apply-wd-to-qk-layernorm", "", ["--apply-wd-to-qk-layernorm needs --qk-layernorm"]),
         ("--window-size 4", "", ["--window-size", "'4': must be two integers LEFT,RIGHT"]),
         ("--window-size 4,1", "", ["--window-size is (4, 1)"]),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.config_field import config_field, validate_fields
 
-POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
+POSITION_EMBEDDINGS = ("learned_absolute", "rope", "yarn", "none")
 
 
 @dataclass(kw_only=True)
@@ -27,7 +27,9 @@ class GPTModelConfig:
         at_least=1,
     )
     position_embedding_type: str = config_field(
-        "learned_absolute", help="How positions enter the model.", choices=POSITION_EMBEDDINGS
+        "learned_absolute",
+        help="How positions enter the model; yarn is rope with --rope-type yarn.",
+        choices=POSITION_EMBEDDINGS,
     )
     add_position_embedding: bool = config_field(
         True,

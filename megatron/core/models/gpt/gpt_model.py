@@ -72,7 +72,7 @@ class GPTModel(MegatronModule):
         _require_fp32_loss(fp16_lm_cross_entropy)
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.unpadded_vocab_size = _checked_vocab_size(unpadded_vocab_size, vocab_size)
-        self.position_embedding_type = _checked_position_embedding(position_embedding_type)
+        self.position_embedding_type = _checked_position_embedding(position_embedding_type, config)
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self._input: Tensor | None = None
@@ -85,7 +85,7 @@ class GPTModel(MegatronModule):
         with deferred_initialization(config):
             self._build_layers(_block_spec(transformer_layer_spec, config), groups)
         self.rotary_pos_emb = None
-        if position_embedding_type == "rope":
+        if position_embedding_type in ("rope", "yarn"):
             assert config.kv_channels is not None
             self.rotary_pos_emb = RotaryEmbedding(
                 config.kv_channels,
@@ -95,6 +95,7 @@ class GPTModel(MegatronModule):
                 rotary_interleaved=config.rotary_interleaved,
                 seq_len_interpolation_factor=seq_len_interpolation_factor,
                 rope_scaling_factor=rope_scaling_factor if rope_scaling else None,
+                yarn=config if config.rope_type == "yarn" else None,
                 cp_group=groups.cp,
                 dtype=torch.promote_types(config.params_dtype, torch.float32),
             )
@@ -298,9 +299,13 @@ def _checked_vocab_size(unpadded: int | None, padded: int) -> int:
     return unpadded
 
 
-def _checked_position_embedding(kind: str) -> str:
+def _checked_position_embedding(kind: str, config: TransformerConfig) -> str:
     if kind not in POSITION_EMBEDDINGS:
         raise ValueError(f"position_embedding_type is {kind!r}: must be one of {', '.join(POSITION_EMBEDDINGS)}")
+    if kind == "yarn" and config.rope_type != "yarn":
+        raise ValueError(f"position_embedding_type is yarn and rope_type is {config.rope_type}: must be yarn too")
+    if kind not in ("rope", "yarn") and config.rope_type == "yarn":
+        raise ValueError(f"rope_type is yarn and position_embedding_type is {kind}: must be rope")
     return kind
 
 

@@ -124,6 +124,18 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, An
         {},
         {"rope_scaling": True},
     ),
+    "llama-yarn": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {**GROUPED, **rotary(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)},
+        {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "yarn_correction_range_round_to_int": False,
+        },
+        {"position_embedding_type": "yarn"},
+    ),
     "llama-interpolated-positions": (
         LlamaForCausalLM,
         LlamaConfig,

@@ -1,0 +1,87 @@
+"""Settings of YaRN, which stretches rotary positions for longer contexts; what it computes is in yarn.py."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+# What unset fields mean, as Megatron's MLATransformerConfig has it.
+_ORIGINAL_LENGTH, _BETA_FAST, _BETA_SLOW = 4096, 32.0, 1.0
+
+
+@dataclass(kw_only=True)
+class YarnConfig:
+    """The kind of rotary positions, and how YaRN turns them."""
+
+    cli_group: ClassVar[str] = "rotary positions"
+
+    rope_type: str | None = config_field(
+        None,
+        help="Rotary frequencies as they are (rope), or stretched for longer contexts (yarn); unset: yarn with "
+        "--multi-latent-attention, else rope.",
+        choices=("rope", "yarn"),
+    )
+    rotary_scaling_factor: float = config_field(
+        1.0, help="With yarn: by how much low frequencies are slowed down; 1 leaves all as they are.", at_least=1
+    )
+    original_max_position_embeddings: int | None = config_field(
+        None,
+        flags=("--yarn-original-max-position-embeddings",),
+        dest="yarn_original_max_position_embeddings",
+        help="With yarn: the context that the frequencies were made for; unset: 4096.",
+        at_least=1,
+    )
+    beta_fast: float | None = config_field(
+        None,
+        flags=("--yarn-beta-fast",),
+        dest="yarn_beta_fast",
+        help="With yarn: what turns more often than this in the original context keeps its frequency; unset: 32.",
+        more_than=0,
+    )
+    beta_slow: float | None = config_field(
+        None,
+        flags=("--yarn-beta-slow",),
+        dest="yarn_beta_slow",
+        help="With yarn: what turns less often than this gets the whole factor; unset: 1.",
+        more_than=0,
+    )
+    mscale: float = config_field(
+        1.0, help="With yarn: weight of the factor's logarithm in the length of rotated queries and keys.", at_least=0
+    )
+    mscale_all_dim: float = config_field(
+        0.0,
+        help="With yarn: the same, divided out of rotated channels again and given to the scores of latent attention "
+        "instead.",
+        at_least=0,
+    )
+    yarn_correction_range_round_to_int: bool = config_field(
+        True,
+        flags=("--no-yarn-correction-range-round-to-int",),
+        help="With yarn: the channels between which frequencies change over are not rounded to whole ones.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+def resolve_yarn(config: YarnConfig, *, multi_latent_attention: bool) -> None:
+    """Fills in what is unset; raises ValueError for settings without yarn, or such that contradict each other."""
+    if config.rope_type is None:
+        config.rope_type = "yarn" if multi_latent_attention else "rope"
+    if config.rope_type != "yarn":
+        _require_defaults(config)
+        return
+    if config.original_max_position_embeddings is None:
+        config.original_max_position_embeddings = _ORIGINAL_LENGTH
+    if config.beta_fast is None:
+        config.beta_fast = _BETA_FAST
+    if config.beta_slow is None:
+        config.beta_slow = _BETA_SLOW
+    if config.beta_fast <= config.beta_slow:
+        raise ValueError(f"beta_fast is {config.beta_fast}: must be more than beta_slow ({config.beta_slow})")
+
+
+def _require_defaults(config: YarnConfig) -> None:
+    for name, default in vars(YarnConfig()).items():
+        if name != "rope_type" and vars(config)[name] != default:
+            raise ValueError(f"{name} is {vars(config)[name]} and rope_type is {config.rope_type}: must be yarn")
