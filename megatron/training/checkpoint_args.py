@@ -36,6 +36,7 @@ _NOT_IN_WEIGHTS = (
     "moe_router_pre_softmax",
     "moe_router_num_groups",
     "moe_router_group_topk",
+    "moe_router_group_score",
     "moe_router_topk_scaling_factor",
 )
 # A model with another value of one of these has other weights, or weights of another meaning.

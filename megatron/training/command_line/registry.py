@@ -97,6 +97,7 @@ MODEL_SHAPE_DESTS: tuple[str, ...] = (
     "moe_router_pre_softmax",
     "moe_router_num_groups",
     "moe_router_group_topk",
+    "moe_router_group_score",
     "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias",
     "moe_shared_expert_intermediate_size",

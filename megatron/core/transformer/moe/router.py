@@ -5,13 +5,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.model_parallel_config import InitMethod
+from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.tensor_parallel.layers import device_for_buffers, empty_parameter, initialize_weight
+from megatron.core.tensor_parallel.layers import (
+    device_for_buffers,
+    empty_parameter,
+    initialize_weight,
+    zero_parameter,
+)
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.aux_losses import Z_LOSS, AuxLossRecorder, z_loss_func
@@ -29,15 +34,24 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(MegatronModule, Drawing):
-    """Scores every expert for every token; a subclass turns scores into choices."""
+    """Scores every expert for every token; a subclass turns scores into choices.
+
+    bias: [E], of the scores, learned, where linear layers have biases (add_bias_linear); else None.
+    """
+
+    bias: nn.Parameter | None
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config)
         assert config.num_moe_experts is not None and config.init_method is not None
         self.num_experts, self.init_method = config.num_moe_experts, config.init_method
         self.weight = empty_parameter(self.num_experts, config.hidden_size, config=config)
+        self.register_parameter("bias", None)
+        if config.add_bias_linear:
+            self.bias = zero_parameter(self.num_experts, config=config)
         # Under sequence parallelism each rank routes its part of the sequence.
-        mark_partial_gradient(self.weight, partial=config.sequence_parallel)
+        for parameter in self.parameters():
+            mark_partial_gradient(parameter, partial=config.sequence_parallel)
         initialize_weight(self.weight, self.init_method, config=config)
         self.dtype = None if config.moe_router_dtype is None else _DTYPES[config.moe_router_dtype]
         self.jitter_eps = config.moe_input_jitter_eps or 0.0
@@ -49,13 +63,13 @@ class Router(MegatronModule, Drawing):
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the random parameters start, by name."""
-        return {"weight": self.init_method}
+        return {"weight": self.init_method, **({} if self.bias is None else {"bias": ConstantInit(0)})}
 
     def gating(self, tokens: Tensor) -> Tensor:
         """Scores; tokens: [T, H], parameter dtype -> [T, E], fp32 (fp64 in fp64 models), or moe_router_dtype."""
         if self.dtype is not None:
-            return _LinearIn.apply(tokens, self.weight, self.dtype)
-        logits = F.linear(tokens, self.weight)
+            return _LinearIn.apply(tokens, self.weight, self.bias, self.dtype)
+        logits = F.linear(tokens, self.weight, self.bias)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @abstractmethod
@@ -191,6 +205,7 @@ def _build_routes(config: TransformerConfig) -> tuple[Route, Route]:
         pre_softmax=config.moe_router_pre_softmax,
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
+        group_score=config.moe_router_group_score,
         scaling_factor=config.moe_router_topk_scaling_factor,
         score_function=config.moe_router_score_function,
     )
@@ -198,17 +213,19 @@ def _build_routes(config: TransformerConfig) -> tuple[Route, Route]:
 
 
 class _LinearIn(torch.autograd.Function):
-    """tokens @ weight.T in another dtype, forward and backward; keeps tokens and weight in their own."""
+    """tokens @ weight.T + bias in another dtype, forward and backward; keeps tokens and weight in their own."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(tokens, weight)
-        return F.linear(tokens.to(dtype), weight.to(dtype))
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         tokens, weight = ctx.saved_tensors
         grad_tokens = (grad @ weight.to(grad.dtype)).to(tokens.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_tokens, grad_weight, None
+        grad_bias = grad.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return grad_tokens, grad_weight, grad_bias, None

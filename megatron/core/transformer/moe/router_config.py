@@ -31,6 +31,12 @@ class RouterConfig:
     moe_router_group_topk: int | None = config_field(
         None, help="Groups that the experts of a token come from: those with the best experts.", at_least=1
     )
+    moe_router_group_score: str = config_field(
+        "sum",
+        help="How good a group is: the sum of its best experts' scores (DeepSeek-V3), of as many as a token takes from "
+        "each of its groups, or its best expert's alone (max, DeepSeek-V2).",
+        choices=("sum", "max"),
+    )
     moe_router_topk_scaling_factor: float | None = config_field(
         None, help="Factor of all routing weights.", more_than=0
     )
@@ -104,6 +110,11 @@ def validate_groups(config: RouterConfig, num_experts: int) -> None:
     """Raises ValueError where a token cannot find its experts in the groups that it may use."""
     groups, group_topk, topk = config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk
     if groups is None and group_topk is None:
+        if config.moe_router_group_score != "sum":
+            raise ValueError(
+                f"moe_router_group_score is {config.moe_router_group_score} but there are no groups: give "
+                "moe_router_num_groups and moe_router_group_topk, or leave it out"
+            )
         return
     if groups is None or group_topk is None:
         raise ValueError(

@@ -24,13 +24,17 @@ def build_route(
     pre_softmax: bool = False,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score: str = "sum",
     scaling_factor: float | None = None,
     score_function: str = "softmax",
 ) -> Route:
     """The routing that the options describe, as one function; which parts it has is decided here and not per token."""
     choose: _Choose = partial(torch.topk, k=topk, dim=-1)
     if num_groups is not None and group_topk is not None:
-        choose = partial(group_limited_topk, topk=topk, num_groups=num_groups, group_topk=group_topk)
+        counted = 1 if group_score == "max" else topk // group_topk
+        choose = partial(
+            group_limited_topk, topk=topk, num_groups=num_groups, group_topk=group_topk, scores_per_group=counted
+        )
     if score_function == "softmax" and not pre_softmax:
         route: Route = partial(_softmax_of_chosen, choose=choose)
     else:
@@ -53,13 +57,15 @@ def build_sinkhorn_routes(topk: int) -> tuple[Route, Route]:
     return partial(_sinkhorn_route, score=score, choose=plain), evaluation
 
 
-def group_limited_topk(scores: Tensor, *, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
-    """The K best experts of the best groups; a group is as good as the sum of its K / group_topk best scores.
+def group_limited_topk(
+    scores: Tensor, *, topk: int, num_groups: int, group_topk: int, scores_per_group: int
+) -> tuple[Tensor, Tensor]:
+    """The K best experts of the best groups; a group is as good as the sum of its scores_per_group best scores.
 
     scores: [T, E], fp32 or fp64, neighbours in a group -> their scores [T, K], same dtype, and indices [T, K], int64.
     """
     by_group = scores.unflatten(-1, (num_groups, -1))  # [T, G, E / G]
-    group_scores = by_group.topk(topk // group_topk, dim=-1).values.sum(dim=-1)  # [T, G]
+    group_scores = by_group.topk(scores_per_group, dim=-1).values.sum(dim=-1)  # [T, G]
     allowed = torch.zeros_like(group_scores, dtype=torch.bool)
     allowed.scatter_(1, group_scores.topk(group_topk, dim=-1).indices, True)
     return torch.topk(by_group.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1), k=topk, dim=-1)

@@ -24,7 +24,8 @@ def route_token(logits: Tensor, config: Any, bias: Tensor | None) -> Choice:
     rank = (scores if bias is None else scores + bias).tolist()
     experts = list(range(len(rank)))
     if config.moe_router_num_groups is not None:
-        size, members = len(rank) // config.moe_router_num_groups, topk // config.moe_router_group_topk
+        size = len(rank) // config.moe_router_num_groups
+        members = {"sum": topk // config.moe_router_group_topk, "max": 1}[config.moe_router_group_score]
         groups = [experts[start : start + size] for start in range(0, len(rank), size)]
         groups.sort(key=lambda group: -sum(sorted((rank[e] for e in group), reverse=True)[:members]))
         experts = sum(groups[: config.moe_router_group_topk], [])

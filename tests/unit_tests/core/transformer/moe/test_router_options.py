@@ -4,8 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Config, DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeTopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
 
 from megatron.core.transformer.moe.load_balancing import get_updated_expert_bias
 from megatron.core.transformer.moe.moe_utils import permute, sinkhorn, topk_routing_with_score_function, unpermute
@@ -30,6 +37,7 @@ SHAPES = [
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "pre_softmax": {"moe_router_pre_softmax": True},
+    "pre_softmax_max": {"moe_router_pre_softmax": True, "moe_router_group_score": "max"},
     "sigmoid": {"moe_router_score_function": "sigmoid"},
     "sqrtsoftplus": {"moe_router_score_function": "sqrtsoftplus"},
     "biased": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
@@ -48,6 +56,8 @@ def router_of(experts: int, **fields: Any) -> TopKRouter:
 def test_router_agrees_with_a_loop_over_tokens(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     for number, (experts, topk, groups, group_topk, factor) in enumerate(SHAPES):
+        if KINDS[kind].get("moe_router_group_score") == "max" and groups is None:
+            continue
         router = router_of(
             experts,
             moe_router_topk=topk,
@@ -132,13 +142,16 @@ def test_bias_moves_by_the_sign_of_what_is_missing() -> None:
 @pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "fp32"), (torch.float32, "fp64"), (torch.float16, "fp64")])
 def test_gating_multiplies_in_the_dtype_that_is_asked_for(dtype: torch.dtype, name: str) -> None:
     generator, exact = torch.Generator().manual_seed(4), {"fp32": torch.float32, "fp64": torch.float64}[name]
-    router = router_of(4, params_dtype=dtype, moe_router_dtype=name)
+    router = router_of(4, params_dtype=dtype, moe_router_dtype=name, add_bias_linear=True)
+    assert router.bias is not None
+    parameters = (router.weight, router.bias)
     for _ in range(1000):
-        router.weight.data.normal_(generator=generator)
+        for parameter in parameters:
+            parameter.data.normal_(generator=generator)
         x = torch.randn(3, 32, generator=generator).to(dtype).requires_grad_()
-        logits, expected = router.gating(x), x.to(exact) @ router.weight.to(exact).t()
+        logits, expected = router.gating(x), F.linear(x.to(exact), *(p.to(exact) for p in parameters))
         assert logits.dtype == exact and torch.equal(logits, expected)
-        ours, theirs = (torch.autograd.grad(y.square().sum(), (x, router.weight)) for y in (logits, expected))
+        ours, theirs = (torch.autograd.grad(y.square().sum(), (x, *parameters)) for y in (logits, expected))
         torch.testing.assert_close(ours, theirs)
     assert router(x)[0].dtype == torch.float32
 
@@ -169,26 +182,55 @@ def test_forced_balance_loads_experts_alike_and_draws_nothing() -> None:
     assert skewed.grad is not None and skewed.grad.abs().sum() > 0
 
 
-def test_grouped_routing_is_that_of_deepseek_v3() -> None:
-    shape = {"hidden_size": 32, "n_routed_experts": 16, "num_local_experts": 16}
-    config = DeepseekV3Config(**shape, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5)
-    theirs = DeepseekV3TopkRouter(config)
-    theirs.weight.data.normal_()
-    theirs.e_score_correction_bias.data.normal_(0, 0.2)
-    ours = router_of(
-        16,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_topk=4,
-        moe_router_num_groups=4,
-        moe_router_group_topk=2,
-        moe_router_topk_scaling_factor=2.5,
-        params_dtype=torch.float32,
-    )
-    ours.load_state_dict({"weight": theirs.weight, "expert_bias": theirs.e_score_correction_bias})
-    x = torch.randn(200, 32)
-    tables = [torch.zeros(200, 16).scatter(1, indices, weights) for weights, indices in (ours(x), theirs(x)[1:])]
-    torch.testing.assert_close(*tables)
+PRE_SOFTMAX: dict[str, Any] = {"moe_router_pre_softmax": True}
+SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+GROUPS: dict[str, Any] = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+# Module and configuration of the other library, its settings, our fields.
+ROUTERS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "mixtral": (MixtralTopKRouter, MixtralConfig, {}, {}),
+    "gpt-oss": (GptOssTopKRouter, GptOssConfig, {}, {"add_bias_linear": True}),
+    "qwen2-moe": (Qwen2MoeTopKRouter, Qwen2MoeConfig, {"norm_topk_prob": False}, PRE_SOFTMAX),
+    "qwen3-moe": (Qwen3MoeTopKRouter, Qwen3MoeConfig, {"norm_topk_prob": True}, {}),
+    "deepseek-v2-lite": (DeepseekV2TopkRouter, DeepseekV2Config, {"topk_method": "greedy"}, PRE_SOFTMAX),
+    "deepseek-v2": (
+        DeepseekV2TopkRouter,
+        DeepseekV2Config,
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0},
+        {**PRE_SOFTMAX, **GROUPS, "moe_router_group_score": "max", "moe_router_topk_scaling_factor": 16.0},
+    ),
+    "deepseek-v3": (
+        DeepseekV3TopkRouter,
+        DeepseekV3Config,
+        {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        {**SIGMOID, **GROUPS, "moe_router_topk_scaling_factor": 2.5},
+    ),
+    "glm-4.5": (
+        Glm4MoeTopkRouter,
+        Glm4MoeConfig,
+        {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        {**SIGMOID, "moe_router_topk_scaling_factor": 2.5},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_published_routers_are_those_of_their_flags(family: str) -> None:
+    module, config, settings, fields = ROUTERS[family]
+    shape = {"hidden_size": 32, **dict.fromkeys(("n_routed_experts", "num_local_experts", "num_experts"), 16)}
+    theirs = module(config(**shape, num_experts_per_tok=4, **settings))
+    generator = torch.Generator().manual_seed(6)
+    stored = {
+        name.replace("e_score_correction_bias", "expert_bias"): value.data.normal_(0, 0.3, generator=generator)
+        for name, value in theirs.state_dict().items()
+    }
+    ours = router_of(16, moe_router_topk=4, params_dtype=torch.float32, **fields)
+    ours.load_state_dict(stored)
+    x, upstream = torch.randn(200, 32, generator=generator), torch.randn(200, 16, generator=generator)
+    found = []
+    for router, (weights, indices) in ((ours, ours(x)), (theirs, theirs(x)[1:])):
+        table = torch.zeros(200, 16).scatter(1, indices, weights)
+        found.append((table, torch.autograd.grad((table * upstream).sum(), list(router.parameters()))))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-5)
 
 
 def test_tables_rows_and_back_hold_what_the_map_says() -> None:
