@@ -98,7 +98,8 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
         vars(args)[name] = moved.get(name) or stored.get(name)
     args.params_dtype = torch.float32
     tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
-    if tokenizer.vocab_size != args.unpadded_vocab_size:
+    # build_tokenizer has compared a --vocab-size, which may be of more ids than the tokenizer gives.
+    if args.vocab_size is None and tokenizer.vocab_size != args.unpadded_vocab_size:
         raise ValueError(
             f"{tokenizer.name} has {tokenizer.vocab_size} tokens, the checkpoint's model {args.unpadded_vocab_size}: "
             "give the tokenizer of the training run with --tokenizer-model"

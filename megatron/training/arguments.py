@@ -5,18 +5,19 @@ How flags are made from fields, refused or explained is in command_line/.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from megatron.training.command_line.config_builder import config_from_args, core_transformer_config_from_args
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
-from megatron.training.command_line.flag_table import Flag, FlagState
+from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
 from megatron.training.command_line.parser import REFUSED, build_parser, problems_of_leftovers
 from megatron.training.command_line.refusals import no_effect_notice
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
 from megatron.training.command_line.validation import read_launcher, validate_args
 from megatron.training.command_line.values import not_yet, yaml_of_value
 from megatron.training.command_line.yaml_config import config_text, read_config_file, shown_flags
+from megatron.training.model_presets import preset_file, table_of_models, tiny
 
 __all__ = [
     "MODEL_SHAPE_DESTS",
@@ -49,15 +50,15 @@ def parse_args(
     # Copied: the caller may go on using its list.
     words = list(sys.argv[1:] if argv is None else argv)
     parser, script_dests = build_parser(table, extra_args_provider)
-    path = _config_path(words)
-    if path is not None:
-        # Defaults, so that the command line wins without a word about precedence elsewhere.
-        parser.set_defaults(**read_config_file(path, table=table, script_dests=script_dests))
+    # Defaults, so that the command line wins without a word about precedence elsewhere.
+    parser.set_defaults(**_values_of_files(words, table=table, script_dests=script_dests))
     args, leftovers = parser.parse_known_args(words)
     # All at once: a long launch script is then corrected once.
     problems = [] if ignore_unknown_args else problems_of_leftovers(leftovers, parser, table=table)
     problems += vars(args).pop(REFUSED, [])
     _judge_values(args, [flag for flag in table.flags if flag.dest not in script_dests], problems=problems)
+    if args.list_models:
+        _print_and_exit(table_of_models())
     # Before validation: half a configuration may be shown and completed by hand.
     if args.print_config:
         _print_and_exit(config_text(args, table=table, script_dests=script_dests))
@@ -80,16 +81,35 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _config_path(words: Sequence[str]) -> str | None:
-    """The value of --config, needed before the other flags have defaults."""
-    # No errors and no help from this one: it looks for a single flag among many.
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--config")
+def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
+    """What the model of --model says, and over it what the file of --config says, by name in the arguments."""
+    named = _named_first(words)
+    values = {}
+    if "config" in named:
+        values = read_config_file(named["config"], table=table, script_dests=script_dests)
+    # A file may name a model too, if the flag is not a script's own.
+    model, scale = ({**values, **named}.get(name) for name in ("model", "model_scale"))
+    if model is None or "model" in script_dests:
+        if scale is not None and "model_scale" not in script_dests:
+            raise CommandLineError(f"--model-scale is {scale} without --model: give the name of the model")
+        return values
+    preset = read_config_file(preset_file(model), table=table, script_dests=frozenset())
+    return {**(tiny(preset) if scale == "tiny" else preset), **values}
+
+
+def _named_first(words: Sequence[str]) -> dict[str, str]:
+    """The values of flags that are needed before the other flags have defaults, of those that are given."""
+    # No errors and no help from this one: it looks for a few flags among many.
+    finder = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
+    for flag in ("--config", "--model", "--model-scale"):
+        finder.add_argument(flag)
     try:
-        return finder.parse_known_args(words)[0].config
+        return vars(finder.parse_known_args(words)[0])
     except argparse.ArgumentError:
         # A --config without a file name: the real parser says so.
-        return None
+        return {}
 
 
 def _judge_values(args: argparse.Namespace, flags: list[Flag], *, problems: list[str]) -> None:

@@ -74,11 +74,14 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
 def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> dict[str, Any]:
     """Of a checkpoint's arguments, those that make a run with the arguments `here` compute its model.
 
-    MODEL_SHAPE_DESTS, and the way of balancing where only one of the two uses Sinkhorn. An older checkpoint lacks
-    what came later: it was trained with the defaults.
+    MODEL_SHAPE_DESTS, the vocabulary of a model that knows more ids than its tokenizer, and the way of balancing where
+    only one of the two uses Sinkhorn. An older checkpoint lacks what came later: it was trained with the defaults.
     """
     different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
     names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS
+    # Of a tokenizer without a file it is no more than its size, which the run gives.
+    if stored.get("tokenizer_type") != "NullTokenizer" and stored.get("vocab_size") is not None:
+        names = (*names, "vocab_size")
     return {name: stored[name] for name in names if name in stored}
 
 

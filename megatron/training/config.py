@@ -39,6 +39,16 @@ class CommandLineConfig:
         None, help="YAML file of settings, keys as in --print-config; flags on the command line win over it."
     )
     print_config: bool = config_field(False, help="Print all settings as YAML that --config reads back, and exit.")
+    model: str | None = config_field(
+        None, help="Name of a model whose flags are taken; a file of --config and the command line win over them."
+    )
+    model_scale: str | None = config_field(
+        None, choices=("full", "tiny"), help="tiny: a small model with every feature of --model, for tests."
+    )
+    list_models: bool = config_field(False, help="Print the models that --model knows, and exit.")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
 
 
 @dataclass(kw_only=True)

@@ -293,16 +293,18 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
     """Builds the tokenizer and writes the vocabulary sizes that follow from it into `args`."""
     with all_ranks_agree():
         tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
-    args.unpadded_vocab_size = tokenizer.vocab_size
+    # A model may know more ids than its tokenizer gives, as published ones do: --vocab-size is checked to be as many.
+    args.unpadded_vocab_size = args.vocab_size or tokenizer.vocab_size
     if args.padded_vocab_size is None:
         args.padded_vocab_size = vocab_size_with_padding(
-            tokenizer.vocab_size,
+            args.unpadded_vocab_size,
             divisible_by=args.make_vocab_size_divisible_by,
             tensor_parallel_size=args.tensor_model_parallel_size,
         )
-    elif args.padded_vocab_size < tokenizer.vocab_size:
+    elif args.padded_vocab_size < args.unpadded_vocab_size:
+        whose = "the tokenizer's" if args.vocab_size is None else "--vocab-size,"
         raise CommandLineError(
-            f"--padded-vocab-size is {args.padded_vocab_size}: must be at least the tokenizer's {tokenizer.vocab_size}"
+            f"--padded-vocab-size is {args.padded_vocab_size}: must be at least {whose} {args.unpadded_vocab_size}"
         )
     return tokenizer
 

@@ -157,6 +157,13 @@ def _output(runner: Runner, pattern: str) -> None:
     assert re.search(pattern, runner.plain.outcomes[0].stdout), runner.plain.written()
 
 
+def _prints(runner: Runner, pattern: str) -> None:
+    """The program ends well without a step, and has printed something that matches."""
+    run = runner.run("printing")
+    assert run.exit_codes == [0] * len(run.outcomes) and not run.log, run.written()
+    assert re.search(pattern, run.outcomes[0].stdout), run.written()
+
+
 # What _refused_load leaves out of and adds to the flags of the run that saves.
 _LOADING = {"load", "use-checkpoint-args", "ckpt-step", "finetune", "exit-on-missing-checkpoint"}
 _SAVING: Flags = {"save": "{tmp}/saved", "train-iters": 3}
@@ -194,6 +201,7 @@ EXPECTATIONS: dict[str, Callable[[Runner, Any], None]] = {
     "checkpoints": _checkpoints,
     "logs": _logs,
     "output": _output,
+    "prints": _prints,
     "quiet": _quiet,
 }
 

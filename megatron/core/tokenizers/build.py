@@ -11,14 +11,15 @@ from megatron.core.tokenizers.tokenizer_config import AVAILABLE, TokenizerConfig
 
 
 def build_tokenizer(config: TokenizerConfig) -> BaseTokenizer:
-    """Raises ValueError or OSError where the type, its file or a given vocab_size is not right.
+    """Raises ValueError or OSError where the type, its file or a given vocab_size, which the model has, is not right.
 
     A failure may be this rank's alone (a file that only some nodes have): call it inside `all_ranks_agree`.
     """
     tokenizer = _build(config)
-    if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
+    if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"--vocab-size is {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; leave the flag out"
+            f"--vocab-size is {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; give at least as "
+            "many, or leave the flag out"
         )
     return tokenizer
 

@@ -37,8 +37,8 @@ class TokenizerConfig:
 
     vocab_size: int | None = config_field(
         None,
-        help="Number of token ids, end of document included, before padding. NullTokenizer needs it, TikTokenizer cuts "
-        "its vocabulary there.",
+        help="Number of token ids of the model, end of document included, before padding; unset: the tokenizer's. "
+        "NullTokenizer needs it, TikTokenizer cuts its vocabulary there.",
         at_least=1,
     )
     tokenizer_type: str | None = config_field(

@@ -17,7 +17,7 @@ from megatron.training.command_line.refusals import refusal
 from megatron.training.command_line.values import value_of_yaml, yaml_of_value
 
 # They say what to do with a configuration and are not part of one.
-NOT_IN_FILES = ("config", "print_config")
+NOT_IN_FILES = ("config", "print_config", "list_models")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -111,6 +111,7 @@ _PARSED_WORDS = {
     "moe_layer_freq": ["2", "[0]+[1]*3"],
     "window_attn_skip_freq": ["2", "[0]+[1]*3"],
     "window_size": ["128,0", "(-1, 0)"],
+    "model": ["llama3-8b", "glm-4.5"],
 }
 
 
@@ -125,7 +126,7 @@ def _words(flag: Flag) -> st.SearchStrategy[list[str]]:
         one = st.integers(0, 2**40)
     elif flag.type_name == "float":
         one = st.floats(0, allow_nan=False)
-    elif flag.type_name == "value":
+    elif flag.type_name == "value" or flag.dest in _PARSED_WORDS:
         one = st.sampled_from(_PARSED_WORDS.get(flag.dest, ["SIGINT"]))
     if flag.takes_list:
         items = st.lists(one.map(str).filter(lambda word: not word.startswith("-")), min_size=1, max_size=3)
@@ -137,7 +138,8 @@ _USABLE = [
     flag
     for flag in flag_table().flags
     if flag.state in (FlagState.WORKS, FlagState.NO_EFFECT)
-    and flag.dest not in ("config", "print_config")
+    # The scale needs a model.
+    and flag.dest not in ("config", "print_config", "list_models", "model_scale")
     and not isinstance(flag.nargs, int)
 ]
 
