@@ -48,6 +48,7 @@ SEQUENTIAL = f"""
 GROUPED = f"{SEQUENTIAL} --moe-grouped-gemm"
 SECOND_LAYERS = "--moe-layer-freq 2 --deterministic-mode --global-batch-size 12"
 EACH_LAYER = "--recompute-method uniform --recompute-num-layers 1"
+PARTS_OF_SEQUENCES = "--context-parallel-size 2 --cp-comm-type p2p all_gather"
 PARTS = "--recompute-modules core_attn layernorm moe_act"
 BLEND = "--data-path 0.3 {data}/a 0.7 {data}/b --split 80,10,10 --data-cache-path {folder}/cache"
 
@@ -66,6 +67,7 @@ CASES = (
     Case("dense, learned positions, dropout", (MOCK,), processes=2),
     Case("llama-like", (f"{MOCK} {LLAMA}",)),
     Case("llama-like, bf16", (f"{MOCK} {LLAMA} --bf16",), processes=2),
+    Case("llama-like, parts of sequences, bf16", (f"{MOCK} {LLAMA} --bf16 {PARTS_OF_SEQUENCES}",), processes=2),
     Case("llama-like, fp16", (f"{MOCK} {LLAMA} --fp16 --initial-loss-scale 65536 --loss-scale-window 2",)),
     Case("llama-like, unfused attention", (f"{MOCK} {LLAMA} --attention-backend unfused",)),
     Case("experts, grouped", (f"{MOCK} {GROUPED}",), processes=2),

@@ -21,7 +21,9 @@ BACKENDS = (AttnBackend.auto, AttnBackend.unfused)
 CASES = list(product(("p2p", "all_gather", "a2a"), (None, (5, 0)), (False, True)))
 
 
-def compare(kind: str, window: tuple[int, int] | None, packed: bool, **fields: Any) -> list[float]:
+def compare(
+    kind: str, window: tuple[int, int] | None, packed: bool, *, value_width: int = WIDTH, **fields: Any
+) -> list[float]:
     """Largest differences of output and gradients of query, key and value from the core's, relative to its largest."""
     group, size = dist.group.WORLD, dist.get_world_size()
     # On four ranks a chunk is shorter than the window.
@@ -31,8 +33,9 @@ def compare(kind: str, window: tuple[int, int] | None, packed: bool, **fields: A
     config = small_config(**{"params_dtype": dtype, **shape, **fields})
     core = DotProductAttention(config, 1)
     generator = torch.Generator().manual_seed(3)
-    whole = [torch.randn(seq, BATCH, n, WIDTH, generator=generator).to(dtype) for n in (HEADS, GROUPS, GROUPS)]
-    grad = torch.randn(seq, BATCH, HEADS * WIDTH, generator=generator).to(dtype)
+    shapes = ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, value_width))
+    whole = [torch.randn(seq, BATCH, *shape, generator=generator).to(dtype) for shape in shapes]
+    grad = torch.randn(seq, BATCH, HEADS * value_width, generator=generator).to(dtype)
     borders = torch.tensor([0, 3, 4, seq - 1, seq, seq + 9, 2 * seq], dtype=torch.int32)
     segments = PackedSeqParams(cu_seqlens_q=borders) if packed else None
     parts = [own_part(t).requires_grad_() for t in whole]
@@ -56,11 +59,14 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 def compare_all() -> list[tuple[Any, list[float]]]:
     found = [((case, backend), compare(*case, attention_backend=backend)) for case in CASES for backend in BACKENDS]
+    widths = ((AttnBackend.auto, WIDTH - 3), (AttnBackend.auto, WIDTH + 3), (AttnBackend.unfused, WIDTH - 3))
+    for case, (backend, width) in product(CASES, widths):
+        found.append(((case, backend, width), compare(*case, attention_backend=backend, value_width=width)))
     return found + [((case, "bf16"), compare(*case, params_dtype=torch.bfloat16)) for case in CASES]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_exchange_gives_what_one_rank_with_all_tokens_gets(ranks: int) -> None:
     for outcomes in run_on_ranks(compare_all, ranks):
-        for (case, kind), differences in outcomes:
-            assert max(differences) <= (2e-2 if kind == "bf16" else 1e-13), (case, kind, differences)
+        for case, differences in outcomes:
+            assert max(differences) <= (2e-2 if "bf16" in case else 1e-13), (case, differences)

@@ -17,7 +17,7 @@ from megatron.core.transformer.attention_tiles import Tile, segments_of_samples,
 from megatron.core.transformer.context_parallel import join_sequence, split_sequence
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
-from megatron.core.transformer.key_value_exchange import Block, Gather, KeyValueExchange, Ring
+from megatron.core.transformer.key_value_exchange import Block, Gather, KeysAndValues, KeyValueExchange, Ring
 from megatron.core.transformer.tile_kernels import MergedSoftmax, SoftmaxResult, TileInputs, TileKernel, tile_kernel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -80,9 +80,9 @@ class ContextParallelAttention(nn.Module):
         *,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query: [S / size, B, N, D]; key, value: [S / size, B, G, D], G divides N, any float dtype.
-        packed_seq_params: segments of the whole sequences that attention does not leave.
-        Returns [S / size, B, N * D], the query's dtype. Raises ValueError for a mask, or one that is not causal.
+        """query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], G divides N, any float
+        dtype. packed_seq_params: segments of the whole sequences that attention does not leave.
+        Returns [S / size, B, N * E], the query's dtype. Raises ValueError for a mask, or one that is not causal.
         """
         mask_type = attn_mask_type or self.core.attn_mask_type
         if attention_mask is not None or mask_type is not AttnMaskType.causal:
@@ -94,7 +94,9 @@ class ContextParallelAttention(nn.Module):
         seq_length = query.shape[0] * group_size(self.group)
         plan = _Plan(
             exchange=self.exchange(self.group, seq_length),
-            kernel=tile_kernel(query.device, scale=self.core.softmax_scale, plain=self.plain),
+            kernel=tile_kernel(
+                query.device, scale=self.core.softmax_scale, plain=self.plain, widths=(key.shape[3], value.shape[3])
+            ),
             segments=segments_of_samples(packed_seq_params, batch=query.shape[1], seq_length=seq_length),
             window=self.window,
         )
@@ -113,9 +115,9 @@ class HeadExchangeAttention(nn.Module):
         self.core, self.group = core, group
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **options: Any) -> Tensor:
-        """query: [S / size, B, N, D]; key, value: [S / size, B, G, D], any float dtype; masks, options: the core's.
-
-        Returns [S / size, B, N * D], the query's dtype. Raises ValueError unless the ranks divide N and G.
+        """query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype; masks,
+        options: the core's. Returns [S / size, B, N * E], the query's dtype. Raises ValueError unless the ranks divide
+        N and G.
         """
         for name, heads in (("attention heads", query.shape[2]), ("key/value heads", key.shape[2])):
             if heads % group_size(self.group):
@@ -144,7 +146,7 @@ class _Plan:
 
 
 class _AttentionOverRanks(torch.autograd.Function):
-    """query [S / size, B, N, D], key and value [S / size, B, G, D] -> [S / size, B, N, D].
+    """query [S / size, B, N, D], key [S / size, B, G, D], value [S / size, B, G, E] -> [S / size, B, N, E].
 
     Backward gets others' keys and values anew, so that no rank holds more than its part between the passes.
     """
@@ -152,10 +154,10 @@ class _AttentionOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
         queries = _heads_first(query)
-        merged = MergedSoftmax(queries)
-        for block in plan.exchange.blocks(torch.stack((key, value))):
+        merged = MergedSoftmax(queries, value_width=value.shape[3])
+        for block in plan.exchange.blocks(KeysAndValues(key, value)):
             for tile in plan.tiles(block):
-                merged.add(plan.kernel.forward(_inputs_of(tile, queries=queries, block=block.tensor), tile), tile)
+                merged.add(plan.kernel.forward(_inputs_of(tile, queries=queries, pair=block.pair), tile), tile)
         result = merged.result()
         ctx.save_for_backward(query, key, value, result.output, result.log_sum)
         ctx.plan = plan
@@ -170,20 +172,21 @@ class _AttentionOverRanks(torch.autograd.Function):
         # Shares are added up in the precision that the softmax was merged in.
         grad_queries = torch.zeros_like(queries, dtype=log_sum.dtype)
         going_home = plan.exchange.gradients()
-        for block in plan.exchange.blocks(torch.stack((key, value))):
-            grad_block = torch.zeros_like(block.tensor, dtype=log_sum.dtype)
+        for block in plan.exchange.blocks(KeysAndValues(key, value)):
+            grad_block = going_home.share(block, log_sum.dtype)
             for tile in plan.tiles(block):
                 rows = (tile.batch, slice(None), tile.queries)
                 result = SoftmaxResult(output[rows], log_sum[rows])
-                inputs = _inputs_of(tile, queries=queries, block=block.tensor)
+                inputs = _inputs_of(tile, queries=queries, pair=block.pair)
                 shares = plan.kernel.backward(grads[rows], inputs, result=result, tile=tile)
-                of_tile = _inputs_of(tile, queries=grad_queries, block=grad_block)
+                of_tile = _inputs_of(tile, queries=grad_queries, pair=grad_block)
                 of_tile.query.add_(shares.query)
                 of_tile.key.add_(shares.key)
                 of_tile.value.add_(shares.value)
-            going_home.hand_on(grad_block)
-        grad_key, grad_value = going_home.own().to(key.dtype)
-        return grad_queries.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, None
+            going_home.hand_on()
+        own = going_home.own()
+        grad_query = grad_queries.permute(2, 0, 1, 3).to(query.dtype)
+        return grad_query, own.key.to(key.dtype), own.value.to(value.dtype), None
 
 
 class _SequenceToHeads(torch.autograd.Function):
@@ -236,7 +239,7 @@ def _heads_first(tensor: Tensor) -> Tensor:
     return tensor.permute(1, 2, 0, 3)
 
 
-def _inputs_of(tile: Tile, *, queries: Tensor, block: Tensor) -> TileInputs:
-    """Views of a tile's rows and columns; queries: [B, N, S, D]; block: [2, K, B, G, D]."""
-    key, value = (_heads_first(t)[tile.batch, :, tile.keys] for t in block)
+def _inputs_of(tile: Tile, *, queries: Tensor, pair: KeysAndValues) -> TileInputs:
+    """Views of a tile's rows and columns; queries: [B, N, S, D]."""
+    key, value = (_heads_first(t)[tile.batch, :, tile.keys] for t in (pair.key, pair.value))
     return TileInputs(queries[tile.batch, :, tile.queries], key, value)

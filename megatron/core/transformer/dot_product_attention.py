@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.packed_attention import attend_by_segment, attend_varlen, has_varlen_kernel
 from megatron.core.transformer.recompute import Drawing
+from megatron.core.transformer.tile_kernels import widened
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.window_attention import attend_in_blocks, attend_in_window
 
@@ -45,6 +46,8 @@ class DotProductAttention(nn.Module, Drawing):
         # Chosen here, once: forward has no switches.
         plain = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
         self.attend: Callable[..., Tensor] = reference_attention if plain else self._torch_attention
+        # Flash kernels do not take values of another width than keys; where they are not allowed, others do.
+        self.needs_one_width = not plain and (not self.kernels or SDPBackend.FLASH_ATTENTION in self.kernels)
         self.window = config.window_of_layer(layer_number)
         if self.window is not None:
             # The reference stays plain: one mask, no blocks.
@@ -68,17 +71,36 @@ class DotProductAttention(nn.Module, Drawing):
         *,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query: [S, B, N, D]; key, value: [S, B, G, D], G divides N, any float dtype; attention_mask: bool,
-        broadcastable to [B, 1, S, S], True where attention is forbidden, or None for what the mask type says.
-        packed_seq_params: segments that attention does not leave; instead of a mask.
-        Returns [S, B, N * D], the query's dtype.
+        """query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, E], G divides N, any float dtype;
+        attention_mask: bool, broadcastable to [B, 1, S, S], True where attention is forbidden, or None for what the
+        mask type says. packed_seq_params: segments that attention does not leave; instead of a mask.
+        Returns [S, B, N * E], the query's dtype.
         """
-        mask_type = attn_mask_type or self.attn_mask_type
-        if packed_seq_params is not None:
-            if attention_mask is not None:
+        options: dict[str, Any] = {"mask": attention_mask, "mask_type": attn_mask_type or self.attn_mask_type}
+        options["packed"] = packed_seq_params
+        key_width, value_width = key.shape[-1], value.shape[-1]
+        if not self.needs_one_width or key_width == value_width:
+            return self._context(query, key=key, value=value, **options).flatten(2)
+        # Zeros change no score, and what they give is cut off.
+        query, key, value = (widened(t, max(key_width, value_width)) for t in (query, key, value))
+        return self._context(query, key=key, value=value, **options)[..., :value_width].flatten(2)
+
+    def _context(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        mask_type: AttnMaskType,
+        packed: PackedSeqParams | None,
+    ) -> Tensor:
+        """[S, B, N, E]."""
+        if packed is not None:
+            if mask is not None:
                 raise ValueError("attention_mask and packed_seq_params are both given: one of them must be None")
-            return self._packed(query, key=key, value=value, packed=packed_seq_params, mask_type=mask_type)
-        if self.window is not None and attention_mask is None and self._has_varlen_kernel(query):
+            return self._packed(query, key=key, value=value, packed=packed, mask_type=mask_type)
+        if self.window is not None and mask is None and self._has_varlen_kernel(query):
             # It skips what lies outside the window; torch's other kernels would need a mask, and compute all.
             return self._packed(query, key=key, value=value, packed=self._whole_samples(query), mask_type=mask_type)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [B, N or G, S, D]
@@ -86,13 +108,13 @@ class DotProductAttention(nn.Module, Drawing):
             q,
             key=k,
             value=v,
-            allowed=None if attention_mask is None else ~attention_mask,
-            is_causal=attention_mask is None and mask_type is AttnMaskType.causal,
+            allowed=None if mask is None else ~mask,
+            is_causal=mask is None and mask_type is AttnMaskType.causal,
             dropout=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
         )
         # No copy where the kernel keeps the query's memory order, [S, B, N, D], as torch's on the CPU does.
-        return context.permute(2, 0, 1, 3).flatten(2)
+        return context.permute(2, 0, 1, 3)
 
     def _packed(
         self, query: Tensor, *, key: Tensor, value: Tensor, packed: PackedSeqParams, mask_type: AttnMaskType
@@ -102,9 +124,9 @@ class DotProductAttention(nn.Module, Drawing):
         if self._has_varlen_kernel(query):
             left, right = self.window or (-1, -1)
             window = (left, 0 if is_causal else right)
-            return attend_varlen(query, **parts, scale=self.softmax_scale, window=window).flatten(2)
+            return attend_varlen(query, **parts, scale=self.softmax_scale, window=window)
         attend = partial(self.attend, allowed=None, is_causal=is_causal, dropout=dropout, scale=self.softmax_scale)
-        return attend_by_segment(query, **parts, attend=attend).flatten(2)
+        return attend_by_segment(query, **parts, attend=attend)
 
     def _whole_samples(self, query: Tensor) -> PackedSeqParams:
         """Samples as segments of one length each; made once for a shape, so that a GPU gets their borders once."""
@@ -178,8 +200,8 @@ def reference_attention(
 ) -> Tensor:
     """Attention step by step, softmax in fp32 or more.
 
-    query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S].
-    Returns [B, N, S, D], the query's dtype.
+    query: [B, N, S, D]; key: [B, G, S, D]; value: [B, G, S, E], any float dtype; allowed: bool, broadcastable to
+    [B, 1, S, S]. Returns [B, N, S, E], the query's dtype.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))

@@ -22,23 +22,35 @@ _BLOCK_TAG, _GRADIENT_TAG = 0, 1
 
 
 @dataclass(frozen=True)
+class KeysAndValues:
+    """key: [K, B, G, D]; value: [K, B, G, E], where E may be D; or the gradients of both; one float dtype."""
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
 class Block:
-    """Keys and values, [2, K, B, G, D], any float dtype, and which tokens of the whole sequences they are."""
+    """Keys and values, and which tokens of the whole sequences they are."""
 
     places: list[Stretch]
-    tensor: Tensor
+    pair: KeysAndValues
 
 
 class GradientReturn(ABC):
     """Brings gradients of blocks, computed in the order of KeyValueExchange.blocks, to the rank that owns the block."""
 
     @abstractmethod
-    def hand_on(self, grad: Tensor) -> None:
-        """Takes this rank's share in a block's gradient, [2, K, B, G, D], fp32 or fp64; may change it."""
+    def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
+        """Zeros for this rank's share in a block's gradient, which `hand_on` takes; dtype: fp32 or fp64."""
 
     @abstractmethod
-    def own(self) -> Tensor:
-        """The gradient of this rank's own block, over all ranks: [2, K, B, G, D], the shares' dtype."""
+    def hand_on(self) -> None:
+        """Sends the last share on its way; it may not be changed any more."""
+
+    @abstractmethod
+    def own(self) -> KeysAndValues:
+        """The gradient of this rank's own block, over all ranks, in the shares' dtype."""
 
 
 class KeyValueExchange(ABC):
@@ -53,8 +65,8 @@ class KeyValueExchange(ABC):
         return stretches(chunks_of_rank(self.seq_length, size=self.size, rank=rank))
 
     @abstractmethod
-    def blocks(self, own: Tensor) -> Iterator[Block]:
-        """All keys and values; own: [2, S / size, B, G, D], any float dtype, contiguous. Collective."""
+    def blocks(self, own: KeysAndValues) -> Iterator[Block]:
+        """All keys and values; own: of this rank's S / size tokens. Collective."""
 
     @abstractmethod
     def gradients(self) -> GradientReturn:
@@ -67,16 +79,16 @@ class Ring(KeyValueExchange):
     The order of sums is that of the ring, whatever arrives when.
     """
 
-    def blocks(self, own: Tensor) -> Iterator[Block]:
-        """As KeyValueExchange has it: [2, K, B, G, D], any float dtype."""
-        tensor = own
+    def blocks(self, own: KeysAndValues) -> Iterator[Block]:
+        """See KeyValueExchange."""
+        message = _message(own)
         for step in range(self.size):
             is_last = step == self.size - 1
-            shift = None if is_last else start_shift(tensor, self.group, tag=_BLOCK_TAG)
+            shift = None if is_last else start_shift(message, self.group, tag=_BLOCK_TAG)
             # The caller works on this block while the next is on its way.
-            yield Block(self.held_by((self.rank - step) % self.size), tensor)
+            yield Block(self.held_by((self.rank - step) % self.size), _inside(message, like=own))
             if shift is not None:
-                tensor = shift.wait()
+                message = shift.wait()
 
     def gradients(self) -> GradientReturn:
         """See KeyValueExchange."""
@@ -86,8 +98,8 @@ class Ring(KeyValueExchange):
 class Gather(KeyValueExchange):
     """One block, of all ranks: one collective forward, and the sum of its gradients scattered backward."""
 
-    def blocks(self, own: Tensor) -> Iterator[Block]:
-        """As KeyValueExchange has it: [2, S, B, G, D], any float dtype."""
+    def blocks(self, own: KeysAndValues) -> Iterator[Block]:
+        """See KeyValueExchange."""
         yield Block([Stretch(0, 0, self.seq_length)], self._gathered(own))
 
     def gradients(self) -> GradientReturn:
@@ -95,9 +107,23 @@ class Gather(KeyValueExchange):
         return _ScatteredReturn(self.group)
 
     # Not in the generator, which would hold the parts besides the whole as long as the caller works.
-    def _gathered(self, own: Tensor) -> Tensor:
-        parts = all_gather_rows(own, self.group).wait()
-        return join_sequence(parts.chunk(self.size), 1)
+    def _gathered(self, own: KeysAndValues) -> KeysAndValues:
+        messages = all_gather_rows(_message(own), self.group).wait().chunk(self.size)
+        parts = [_inside(message, like=own) for message in messages]
+        return KeysAndValues(
+            join_sequence([part.key for part in parts], 0), join_sequence([part.value for part in parts], 0)
+        )
+
+
+def _message(pair: KeysAndValues) -> Tensor:
+    """Both in one piece of memory, [elements]: their widths may differ."""
+    return torch.cat((pair.key.flatten(), pair.value.flatten()))
+
+
+def _inside(message: Tensor, *, like: KeysAndValues) -> KeysAndValues:
+    """Views of what _message gave for tensors of these shapes."""
+    border = like.key.numel()
+    return KeysAndValues(message[:border].view(like.key.shape), message[border:].view(like.value.shape))
 
 
 @dataclass(frozen=True)
@@ -135,15 +161,25 @@ class _RingReturn(GradientReturn):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._arriving: Shift | None = None
+        self._message: Tensor | None = None
+        self._like: KeysAndValues | None = None
 
-    def hand_on(self, grad: Tensor) -> None:
+    def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
+        self._like = block.pair
+        num_elements = block.pair.key.numel() + block.pair.value.numel()
+        self._message = block.pair.key.new_zeros(num_elements, dtype=dtype)
+        return _inside(self._message, like=self._like)
+
+    def hand_on(self) -> None:
+        assert self._message is not None, "no share was made"
         if self._arriving is not None:
-            grad += self._arriving.wait()
-        self._arriving = start_shift(grad, self._group, tag=_GRADIENT_TAG)
+            self._message += self._arriving.wait()
+        self._arriving = start_shift(self._message, self._group, tag=_GRADIENT_TAG)
+        self._message = None
 
-    def own(self) -> Tensor:
-        assert self._arriving is not None, "no block was handed on"
-        return self._arriving.wait()
+    def own(self) -> KeysAndValues:
+        assert self._arriving is not None and self._like is not None, "no share was handed on"
+        return _inside(self._arriving.wait(), like=self._like)
 
 
 class _ScatteredReturn(GradientReturn):
@@ -151,17 +187,31 @@ class _ScatteredReturn(GradientReturn):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._share: KeysAndValues | None = None
+        self._part: KeysAndValues | None = None
         self._received: Tensor | None = None
 
-    def hand_on(self, grad: Tensor) -> None:
-        size = group_size(self._group)
-        sent = torch.stack([split_sequence(grad, 1, size=size, rank=rank) for rank in range(size)])
+    def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
+        key, value = (torch.zeros_like(tensor, dtype=dtype) for tensor in (block.pair.key, block.pair.value))
+        self._share = KeysAndValues(key, value)
+        return self._share
+
+    def hand_on(self) -> None:
+        assert self._share is not None, "no share was made"
+        parts = [self._part_of(self._share, rank) for rank in range(group_size(self._group))]
+        self._share, self._part = None, parts[0]
+        sent = torch.stack([_message(part) for part in parts])
         self._received = torch.empty_like(sent)
         dist.all_to_all_single(self._received, sent, group=self._group)
 
-    def own(self) -> Tensor:
-        assert self._received is not None, "no block was handed on"
+    def own(self) -> KeysAndValues:
+        assert self._received is not None and self._part is not None, "no share was handed on"
         first, *others = self._received
         for share in others:
             first += share
-        return first
+        return _inside(first, like=self._part)
+
+    def _part_of(self, pair: KeysAndValues, rank: int) -> KeysAndValues:
+        size = group_size(self._group)
+        key, value = (split_sequence(tensor, 0, size=size, rank=rank) for tensor in (pair.key, pair.value))
+        return KeysAndValues(key, value)

@@ -6,6 +6,7 @@ torch's flash kernels where they take the tile, else plain tensor operations; bo
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.transformer.attention_tiles import Tile
@@ -20,7 +21,9 @@ _MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class TileInputs:
-    """What a tile is computed from: query [B, N, Q, D]; key, value [B, G, K, D], G divides N, any float dtype."""
+    """What a tile is computed from: query [B, N, Q, D]; key [B, G, K, D]; value [B, G, K, E], where E may be D; G
+    divides N, any float dtype.
+    """
 
     query: Tensor
     key: Tensor
@@ -29,7 +32,7 @@ class TileInputs:
 
 @dataclass(frozen=True)
 class SoftmaxResult:
-    """output: [B, N, Q, D], the query's dtype; log_sum: [B, N, Q], fp32 or more, of the exponentials of the scores."""
+    """output: [B, N, Q, E], the query's dtype; log_sum: [B, N, Q], fp32 or more, of the exponentials of the scores."""
 
     output: Tensor
     log_sum: Tensor
@@ -46,7 +49,7 @@ class TileKernel:
         raise NotImplementedError
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """The tile's share of the gradients; grad: [B, N, Q, D], of the whole softmax, as is `result`.
+        """The tile's share of the gradients; grad: [B, N, Q, E], of the whole softmax, as is `result`.
 
         Gradients have their inputs' shapes, and their dtype or fp32.
         """
@@ -68,7 +71,7 @@ class PlainKernel(TileKernel):
         return SoftmaxResult(output.to(inputs.query.dtype), log_sum)
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """As TileKernel has it; grad: [B, N, Q, D], the query's dtype."""
+        """As TileKernel has it; grad: [B, N, Q, E], the query's dtype."""
         query, key, value = _in_groups(inputs)
         grad, output = (t.to(query.dtype).unflatten(1, query.shape[1:3]) for t in (grad, result.output))
         log_sum = result.log_sum.unflatten(1, query.shape[1:3]).unsqueeze(-1)
@@ -97,6 +100,29 @@ class PlainKernel(TileKernel):
         return scores
 
 
+class Widened(TileKernel):
+    """A kernel for keys and values of one width, given others: zeros fill them up, which changes no score."""
+
+    def __init__(self, kernel: TileKernel, *, width: int) -> None:
+        super().__init__(kernel.scale)
+        self._kernel, self._width = kernel, width
+
+    def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
+        """See TileKernel."""
+        result = self._kernel.forward(self._widened(inputs), tile)
+        return SoftmaxResult(result.output[..., : inputs.value.shape[-1]], result.log_sum)
+
+    def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
+        """As TileKernel has it; grad: [B, N, Q, E], the query's dtype."""
+        wide = SoftmaxResult(widened(result.output, self._width), result.log_sum)
+        shares = self._kernel.backward(widened(grad, self._width), self._widened(inputs), result=wide, tile=tile)
+        pairs = zip(vars(shares).values(), vars(inputs).values(), strict=True)
+        return TileInputs(*(share[..., : given.shape[-1]] for share, given in pairs))
+
+    def _widened(self, inputs: TileInputs) -> TileInputs:
+        return TileInputs(*(widened(tensor, self._width) for tensor in vars(inputs).values()))
+
+
 class FlashOnCpu(TileKernel):
     """torch's flash kernel of the CPU, which takes every dtype, groups of heads and masks."""
 
@@ -107,7 +133,7 @@ class FlashOnCpu(TileKernel):
         return SoftmaxResult(*_flash_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=self.scale))
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """As TileKernel has it; grad: [B, N, Q, D], the query's dtype."""
+        """As TileKernel has it; grad: [B, N, Q, E], the query's dtype."""
         query, key, value = inputs.query, inputs.key, inputs.value
         mask, is_causal = self._mask(inputs, tile)
         return TileInputs(
@@ -145,7 +171,7 @@ class FlashOnGpu(PlainKernel):
         return SoftmaxResult(found[0], found[1])
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """As TileKernel has it; grad: [B, N, Q, D], the query's dtype."""
+        """As TileKernel has it; grad: [B, N, Q, E], the query's dtype."""
         if not _gpu_kernel_takes(inputs, tile):
             return super().backward(grad, inputs, result=result, tile=tile)
         key, value = _repeated(inputs)
@@ -177,12 +203,14 @@ class FlashOnGpu(PlainKernel):
 class MergedSoftmax:
     """The softmax over the columns of several tiles, one after the other, in fp32 (fp64 for fp64)."""
 
-    def __init__(self, query: Tensor) -> None:
+    def __init__(self, query: Tensor, *, value_width: int) -> None:
         """query: [B, N, S, D], any float dtype, of which tiles take rows."""
         self._dtype = query.dtype
         dtype = torch.promote_types(query.dtype, torch.float32)
-        # In the query's memory order.
-        self._output = torch.zeros_like(query, dtype=dtype)
+        batch, heads, seq_length, _ = query.shape
+        # In memory [S, B, N, E], as the caller goes on.
+        output = query.new_zeros(seq_length, batch, heads, value_width, dtype=dtype)
+        self._output = output.permute(1, 2, 0, 3)
         self._log_sum = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
 
     def add(self, result: SoftmaxResult, tile: Tile) -> None:
@@ -199,11 +227,17 @@ class MergedSoftmax:
         return SoftmaxResult(self._output.to(self._dtype), self._log_sum)
 
 
-def tile_kernel(device: torch.device, *, scale: float, plain: bool) -> TileKernel:
-    """What computes tiles on `device`; plain: the reference, whatever the device has."""
+def tile_kernel(device: torch.device, *, scale: float, plain: bool, widths: tuple[int, int]) -> TileKernel:
+    """What computes tiles on `device`; plain: the reference, whatever the device has. widths: of keys and values."""
     if plain:
         return PlainKernel(scale)
-    return FlashOnCpu(scale) if device.type == "cpu" else FlashOnGpu(scale)
+    kernel = FlashOnCpu(scale) if device.type == "cpu" else FlashOnGpu(scale)
+    return kernel if widths[0] == widths[1] else Widened(kernel, width=max(widths))
+
+
+def widened(tensor: Tensor, width: int) -> Tensor:
+    """[*, D] with zeros behind, any dtype -> [*, width]; itself where it is that wide already."""
+    return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
 
 
 def _gpu_kernel_takes(inputs: TileInputs, tile: Tile) -> bool:

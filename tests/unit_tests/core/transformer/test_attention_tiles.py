@@ -1,5 +1,8 @@
 """Tiles over ranks cover what a causal mask allows, once; kernels give each tile's softmax and gradients."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +10,7 @@ from torch import Tensor
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention_tiles import Stretch, Tile, segments_of_samples, stretches, tiles_of_batch
 from megatron.core.transformer.context_parallel import chunks_of_rank, join_sequence, split_sequence
-from megatron.core.transformer.tile_kernels import FlashOnCpu, MergedSoftmax, PlainKernel, TileInputs
+from megatron.core.transformer.tile_kernels import MergedSoftmax, TileInputs, tile_kernel
 
 SEQ, BATCH = 24, 2
 
@@ -54,18 +57,18 @@ def _segment_starts(borders: list[int]) -> Tensor:
     return (starts % SEQ).view(BATCH, SEQ)
 
 
-@pytest.mark.parametrize("kernel", [FlashOnCpu, PlainKernel])
-@pytest.mark.parametrize("window", [None, 5])
-def test_merged_tiles_are_the_softmax_over_all_of_them(kernel: type, window: int | None) -> None:
-    generator = torch.Generator().manual_seed(1)
-    query, grad = (torch.randn(BATCH, 4, SEQ, 8, dtype=torch.float64, generator=generator) for _ in range(2))
-    key, value = (torch.randn(BATCH, 2, SEQ, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("window", "value_width"), [(None, 8), (5, 8), (None, 5), (5, 11)])
+def test_merged_tiles_are_the_softmax_over_all_of_them(plain: bool, window: int | None, value_width: int) -> None:
+    draw: Any = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    query, grad = draw(BATCH, 4, SEQ, 8), draw(BATCH, 4, SEQ, value_width)
+    key, value = draw(BATCH, 2, SEQ, 8), draw(BATCH, 2, SEQ, value_width)
     # Of one rank's rows: their memory has gaps.
     rows, grad = (split_sequence(t, 2, size=2, rank=0) for t in (query, grad))
     held = stretches(chunks_of_rank(SEQ, size=2, rank=0))
     tiles = tiles_of_batch(held, [Stretch(0, 0, SEQ)], segments=[[slice(0, SEQ)]], window=window)
-    computed = kernel(0.3)
-    merged = MergedSoftmax(rows)
+    computed = tile_kernel(torch.device("cpu"), scale=0.3, plain=plain, widths=(8, value_width))
+    merged = MergedSoftmax(rows, value_width=value_width)
     for tile in tiles:
         merged.add(computed.forward(of_tile(tile, rows, key, value), tile), tile)
     result = merged.result()

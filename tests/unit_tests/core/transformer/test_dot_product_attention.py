@@ -53,8 +53,9 @@ def test_attention_equals_the_naive_one_on_random_shapes(backend: AttnBackend, m
         left = draw.choice([-1, 0, 1, 2, 3, 5, seq - 1, seq])
         window = draw.choice([(left, 0), (left, -1)] + [None] * (left == -1))
         core = DotProductAttention(small_config(**fields, attention_backend=backend, window_size=window), 1)
+        shapes = (heads, width), (groups, width), (groups, draw.choice([width, width, 1, 9]))
         query, key, value = (
-            torch.randn(seq, batch, n, width, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)
+            torch.randn(seq, batch, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes
         )
         ends = borders(batch, seq, draw)
         samples = list(range(0, batch * seq + 1, seq))
