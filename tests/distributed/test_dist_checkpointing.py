@@ -151,7 +151,7 @@ def test_an_unwritable_folder_is_told_to_all(tmp_path):
 def save_and_kill_rank_1(folder):
     save(rows(1), folder, common={})
     if dist.get_rank() == 1:
-        saving.write_pieces = lambda path, contents: os.kill(os.getpid(), signal.SIGKILL)
+        saving.write_pieces = lambda path, contents, helper: os.kill(os.getpid(), signal.SIGKILL)
     save(rows(2), folder, common={})
 
 

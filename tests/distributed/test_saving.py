@@ -38,9 +38,9 @@ def save_in_background(folder):
     rank, staging, log = dist.get_rank(), StagingMemory(), []
     slow_rank, write = threading.Event(), saving.write_pieces
 
-    def wait_and_write(path, contents):
+    def wait_and_write(path, contents, helper):
         assert rank != 1 or slow_rank.wait(60)
-        return write(path, contents)
+        return write(path, contents, helper=helper)
 
     saving.write_pieces = wait_and_write
     state = state_of(1)
@@ -64,7 +64,7 @@ def save_in_background(folder):
     # The next one fails on one rank, which the others learn of without waiting for it.
     if rank == 1:
         refuse = OSError(28, "No space left on device")
-        saving.write_pieces = lambda path, contents: (_ for _ in ()).throw(refuse)
+        saving.write_pieces = lambda path, contents, helper: (_ for _ in ()).throw(refuse)
     pending = begin_save(state_of(2), folder, common={}, staging=staging)
     with pytest.raises(CheckpointError, match=r"cannot save checkpoint .*c: rank 1: \[Errno 28\] No space left"):
         pending.finish()

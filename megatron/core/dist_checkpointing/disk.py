@@ -37,15 +37,18 @@ class DurableFile:
     def write(self, content: bytes | memoryview, checksum: int = 0) -> int:
         """Writes all of it and returns the CRC-32 of what `checksum` is that of and of `content`."""
         view = memoryview(content)
-        while len(view):
+        for start in range(0, len(view), CHUNK_BYTES):
             # Both calls release the interpreter: training goes on beside them.
-            checksum = zlib.crc32(chunk := view[:CHUNK_BYTES], checksum)
-            while len(chunk):
-                num_written = os.write(self._descriptor, chunk)
-                chunk = chunk[num_written:]
-            view = view[CHUNK_BYTES:]
-        self.num_bytes += len(content)
+            checksum = zlib.crc32(chunk := view[start : start + CHUNK_BYTES], checksum)
+            self.put(chunk)
         return checksum
+
+    def put(self, content: bytes | memoryview) -> None:
+        """Writes all of it; somebody else sums it up."""
+        view = memoryview(content)
+        self.num_bytes += len(view)
+        while len(view):
+            view = view[os.write(self._descriptor, view[:CHUNK_BYTES]) :]
 
 
 def write_file(path: Path, content: bytes) -> int:

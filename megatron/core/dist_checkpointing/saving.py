@@ -11,6 +11,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,7 +188,9 @@ class _Writing:
             # A rank whose boxes others write has no file.
             if self.contents:
                 contents = ((key, box, _on_host_sync(content)) for key, box, content in self.contents)
-                entry = write_pieces(self.temporary / data_file(self.rank), contents)
+                # Beside training no second thread: its processor is the step's.
+                with nullcontext() if self.staging else ThreadPoolExecutor(1, "checkpoint sums") as helper:
+                    entry = write_pieces(self.temporary / data_file(self.rank), contents, helper=helper)
                 content = disk.json_bytes("part", entry.to_json(), indent=None)
                 disk.hand_over(_part(self.temporary, self.rank), content, temporary=self._own_part())
         except (OSError, RuntimeError, ValueError) as error:

@@ -9,7 +9,10 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -40,6 +43,10 @@ _METADATA_GLOBALS = {
 } | {(f"{_DCP}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
 # What reading a part of a piece adds to the process's memory, at most; or one row of elements, if that is more.
 _READ_BYTES = 8 << 20
+# From here on a second thread's sum of a piece saves more than the call to it costs.
+_SHARED_BYTES = 1 << 18
+# So many pieces, the last among them, may be written and not summed up yet.
+_PIECES_AHEAD = 5
 
 
 # Writing.
@@ -57,12 +64,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_pieces(path: Path, contents: Iterable[tuple[str, Box | None, torch.Tensor | bytes]]) -> FileEntry:
+def write_pieces(
+    path: Path, contents: Iterable[tuple[str, Box | None, torch.Tensor | bytes]], *, helper: Executor | None = None
+) -> FileEntry:
     """Writes key, box and content of each piece to a new file, which is then on disk; raises OSError.
 
-    Contents: bytes of an object, or a tensor: [*box shape], any dtype, contiguous, on the host.
+    Contents: bytes of an object, or a tensor: [*box shape], any dtype, contiguous, on the host. helper: its thread sums
+    up large pieces while the caller's writes; None where the caller does both.
     """
     pieces: list[Piece] = []
+    sums: list[Callable[[], int]] = []
     frames: dict[tuple[torch.Size, torch.dtype], tuple[bytes, bytes]] = {}
     with disk.DurableFile(path) as file:
         for key, box, content in contents:
@@ -73,11 +84,37 @@ def write_pieces(path: Path, contents: Iterable[tuple[str, Box | None, torch.Ten
                     frames[kind] = _frame(*kind)
                 before, after = frames[kind]
                 data_start = start + len(before)
-                checksum = file.write(after, file.write(bytes_of(content), file.write(before)))
+                sums.append(_write_parts(file, (before, bytes_of(content), after), helper=helper))
             else:
-                checksum = file.write(content)
-            pieces.append(Piece(key, box, start, file.num_bytes - start, data_start, checksum))
-    return FileEntry(file.num_bytes, pieces=tuple(pieces))
+                sums.append(_write_parts(file, (content,), helper=helper))
+            pieces.append(Piece(key, box, start, file.num_bytes - start, data_start, None))
+            # What was copied to the host stays in memory until it is summed up.
+            if len(sums) >= _PIECES_AHEAD:
+                sums[-_PIECES_AHEAD]()
+    summed = tuple(replace(piece, crc32=checksum()) for piece, checksum in zip(pieces, sums, strict=True))
+    return FileEntry(file.num_bytes, pieces=summed)
+
+
+def _write_parts(
+    file: disk.DurableFile, parts: tuple[bytes | memoryview, ...], *, helper: Executor | None
+) -> Callable[[], int]:
+    """Writes them one behind the other; their CRC-32, for which the call may wait."""
+    if helper is None or sum(map(len, parts)) < _SHARED_BYTES:
+        checksum = 0
+        for part in parts:
+            checksum = file.write(part, checksum)
+        return lambda: checksum
+    beside = helper.submit(_crc32, parts)
+    for part in parts:
+        file.put(part)
+    return beside.result
+
+
+def _crc32(parts: tuple[bytes | memoryview, ...]) -> int:
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def write_metadata(folder: Path, metadata: Metadata, *, files: Manifest) -> FileEntry:

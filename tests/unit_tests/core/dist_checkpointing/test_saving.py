@@ -16,6 +16,8 @@ from megatron.core.dist_checkpointing import (
     load,
     save,
     saving,
+    storage,
+    verify,
 )
 
 
@@ -52,9 +54,9 @@ def held_back(monkeypatch):
     """An event before which no data file is written."""
     may_write, write = threading.Event(), saving.write_pieces
 
-    def wait_and_write(path, contents):
+    def wait_and_write(path, contents, helper):
         assert may_write.wait(60)
-        return write(path, contents)
+        return write(path, contents, helper=helper)
 
     monkeypatch.setattr(saving, "write_pieces", wait_and_write)
     yield may_write
@@ -94,8 +96,12 @@ def test_staging_memory_is_used_again(tmp_path):
 
 
 def test_both_ways_of_saving_write_the_same_files(tmp_path):
-    save(values(3), tmp_path / "a", common={"number": 3})
-    begin_save(values(3), tmp_path / "b", common={"number": 3}, staging=StagingMemory()).finish()
+    # Pieces of two sizes: the large ones are summed up by a second thread where a save does not run beside training.
+    sizes = [storage._SHARED_BYTES // 4 * (1 + index % 2) for index in range(12)]
+    state = values(3) + [ShardedTensor.whole(f"{index}", torch.rand(size)) for index, size in enumerate(sizes)]
+    save(state, tmp_path / "a", common={"number": 3})
+    begin_save(state, tmp_path / "b", common={"number": 3}, staging=StagingMemory()).finish()
+    verify(tmp_path / "a")
     names = sorted(os.listdir(tmp_path / "a"))
     assert names == sorted(os.listdir(tmp_path / "b"))
     assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
@@ -132,6 +138,7 @@ def test_a_disk_that_is_full_at_any_moment_is_one_error_and_leaves_the_earlier_c
     for number in range(1, 100):
         refusing = RefusingOs(number)
         monkeypatch.setattr(disk, "os", refusing)
+        monkeypatch.setattr(storage, "_SHARED_BYTES", 1)
         try:
             begin_save(values(2), tmp_path / "c", common={"number": 2}, staging=staging).finish()
         except CheckpointError as error:
