@@ -139,7 +139,7 @@ def test_a_key_missing_for_one_rank_is_told_to_all(tmp_path):
 
 
 def save_where_no_folder_can_be(folder):
-    return expect_error((ValueError, RuntimeError), lambda: save(rows(1), folder, common={}))
+    return expect_error(CheckpointError, lambda: save(rows(1), folder, common={}))
 
 
 def test_an_unwritable_folder_is_told_to_all(tmp_path):

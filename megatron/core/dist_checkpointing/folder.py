@@ -33,13 +33,14 @@ def incomplete_folder(folder: Path, save_id: str) -> Path:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises ValueError if something that is no checkpoint has the place of `folder`: a save must not replace it."""
+    """Raises FileExistsError if what has the place of `folder` is no checkpoint: a save must not replace it."""
+    # As a full disk, no reason to end a run: who put it there may take it away before the next save.
     if folder.is_dir() and _is_foreign({entry.name for entry in folder.iterdir()}):
-        raise ValueError(f"{folder} holds something that is not a checkpoint of this format: not overwritten")
+        raise FileExistsError(f"{folder} holds something that is not a checkpoint of this format: not overwritten")
     # Also above: making folders below a file fails with words that name neither.
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} is a file: not overwritten")
+            raise FileExistsError(f"{path} is a file: not overwritten")
 
 
 def begin(temporary: Path, folder: Path) -> None:

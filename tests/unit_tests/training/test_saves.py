@@ -83,6 +83,21 @@ def test_a_folder_that_cannot_be_made_is_a_warning_too(run, monkeypatch, capsys)
     assert "WARNING: cannot save checkpoint" in capsys.readouterr().out and run.said == []
 
 
+def test_a_folder_of_something_else_is_a_warning_until_it_is_gone_and_fails_the_last_save(run, tmp_path, capsys):
+    foreign = tmp_path / "iter_0000001" / "thesis.tex"
+    foreign.parent.mkdir()
+    foreign.write_text("years of work")
+    run.step()
+    run.saves.finish()
+    assert "iter_0000001 holds something that is not a checkpoint of this format: not" in capsys.readouterr().out
+    assert run.said == [] and foreign.read_text() == "years of work"
+    with pytest.raises(CheckpointError, match="not overwritten"):
+        run.saves.save_last(run.iteration, run.begin)
+    run.step()
+    run.saves.finish()
+    assert run.said == [2]
+
+
 def test_the_save_that_a_run_leaves_behind_must_not_fail(run, monkeypatch, capsys):
     monkeypatch.setattr(disk, "os", FullDisk())
     run.step()

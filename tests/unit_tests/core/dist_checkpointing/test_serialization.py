@@ -148,7 +148,7 @@ def test_a_folder_or_file_of_something_else_is_not_touched(tmp_path):
     (tmp_path / "c" / "thesis.tex").write_text("years of work")
     (tmp_path / "file").write_text("more work")
     for name in ("c", "file", "file/c"):
-        with pytest.raises(ValueError, match="not overwritten"):
+        with pytest.raises(CheckpointError, match="not overwritten"):
             save_value(tmp_path / name, 1)
     assert (tmp_path / "c" / "thesis.tex").read_text() == "years of work"
     assert sorted(os.listdir(tmp_path)) == ["c", "file"]
