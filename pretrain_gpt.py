@@ -69,6 +69,7 @@ def forward_step(
         batch.get("position_ids"),
         batch.get("attention_mask"),
         labels=batch.get("labels"),
+        loss_mask=batch.get("loss_mask"),
         packed_seq_params=None if borders is None else PackedSeqParams(cu_seqlens_q=borders),
     )
     return losses, partial(loss_func, batch.get("loss_mask", torch.empty(0)))

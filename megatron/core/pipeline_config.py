@@ -49,8 +49,8 @@ class PipelineConfig:
     )
     pipeline_model_parallel_layout: str | None = config_field(
         None,
-        help="What each stage (chunk by chunk of all stages) holds: E embedding, t layer, L loss, | next stage, *N "
-        "times, (...) group; for example Et*3|(tt|)*2tL.",
+        help="What each stage (chunk by chunk of all stages) holds: E embedding, t layer, m layer of multi-token "
+        "prediction, L loss, | next stage, *N times, (...) group; for example Et*3|(tt|)*2tL.",
     )
     overlap_p2p_comm: bool = config_field(
         True,

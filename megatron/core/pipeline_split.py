@@ -49,6 +49,11 @@ def layer_offset(counts: list[int], part: int) -> int:
     return [0, *accumulate(counts)][part]
 
 
+def mtp_layers_in_layout(layout: str) -> int:
+    """Layers of multi-token prediction that a layout string places. Raises ValueError where it is not one."""
+    return _parts_of_layout(layout)[-1].count("m")
+
+
 def num_parts_in_layout(layout: str) -> int:
     """Stages x chunks that a layout string describes. Raises ValueError where it is not one."""
     return len(_parts_of_layout(layout))
@@ -128,16 +133,19 @@ def _parts_of_layout(layout: str) -> list[str]:
             raise ValueError(f"pipeline_model_parallel_layout is {layout!r}: repeats too much")
         text = text[: match.start()] + body * count + text[match.end() :]
     parts = text.split("|")
-    unknown = sorted(set(text) - set("EtL|"))
+    unknown = sorted(set(text) - set("EtmL|"))
     where = f"pipeline_model_parallel_layout is {layout!r}"
     if "[" in unknown:
         raise ValueError(f"{where}: lists are not taken, write letters such as Et*3|(tt|)*2,L")
-    if "m" in unknown:
-        raise ValueError(f"{where}: multi-token prediction (m) is not available")
     if {"(", ")"} & set(unknown):
         raise ValueError(f"{where}: a parenthesis has no partner")
     if unknown:
-        raise ValueError(f"{where}: {unknown[0]!r} means nothing there, must be of E, t, L, |, (...) and *N after them")
-    if not re.fullmatch(r"E[t|]*L", text):
-        raise ValueError(f"{where}: must begin with the embedding (E) and end with the loss (L), each once")
+        raise ValueError(
+            f"{where}: {unknown[0]!r} means nothing there, must be of E, t, m, L, |, (...) and *N after them"
+        )
+    if not re.fullmatch(r"E[t|]*m*L", text):
+        raise ValueError(
+            f"{where}: must begin with the embedding (E) and end with the loss (L), each once, after the layers of "
+            "multi-token prediction (m), which are where the loss is"
+        )
     return parts

@@ -29,9 +29,6 @@ __all__ = [
     "validate_args",
 ]
 
-# Values that mean what happens anyway, beside a flag's default.
-_HARMLESS_VALUES: dict[str, Any] = {"mtp_num_layers": 0}
-
 # Arguments that say where a process or a run is, not how it was set up.
 _OF_ONE_RANK = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")
 
@@ -123,7 +120,7 @@ def _judge_values(args: argparse.Namespace, flags: list[Flag], *, problems: list
             continue
         value = vars(args)[flag.dest]
         # Scripts pass many flags at their defaults; nothing is lost, so nothing is said.
-        if value == flag.default or value == _HARMLESS_VALUES.get(flag.dest, flag.default):
+        if value == flag.default:
             continue
         if flag.state is FlagState.NOT_YET:
             assert flag.known is not None and flag.known.owner is not None

@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash import EventKind, StashEvent
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_name
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.recompute import Recomputed
 from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -52,4 +53,6 @@ def _recomputed_layers(chunks: Sequence[nn.Module]) -> dict[int, int]:
         for segment in block.arrangement.segments
         if isinstance(segment.run, Recomputed)
     ]
+    further = [part for chunk in chunks for part in chunk.modules() if isinstance(part, MultiTokenPredictionBlock)]
+    segments += [[layer] for block in further for layer in block.recomputed_layers()]
     return {layer: number for number, layers in enumerate(segments) for layer in layers}

@@ -14,6 +14,7 @@ from torch import nn
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.mtp_config import with_mtp_layers
 
 # A multiply-add is two operations; backward makes a product for the input and one for the weights.
 _FLOPS_PER_MULTIPLY_ADD = 2
@@ -41,12 +42,17 @@ def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> 
     Counts the matrix products, attention with the half of its matrix that a causal mask leaves. Sliding windows,
     borders between packed samples, dropped tokens and recomputation are not taken into account.
     """
-    moe_layers = sum(layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers))
-    products = args.num_layers * _attention_products(args)
-    products += (args.num_layers - moe_layers) * _mlp_products(args, args.ffn_hidden_size)
+    has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+    has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
+    num_layers, moe_layers = len(has_experts), sum(has_experts)
+    products = num_layers * _attention_products(args)
+    products += (num_layers - moe_layers) * _mlp_products(args, args.ffn_hidden_size)
     if moe_layers:
         products += moe_layers * _moe_products(args)
-    products += args.hidden_size * args.padded_vocab_size
+    further = num_layers - args.num_layers
+    products += (1 + further) * args.hidden_size * args.padded_vocab_size
+    # Multi-token prediction joins hidden states and embeddings.
+    products += further * 2 * args.hidden_size * args.hidden_size
     return float(_FLOPS_PER_MULTIPLY_ADD * _PASSES * batch_size * args.seq_length * products)
 
 

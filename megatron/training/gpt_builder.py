@@ -3,7 +3,7 @@
 import argparse
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.training.arguments import core_transformer_config_from_args
 
 
@@ -15,9 +15,11 @@ def build_gpt(
     args: validated, with vocabulary sizes. The other arguments as GPTModel's.
     """
     config = core_transformer_config_from_args(args)
+    layers = get_gpt_decoder_block_spec(config)
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config),
+        transformer_layer_spec=layers,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers),
         vocab_size=args.padded_vocab_size,
         unpadded_vocab_size=args.unpadded_vocab_size,
         max_sequence_length=args.max_position_embeddings,

@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.mtp_config import with_mtp_layers
 
 FORMAT = 1
 
@@ -53,10 +54,11 @@ class RoutingHeader:
     def of(cls, args: argparse.Namespace) -> "RoutingHeader":
         """Of a run with these arguments."""
         has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+        has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
         shared_by = args.tensor_model_parallel_size * args.context_parallel_size
         return cls(
             layers=[number for number, experts in enumerate(has_experts, 1) if experts],
-            num_layers=args.num_layers,
+            num_layers=len(has_experts),
             num_experts=args.num_experts,
             topk=args.moe_router_topk,
             tokens_of_microbatch=args.seq_length * args.micro_batch_size // shared_by,

@@ -170,7 +170,7 @@ class StashMeter:
 
     def _gather_sync(self, since: _Interval) -> StashReport:
         """NOTE: reads the device, once an interval. Collective."""
-        num_layers = self._args.num_layers
+        num_layers = self._args.num_layers + (self._args.mtp_num_layers or 0)
         own = torch.tensor([since.numbers(num_layers)], dtype=torch.float64, device=self._device)
         group = dist.group.WORLD if dist.is_initialized() else None
         ranks = [_Rank.of(row, num_layers) for row in all_gather_rows(own, group).wait().tolist()]

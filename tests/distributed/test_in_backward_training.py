@@ -30,6 +30,10 @@ CASES = {
     "moe, ep 2": (Case(4, "moe", EP2), (OFF, EXACT)),
     "pp 2, vpp 2, ep 2": (Case(4, "moe", {**INTERLEAVED, **BF16, **EP2}), (OFF, EXACT)),
     "pp 2, tied": (Case(4, "dense", {**layout(pp=2), **BF16, "global-batch-size": 8}), (OFF, EXACT)),
+    "pp 2, tied, mtp": (
+        Case(4, "dense", {**layout(pp=2), **BF16, "mtp-num-layers": 2, "global-batch-size": 8}),
+        (OFF, EXACT),
+    ),
     "tp 2, sp": (Case(4, "moe", {**layout(2), "num-query-groups": 2, "global-batch-size": 4}), (OFF, EXACT)),
     "cp 2, recomputed": (Case(2, "llama", {**layout(cp=2), **RECOMPUTED, "global-batch-size": 2}), (OFF, EXACT)),
     "frozen, decoupled": (

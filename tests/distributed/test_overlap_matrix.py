@@ -85,6 +85,10 @@ CASES = {
     "pp 2, tied": Case(4, "dense", {**layout(pp=2), "global-batch-size": 8}),
     "pp 2, vpp 2, tied": Case(4, "dense", INTERLEAVED, UNALIGNED),
     "pp 2, vpp 2, ep 2": Case(4, "moe", {**INTERLEAVED, **BF16, **EP2}, UNALIGNED, steps=PIPELINED_STEPS),
+    "pp 2, tied, mtp": Case(4, "dense", {**layout(pp=2), "global-batch-size": 8, "mtp-num-layers": 2}),
+    "pp 2, vpp 2, ep 2, mtp": Case(
+        4, "moe", {**INTERLEAVED, **BF16, **EP2, "mtp-num-layers": 1}, steps=PIPELINED_STEPS
+    ),
     "tp 2, sp": Case(4, "moe", {**layout(2), "num-query-groups": 2, "global-batch-size": 4}),
     # 1, 4 and 2 microbatches a step.
     "microbatches": Case(3, "moe", {"step-batch-size-schedule": "0:3 9:12 45:6", "global-batch-size": None}),

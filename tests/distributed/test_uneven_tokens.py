@@ -55,7 +55,8 @@ def microbatch(index: int) -> dict[str, Tensor]:
 
 
 def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    arguments = {name: batch[name] for name in ("labels", "loss_mask")}
+    return model(batch["tokens"], batch["position_ids"], None, **arguments)
 
 
 def forward_step(indices: Any, model: nn.Module, *, returns_share: bool) -> Any:
@@ -124,15 +125,17 @@ def gradients_of_one_process(dp_size: int, *, per_token: bool, **fields: Any) ->
 TP, CP, PP = "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"
 STAGES = {PP: 2, "virtual_pipeline_model_parallel_size": 2}
 DEEP = {**EXPERTS, "num_layers": 4}
+FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 
 
 @pytest.mark.parametrize(
     ("ranks", "sizes", "fields"),
     [
         (3, {}, EXPERTS),
-        (4, {CP: 2}, EXPERTS),
+        (4, {CP: 2}, {**EXPERTS, **FURTHER}),
         (4, {TP: 2}, EXPERTS),
-        (4, {PP: 2}, EXPERTS),
+        (4, {PP: 2}, {**EXPERTS, **FURTHER}),
+        slow(4, {TP: 2}, {**EXPERTS, **FURTHER}),
         slow(4, {CP: 2}, {"cp_comm_type": "all_gather"}),
         slow(4, {CP: 4}, {}),
         slow(4, STAGES, DEEP),

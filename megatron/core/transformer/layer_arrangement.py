@@ -47,6 +47,15 @@ def arrange_layers(layers: nn.ModuleList, config: TransformerConfig, *, has_expe
     return Arrangement(_segments(layers, recompute), _nothing_to_begin)
 
 
+def arrange_layer(layer: nn.Module, plan: LayerRecompute, *, inside: nn.Module) -> Run:
+    """Sets the parts of a layer that is not in a block, and returns what runs `inside`, the module that it is in.
+
+    Nothing of it is offloaded.
+    """
+    use_parts(layer, replace(LayerParts(), **recomputed_parts(layer, plan.modules)))
+    return run if plan.segment is None else Recomputed((inside,), draws_numbers=may_draw((inside,)))
+
+
 def use_parts(layer: nn.Module, parts: LayerParts) -> None:
     """Gives the runners to everything inside the layer."""
     for module in layer.modules():

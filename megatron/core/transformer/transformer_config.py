@@ -16,7 +16,7 @@ from megatron.core.model_parallel_config import (
     validate_precision,
 )
 from megatron.core.parallel_layout_config import check_multiple, validate_parallel_layout
-from megatron.core.pipeline_split import layers_per_part, validate_pipeline_split
+from megatron.core.pipeline_split import layers_per_part, mtp_layers_in_layout, validate_pipeline_split
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
@@ -30,6 +30,7 @@ from megatron.core.transformer.moe.paged_stash_config import (
     validate_paged_stash,
     validate_stash_with_activation_memory,
 )
+from megatron.core.transformer.mtp_config import MTPConfig, validate_mtp
 from megatron.core.transformer.offload_config import (
     OffloadConfig,
     can_offload,
@@ -47,7 +48,14 @@ from megatron.core.transformer.yarn_config import YarnConfig, resolve_yarn
 
 @dataclass(kw_only=True)
 class TransformerConfig(
-    ModelParallelConfig, AttentionConfig, YarnConfig, MoEConfig, RecomputeConfig, OffloadConfig, CudaGraphConfig
+    ModelParallelConfig,
+    AttentionConfig,
+    YarnConfig,
+    MoEConfig,
+    MTPConfig,
+    RecomputeConfig,
+    OffloadConfig,
+    CudaGraphConfig,
 ):
     """Everything a transformer block is built from.
 
@@ -193,6 +201,8 @@ def validate_layout_of_layers(config: TransformerConfig) -> None:
     for name in cut:
         check_multiple(name, vars(config)[name], of="tensor_model_parallel_size", size=tensor_size)
     validate_pipeline_split(config, num_layers=config.num_layers)
+    layout = config.pipeline_model_parallel_layout
+    validate_mtp(config, pipeline_layout=layout, letters=mtp_layers_in_layout(layout) if layout else 0)
     validate_offload_in_stages(config)
     context_size = config.context_parallel_size
     exchanges = validate_context_parallel(config, num_layers=config.num_layers, context_parallel_size=context_size)

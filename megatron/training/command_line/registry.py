@@ -102,6 +102,7 @@ MODEL_SHAPE_DESTS: tuple[str, ...] = (
     "moe_router_enable_expert_bias",
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
+    "mtp_num_layers",
 )
 
 

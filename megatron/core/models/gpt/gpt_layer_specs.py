@@ -10,6 +10,11 @@ from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -30,6 +35,23 @@ def get_gpt_decoder_block_spec(
     return TransformerBlockSubmodules(
         layer_specs=[experts if with_experts else dense for with_experts in has_experts], layer_norm=Norm
     )
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    use_transformer_engine: bool = False,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The layers of multi-token prediction, of the kind of the last layer of `spec`; None where there are none."""
+    if use_transformer_engine:
+        raise ValueError("use_transformer_engine is True: layers are torch's only, must be False")
+    if not config.mtp_num_layers:
+        return None
+    last = spec.layer_specs[-1] if isinstance(spec, TransformerBlockSubmodules) else spec
+    layer = ModuleSpec(
+        MultiTokenPredictionLayer, submodules=MultiTokenPredictionLayerSubmodules(transformer_layer=last)
+    )
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
 
 
 def get_gpt_layer_local_spec(

@@ -1,11 +1,15 @@
 """GPTModel: embedding, transformer block, output layer and loss per token; layers are described by specs."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.group_collectives import all_reduce_sum
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_config import POSITION_EMBEDDINGS
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -15,10 +19,15 @@ from megatron.core.tensor_parallel.cross_entropy import consuming_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, device_for_buffers
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.param_attributes import mark_shared
+from megatron.core.transformer.future_tokens import FutureTokens
 from megatron.core.transformer.initialization import InitialValues, deferred_initialization, initialize_parameters
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
+from megatron.core.transformer.moe.aux_losses import MTP_LOSS, AuxLossRecorder
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+)
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.recompute import plan_recompute
 from megatron.core.transformer.rope import RotaryEmbedding
@@ -54,6 +63,7 @@ class GPTModel(MegatronModule):
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
         *,
+        mtp_block_spec: MultiTokenPredictionBlockSubmodules | None = None,
         seq_len_interpolation_factor: float | None = None,
         unpadded_vocab_size: int | None = None,
         vp_stage: int | None = None,
@@ -62,11 +72,12 @@ class GPTModel(MegatronModule):
         """transformer_layer_spec: one spec for all layers, or a block's with one each. vocab_size: rows with
         padding; those from unpadded_vocab_size on start and stay zero. parallel_output: logits stay split over
         the tensor-parallel ranks; losses do not depend on it.
+        mtp_block_spec: layers that predict tokens beyond the next, built with the output layer; None: there are none.
         pre_process, post_process: this part has the embedding; the norm after the last layer, output layer and loss.
         vp_stage: which of its stage's chunks it is; None: the only one.
         pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
-        Raises ValueError where fp16_lm_cross_entropy is True, where the groups' sizes are not config's, and for a tied
-        weight on two stages without pg_collection.embd.
+        Raises ValueError where fp16_lm_cross_entropy is True, where the groups' sizes are not config's, for a weight
+        on two stages without pg_collection.embd, and for an mtp_block_spec that is not of config.mtp_num_layers.
         """
         super().__init__(config)
         _require_fp32_loss(fp16_lm_cross_entropy)
@@ -78,12 +89,12 @@ class GPTModel(MegatronModule):
         self._input: Tensor | None = None
         groups = existing_process_groups() if pg_collection is None else pg_collection
         # Of a sequence, each of which is another rank's.
-        self.num_parts = group_size(groups.cp)
+        self.cp_group, self.num_parts = or_alone(groups.cp), group_size(groups.cp)
         self.tp_group, self.parallel_output = or_alone(groups.tp), parallel_output
         require_layout(config, groups)
         # Weights are drawn at the end, by name: inside a layer the name is not known.
         with deferred_initialization(config):
-            self._build_layers(_block_spec(transformer_layer_spec, config), groups)
+            self._build_layers(_block_spec(transformer_layer_spec, config), mtp_block_spec, pg_collection=groups)
         self.rotary_pos_emb = None
         if position_embedding_type in ("rope", "yarn"):
             assert config.kv_channels is not None
@@ -118,11 +129,12 @@ class GPTModel(MegatronModule):
         Returns the loss per token [B, S], fp32 (fp64), or without labels padded logits [B, S, V], parameter dtype;
         with parallel_output [B, S, V / ranks].
         Raises ValueError for masks and borders that do not fit input_ids.
-        loss_mask: masking is the loss function's work; accepted for callers that pass it.
+        loss_mask: [B, S], float; masking is the loss function's work: read for the losses of tokens further ahead.
         packed_seq_params: segments that attention does not leave, instead of a mask.
         Under context parallelism S is this rank's part of the sequences; mask and segments are of whole ones.
-        A part without the embedding goes on from set_input_tensor's tensor, and needs neither tokens nor positions;
-        one without the output layer returns hidden states, [S / ranks under sequence parallelism, B, H].
+        A part without the embedding goes on from set_input_tensor's tensor, and needs tokens and positions only to
+        predict tokens further ahead; one without the output layer returns hidden states,
+        [S / ranks under sequence parallelism, B, H].
         """
         hidden_states = self._first_hidden_states(input_ids, position_ids)
         own_length, batch = hidden_states.shape[0] * self._sequence_ranks, hidden_states.shape[1]
@@ -134,19 +146,68 @@ class GPTModel(MegatronModule):
         hidden_states = self.decoder(hidden_states, attention_mask, rotary, packed_seq_params=packed_seq_params)
         if not self.post_process:
             return hidden_states
-        assert self.output_layer is not None, "post_process"
-        # [S, B, V / ranks]
-        logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
+        # What nobody learns from is not predicted.
+        if self.mtp is not None and labels is not None and self.training and torch.is_grad_enabled():
+            assert input_ids is not None and position_ids is not None, "multi-token prediction needs tokens"
+            future = FutureTokens(
+                input_ids,
+                position_ids,
+                labels,
+                loss_mask,
+                num_ahead=len(self.mtp.layers),
+                packed_seq_params=packed_seq_params,
+                attention_mask=attention_mask,
+                cp_group=self.cp_group,
+            )
+            run = partial(self.mtp, attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+            hidden_states = self._with_mtp_losses(hidden_states, future, run=partial(run, rotary_pos_emb=rotary))
+        logits = self._logits(hidden_states)
         if labels is None:
             if not self.parallel_output:
                 logits = gather_from_tensor_model_parallel_region(logits, self.tp_group)
             return logits.transpose(0, 1).contiguous()
-        # [S, B]
-        losses = consuming_cross_entropy(
-            logits, labels.t().clamp(min=0), num_classes=self.unpadded_vocab_size, tp_group=self.tp_group
-        )
         # Contiguous: loss functions of existing scripts flatten it with view(-1).
-        return losses.t().contiguous().masked_fill(labels < 0, 0)
+        return self._token_losses(logits, labels.clamp(min=0)).contiguous().masked_fill(labels < 0, 0)
+
+    def _with_mtp_losses(self, hidden_states: Tensor, future: FutureTokens, *, run: Callable[..., Tensor]) -> Tensor:
+        """hidden_states: [S, B, H], parameter dtype. Returns the same, through which backward reaches the losses.
+
+        run: (hidden states, embedded tokens, depth) -> the hidden states of that depth; all [S, B, H].
+        """
+        assert self.embedding is not None and self.mtp is not None, "both are where the loss is"
+        coeff = self.config.mtp_loss_scaling_factor / len(self.mtp.layers)
+        deeper = hidden_states
+        for depth in range(1, len(self.mtp.layers) + 1):
+            next_token = future.ahead(depth)
+            deeper = run(deeper, self.embedding(next_token.tokens, next_token.positions), depth=depth)
+            losses = self._token_losses(self._logits(deeper), next_token.labels)
+            loss, count = (losses * next_token.weights).sum(), next_token.weights.sum()
+            number = self.config.num_layers + depth
+            self.aux_losses.record(MTP_LOSS.format(depth), loss, layer_number=number, count=count)
+            hidden_states = self.aux_losses.attach(hidden_states, coeff * self._share(loss, count))
+        return hidden_states
+
+    def _share(self, loss: Tensor, count: Tensor) -> Tensor:
+        """What backward starts from of a loss summed over so many tokens; [], fp32 or fp64, -> [], the loss's dtype."""
+        if self.config.calculate_per_token_loss:
+            # The end of the step divides by the tokens of all ranks, those of the next token's loss.
+            return loss
+        # As for the next token's loss: the mean over whole sequences, of which ranks have shares that are averaged.
+        return loss * self.num_parts / all_reduce_sum(count, self.cp_group).wait().clamp(min=1)
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """[S / ranks under sequence parallelism, B, H] -> [S, B, V / ranks], both parameter dtype."""
+        assert self.output_layer is not None, "post_process"
+        logits: Tensor
+        logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
+        return logits
+
+    def _token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """logits: [S, B, V / ranks], parameter dtype, overwritten; labels: [B, S], int64, none negative.
+        Returns [B, S], fp32 (fp64).
+        """
+        classes = self.unpadded_vocab_size
+        return consuming_cross_entropy(logits, labels.t(), num_classes=classes, tp_group=self.tp_group).t()
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """What the next forward of a part without the embedding goes on from: hidden states, parameter dtype,
@@ -155,7 +216,8 @@ class GPTModel(MegatronModule):
         self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def _first_hidden_states(self, input_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        if self.embedding is not None:
+        if self.pre_process:
+            assert self.embedding is not None, "pre_process"
             assert input_ids is not None and position_ids is not None, "the part with the embedding needs tokens"
             return self.embedding(input_ids, position_ids)
         # Let go of at once: it would live until the next microbatch.
@@ -186,7 +248,8 @@ class GPTModel(MegatronModule):
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """The vocabulary's tables are stored without padding rows: [unpadded_vocab_size, H]."""
         # A tied weight has one name, its first, also where the last stage has a copy of it.
-        keys = {"embedding.word_embeddings.weight": "embedding.word_embeddings.weight"} if self.pre_process else {}
+        has_table = self.embedding is not None
+        keys = {"embedding.word_embeddings.weight": "embedding.word_embeddings.weight"} if has_table else {}
         if self.output_layer is not None and self.output_layer.weight is not None:
             tied = self.share_embeddings_and_output_weights
             keys["output_layer.weight"] = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
@@ -204,12 +267,20 @@ class GPTModel(MegatronModule):
         left = self.unpadded_vocab_size - group_rank(self.tp_group) * self._vocab_rows()
         return min(max(left, 0), self._vocab_rows())
 
-    def _build_layers(self, spec: TransformerBlockSubmodules, pg_collection: ProcessGroupCollection) -> None:
+    def _build_layers(
+        self,
+        spec: TransformerBlockSubmodules,
+        mtp_spec: MultiTokenPredictionBlockSubmodules | None,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
         config = self.config
         assert config.init_method is not None
         self.embedding: LanguageModelEmbedding | None = None
         self.output_layer: ColumnParallelLinear | None = None
-        if self.pre_process:
+        self.mtp: MultiTokenPredictionBlock | None = None
+        predicts_further = self.post_process and mtp_spec is not None
+        if self.pre_process or predicts_further:
             self.embedding = LanguageModelEmbedding(
                 config,
                 self.vocab_size,
@@ -220,6 +291,10 @@ class GPTModel(MegatronModule):
         self.decoder = TransformerBlock(
             config, spec, post_process=self.post_process, vp_stage=self.vp_stage, pg_collection=pg_collection
         )
+        if mtp_spec is not None and predicts_further:
+            self.mtp = MultiTokenPredictionBlock(
+                config, mtp_spec, layers_before=len(self.decoder.layers), pg_collection=pg_collection
+            )
         if self.post_process:
             self.output_layer = ColumnParallelLinear(
                 config.hidden_size,
@@ -227,24 +302,28 @@ class GPTModel(MegatronModule):
                 config=config,
                 init_method=config.init_method,
                 bias=False,
-                skip_weight_param_allocation=self.share_embeddings_and_output_weights and self.pre_process,
+                skip_weight_param_allocation=self.share_embeddings_and_output_weights and self.embedding is not None,
                 tp_group=self.tp_group,
             )
-        self._mark_tied_copies(pg_collection)
+        self._mark_copies(pg_collection, predicts_further=mtp_spec is not None)
 
-    def _mark_tied_copies(self, groups: ProcessGroupCollection) -> None:
-        """A tied weight has a copy on the last stage; both start from the same draw, and get the same gradient."""
-        if not self.share_embeddings_and_output_weights or self.pre_process == self.post_process:
+    def _mark_copies(self, groups: ProcessGroupCollection, *, predicts_further: bool) -> None:
+        """What the first and the last stage both have starts from the same draw, and gets the same gradient: tables
+        that tokens further ahead are looked up in, and else a tied output layer. predicts_further: some stage does.
+        """
+        if self.pre_process == self.post_process or not (predicts_further or self.share_embeddings_and_output_weights):
             return
         if groups.embd is None:
             raise ValueError(
-                "share_embeddings_and_output_weights is True and pg_collection.embd is None: the first and the last "
-                "stage must have the group of the two, or their copies part"
+                "pg_collection.embd is None, and share_embeddings_and_output_weights is True or config.mtp_num_layers "
+                "is set: the first and the last stage must have the group of the two, or their copies part"
             )
-        if self.embedding is not None:
-            mark_shared(self.embedding.word_embeddings.weight, is_copy=False)
-        elif self.output_layer is not None and self.output_layer.weight is not None:
-            mark_shared(self.output_layer.weight, is_copy=True)
+        tables = {} if self.embedding is None else dict(self.embedding.named_parameters())
+        if self.embedding is None and self.output_layer is not None and self.output_layer.weight is not None:
+            tables = {"word_embeddings.weight": self.output_layer.weight}
+        for name, table in tables.items():
+            if predicts_further or name == "word_embeddings.weight":
+                mark_shared(table, is_copy=self.post_process)
 
     def initial_values(self) -> InitialValues:
         """How the parameters start, for who gives memory to those that are on the meta device."""
@@ -260,18 +339,22 @@ class GPTModel(MegatronModule):
         own = next(self.parameters(), None)
         device = default_device() if own is None else device_for_buffers(own)
         # Rows for the layers of all stages: they are added up.
+        mtp_layers = self.config.mtp_num_layers or 0
         self.aux_losses = AuxLossRecorder(
-            self.config.num_layers,
+            self.config.num_layers + mtp_layers,
             device,
             num_experts=self.config.num_moe_experts or 0,
             dtype=torch.promote_types(self.config.params_dtype, torch.float32),
             groups=groups,
+            more_names=[MTP_LOSS.format(depth) for depth in range(1, mtp_layers + 1)],
         )
         layers = self.decoder.layers
         plan = plan_recompute(self.config, [isinstance(layer.mlp, MoELayer) for layer in layers])
         for number, (layer, again) in enumerate(zip(layers, plan), start=layers.offset + 1):
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=again.has_router)
+        for mlp, number, runs_again in () if self.mtp is None else self.mtp.expert_layers():
+            mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=runs_again)
 
     def _initialize(self) -> None:
         with torch.no_grad():

@@ -4,7 +4,7 @@ Which router adds which loss is in router.py and load_balancing.py; the loss sca
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ LOAD_BALANCING_LOSS = "load_balancing_loss"
 SEQ_LOAD_BALANCING_LOSS = "seq_load_balancing_loss"
 GLOBAL_LOAD_BALANCING_LOSS = "global_load_balancing_loss"
 Z_LOSS = "z_loss"
+MTP_LOSS = "mtp_{} loss"  # of one depth of multi-token prediction
 
 
 def switch_load_balancing_loss_func(
@@ -84,11 +85,12 @@ class AuxLossRecorder(Recorder, nn.Module):
         num_experts: int = 0,
         dtype: torch.dtype = torch.float32,
         groups: ProcessGroupCollection | None = None,
+        more_names: Sequence[str] = (),
     ) -> None:
-        """dtype: of the sums of losses."""
+        """dtype: of the sums of losses. more_names: of losses that are not the routers'."""
         super().__init__()
         device = device or default_device()
-        self.names = (LOAD_BALANCING_LOSS, SEQ_LOAD_BALANCING_LOSS, GLOBAL_LOAD_BALANCING_LOSS, Z_LOSS)
+        self.names = (LOAD_BALANCING_LOSS, SEQ_LOAD_BALANCING_LOSS, GLOBAL_LOAD_BALANCING_LOSS, Z_LOSS, *more_names)
         self.groups = groups or ProcessGroupCollection()
         # Of each layer, one a microbatch, for the second forward of those whose backward is still to come.
         self._averages: defaultdict[int, deque[Tensor]] = defaultdict(deque)
@@ -133,13 +135,13 @@ class AuxLossRecorder(Recorder, nn.Module):
         """
         return _AttachLoss.apply(activation, loss, self.backward_scale)
 
-    def record(self, name: str, value: Tensor, *, layer_number: int) -> None:
-        """Adds one microbatch's value; value: scalar, float, on the device; layer_number: from 1."""
+    def record(self, name: str, value: Tensor, *, layer_number: int, count: Tensor | int = 1) -> None:
+        """Adds one microbatch's value, or a sum of `count`; both scalar, float, on the device; layer_number: from 1."""
         if not self._recording:
             return
         row = self.names.index(name)  # sums and counts are [names, layers]
         self.sums[row, layer_number - 1] += value.detach()
-        self.counts[row, layer_number - 1] += 1
+        self.counts[row, layer_number - 1] += count
 
     def count_tokens(self, tokens_per_expert: Tensor, *, layer_number: int) -> None:
         """Adds one microbatch's tokens; tokens_per_expert: [E], int64, on the device; layer_number: from 1."""

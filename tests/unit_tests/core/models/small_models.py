@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -38,7 +38,9 @@ def small_config(**fields: Any) -> TransformerConfig:
 def small_model(config: TransformerConfig, **arguments: Any) -> GPTModel:
     """A GPTModel of that configuration for 96 tokens and 16 positions, rotary unless `arguments` say otherwise."""
     defaults: dict[str, Any] = {"position_embedding_type": "rope", "vocab_size": VOCAB, "max_sequence_length": SEQ}
-    return GPTModel(config, get_gpt_decoder_block_spec(config), **{**defaults, **arguments})
+    layers = get_gpt_decoder_block_spec(config)
+    defaults["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layers)
+    return GPTModel(config, layers, **{**defaults, **arguments})
 
 
 def small_batch(vocab_size: int = VOCAB) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,107 @@
+"""The tokens that follow each token of a micro-batch, for multi-token prediction; the layers are elsewhere.
+
+B micro-batch, S tokens of a sequence that this rank holds, W = S / C of one of its C chunks.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.group_collectives import all_gather_rows
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.transformer.context_parallel import chunks_of_rank
+
+
+@dataclass(frozen=True)
+class FutureToken:
+    """What lies a number of places ahead of each token. All [B, S]: tokens, positions and labels int64; weights, of
+    the label's loss, fp32: 0 where that is another document's, or there is none.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class FutureTokens:
+    """What lies up to num_ahead places ahead of the tokens that this rank has of a micro-batch. All [B, S], int64, but
+    loss_mask, [B, S], float, or None for all ones.
+
+    packed_seq_params, attention_mask: borders between documents, as for GPTModel. cp_group: ranks that share sequences.
+    Collective over it where it has more than one rank. Raises ValueError where these have less than num_ahead tokens.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor | None
+    num_ahead: int
+    packed_seq_params: PackedSeqParams | None = None
+    attention_mask: Tensor | None = None
+    cp_group: dist.ProcessGroup | None = None
+
+    def ahead(self, distance: int) -> FutureToken:
+        """What lies `distance` places ahead, from 1 to num_ahead."""
+        tokens, positions, labels, mask = (self._at(extended, distance) for extended in self._extended)
+        weights = torch.where(self._is_inside(distance) & (labels >= 0), mask, 0)
+        return FutureToken(tokens, positions, labels.clamp(min=0), weights)
+
+    @cached_property
+    def _extended(self) -> tuple[Tensor, ...]:
+        # fp32 in any model: half precision does not count far.
+        mask = torch.ones_like(self.labels) if self.loss_mask is None else self.loss_mask
+        mask = mask.to(torch.float32)
+        return tuple(self._with_following(t) for t in (self.input_ids, self.position_ids, self.labels, mask))
+
+    @property
+    def _chunks(self) -> list[slice]:
+        ranks = group_size(self.cp_group)
+        return chunks_of_rank(self.input_ids.shape[1] * ranks, size=ranks, rank=group_rank(self.cp_group))
+
+    def _with_following(self, own: Tensor) -> Tensor:
+        """[B, S], any dtype -> [B, C, W + num_ahead], same dtype: each chunk, and the first of the one after it."""
+        chunks = own.unflatten(1, (len(self._chunks), -1))
+        if len(self._chunks) > 1 and chunks.shape[2] < self.num_ahead:
+            raise ValueError(
+                f"mtp_num_layers is {self.num_ahead} and context-parallel ranks have chunks of {chunks.shape[2]} "
+                "tokens: must be at most as many, use longer sequences or fewer ranks"
+            )
+        firsts = F.pad(chunks, (0, self.num_ahead - chunks.shape[2]))[..., : self.num_ahead]
+        if group_size(self.cp_group) == 1:
+            return torch.cat([chunks, torch.zeros_like(firsts)], dim=2)
+        # Of rank r its chunks r and 2 * ranks - 1 - r.
+        everyone = all_gather_rows(firsts.unsqueeze(0).contiguous(), self.cp_group).wait()  # [ranks, B, 2, num_ahead]
+        in_order = torch.cat([everyone[:, :, 0], everyone[:, :, 1].flip(0)])
+        in_order = torch.cat([in_order, torch.zeros_like(in_order[:1])])
+        rank, ranks = group_rank(self.cp_group), group_size(self.cp_group)
+        following = torch.stack([in_order[rank + 1], in_order[2 * ranks - rank]], dim=1)
+        return torch.cat([chunks, following], dim=2)
+
+    def _at(self, extended: Tensor, distance: int) -> Tensor:
+        return extended[..., distance : extended.shape[2] - self.num_ahead + distance].flatten(1)
+
+    def _is_inside(self, distance: int) -> Tensor:
+        """Whether the token so far ahead is of the same document: bool, [B, S] or [1, S]."""
+        device, length = self.input_ids.device, self.input_ids.shape[1] * group_size(self.cp_group)
+        # [1, S]: places in the whole sequence.
+        places = torch.cat([torch.arange(c.start, c.stop, device=device) for c in self._chunks]).unsqueeze(0)
+        inside = places + distance < length
+        if self.packed_seq_params is not None:
+            samples = torch.arange(len(self.input_ids), device=device).unsqueeze(1) * length
+            ends = self.packed_seq_params.borders_on(device)[1:]
+            # Which segment a token is in: the number of those that end at or before it.
+            here, there = (torch.bucketize(samples + p, ends, right=True) for p in (places, places + distance))
+            inside = inside & (here == there)
+        if self.attention_mask is not None:
+            # [B or 1, S, S]; a token sees those before it in its document, and no others.
+            mask = self.attention_mask.expand(*self.attention_mask.shape[:-2], length, length)
+            forbidden = mask.reshape(-1, length, length).diagonal(-distance, dim1=1, dim2=2)
+            inside = inside & ~F.pad(forbidden, (0, distance), value=True)[:, :length]
+        return inside
