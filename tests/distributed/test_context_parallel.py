@@ -33,20 +33,30 @@ def compare(
     config = small_config(**{"params_dtype": dtype, **shape, **fields})
     core = DotProductAttention(config, 1)
     generator = torch.Generator().manual_seed(3)
+    sinks = list(core.parameters())
+    for parameter in sinks:
+        torch.nn.init.normal_(parameter, generator=generator)
     shapes = ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, value_width))
     whole = [torch.randn(seq, BATCH, *shape, generator=generator).to(dtype) for shape in shapes]
     grad = torch.randn(seq, BATCH, HEADS * value_width, generator=generator).to(dtype)
     borders = torch.tensor([0, 3, 4, seq - 1, seq, seq + 9, 2 * seq], dtype=torch.int32)
     segments = PackedSeqParams(cu_seqlens_q=borders) if packed else None
     parts = [own_part(t).requires_grad_() for t in whole]
-    attention = over_ranks(core, config, layer_number=1, cp_group=group)
-    output = attention(*parts, packed_seq_params=segments)
+    around_core = over_ranks(core, config, layer_number=1, cp_group=group)
+    output = around_core(core, *parts, packed_seq_params=segments)
     output.backward(own_part(grad))
+    # Ranks have shares of a parameter's gradient.
+    of_sinks = [parameter.grad.clone() for parameter in sinks if parameter.grad is not None]
+    for share in of_sinks:
+        dist.all_reduce(share)
+    core.zero_grad()
     leaves = [t.requires_grad_() for t in whole]
     expected = core(*leaves, packed_seq_params=segments)
     expected.backward(grad)
     found = [output, *(part.grad for part in parts)]
-    return [difference(f, own_part(e)) for f, e in zip(found, [expected, *(leaf.grad for leaf in leaves)])]
+    differences = [difference(f, own_part(e)) for f, e in zip(found, [expected, *(leaf.grad for leaf in leaves)])]
+    assert len(of_sinks) == len(sinks)
+    return differences + [difference(f, p.grad) for f, p in zip(of_sinks, sinks) if p.grad is not None]
 
 
 def own_part(whole: Tensor) -> Tensor:
@@ -62,7 +72,8 @@ def compare_all() -> list[tuple[Any, list[float]]]:
     widths = ((AttnBackend.auto, WIDTH - 3), (AttnBackend.auto, WIDTH + 3), (AttnBackend.unfused, WIDTH - 3))
     for case, (backend, width) in product(CASES, widths):
         found.append(((case, backend, width), compare(*case, attention_backend=backend, value_width=width)))
-    return found + [((case, "bf16"), compare(*case, params_dtype=torch.bfloat16)) for case in CASES]
+    found += [((case, "bf16"), compare(*case, params_dtype=torch.bfloat16)) for case in CASES]
+    return found + [((case, "sinks"), compare(*case, softmax_type="learnable")) for case in CASES]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

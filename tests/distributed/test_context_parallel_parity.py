@@ -18,8 +18,8 @@ BORDERS: Flags = {
 }
 # By positions and by what attention is besides.
 MODELS: dict[str, Flags] = {
-    "dense": {"position-embedding-type": "learned_absolute", "window-size": "5,0"},
-    "llama": {"num-query-groups": 4, "calculate-per-token-loss": True, **BORDERS},
+    "dense": {"position-embedding-type": "learned_absolute", "window-size": "5,0", "softmax-type": "off-by-one"},
+    "llama": {"num-query-groups": 4, "calculate-per-token-loss": True, "softmax-type": "learnable", **BORDERS},
     "packed": {"num-query-groups": 4, **BORDERS},
 }
 RECOMPUTE: Flags = {"recompute-granularity": "selective", "recompute-modules": ["core_attn"]}

@@ -31,7 +31,15 @@ SHARED: Flags = {
 }
 LLAMA: Flags = {**SHARED, "num-query-groups": 4, "qk-layernorm": True, "calculate-per-token-loss": True}
 MODELS: dict[str, tuple[str, Flags]] = {
-    "gpt": ("dense", {**SHARED, "position-embedding-type": "learned_absolute", "window-size": "9,0"}),
+    "gpt": (
+        "dense",
+        {
+            **SHARED,
+            "position-embedding-type": "learned_absolute",
+            "window-size": "9,0",
+            "softmax-type": "learnable",
+        },
+    ),
     "tied llama": ("llama", {**LLAMA, "untie-embeddings-and-output-weights": None}),
     "moe": (
         "moe",

@@ -8,15 +8,20 @@ from tests.counts import slow
 from tests.distributed.parity import WholeRun, assert_same_run, run_layout
 from tests.functional_tests.case import Flags
 
-# By what they split besides: biases and tied embeddings; groups of queries, gates and head norms.
+# By what they split besides: biases and tied embeddings; groups of queries, gates, head norms and sinks.
 MODELS: dict[str, Flags] = {
     "dense": {"add-qkv-bias": True},
-    "llama": {"num-query-groups": 4, "qk-layernorm": True, "untie-embeddings-and-output-weights": True},
+    "llama": {
+        "num-query-groups": 4,
+        "qk-layernorm": True,
+        "untie-embeddings-and-output-weights": True,
+        "softmax-type": "learnable",
+    },
 }
 # What changes the numbers, and what must not.
 FEATURES: dict[str, tuple[Flags, Flags]] = {
     "recomputed parts": (
-        {"window-size": "5,0"},
+        {"window-size": "5,0", "softmax-type": "learnable"},
         {"recompute-granularity": "selective", "recompute-modules": ["core_attn", "layernorm", "mlp"]},
     ),
     "recomputed layers": (

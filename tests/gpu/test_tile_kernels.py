@@ -1,10 +1,16 @@
-"""The kernel of attention tiles on a GPU against plain operations in fp64; skipped without one."""
+"""Attention kernels that give their log-sum-exp on a GPU against plain operations in fp64; skipped without one."""
+
+from functools import partial
 
 import pytest
 import torch
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention_tiles import Tile
+from megatron.core.transformer.dot_product_attention import reference_attention
+from megatron.core.transformer.packed_attention import attend_by_segment, attend_varlen
 from megatron.core.transformer.tile_kernels import FlashOnGpu, PlainKernel, SoftmaxResult, TileInputs
+from megatron.core.transformer.window_attention import attend_in_window
 
 pytestmark = pytest.mark.gpu
 ROWS, WIDTH = 96, 64
@@ -32,4 +38,29 @@ def test_a_tile_of_a_larger_softmax_agrees_with_plain_operations(groups: int, li
     shares = FlashOnGpu(0.125).backward(grad, half, result=whole, tile=tile)
     exact_shares = PlainKernel(0.125).backward(grad.double(), exact, result=exact_whole, tile=tile)
     for share, exact_share in zip(vars(shares).values(), vars(exact_shares).values(), strict=True):
+        assert (share.double() - exact_share).norm() <= 2e-2 * exact_share.norm()
+
+
+@pytest.mark.parametrize("left", [-1, 20])
+@pytest.mark.parametrize("groups", [2, 8])
+def test_a_sink_in_packed_segments_agrees_with_plain_operations(groups: int, left: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(2)
+    packed = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 30, 31, ROWS, 2 * ROWS], dtype=torch.int32))
+    half = [
+        torch.randn(ROWS, 2, heads, WIDTH, device="cuda", generator=generator).bfloat16().requires_grad_()
+        for heads in (8, groups, groups)
+    ]
+    sink = torch.randn(8, device="cuda", generator=generator).bfloat16().requires_grad_()
+    parts = dict(zip(("key", "value"), half[1:], strict=True))
+    found = attend_varlen(half[0], **parts, packed=packed, scale=0.125, window=(left, 0), sink=sink)
+    exact = [t.detach().double().requires_grad_() for t in (*half, sink)]
+    options = {"allowed": None, "is_causal": True, "dropout": 0.0, "scale": 0.125, "sink": exact[3]}
+    attend = partial(attend_in_window, attend=reference_attention, window=(left, 0), **options)
+    if left == -1:
+        attend = partial(reference_attention, **options)
+    expected = attend_by_segment(exact[0], key=exact[1], value=exact[2], packed=packed, attend=attend)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+    grad = torch.randn_like(found)
+    shares = torch.autograd.grad(found, (*half, sink), grad)
+    for share, exact_share in zip(shares, torch.autograd.grad(expected, exact, grad.double()), strict=True):
         assert (share.double() - exact_share).norm() <= 2e-2 * exact_share.norm()

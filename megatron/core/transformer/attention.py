@@ -65,10 +65,14 @@ class SelfAttention(MegatronModule):
             bias=config.add_bias_linear or config.add_qkv_bias,
             tp_group=tp_group,
         )
-        core = build_module(
-            submodules.core_attention, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            pg_collection=groups,
         )
-        self.core_attention = over_ranks(core, config, layer_number=layer_number, cp_group=groups.cp)
+        self.around_core = over_ranks(self.core_attention, config, layer_number=layer_number, cp_group=groups.cp)
         # Each rank has other heads, so other probabilities to drop.
         self.core_numbers = numbers_of_each_rank(tp_group, dropout=config.attention_dropout)
         if config.qk_layernorm and (submodules.q_layernorm is None or submodules.k_layernorm is None):
@@ -109,8 +113,7 @@ class SelfAttention(MegatronModule):
     def _attend(self, *tensors: Tensor | None, packed_seq_params: PackedSeqParams | None) -> Tensor:
         # Here and not around the caller: what recompute runs again must draw from the same stream.
         with self.core_numbers():
-            context: Tensor = self.core_attention(*tensors, packed_seq_params=packed_seq_params)
-            return context
+            return self.around_core(self.core_attention, *tensors, packed_seq_params=packed_seq_params)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None

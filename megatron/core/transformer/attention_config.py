@@ -32,6 +32,12 @@ class AttentionConfig:
     attention_softmax_in_fp32: bool = config_field(
         False, help="Softmax of attention in fp32, which every kernel here does with or without it."
     )
+    softmax_type: str = config_field(
+        "vanilla",
+        help="What joins the sum of attention's softmax beside the scores: nothing, exp(0) (off-by-one), or exp of a "
+        "learned logit of each head, a sink (learnable).",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
     add_qkv_bias: bool = config_field(
         False, help="Bias of the query, key and value projection where other layers have none."
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.group_collectives import all_gather_rows
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.process_groups_config import ALONE, group_rank, group_size
 from megatron.core.transformer.attention_tiles import Stretch, stretches
 from megatron.core.transformer.context_parallel import chunks_of_rank, join_sequence, split_sequence
 
@@ -120,10 +120,33 @@ def _message(pair: KeysAndValues) -> Tensor:
     return torch.cat((pair.key.flatten(), pair.value.flatten()))
 
 
+def _zeros_like(pair: KeysAndValues, dtype: torch.dtype) -> KeysAndValues:
+    return KeysAndValues(torch.zeros_like(pair.key, dtype=dtype), torch.zeros_like(pair.value, dtype=dtype))
+
+
 def _inside(message: Tensor, *, like: KeysAndValues) -> KeysAndValues:
     """Views of what _message gave for tensors of these shapes."""
     border = like.key.numel()
     return KeysAndValues(message[:border].view(like.key.shape), message[border:].view(like.value.shape))
+
+
+class Alone(KeyValueExchange):
+    """One rank that holds the whole sequences: its own keys and values are the only block, and nothing travels."""
+
+    def __init__(self, seq_length: int) -> None:
+        super().__init__(ALONE, seq_length)
+
+    def held_by(self, rank: int) -> list[Stretch]:
+        """The whole sequence."""
+        return [Stretch(0, 0, self.seq_length)]
+
+    def blocks(self, own: KeysAndValues) -> Iterator[Block]:
+        """See KeyValueExchange."""
+        yield Block(self.held_by(0), own)
+
+    def gradients(self) -> GradientReturn:
+        """See KeyValueExchange."""
+        return _Kept()
 
 
 @dataclass(frozen=True)
@@ -182,6 +205,24 @@ class _RingReturn(GradientReturn):
         return _inside(self._arriving.wait(), like=self._like)
 
 
+class _Kept(GradientReturn):
+    """The gradient of the one block there is."""
+
+    def __init__(self) -> None:
+        self._share: KeysAndValues | None = None
+
+    def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
+        self._share = _zeros_like(block.pair, dtype)
+        return self._share
+
+    def hand_on(self) -> None:
+        assert self._share is not None, "no share was made"
+
+    def own(self) -> KeysAndValues:
+        assert self._share is not None, "no share was made"
+        return self._share
+
+
 class _ScatteredReturn(GradientReturn):
     """A reduce-scatter whose sums are in rank order: all-to-all, then a local sum."""
 
@@ -192,8 +233,7 @@ class _ScatteredReturn(GradientReturn):
         self._received: Tensor | None = None
 
     def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
-        key, value = (torch.zeros_like(tensor, dtype=dtype) for tensor in (block.pair.key, block.pair.value))
-        self._share = KeysAndValues(key, value)
+        self._share = _zeros_like(block.pair, dtype)
         return self._share
 
     def hand_on(self) -> None:

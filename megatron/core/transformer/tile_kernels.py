@@ -203,8 +203,10 @@ class FlashOnGpu(PlainKernel):
 class MergedSoftmax:
     """The softmax over the columns of several tiles, one after the other, in fp32 (fp64 for fp64)."""
 
-    def __init__(self, query: Tensor, *, value_width: int) -> None:
-        """query: [B, N, S, D], any float dtype, of which tiles take rows."""
+    def __init__(self, query: Tensor, *, value_width: int, sink: Tensor | None) -> None:
+        """query: [B, N, S, D], any float dtype, of which tiles take rows; sink: [N], any float dtype, the score of one
+        more column whose value is 0; None: there is none.
+        """
         self._dtype = query.dtype
         dtype = torch.promote_types(query.dtype, torch.float32)
         batch, heads, seq_length, _ = query.shape
@@ -212,6 +214,8 @@ class MergedSoftmax:
         output = query.new_zeros(seq_length, batch, heads, value_width, dtype=dtype)
         self._output = output.permute(1, 2, 0, 3)
         self._log_sum = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
+        if sink is not None:
+            self._log_sum.copy_(sink.view(-1, 1))
 
     def add(self, result: SoftmaxResult, tile: Tile) -> None:
         """Takes in what TileKernel.forward found for `tile`."""

@@ -186,7 +186,6 @@ VALUE_REFUSALS = {
 
 # Accepted flags that would change the model or its numbers elsewhere: the notice says what to do here.
 NO_EFFECT_HINTS = {
-    "--softmax-type": "attention is softmax without an offset",
     "--use-flash-attn": "use --attention-backend",
     "--fp8-format": "training stays in the precision of --bf16, --fp16 or fp32",
     "--fp8-param-gather": "parameters keep the precision of --bf16, --fp16 or fp32",

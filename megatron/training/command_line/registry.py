@@ -68,6 +68,7 @@ MODEL_SHAPE_DESTS: tuple[str, ...] = (
     "squared_relu",
     "add_qkv_bias",
     "qk_layernorm",
+    "softmax_type",
     "window_size",
     "window_attn_skip_freq",
     "untie_embeddings_and_output_weights",

@@ -8,21 +8,24 @@ import torch
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import window_attention
+from megatron.core.transformer import attention_tiles, window_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, SEQ, small_batch, small_config, small_model
 
 
-def naive(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v head by head; allowed: [B, S, S]."""
+def naive(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v head by head; allowed: [B, S, S]; sinks: [N], of a column of zeros."""
     heads = []
     for head in range(query.shape[2]):
         group = head // (query.shape[2] // key.shape[2])
         q, k, v = query[:, :, head], key[:, :, group], value[:, :, group]  # [S, B, D]
         scores = torch.einsum("sbd,tbd->bst", q, k) / q.shape[-1] ** 0.5
         # A token that may see nothing gets 0.
-        probs = scores.masked_fill(~allowed, -1e30).softmax(-1).masked_fill(~allowed, 0)
+        scores = scores.masked_fill(~allowed, -1e30)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head].expand(*scores.shape[:2], 1)), dim=-1)
+        probs = scores.softmax(-1)[..., : len(key)].masked_fill(~allowed, 0)
         heads.append(torch.einsum("bst,tbd->sbd", probs, v))
     return torch.cat(heads, dim=-1)
 
@@ -41,18 +44,28 @@ def allowed_pairs(batch: int, seq: int, ends: list[int], left: int) -> Tensor:
     return seen & (segment[:, :, None] == segment[:, None, :])
 
 
+@pytest.mark.parametrize("softmax", ["vanilla", "off-by-one", "learnable"])
 @pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.unfused])
-def test_attention_equals_the_naive_one_on_random_shapes(backend: AttnBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_equals_the_naive_one_on_random_shapes(
+    backend: AttnBackend, softmax: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Sequences of some tokens then have windows of several blocks.
-    monkeypatch.setattr(window_attention, "_MIN_ROWS", 2)
+    for module in (window_attention, attention_tiles):
+        monkeypatch.setattr(module, "_MIN_ROWS", 2)
     draw = random.Random(4)
-    for _ in range(80):
+    for _ in range(80 if softmax == "vanilla" else 40):
         batch, seq, groups, width = (draw.randint(1, top) for top in (3, 16, 3, 8))
         heads = groups * draw.randint(1, 3)
         fields: dict[str, Any] = {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": width}
         left = draw.choice([-1, 0, 1, 2, 3, 5, seq - 1, seq])
         window = draw.choice([(left, 0), (left, -1)] + [None] * (left == -1))
+        fields |= {"softmax_type": softmax, "params_dtype": torch.float64}
         core = DotProductAttention(small_config(**fields, attention_backend=backend, window_size=window), 1)
+        learned = list(core.parameters())
+        assert [p.shape for p in learned] == [(heads,)] * (softmax == "learnable")
+        sinks = {"vanilla": None, "off-by-one": torch.zeros(heads).double()}.get(softmax, core.softmax_offset)
+        for parameter in learned:
+            torch.nn.init.normal_(parameter)
         shapes = (heads, width), (groups, width), (groups, draw.choice([width, width, 1, 9]))
         query, key, value = (
             torch.randn(seq, batch, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes
@@ -69,12 +82,13 @@ def test_attention_equals_the_naive_one_on_random_shapes(backend: AttnBackend, m
             (all_pairs, {}),
         ]
         for allowed, options in cases:
-            wanted = naive(query, key, value, allowed)
+            wanted = naive(query, key, value, allowed, sinks)
             found = core(query, key, value, **options)
             torch.testing.assert_close(found, wanted)
             upstream = torch.randn_like(wanted)
-            expected = torch.autograd.grad(wanted, (query, key, value), upstream)
-            torch.testing.assert_close(torch.autograd.grad(found, (query, key, value), upstream), expected)
+            inputs = (query, key, value, *learned)
+            expected = torch.autograd.grad(wanted, inputs, upstream)
+            torch.testing.assert_close(torch.autograd.grad(found, inputs, upstream), expected)
 
 
 @pytest.mark.parametrize("positions", ["rope", "none"])
@@ -123,6 +137,20 @@ def test_wrong_borders_are_named(ends: list[int], words: str) -> None:
         PackedSeqParams(cu_seqlens_q=torch.tensor(ends)).require_samples(2, 16)
     with pytest.raises(ValueError, match="max_seqlen_q is 3: must be the longest segment's 9"):
         PackedSeqParams(cu_seqlens_q=torch.tensor([0, 9]), max_seqlen_q=3)
+
+
+def test_a_sink_takes_its_share_under_dropout_too() -> None:
+    config = small_config(attention_dropout=0.5, softmax_type="learnable", num_attention_heads=1)
+    core = DotProductAttention(config, 1)
+    assert core.softmax_offset is not None
+    with torch.no_grad():
+        core.softmax_offset.fill_(torch.tensor(8.0).log())
+    # Scores of 0: each of 8 tokens has a share of 1 / 16 in the last row, or none, or twice that.
+    zeros, ones = torch.zeros(8, 500, 1, 32), torch.ones(8, 500, 1, 32)
+    last = core(zeros, zeros, ones)[-1, :, 0] * 8
+    assert torch.equal(last, last.round()) and 3.5 < last.mean() < 4.5
+    core.eval()
+    torch.testing.assert_close(core(zeros, zeros, ones)[-1, :, 0], torch.full((500,), 0.5))
 
 
 def test_a_mask_and_borders_exclude_each_other() -> None:

@@ -1,0 +1,117 @@
+"""Causal attention tile by tile as one autograd function, over ranks that hold parts of the sequences or alone.
+
+It knows the softmax's sum of every row, which an attention sink joins. How other ranks' keys and values come is
+key_value_exchange.py's, which tiles there are attention_tiles.py's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.transformer.attention_tiles import Tile, tiles_of_batch
+from megatron.core.transformer.key_value_exchange import Block, KeysAndValues, KeyValueExchange
+from megatron.core.transformer.tile_kernels import MergedSoftmax, SoftmaxResult, TileInputs, TileKernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilePlan:
+    """What one call needs besides its tensors; segments: as attention_tiles.segments_of_samples gives them."""
+
+    exchange: KeyValueExchange
+    kernel: TileKernel
+    segments: list[list[slice]]
+    window: int | None
+
+    def tiles(self, block: Block) -> list[Tile]:
+        """Those of this rank's queries and a block of keys."""
+        queries = self.exchange.held_by(self.exchange.rank)
+        return tiles_of_batch(queries, block.places, segments=self.segments, window=self.window)
+
+
+def attend_in_tiles(query: Tensor, *, key: Tensor, value: Tensor, plan: TilePlan, sink: Tensor | None) -> Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks of the plan's exchange.
+
+    1. Keys and values of other ranks arrive, block by block or at once.
+    2. Of each block the tiles that this rank's queries see are computed, each with its log-sum-exp.
+    3. Tiles are merged into one softmax in fp32, fp64 for fp64; so is the sink, a column without a value.
+    Backward computes the tiles' shares again from the merged log-sum-exp, and sends gradients back to their owners.
+
+    query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], G divides N, any float dtype;
+    sink: [N], any float dtype, or None. Returns [S / size, B, N, E], the query's dtype. A rank's gradient of the sink
+    is that of its rows.
+    """
+    context: Tensor = _AttentionInTiles.apply(query, key, value, sink, plan)
+    return context
+
+
+class _AttentionInTiles(torch.autograd.Function):
+    """query [S / size, B, N, D], key [S / size, B, G, D], value [S / size, B, G, E], sink -> [S / size, B, N, E].
+
+    Backward gets others' keys and values anew, so that no rank holds more than its part between the passes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, plan: TilePlan) -> Tensor:
+        queries = _heads_first(query)
+        merged = MergedSoftmax(queries, value_width=value.shape[3], sink=sink)
+        for block in plan.exchange.blocks(KeysAndValues(key, value)):
+            for tile in plan.tiles(block):
+                merged.add(plan.kernel.forward(_inputs_of(tile, queries=queries, pair=block.pair), tile), tile)
+        result = merged.result()
+        ctx.save_for_backward(query, key, value, sink, result.output, result.log_sum)
+        ctx.plan = plan
+        return result.output.permute(2, 0, 1, 3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        query, key, value, sink, output, log_sum = ctx.saved_tensors
+        plan: TilePlan = ctx.plan
+        queries, grads = _heads_first(query), _heads_first(grad)
+        # Shares are added up in the precision that the softmax was merged in.
+        grad_queries = torch.zeros_like(queries, dtype=log_sum.dtype)
+        going_home = plan.exchange.gradients()
+        for block in plan.exchange.blocks(KeysAndValues(key, value)):
+            grad_block = going_home.share(block, log_sum.dtype)
+            for tile in plan.tiles(block):
+                rows = (tile.batch, slice(None), tile.queries)
+                result = SoftmaxResult(output[rows], log_sum[rows])
+                inputs = _inputs_of(tile, queries=queries, pair=block.pair)
+                shares = plan.kernel.backward(grads[rows], inputs, result=result, tile=tile)
+                of_tile = _inputs_of(tile, queries=grad_queries, pair=grad_block)
+                of_tile.query.add_(shares.query)
+                of_tile.key.add_(shares.key)
+                of_tile.value.add_(shares.value)
+            going_home.hand_on()
+        own = going_home.own()
+        grad_query = grad_queries.permute(2, 0, 1, 3).to(query.dtype)
+        grad_sink = None
+        if sink is not None and ctx.needs_input_grad[3]:
+            grad_sink = sink_gradient(grads, output, log_sum=log_sum, sink=sink)
+        return grad_query, own.key.to(key.dtype), own.value.to(value.dtype), grad_sink, None
+
+
+def sink_gradient(grad: Tensor, output: Tensor, *, log_sum: Tensor, sink: Tensor) -> Tensor:
+    """The gradient of a sink's logits from what attention with it gave.
+
+    grad, output: [B, N, S, E], any float dtype; log_sum: [B, N, S], fp32 or fp64, of all columns and the sink; sink:
+    [N], any float dtype. Returns [N], the sink's dtype.
+    """
+    # The column's value is 0, so that only what the softmax's own derivative takes off is left of its score's.
+    share = torch.exp(sink.to(log_sum.dtype).view(-1, 1) - log_sum)
+    taken = (grad.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(-1)
+    return -(share * taken).sum((0, 2)).to(sink.dtype)
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """[S, B, N, D] -> [B, N, S, D], a view."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+def _inputs_of(tile: Tile, *, queries: Tensor, pair: KeysAndValues) -> TileInputs:
+    """Views of a tile's rows and columns; queries: [B, N, S, D]."""
+    key, value = (_heads_first(t)[tile.batch, :, tile.keys] for t in (pair.key, pair.value))
+    return TileInputs(queries[tile.batch, :, tile.queries], key, value)
