@@ -50,6 +50,7 @@ from megatron.training.initialize import seed_ranks
 from megatron.training.model_weights import ModelWeights, frozen_tensors
 from megatron.training.rng_state import load_rng, rng_sharded_state
 from megatron.training.train_state import TrainState
+from megatron.training.upcycling import check_upcycling, from_dense, is_upcycling
 
 __all__ = [
     "begin_save_checkpoint",
@@ -204,15 +205,16 @@ def load_checkpoint(
     # Arguments before tensors: "--hidden-size is 128 here" says more than two shapes.
     with all_ranks_agree():
         common = load_run_values(found.path)
-        check_same_model(args, common["args"])
-        taken = _what_to_take(found, common, config=config, has_optimizer=optimizer is not None)
+        upcycles = config.moe_use_upcycling and is_upcycling(args, common["args"])
+        (check_upcycling if upcycles else check_same_model)(args, common["args"])
+        taken = _what_to_take(found, common, config=config, has_optimizer=optimizer is not None, weights_alone=upcycles)
         if taken.optimizer:
             check_same_optimizer(args, common["args"])
             # Before the tensors: a schedule that differs is a frequent mistake, and this is quick.
             _load_schedule(opt_param_scheduler, common["scheduler"])
     parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     replicas = parts.groups.dp_cp if config.ckpt_fully_parallel_load else None
-    source = _Source(verified, replicas, Strictness(config.dist_ckpt_strictness))
+    source = _Source(verified, replicas, Strictness(config.dist_ckpt_strictness), upcycles)
     _load_tensors(parts, source, taken=taken, frozen=set(common["frozen"]))
     if taken.rng and not source.holds(rng_sharded_state(parts.groups)):
         _reseed(parts.groups, seed=args.seed, iteration=found.iteration)
@@ -307,9 +309,14 @@ def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str]) -> Found
 
 
 def _what_to_take(
-    found: FoundCheckpoint, common: dict[str, Any], *, config: CheckpointConfig, has_optimizer: bool
+    found: FoundCheckpoint,
+    common: dict[str, Any],
+    *,
+    config: CheckpointConfig,
+    has_optimizer: bool,
+    weights_alone: bool,
 ) -> _Taken:
-    if config.finetune or found.is_release:
+    if config.finetune or found.is_release or weights_alone:
         return _Taken(position=False, optimizer=False, rng=False)
     # A run that only evaluates has no optimizer to fill and draws no random numbers.
     with_optimizer = has_optimizer and not config.no_load_optim
@@ -327,10 +334,16 @@ class _Source:
     checkpoint: VerifiedCheckpoint
     replicas: dist.ProcessGroup | None
     strictness: Strictness
+    upcycles: bool
 
     def load(self, tensors: list[ShardedTensor]) -> None:
         """Fills `tensors`: any shape and dtype. Collective."""
-        dist_checkpointing.load(tensors, self.checkpoint, replicas=self.replicas)
+        if self.upcycles:
+            taken, fill = from_dense(tensors, self.checkpoint)
+            dist_checkpointing.load(taken, self.checkpoint, replicas=self.replicas)
+            fill()
+        else:
+            dist_checkpointing.load(tensors, self.checkpoint, replicas=self.replicas)
 
     def holds(self, tensors: list[ShardedTensor]) -> bool:
         """Whether it has all of `tensors` in that shape and dtype."""
@@ -344,7 +357,8 @@ def _load_tensors(parts: _Parts, source: _Source, *, taken: _Taken, frozen: set[
     weights = ModelWeights(parts.model, allow_cast=not taken.optimizer)
     rng = rng_sharded_state(parts.groups) if taken.rng else []
     rng = rng if source.holds(rng) else []
-    lacking = _lacking(parts, source, weights=weights, taken=taken)
+    # Experts are lacking in a dense checkpoint, as is to be.
+    lacking = set() if source.upcycles else _lacking(parts, source, weights=weights, taken=taken)
     wanted = [tensor for tensor in weights.tensors if tensor.key not in lacking] + rng
     if parts.optimizer is None or not taken.optimizer:
         source.load(wanted)

@@ -162,6 +162,10 @@ class CheckpointConfig:
     finetune: bool = config_field(
         False, help="Load the weights only: start at step 0 with a fresh optimizer, RNG and data order."
     )
+    moe_use_upcycling: bool = config_field(
+        False,
+        help="Start a model with experts from the dense checkpoint in --load: each expert as the layer it replaces.",
+    )
     ckpt_step: int | None = config_field(None, help="Load this step instead of the latest.", at_least=0)
     use_checkpoint_args: bool = config_field(False, help="Take the model's shape from the checkpoint in --load.")
     exit_on_missing_checkpoint: bool = config_field(

@@ -93,7 +93,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--heterogeneous-", "all layers have one shape: use --num-layers and --moe-layer-freq"),
     (r"--moe-(deepep|hybridep|flex-dispatcher|permute-fusion-into|ncclep)", _DEEPEP),
     (r"--moe-routing-trace-", _ROUTING_TRACE),
-    (r"--moe-upcycling-", "a dense checkpoint is not turned into experts here: start the MoE model from scratch"),
+    (r"--moe-upcycling-", "--moe-use-upcycling makes each expert a copy of the whole dense layer: leave it at 1"),
     (r"--logits-", _DISTILL),
     (r"--fault-injector-", "faults are injected by the project's own tests, not by flags"),
     (r"--inprocess-|--adlr-|--enable-ft-package|--calc-ft-timeouts|--ft-num-", _RESTART),

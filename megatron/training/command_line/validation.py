@@ -59,6 +59,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_fully_sharded(args)
     check_graphs(args)
     check_faults(args)
+    check_upcycling_flags(args)
     derive_shapes(args)
     derive_run_state(args)
     # Last, because it needs the derived values; a wrong field stops the run before any process group exists.
@@ -152,6 +153,15 @@ def check_units(args: argparse.Namespace, *, other: str, unit: str) -> None:
                 f"{flag}-{other} is {vars(args)[f'{name}_{other}']}, but the length of the run is --train-{unit}: "
                 f"use {flag}-{unit}"
             )
+
+
+def check_upcycling_flags(args: argparse.Namespace) -> None:
+    """Experts are made of a checkpoint, in a model that has some."""
+    if not args.moe_use_upcycling:
+        return
+    for flag, value in (("--num-experts", args.num_experts), ("--load", args.load)):
+        if value is None:
+            raise CommandLineError(f"--moe-use-upcycling needs {flag}: give it, or drop the flag")
 
 
 def check_positions(args: argparse.Namespace) -> None:

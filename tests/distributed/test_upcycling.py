@@ -1,0 +1,107 @@
+"""A dense checkpoint becomes a model with experts under any layout, which at first computes what the dense one does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.core.agreement import RemoteRankError
+from megatron.training.model_weights import ModelWeights
+from megatron.training.training import train_step
+from tests.counts import slow
+from tests.distributed.parity import Box, layout, put_together
+from tests.distributed.tiny_runs import SHARDED, started_run
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+
+BASES = read_bases()
+DENSE: Flags = {**BASES["llama"], "num-layers": 3, "ffn-hidden-size": 32, "eval-iters": 0}
+EXPERTS: Flags = {
+    **DENSE,
+    **{name: BASES["moe"][name] for name in ("num-experts", "moe-router-topk", "moe-grouped-gemm")},
+    "moe-layer-freq": "[1,0,1]",
+    "moe-use-upcycling": True,
+}
+SEQUENTIAL: Flags = {"moe-grouped-gemm": None, "disable-bias-linear": None}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, {**layout(2), "swiglu": True}),
+        (2, {"expert-model-parallel-size": 2, **SHARDED, "bf16": True}),
+        (2, {"use-torch-fsdp2": True}),
+        slow(2, {**layout(pp=2, pipeline_model_parallel_layout="Ett|tL"), **SEQUENTIAL}),
+    ],
+)
+def test_experts_begin_as_the_layers_that_they_replace(ranks: int, flags: Flags, tmp_path: Path) -> None:
+    same = {name: flags[name] for name in ("bf16", "disable-bias-linear") if name in flags}
+    trained = command_line({**DENSE, **same, "save": str(tmp_path)})
+    again = command_line({**DENSE, **same, "load": str(tmp_path), "finetune": True})
+    [(expected, dense)] = run_on_ranks(_trained_and_loaded, 1, trained, again)
+    found = run_on_ranks(_first_step, ranks, command_line({**EXPERTS, **flags, "load": str(tmp_path)}))
+    for loss, _ in found:
+        assert loss == pytest.approx(expected, rel=2e-3 if "bf16" in flags else 1e-6)
+    weights = put_together([box for _, boxes in found for box in boxes])
+    for name, tensor in put_together(dense).items():
+        if name in weights:
+            assert weights[name].equal(tensor), name
+        else:
+            experts = weights[name.replace(".mlp.", ".mlp.experts.")]
+            assert len(experts) == 4 and all(expert.equal(tensor) for expert in experts), name
+
+
+def _trained_and_loaded(trained: Sequence[str], again: Sequence[str]) -> tuple[float, list[Box]]:
+    _train_and_save(trained)
+    return _first_step(again)
+
+
+def _train_and_save(argv: Sequence[str]) -> None:
+    with started_run(argv) as run:
+        train_step(run)
+        run.save_checkpoint()
+
+
+def _first_step(argv: Sequence[str]) -> tuple[float, list[Box]]:
+    """Its loss, and the weights before it."""
+    with started_run(argv) as run:
+        assert run.state.iteration == 0
+        held = ModelWeights(run.model).tensors
+        weights = [Box(t.key, t.global_shape, t.global_offset, t.data.clone()) for t in held]
+        return train_step(run)[0].losses["lm loss"], weights
+
+
+def test_a_model_that_was_made_so_goes_on_as_any_other(tmp_path: Path) -> None:
+    run_on_ranks(_dense_then_experts, 1, str(tmp_path))
+
+
+def _dense_then_experts(folder: str) -> None:
+    _train_and_save(command_line({**DENSE, "save": f"{folder}/dense"}))
+    experts = {**EXPERTS, "save": f"{folder}/experts"}
+    with started_run(command_line({**experts, "load": f"{folder}/dense"})) as run:
+        train_step(run)
+        run.save_checkpoint()
+        expected = train_step(run)[0].losses
+    with started_run(command_line({**experts, "load": f"{folder}/experts"})) as run:
+        assert run.state.iteration == 1
+        assert train_step(run)[0].losses == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"moe-use-upcycling": None}, "checkpoint of another model: --num-experts is 4"),
+        ({"moe-ffn-hidden-size": 48}, "--moe-ffn-hidden-size is 48 .* --ffn-hidden-size is 32: must be equal"),
+        ({"moe-shared-expert-intermediate-size": 16}, "--moe-shared-expert-intermediate-size is 16: must be left out"),
+        ({"hidden-size": 64}, "checkpoint of another model: --hidden-size is 64"),
+    ],
+)
+def test_what_cannot_become_experts_is_refused_on_every_rank(flags: Flags, message: str, tmp_path: Path) -> None:
+    argv = command_line({**EXPERTS, **flags, "load": str(tmp_path)})
+    run_on_ranks(_train_and_save, 1, command_line({**DENSE, "save": str(tmp_path)}))
+    run_on_ranks(_refused, 2, argv, message)
+
+
+def _refused(argv: Sequence[str], message: str) -> None:
+    with pytest.raises((ValueError, RemoteRankError), match=message), started_run(argv):
+        pass
