@@ -38,6 +38,7 @@ _NOT_IN_WEIGHTS = (
     "moe_router_group_topk",
     "moe_router_group_score",
     "moe_router_topk_scaling_factor",
+    "untie_embeddings_and_output_weights",  # tied_weights.py makes one of two, or two of one
 )
 # A model with another value of one of these has other weights, or weights of another meaning.
 _SAME_MODEL = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_IN_WEIGHTS), "unpadded_vocab_size")

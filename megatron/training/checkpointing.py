@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.group_errors import one_error_everywhere
 from megatron.core.group_collectives import gather_objects, union_over_model
-from megatron.core.optimizer.state_keys import fresh_state, parameter_key
+from megatron.core.optimizer.state_keys import fresh_state, is_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint_args import args_to_json, check_same_model, check_same_optimizer
@@ -49,6 +49,7 @@ from megatron.training.console import print_rank_0
 from megatron.training.initialize import seed_ranks
 from megatron.training.model_weights import ModelWeights, frozen_tensors
 from megatron.training.rng_state import load_rng, rng_sharded_state
+from megatron.training.tied_weights import EMBEDDING, OUTPUT, Tying, require_same_two
 from megatron.training.train_state import TrainState
 from megatron.training.upcycling import check_upcycling, from_dense, is_upcycling
 
@@ -214,7 +215,8 @@ def load_checkpoint(
             _load_schedule(opt_param_scheduler, common["scheduler"])
     parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     replicas = parts.groups.dp_cp if config.ckpt_fully_parallel_load else None
-    source = _Source(verified, replicas, Strictness(config.dist_ckpt_strictness), upcycles)
+    tying = Tying.between(common["args"], vars(args))
+    source = _Source(verified, replicas, Strictness(config.dist_ckpt_strictness), upcycles, tying)
     _load_tensors(parts, source, taken=taken, frozen=set(common["frozen"]))
     if taken.rng and not source.holds(rng_sharded_state(parts.groups)):
         _reseed(parts.groups, seed=args.seed, iteration=found.iteration)
@@ -329,12 +331,16 @@ def _what_to_take(
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint and how it is read: by which ranks together, and what becomes of keys that are not shared."""
+    """A checkpoint and how it is read: by which ranks together, and what becomes of keys that are not shared.
+
+    tying: tensors have the keys that it gives them.
+    """
 
     checkpoint: VerifiedCheckpoint
     replicas: dist.ProcessGroup | None
     strictness: Strictness
     upcycles: bool
+    tying: Tying
 
     def load(self, tensors: list[ShardedTensor]) -> None:
         """Fills `tensors`: any shape and dtype. Collective."""
@@ -359,7 +365,9 @@ def _load_tensors(parts: _Parts, source: _Source, *, taken: _Taken, frozen: set[
     rng = rng if source.holds(rng) else []
     # Experts are lacking in a dense checkpoint, as is to be.
     lacking = set() if source.upcycles else _lacking(parts, source, weights=weights, taken=taken)
-    wanted = [tensor for tensor in weights.tensors if tensor.key not in lacking] + rng
+    wanted = [tensor for tensor in source.tying.in_checkpoint(weights.tensors) if tensor.key not in lacking] + rng
+    if source.tying is not Tying.SAME:
+        frozen = _change_of_tying(parts, source, weights=weights, taken=taken, frozen=frozen)
     if parts.optimizer is None or not taken.optimizer:
         source.load(wanted)
         weights.take_loaded()
@@ -367,13 +375,35 @@ def _load_tensors(parts: _Parts, source: _Source, *, taken: _Taken, frozen: set[
         if parts.optimizer is not None:
             parts.optimizer.reload_model_params()
     else:
-        fresh = frozen | {parameter_key(key) if key.startswith("optimizer.") else key for key in lacking}
+        fresh = frozen | {parameter_key(key) if is_state(key) else key for key in lacking}
+        trained = set(map(source.tying.key_in_checkpoint, parts.trained_keys()))
         # Rank 0 speaks for all of them, and may have none of these itself.
-        if union_over_model(frozen & parts.trained_keys(), parts.groups):
+        if union_over_model(frozen & trained, parts.groups):
             print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
         _load_with_optimizer(parts, wanted, weights=weights, source=source, fresh=fresh)
     if rng:
         load_rng(rng)
+
+
+def _change_of_tying(
+    parts: _Parts, source: _Source, *, weights: ModelWeights, taken: _Taken, frozen: set[str]
+) -> set[str]:
+    """Says what becomes of the vocabulary's weights, or refuses it by ValueError. Collective.
+
+    Returns `frozen`, keys of parameters without state, with what has no state as one weight.
+    """
+    if source.tying is Tying.SPLIT:
+        state = ", with its optimizer state" if taken.optimizer else ""
+        print_rank_0(f"The checkpoint has one weight for embedding and output layer: both begin as it is{state}.")
+        return frozen
+    wanted = weights.tensors
+    if parts.optimizer is not None and taken.optimizer:
+        wanted = wanted + parts.optimizer.sharded_state(parts.pieces())
+    require_same_two(wanted, source.checkpoint)
+    print_rank_0(
+        "The checkpoint has two weights for embedding and output layer, which are the same: one begins as they."
+    )
+    return frozen | {EMBEDDING} if OUTPUT in frozen else frozen
 
 
 def _lacking(parts: _Parts, source: _Source, *, weights: ModelWeights, taken: _Taken) -> set[str]:
@@ -382,6 +412,7 @@ def _lacking(parts: _Parts, source: _Source, *, weights: ModelWeights, taken: _T
     asks = source.strictness.lets_lack or source.strictness.looks_for_unused
     if asks and parts.optimizer is not None and taken.optimizer:
         wanted += parts.optimizer.sharded_state(parts.pieces())
+    wanted = source.tying.in_checkpoint(wanted)
     check_unused(wanted, source.checkpoint, strictness=source.strictness, optimizer=taken.optimizer)
     return lacking_keys(wanted, source.checkpoint, strictness=source.strictness)
 
@@ -403,7 +434,7 @@ def _load_with_optimizer(
         weights.take_loaded()
         parts.optimizer.reload_model_params()
     with parts.optimizer.loading(parts.pieces()) as state:
-        known = [tensor for tensor in state if parameter_key(tensor.key) not in fresh]
+        known = [tensor for tensor in source.tying.in_checkpoint(state) if parameter_key(tensor.key) not in fresh]
         source.load([*wanted, *known])
 
 

@@ -1,14 +1,15 @@
 """Random pairs of layouts: what one saves the other loads, bit for bit by logical name, and trains on as if alone.
 
-Sizes of every axis, instances, buckets, vocabulary padding, frozen parts and the mode of the optimizer are drawn. Some
-ranks own padding alone. Chosen pairs are in test_checkpoints_of_layouts.
+Sizes of every axis, instances, buckets, vocabulary padding, frozen parts, whether the output layer is tied, pages of
+experts and the mode of the optimizer are drawn. Some ranks own padding alone. Chosen pairs are in
+test_checkpoints_of_layouts.
 """
 
 import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from itertools import product, starmap
@@ -26,6 +27,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count
 from tests.distributed.parity import Box, layout, put_together
+from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import comparable, gather_parameters, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -36,6 +38,7 @@ STEPS = 2  # before the save, and again behind it
 TOLERANCE = 1e-6  # of losses, relative, in fp32: docs/numerics.md
 HALF_TOLERANCE = 0.02  # the same, in bf16
 MASTER, MOMENT = "optimizer.fp32_param.", "optimizer.exp_avg"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # A batch for each data-parallel size. The tensors are few and small: in a bucket of one, most ranks own nothing.
 TRAINING: Flags = {
     "num-layers": 4,
@@ -64,6 +67,10 @@ EXPERTS: Flags = {
 FROZEN: dict[str, list[tuple[str, ...]]] = {
     "dense": [(), (), ("embedding.*",), ("*.mlp.*", "*.self_attention.linear_*", "*embeddings*")],
     "moe": [(), (), ("*.experts.*",), ("*.mlp.*", "*.self_attention.linear_*", "*embeddings*")],
+}
+PAGES: Flags = {
+    "moe-expert-rank-capacity-factor": 1.0,
+    **stash(None, page_size=8, buffer_bytes=4 * 8 * 32 * 4, overflow_policy="rerun"),
 }
 ZERO1: Flags = {"use-distributed-optimizer": True}
 IN_BACKWARD: Flags = {"optimizer-in-backward": True, "optimizer-in-backward-clip": "exact"}
@@ -120,6 +127,7 @@ class Side:
     bucket: int | None
     padding: int
     frozen: tuple[str, ...]
+    is_tied: bool
     parallel_load: bool
 
     def argv(self, model: Flags) -> list[str]:
@@ -128,6 +136,7 @@ class Side:
         flags = {**model, **layout(**axes), **{**MODES, **HALF_MODES}[self.mode]}
         flags["make-vocab-size-divisible-by"] = self.padding
         flags["ckpt-fully-parallel-load"] = self.parallel_load
+        flags["untie-embeddings-and-output-weights"] = not self.is_tied
         if self.instances > 1:
             flags["num-distributed-optimizer-instances"] = self.instances
         if self.bucket is not None:
@@ -159,12 +168,15 @@ class Pair:
 @dataclass
 class Trained:
     """What a rank saw. state: what was saved, or loaded. values: counters and sizes that go with it. reports: of the
-    steps behind it.
+    steps behind it. factor: how many rows an expert rank has room for, where that is fixed; repeated: how often each
+    of the steps began anew with more.
     """
 
     state: list[Box]
     values: dict[str, Any]
-    reports: list[dict[str, Any]]
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    factor: float | None = None
+    repeated: list[int] = field(default_factory=list)
 
 
 def test_any_layout_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path) -> None:
@@ -189,17 +201,23 @@ def _draw(number: int) -> Pair:
     kind, half = ("dense", "moe")[number % 2], draw.random() < 0.4
     same = number % 3 == 0
     model: Flags = {**read_bases()[kind], **TRAINING, **(EXPERTS if kind == "moe" else {})}
-    model |= {"bf16": half, "untie-embeddings-and-output-weights": draw.random() < 0.5}
+    model["bf16"] = half
+    if number % 6 in (1, 3):
+        # Rows and pages of a fixed size, far too few: the first steps learn how many it takes.
+        model |= PAGES
     # Other layouts draw other masks.
     model["hidden-dropout"] = 0.1 if same else 0.0
     # Modes in turn, so that few pairs have all.
     modes = [*MODES, *(HALF_MODES if half else {})]
     saves, loads = (_draw_side(draw, kind, modes[(2 * number + side) % len(modes)]) for side in (0, 1))
-    if draw.random() < 0.7:
+    if draw.random() < 0.5:
         loads = replace(loads, frozen=saves.frozen)
+    # Two weights that were trained apart do not become one.
+    loads = replace(loads, is_tied=saves.is_tied and loads.is_tied)
     if same:
         mode = draw.choice(WHOLE_BATCH if saves.mode in WHOLE_BATCH and saves.instances == 1 else (saves.mode,))
         loads = replace(loads, sizes=saves.sizes, mode=mode, instances=saves.instances, frozen=saves.frozen)
+        loads = replace(loads, is_tied=saves.is_tied)
         loads = replace(loads, bucket=None if "fsdp2" in mode else loads.bucket)
         loads = replace(loads, padding=saves.padding if saves.sizes.tp > 1 else loads.padding)
     return Pair(saves, loads, model)
@@ -219,6 +237,7 @@ def _draw_side(draw: random.Random, kind: str, mode: str) -> Side:
         bucket=None if "fsdp2" in mode else draw.choice([1, 1001, None]),
         padding=draw.choice([1, 16, 128]),
         frozen=draw.choice(FROZEN[kind]),
+        is_tied=draw.random() < 0.6,
         parallel_load=draw.random() < 0.3,
     )
 
@@ -248,6 +267,9 @@ def _assert_drawn_widely(pairs: Sequence[Pair]) -> None:
     assert {side.mode for side in sides} >= set(MODES)
     assert {pair.same_bits for pair in pairs} == {True, False}
     assert any(side.instances > 1 for side in sides)
+    for name in ("frozen", "is_tied"):
+        assert any(getattr(pair.saves, name) != getattr(pair.loads, name) for pair in pairs), name
+    assert {pair.same_bits for pair in pairs if PAGES.items() <= pair.model.items()} == {True, False}
 
 
 # Running and comparing them.
@@ -272,9 +294,16 @@ def _problems(pair: Pair, saved: list[Trained], loaded: list[Trained]) -> Iterat
         if own.values != saved[0].values:
             yield f"rank {rank} begins with {own.values}, {saved[0].values} were saved"
     before, after = (put_together([box for own in ranks for box in own.state]) for ranks in (saved, loaded))
+    if pair.saves.is_tied and not pair.loads.is_tied:
+        before |= {key.replace(EMBEDDING, OUTPUT): value for key, value in before.items() if key.endswith(EMBEDDING)}
     yield from _differences(pair, before, after)
-    expected, reports = saved[0].reports, loaded[0].reports
-    if pair.saves.frozen != pair.loads.frozen:
+    yield from _other_sizes(pair, saved, loaded)
+    yield from _other_reports(pair, saved[0].reports, loaded[0].reports)
+
+
+def _other_reports(pair: Pair, expected: list[dict[str, Any]], reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Steps of the run that went on which are not those of the one that was not interrupted."""
+    if pair.saves.frozen != pair.loads.frozen or pair.saves.is_tied != pair.loads.is_tied:
         # Only the loss of the first step comes from weights that are the same.
         expected, reports = expected[:1], reports[:1]
     for step, (report, reference) in enumerate(zip(reports, expected, strict=True)):
@@ -288,6 +317,8 @@ def _problems(pair: Pair, saved: list[Trained], loaded: list[Trained]) -> Iterat
 def _differences(pair: Pair, before: dict[str, Tensor], after: dict[str, Tensor]) -> Iterator[str]:
     """Tensors that were not loaded as they were saved."""
     keys = before.keys() ^ after.keys()
+    # What was frozen as a tied weight has no state, which the output layer of its own then begins.
+    keys -= {key for key in keys if key.endswith(OUTPUT) and key.replace(OUTPUT, EMBEDDING) not in before}
     if pair.saves.frozen == pair.loads.frozen and keys:
         yield f"only one side has {sorted(keys)}"
     short = "bf16 moments" in pair.loads.mode
@@ -297,6 +328,15 @@ def _differences(pair: Pair, before: dict[str, Tensor], after: dict[str, Tensor]
             expected = expected.bfloat16().float()
         if not torch.equal(after[key], expected):
             yield f"{key} differs by {(after[key].double() - expected.double()).abs().max().item():.3g}"
+
+
+def _other_sizes(pair: Pair, saved: list[Trained], loaded: list[Trained]) -> Iterator[str]:
+    """What a rank learned and the run that went on has to learn again."""
+    for rank, own in enumerate(loaded):
+        if own.factor is not None and own.factor < (saved[0].factor or 0.0):
+            yield f"rank {rank} has room for {own.factor} times the balanced rows, {saved[0].factor} before"
+    if pair.same_bits and loaded[0].repeated != saved[0].repeated:
+        yield f"steps began {loaded[0].repeated} times anew, {saved[0].repeated} uninterrupted"
 
 
 # In a rank's process.
@@ -317,8 +357,14 @@ def _train(argv: Sequence[str], frozen: Sequence[str]) -> Trained:
             for _ in range(STEPS):
                 train_step(run)
             run.save_checkpoint()
-        trained = Trained(_state(run), run.state.state_dict(), [])
-        trained.reports += [comparable(run.measured(train_step(run)[0])) for _ in range(STEPS)]
+        memory = run.expert_memory
+        trained = Trained(_state(run), run.state.state_dict())
+        if memory is not None:
+            trained.factor = memory.learned_sync().capacity_factor
+        for _ in range(STEPS):
+            trained.reports.append(comparable(run.measured(train_step(run)[0])))
+            if memory is not None and memory.last_step is not None:
+                trained.repeated.append(memory.last_step.voids)
         return trained
 
 

@@ -16,6 +16,11 @@ def state_prefix(kind: str) -> str:
     return f"optimizer.{kind}."
 
 
+def is_state(key: str) -> bool:
+    """Whether it is a key of optimizer state."""
+    return key.startswith("optimizer.")
+
+
 def parameter_key(key: str) -> str:
     """The key of the parameter that a key of optimizer state is for."""
     return key.split(".", 2)[2]
