@@ -1,7 +1,8 @@
 """pretrain_gpt.py whose attempts end by signals: FAULTS in the environment says which rank, when; tests start it.
 
 FAULTS is JSON: attempt, as "starts by the supervisor.restarts by torchrun", to [rank, when, signal, whom]; when is a
-step, "setup" or "evaluation".
+step, "setup" or "evaluation". Whom: "self", "agent", or "save NUMBER" for SIGKILL to itself at the so-manieth write
+from the step on.
 """
 
 import json
@@ -17,12 +18,15 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing import disk
 from megatron.core.enums import ModelType
 from megatron.training import failure_board, pretrain
 from megatron.training.callbacks import Callback
 from megatron.training.errors import exit_on_user_error
+from tests.killing_os import KillingOs
 
 TIMEOUT_SECONDS = 4.0
+IN_A_SAVE = "save "
 
 
 def attempt_name(*, starts: int = 0, restarts: int = 0) -> str:
@@ -71,7 +75,12 @@ class _Doom(Callback):
         self._is_due = False
 
     def on_step_start(self, iteration: int) -> None:
-        self._is_due = iteration + 1 == self._when
+        is_here = iteration + 1 == self._when
+        if is_here and self._whom.startswith(IN_A_SAVE):
+            # Nothing but saves writes there.
+            vars(disk)["os"] = KillingOs(int(self._whom.removeprefix(IN_A_SAVE)))
+        else:
+            self._is_due = is_here
 
     def datasets(self, sizes: list[int]) -> Any:
         if self._when == "setup":

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.counts import long_count
 from tests.functional_tests import doomed_program
 from tests.functional_tests.case import Flags, command_line, read_bases
-from tests.functional_tests.doomed_program import attempt_name
+from tests.functional_tests.doomed_program import IN_A_SAVE, attempt_name
 from tests.functional_tests.expectations import assert_same_steps
 from tests.functional_tests.launch import ROOT, Run, read_log, run_program
 from tests.harness import free_port
@@ -50,22 +51,33 @@ def _undisturbed(flags: Flags, folder: Path) -> Run:
 def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     # A kill before the first checkpoint lets the run start from scratch once more.
-    steps = sorted(draw.sample(range(2, STEPS + 1), 3))
-    signals = draw.sample(["SIGKILL", "SIGKILL", "SIGSTOP"], 3)
+    steps = sorted(draw.sample(range(2, STEPS - 2), 3))
+    kinds = draw.sample(["SIGKILL", "SIGKILL in a save", "SIGSTOP"], 3)
     faults = {
-        attempt_name(restarts=attempt): [draw.randrange(RANKS), step, name, "self"]
-        for attempt, (step, name) in enumerate(zip(steps, signals))
+        attempt_name(restarts=attempt): _fault(kind, step, draw=draw)
+        for attempt, (step, kind) in enumerate(zip(steps, kinds))
     }
     flags = {**FLAGS, **(read_bases()["moe"] if seed % 2 else {}), "use-distributed-optimizer": True}
     flags |= {name: FLAGS[name] for name in ("train-iters", "eval-iters", "eval-interval")}
+    flags["async-save"] = seed % 4 in (0, 3)
     saved = tmp_path / "saved"
-    for attempt in range(len(faults)):
+    for attempt, kind in enumerate(kinds):
         run = _attempt({**flags, "save": saved}, attempt, tmp_path, faults=faults)
         assert run.exit_codes == [1] * RANKS, run.written()
+        assert ("ended inside a save" in run.written()) == (kind == "SIGKILL in a save"), run.written()
     last = _attempt({**flags, "save": saved}, len(faults), tmp_path, faults=faults)
     assert last.exit_codes == [0] * RANKS, last.written()
     assert f"restart {len(faults)}: going on from --save {saved}" in last.written()
     assert_same_steps(last, _undisturbed(flags, tmp_path / "whole"))
+
+
+def _fault(kind: str, step: int, *, draw: random.Random) -> list[Any]:
+    """Of an attempt, on any rank: in backwards of the step, or in one of the many writes of a save from there on."""
+    rank = draw.randrange(RANKS)
+    if kind == "SIGKILL in a save":
+        # Rank 0 also writes what is there once; whichever write it is, a save that follows has it.
+        return [rank, step, "SIGKILL", f"{IN_A_SAVE}{draw.randint(1, 60 if rank == 0 else 20)}"]
+    return [rank, step, kind, "self"]
 
 
 def test_a_restart_with_fewer_ranks_keeps_the_global_batch_and_the_order_of_data(tmp_path: Path) -> None:

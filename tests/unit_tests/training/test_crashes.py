@@ -23,37 +23,8 @@ from megatron.training.checkpoint_folder import (
 )
 from tests.counts import long_count
 from tests.harness import run_on_ranks
+from tests.killing_os import KillingOs
 from tests.unit_tests.training.small_run import SmallRun
-
-
-class KillingOs:
-    """The os module, but for its n-th call that changes anything: the process ends there, or just behind it."""
-
-    CHANGES = ("open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink")
-
-    def __init__(self, number):
-        self.left = number
-
-    def count(self):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def __getattr__(self, name):
-        original = getattr(os, name)
-        if name not in self.CHANGES:
-            return original
-
-        def call(*args, **kwargs):
-            self.count()
-            if name == "write" and len(args[1]) > 512:
-                # Half of it gets to the file.
-                half = os.write(args[0], args[1][: len(args[1]) // 2])
-                self.count()
-                return half
-            return original(*args, **kwargs)
-
-        return call
 
 
 def save_iteration(folder, iteration, *, staging=None):
