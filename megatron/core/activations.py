@@ -4,6 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Of quick_gelu's sigmoid, which is then close to GELU's.
+QUICK_GELU_GAIN = 1.702
+
 
 def squared_relu(x: Tensor) -> Tensor:
     """max(x, 0)^2; x: [*], any float dtype -> same."""
@@ -12,4 +15,4 @@ def squared_relu(x: Tensor) -> Tensor:
 
 def quick_gelu(x: Tensor) -> Tensor:
     """x * sigmoid(1.702 x); x: [*], any float dtype -> same."""
-    return x * torch.sigmoid(1.702 * x)
+    return x * torch.sigmoid(QUICK_GELU_GAIN * x)

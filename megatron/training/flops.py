@@ -66,7 +66,7 @@ def _attention_products(args: argparse.Namespace) -> int:
 
 
 def _mlp_products(args: argparse.Namespace, width: int) -> int:
-    return int((3 if args.swiglu else 2) * args.hidden_size * width)
+    return int((3 if args.swiglu or args.quick_geglu else 2) * args.hidden_size * width)
 
 
 def _moe_products(args: argparse.Namespace) -> int:

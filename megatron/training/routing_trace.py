@@ -71,7 +71,7 @@ class RoutingHeader:
             capacity_factor=args.moe_expert_rank_capacity_factor,
             hidden_size=args.hidden_size,
             moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
-            gated_linear_unit=args.swiglu,
+            gated_linear_unit=args.swiglu or args.quick_geglu,
             itemsize=2 if args.bf16 or args.fp16 else 4,
         )
 

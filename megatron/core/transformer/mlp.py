@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.activations import QUICK_GELU_GAIN, quick_gelu
 from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.fusions.gated_sigmoid import GatedSigmoid
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 from megatron.core.tensor_parallel.param_attributes import set_tensor_model_parallel_attributes
@@ -119,22 +120,29 @@ def gate_up_pieces(key: str, shape: tuple[int, ...], *, group: ProcessGroup | No
 def build_activation(config: TransformerConfig) -> Activation:
     """The activation that the configuration describes, chosen once."""
     function = config.activation_func
+    clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
 
     def plain(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         return _scaled(function(x if bias is None else x + bias), scale)
 
     def gated(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
-        return _scaled(function(gate) * up, scale)
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp)
+        return _scaled(function(gate) * (up + offset if offset else up), scale)
 
-    # SwiGLU, the usual choice, has a function of its own; others keep what torch saves for them.
     if not config.gated_linear_unit:
         return plain
-    return _swiglu if function is F.silu else gated
+    # The usual choices have a function of their own; others keep what torch saves for them.
+    gains = {F.silu: 1.0, quick_gelu: QUICK_GELU_GAIN}
+    if function not in gains:
+        return gated
+    unit = GatedSigmoid(gains[function], clamp, offset)
 
+    def fused(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+        return unit(x if bias is None else x + bias, scale)
 
-def _swiglu(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    return bias_swiglu_impl(x, bias) if scale is None else weighted_bias_swiglu_impl(x, bias, scale)
+    return fused
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:

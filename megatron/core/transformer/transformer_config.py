@@ -86,6 +86,14 @@ class TransformerConfig(
     init_method_std: float = config_field(0.02, help="Standard deviation of initial weights.", at_least=0)
     activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
     gated_linear_unit: bool = False
+    activation_func_clamp_value: float | None = config_field(
+        None,
+        help="In gated feed-forward layers gates are at most this, and what they multiply is at most this in size.",
+        more_than=0,
+    )
+    glu_linear_offset: float = config_field(
+        0.0, help="In gated feed-forward layers, added to what the gate multiplies, after it is clamped."
+    )
     init_model_with_meta_device: bool = config_field(
         False,
         help="Build the model without memory; each rank then makes its shards alone (--use-torch-fsdp2).",
@@ -115,6 +123,7 @@ class TransformerConfig(
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
+        validate_gated_unit(self)
         validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
         validate_activation_memory(self)
         validate_layout_of_layers(self)
@@ -135,6 +144,18 @@ class NormalInit:
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: any shape, any float dtype; filled in place from torch's generator."""
         return torch.nn.init.normal_(weight, std=self.std)
+
+
+def validate_gated_unit(config: TransformerConfig) -> None:
+    """Raises ValueError for what only gated feed-forward layers have, in others."""
+    if config.gated_linear_unit:
+        return
+    for name, unset in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
+        if vars(config)[name] != unset:
+            raise ValueError(
+                f"{name} is {vars(config)[name]} but gated_linear_unit is False: it needs a gated feed-forward layer, "
+                "such as --quick-geglu or --swiglu"
+            )
 
 
 def validate_activation_memory(config: TransformerConfig) -> None:

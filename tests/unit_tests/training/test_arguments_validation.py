@@ -53,6 +53,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ("", "--position-embedding-type", ["learned_absolute", "--max-position-embeddings"]),
         ("--no-position-embedding", "--position-embedding-type", ["add --position-embedding-type none"]),
         ("--swiglu --squared-relu", "", ["--swiglu and --squared-relu"]),
+        ("--quick-geglu --squared-relu", "", ["--quick-geglu and --squared-relu"]),
         ("--rope-scaling-factor 4", "", ["--rope-scaling-factor needs --use-rope-scaling"]),
         ("--rotary-percent 0", "", ["--rotary-percent is 0.0: must be more than 0"]),
         (

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.config_field import config_field, validate_fields
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "yarn", "none")
@@ -59,6 +59,9 @@ class GPTModelConfig:
         None, help="Rows of the vocabulary with padding; unset: see --make-vocab-size-divisible-by.", at_least=1
     )
     swiglu: bool = config_field(False, help="Gated feed-forward layers with SiLU instead of GELU.")
+    quick_geglu: bool = config_field(
+        False, help="Gated feed-forward layers with gate x sigmoid(1.702 gate) instead of GELU."
+    )
     squared_relu: bool = config_field(False, help="Feed-forward layers with max(x, 0)^2 instead of GELU.")
     untie_embeddings_and_output_weights: bool = config_field(
         False, help="The output layer has weights of its own instead of the word embeddings'."
@@ -66,9 +69,10 @@ class GPTModelConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        if self.swiglu and self.squared_relu:
+        chosen = [name for name in ("swiglu", "quick_geglu", "squared_relu") if vars(self)[name]]
+        if len(chosen) > 1:
             raise ValueError(
-                "GPTModelConfig.swiglu and GPTModelConfig.squared_relu are both set: "
+                f"GPTModelConfig.{chosen[0]} and GPTModelConfig.{chosen[1]} are both set: "
                 "feed-forward layers have one activation, drop one of them"
             )
 
@@ -76,13 +80,18 @@ class GPTModelConfig:
         self, *, hidden_size: int, ffn_hidden_size: int | None, num_query_groups: int | None
     ) -> dict[str, Any]:
         """Fields of TransformerConfig that follow from these settings and the given command-line values."""
-        activation: Callable[..., Any] = F.silu if self.swiglu else squared_relu if self.squared_relu else F.gelu
+        functions: dict[str, Callable[..., Any]] = {
+            "swiglu": F.silu,
+            "quick_geglu": quick_gelu,
+            "squared_relu": squared_relu,
+        }
+        activation = next((function for name, function in functions.items() if vars(self)[name]), F.gelu)
         # Not `or`: a width of 0 is refused, not replaced.
         if ffn_hidden_size is None:
             ffn_hidden_size = default_ffn_hidden_size(hidden_size, swiglu=self.swiglu)
         return {
             "activation_func": activation,
-            "gated_linear_unit": self.swiglu,
+            "gated_linear_unit": self.swiglu or self.quick_geglu,
             "ffn_hidden_size": ffn_hidden_size,
             # --num-query-groups alone does nothing, as users of the flag know it.
             "num_query_groups": (num_query_groups or 1) if self.group_query_attention else None,

@@ -18,7 +18,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
 from megatron.core.transformer.moe.paged_stash import StashGroup
-from megatron.core.transformer.moe.static_experts import static_activation_name, static_experts
+from megatron.core.transformer.moe.static_experts import static_activation, static_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from megatron.core.weight_matrices import MatrixWindow
@@ -65,7 +65,7 @@ class GroupedMLP(MegatronModule):
         self.fc1_width = self.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
         self.activation = build_activation(config)
         is_static = config.moe_expert_rank_capacity_factor is not None
-        self.static_activation = static_activation_name(config) if is_static else None
+        self.static_activation = static_activation(config) if is_static else None
         hidden = config.hidden_size
         # Megatron's shapes; the memory is that of [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)

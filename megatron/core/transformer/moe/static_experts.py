@@ -1,6 +1,7 @@
 """Grouped experts over a buffer of fixed size: what they compute stops at the live rows, which the device counts."""
 
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +10,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.layer_parts import LayerParts, run_and_keep
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm
 from megatron.core.transformer.moe.paged_stash import (
+    ActivationForm,
     Priority,
     StashGroup,
     gated_activation,
@@ -30,15 +32,15 @@ _ACTIVATIONS = {
 }
 
 
-def static_activation_name(config: TransformerConfig) -> str:
-    """What the kernels call the configuration's activation; raises ValueError for one that they do not have."""
+def static_activation(config: TransformerConfig) -> ActivationForm:
+    """The configuration's activation as the kernels know it; raises ValueError for one that they do not have."""
     chosen = config.activation_func, config.gated_linear_unit
     if chosen not in _ACTIVATIONS:
         raise ValueError(
             f"activation_func is {config.activation_func} with gated_linear_unit {config.gated_linear_unit}: with "
             f"moe_expert_rank_capacity_factor it must be one of {', '.join(_ACTIVATIONS.values())}"
         )
-    return _ACTIVATIONS[chosen]
+    return ActivationForm(_ACTIVATIONS[chosen], config.activation_func_clamp_value, config.glu_linear_offset)
 
 
 def static_experts(
@@ -48,7 +50,7 @@ def static_experts(
     fc1: Tensor,
     fc2: Tensor,
     offsets: Tensor,
-    activation: str,
+    activation: ActivationForm,
     parts: LayerParts,
     group: StashGroup | None = None,
 ) -> Tensor:
@@ -60,14 +62,15 @@ def static_experts(
     Returns [C, H]; rows that are not live hold any bytes, as do their gradients.
     """
     num_rows = offsets[-1:].long()
-    act_function = partial(gated_activation, num_rows=num_rows, activation=activation)
+    form: dict[str, Any] = {"activation": activation.name, "clamp": activation.clamp, "offset": activation.offset}
+    act_function = partial(gated_activation, num_rows=num_rows, **form)
     gate_up = parts.expert_fc1(_multiply, rows, fc1, offsets=offsets)
     act, release = parts.moe_act(act_function, gate_up, weights)
     if group is not None:
         again = recompute_gate_up(_matrices(fc1, rows, offsets=offsets), offsets)
         group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(rows,))
         if parts.moe_act is run_and_keep:
-            again = recompute_act(num_rows, activation)
+            again = recompute_act(num_rows, **form)
             group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, weights))
         else:
             # Whoever runs it frees it, or moves it, and brings it back.

@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.core.device import RowChunks
-from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.fusions import gated_sigmoid
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.fusions.gated_sigmoid import GatedSigmoid
 from megatron.core.transformer.dot_product_attention import validate_backend
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.norms import LayerNorm, Norm, RMSNorm, rms_norm
@@ -23,7 +24,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_bias_swiglu, "_CHUNKS", RowChunks(cpu_elements=32, gpu_elements=32))
+    monkeypatch.setattr(gated_sigmoid, "_CHUNKS", RowChunks(cpu_elements=32, gpu_elements=32))
 
 
 def table(width: int, percent: float = 1.0, dtype: torch.dtype = torch.float64) -> RotaryEmbedding:
@@ -51,6 +52,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]]]] = {
     "swiglu": (lambda x: bias_swiglu_impl(x, None), [(5, 2, 8)]),
     "biased swiglu": (bias_swiglu_impl, [(5, 8), (8,)]),
     "weighted swiglu": (swiglu, [(9, 8), (9, 1)]),
+    "clamped unit": (GatedSigmoid(1.702, clamp=0.8, offset=1.0), [(9, 8), (9, 1)]),
     "split and rotate": (rotated, [(4, 2, 2, 4, 6)]),
     "split and rotate a third": (lambda x: split_and_rotate(x, table(6, 0.34)(4)), [(4, 2, 2, 4, 6)]),
     "rotate interleaved": (interleaved, [(4, 2, 3, 6)]),
@@ -87,7 +89,7 @@ def test_strided_inputs_and_second_backwards_give_the_same(name: str) -> None:
         torch.testing.assert_close(first, third)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "biased swiglu", "weighted swiglu", "split and rotate"])
+@pytest.mark.parametrize("name", ["rms_norm", "biased swiglu", "weighted swiglu", "clamped unit", "split and rotate"])
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     function, shapes = FUNCTIONS[name]

@@ -1,5 +1,6 @@
 """The paged stash: live rows of what experts save for backward, in pages. Needs torch, and Triton on GPUs; no more."""
 
+from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm
 from megatron.core.transformer.moe.paged_stash.megatron_names import (
     PagedStashManager,
     check_paged_stash_overflow,
@@ -21,6 +22,7 @@ from megatron.core.transformer.moe.paged_stash.stash_manager import PagedStash
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent, StashOrder
 
 __all__ = [
+    "ActivationForm",
     "Counter",
     "EventKind",
     "PagePool",

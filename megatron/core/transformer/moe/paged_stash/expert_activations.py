@@ -1,7 +1,8 @@
 """Activations of experts by name, on the CPU: values and gradients of live rows. Kernels: triton_activations.py.
 
 Shapes: C rows of the buffers, of which the first R are live; F ffn; [C, 2F] holds gate before up.
-act = f(gate) * up * scale, multiplied in this order; for half precision in fp32, rounded once.
+act = f(gate) * up * scale, multiplied in this order; for half precision in fp32, rounded once. With a clamp c gate is
+at most c and up from -c to c, and with an offset that is added to up after it.
 """
 
 import enum
@@ -44,6 +45,40 @@ class Activation:
         return gate_up.shape[1] // 2 if self.is_gated else gate_up.shape[1]
 
 
+@dataclass(frozen=True)
+class ActivationForm:
+    """An activation by name, and the clamp (None: none) and offset of a gated one. Raises ValueError for an unknown
+    name, and for a plain activation with either.
+    """
+
+    name: str = "swiglu"
+    clamp: float | None = None
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.activation.is_gated and (self.clamp is not None or self.offset):
+            raise ValueError(
+                f"clamp is {self.clamp} and offset is {self.offset}: {self.name} is not gated, it has neither"
+            )
+
+    @property
+    def activation(self) -> Activation:
+        """What the name stands for."""
+        return activation_of(self.name)
+
+    def limited(self, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Both as they are multiplied; [R, F], fp32 or fp64 -> the same."""
+        if up is None:
+            return gate, None
+        if self.clamp is not None:
+            gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
+        return gate, up + self.offset if self.offset else up
+
+    def stop_clamped(self, grad: Tensor, given: Tensor) -> Tensor:
+        """Zeroes in place the gradient of what was above the clamp; both [R, F], one dtype -> grad."""
+        return grad if self.clamp is None else grad.masked_fill_(given > self.clamp, 0)
+
+
 def activation_of(name: str) -> Activation:
     """The activation of that name. Raises ValueError for an unknown one."""
     if name not in _ACTIVATIONS:
@@ -51,12 +86,14 @@ def activation_of(name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def act_rows(gate_up: Tensor, scale: Tensor | None, *, rows: int, out: Tensor, activation: Activation) -> None:
+def act_rows(gate_up: Tensor, scale: Tensor | None, *, rows: int, out: Tensor, form: ActivationForm) -> None:
     """Writes act of the first `rows` rows into out and touches no other row.
 
     gate_up: [C, 2F] (or [C, F]), any float dtype; scale: [C] or None, any float dtype; out: [C, F], gate_up's dtype.
     """
-    for chunk, gate, up in _chunks(gate_up, rows, activation=activation):
+    activation = form.activation
+    for chunk, given_gate, given_up in _chunks(gate_up, rows, activation=activation):
+        gate, up = form.limited(given_gate, given_up)
         act = activation.value(gate, _destination(out[chunk], gate.dtype))
         if up is not None:
             act.mul_(up)
@@ -73,20 +110,22 @@ def act_gradient_rows(
     rows: int,
     grad_gate_up: Tensor,
     grad_scale: Tensor | None,
-    activation: Activation,
+    form: ActivationForm,
 ) -> None:
     """Writes the gradients of the first `rows` rows and touches no other row.
 
     grad: [C, F], gate_up's dtype; grad_gate_up, grad_scale: shapes and dtypes of gate_up and scale; the others as in
     act_rows.
     """
+    activation = form.activation
     ffn = activation.width(gate_up)
-    for chunk, gate, up in _chunks(gate_up, rows, activation=activation):
+    for chunk, given_gate, given_up in _chunks(gate_up, rows, activation=activation):
+        gate, up = form.limited(given_gate, given_up)
         incoming = grad[chunk].to(gate.dtype)
         weight = 1 if scale is None else scale[chunk, None].to(gate.dtype)
         grad_gate = _destination(grad_gate_up[chunk, :ffn], gate.dtype)
         value = activation.value(gate, grad_gate)  # lies there until its gradient does
-        if up is None:
+        if up is None or given_up is None:
             if grad_scale is not None:
                 grad_scale[chunk] = (incoming * value).sum(1)
             incoming = incoming * weight
@@ -95,8 +134,9 @@ def act_gradient_rows(
             if grad_scale is not None:
                 grad_scale[chunk] = (grad_up * up).sum(1)
             incoming = (incoming * weight).mul_(up)
-            _write(grad_gate_up[chunk, ffn:], grad_up.mul_(weight))
-        _write(grad_gate_up[chunk, :ffn], activation.slope(incoming, gate, out=grad_gate))
+            _write(grad_gate_up[chunk, ffn:], form.stop_clamped(grad_up.mul_(weight), given_up.abs()))
+        grad_gate = form.stop_clamped(activation.slope(incoming, gate, out=grad_gate), given_gate)
+        _write(grad_gate_up[chunk, :ffn], grad_gate)
 
 
 def _chunks(gate_up: Tensor, rows: int, *, activation: Activation) -> Iterator[tuple[slice, Tensor, Tensor | None]]:

@@ -11,7 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.expert_activations import act_gradient_rows, act_rows, activation_of
+from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm, act_gradient_rows, act_rows
 from megatron.core.transformer.moe.paged_stash.operator_library import Register, operator
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -22,6 +22,8 @@ if HAS_TRITON:
 ops = torch.ops.paged_stash
 
 _ACT = "Tensor gate_up, Tensor? scale, *, Tensor num_rows"
+# What act is: see expert_activations.ActivationForm.
+_FORM = "str activation, float? clamp=None, float offset=0.0"
 _GEMM = "Tensor x, Tensor weight, *, Tensor offsets"
 
 
@@ -29,26 +31,43 @@ def _operator(arguments: str) -> Register:
     return operator("paged_stash", f"({arguments}) -> ()", cuda=vars(triton_rungs) if HAS_TRITON else {})
 
 
-@_operator(f"{_ACT}, Tensor needed, Tensor(a!) out, str activation")
+@_operator(f"{_ACT}, Tensor needed, Tensor(a!) out, {_FORM}")
 def act_from_gate_up(
-    gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, needed: Tensor, out: Tensor, activation: str
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    needed: Tensor,
+    out: Tensor,
+    activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
 ) -> None:
     """act again, if needed; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
     if _is_set_sync(needed):
         rows = _live_rows_sync(num_rows, out)
-        act_rows(gate_up, scale, rows=rows, out=out, activation=activation_of(activation))
+        act_rows(gate_up, scale, rows=rows, out=out, form=ActivationForm(activation, clamp, offset))
 
 
-@_operator(f"{_ACT}, Tensor(a!) out, str activation")
-def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, out: Tensor, activation: str) -> None:
+@_operator(f"{_ACT}, Tensor(a!) out, {_FORM}")
+def gated_activation(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    out: Tensor,
+    activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> None:
     """act in forward; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
     rows = _live_rows_sync(num_rows, out)
-    act_rows(gate_up, scale, rows=rows, out=out, activation=activation_of(activation))
+    act_rows(gate_up, scale, rows=rows, out=out, form=ActivationForm(activation, clamp, offset))
 
 
 @_operator(
     "Tensor grad, Tensor gate_up, *, Tensor? scale, Tensor num_rows, "
-    "Tensor(a!) grad_gate_up, Tensor(b!)? grad_scale, str activation"
+    f"Tensor(a!) grad_gate_up, Tensor(b!)? grad_scale, {_FORM}"
 )
 def gated_activation_backward(
     grad: Tensor,
@@ -59,6 +78,8 @@ def gated_activation_backward(
     grad_gate_up: Tensor,
     grad_scale: Tensor | None,
     activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
 ) -> None:
     """Gradients of gate_up and scale, of their shapes and dtypes; grad: [C, F], any strides, gate_up's dtype."""
     rows = _live_rows_sync(num_rows, grad)
@@ -69,7 +90,7 @@ def gated_activation_backward(
         rows=rows,
         grad_gate_up=grad_gate_up,
         grad_scale=grad_scale,
-        activation=activation_of(activation),
+        form=ActivationForm(activation, clamp, offset),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.transformer.moe.paged_stash.expert_activations import activation_of
+from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm
 from megatron.core.transformer.moe.paged_stash.rung_operators import ops
 
 # Writes into `out` what was dropped, from its sources, if the flag `needed` is set: (out, needed, *sources).
@@ -37,19 +37,29 @@ def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
     return _GroupedGemm.apply(x, weight, offsets)
 
 
-def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, activation: str = "swiglu") -> Tensor:
+def gated_activation(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    activation: str = "swiglu",
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> Tensor:
     """f(gate) * up * scale of the first num_rows rows, the others hold any bytes; plain activations have no `up`.
 
     gate_up: [C, 2F], gate before up (plain: [C, F]), any float dtype, fp64 on the CPU only; scale: [C], any float
     dtype, or None; num_rows: [1], int64, same device; activation: swiglu, geglu, geglu_tanh, quick_geglu, or plain
-    silu, gelu, gelu_tanh, quick_gelu, squared_relu. Returns [C, F], gate_up's dtype. Saves gate_up and scale for
-    backward. Raises ValueError for an unknown activation and for shapes that do not fit.
+    silu, gelu, gelu_tanh, quick_gelu, squared_relu. clamp: of gated ones, the largest gate, and the largest up of
+    either sign; offset: added to up after that. Returns [C, F], gate_up's dtype. Saves gate_up and scale for backward.
+    Raises ValueError for an unknown activation, for a plain one with clamp or offset, for shapes that do not fit.
     """
-    if activation_of(activation).is_gated and gate_up.shape[-1] % 2:
+    form = ActivationForm(activation, clamp, offset)
+    if form.activation.is_gated and gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up {list(gate_up.shape)}: {activation} needs [C, 2F], an even width")
     if gate_up.dim() != 2 or (scale is not None and scale.shape != gate_up.shape[:1]):
         raise ValueError(f"gate_up {list(gate_up.shape)} must have two dimensions, and scale one value for each row")
-    return _GatedActivation.apply(gate_up, scale, num_rows, activation)
+    return _GatedActivation.apply(gate_up, scale, num_rows, form)
 
 
 def recompute_gate_up(weight: Tensor, offsets: Tensor) -> Recompute:
@@ -66,19 +76,26 @@ def recompute_gate_up(weight: Tensor, offsets: Tensor) -> Recompute:
     return recompute
 
 
-def recompute_act(num_rows: Tensor, activation: str = "swiglu") -> Recompute:
+def recompute_act(
+    num_rows: Tensor, activation: str = "swiglu", *, clamp: float | None = None, offset: float = 0.0
+) -> Recompute:
     """For StashGroup.mark with sources (gate_up,) or (gate_up, scale): computes act again. num_rows: [1], int64.
 
-    Raises ValueError for an unknown activation.
+    The others are gated_activation's. Raises ValueError for an unknown activation.
     """
-    activation_of(activation)
+    options = _options(ActivationForm(activation, clamp, offset))
 
     def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
         gate_up, *rest = sources
         (scale,) = rest or (None,)
-        ops.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=needed, out=out, activation=activation)
+        ops.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=needed, out=out, **options)
 
     return recompute
+
+
+def _options(form: ActivationForm) -> dict[str, Any]:
+    """As the operators take them."""
+    return {"activation": form.name, "clamp": form.clamp, "offset": form.offset}
 
 
 class _GroupedGemm(torch.autograd.Function):
@@ -108,11 +125,11 @@ class _GroupedGemm(torch.autograd.Function):
 
 class _GatedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, scale: Tensor | None, num_rows: Tensor, activation: str) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, scale: Tensor | None, num_rows: Tensor, form: ActivationForm) -> Tensor:
         ctx.save_for_backward(gate_up, scale, num_rows)
-        ctx.activation = activation
-        out = gate_up.new_empty(gate_up.shape[0], activation_of(activation).width(gate_up))
-        ops.gated_activation(gate_up, scale, num_rows=num_rows, out=out, activation=activation)
+        ctx.form = form
+        out = gate_up.new_empty(gate_up.shape[0], form.activation.width(gate_up))
+        ops.gated_activation(gate_up, scale, num_rows=num_rows, out=out, **_options(form))
         return out
 
     @staticmethod
@@ -128,6 +145,6 @@ class _GatedActivation(torch.autograd.Function):
             num_rows=num_rows,
             grad_gate_up=grad_gate_up,
             grad_scale=grad_scale,
-            activation=ctx.activation,
+            **_options(ctx.form),
         )
         return grad_gate_up, grad_scale, None, None

@@ -64,6 +64,31 @@ def _slope(x, CURVE: tl.constexpr):
     return result
 
 
+@triton.jit
+def _gate(x, clamp):
+    if clamp is not None:
+        x = tl.minimum(x, clamp, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+@triton.jit
+def _up(x, clamp, offset):
+    if clamp is not None:
+        x = tl.minimum(x, clamp, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.maximum(x, -clamp, propagate_nan=tl.PropagateNan.ALL)
+    if offset is not None:
+        x += offset
+    return x
+
+
+@triton.jit
+def _stop_clamped(grad, given, clamp):
+    """Zeros where what was given is above the clamp."""
+    if clamp is not None:
+        grad = tl.where(given > clamp, 0.0, grad)
+    return grad
+
+
 @triton.jit(do_not_specialize_on_alignment=["num_rows", "needed"])
 def act_kernel(
     gate_up,
@@ -75,6 +100,8 @@ def act_kernel(
     ffn,
     gate_up_pitch,
     out_pitch,
+    clamp,
+    offset,
     CURVE: tl.constexpr,
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -90,9 +117,9 @@ def act_kernel(
         is_column = columns[None, :] < ffn
         read = (rows < live)[:, None] & is_column
         gate_at = gate_up + rows[:, None] * gate_up_pitch + columns[None, :]
-        act = _value(tl.load(gate_at, mask=read, other=0).to(tl.float32), CURVE)
+        act = _value(_gate(tl.load(gate_at, mask=read, other=0).to(tl.float32), clamp), CURVE)
         if IS_GATED:
-            act *= tl.load(gate_at + ffn, mask=read, other=0).to(tl.float32)
+            act *= _up(tl.load(gate_at + ffn, mask=read, other=0).to(tl.float32), clamp, offset)
         if scale is not None:
             act *= tl.load(scale + rows, mask=rows < live, other=0).to(tl.float32)[:, None]
         out_at = out + rows[:, None] * out_pitch + columns[None, :]
@@ -113,6 +140,8 @@ def act_gradient_kernel(
     grad_column,
     gate_up_pitch,
     grad_gate_up_pitch,
+    clamp,
+    offset,
     CURVE: tl.constexpr,
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -129,11 +158,13 @@ def act_gradient_kernel(
             gate_at = gate_up + rows[:, None] * gate_up_pitch + columns[None, :]
             grad_gate_at = grad_gate_up + rows[:, None] * grad_gate_up_pitch + columns[None, :]
             grad_at = grad + rows[:, None] * grad_row + columns[None, :].to(tl.int64) * grad_column
-            gate = tl.load(gate_at, mask=read, other=0).to(tl.float32)
+            given_gate = tl.load(gate_at, mask=read, other=0).to(tl.float32)
+            gate = _gate(given_gate, clamp)
             incoming = tl.load(grad_at, mask=read, other=0).to(tl.float32)
-            value = _value(gate, CURVE)
+            value, slope = _value(gate, CURVE), _stop_clamped(_slope(gate, CURVE), given_gate, clamp)
             if IS_GATED:
-                up = tl.load(gate_at + ffn, mask=read, other=0).to(tl.float32)
+                given_up = tl.load(gate_at + ffn, mask=read, other=0).to(tl.float32)
+                up = _up(given_up, clamp, offset)
             if grad_scale is not None:
                 product = incoming * value
                 if IS_GATED:
@@ -142,10 +173,10 @@ def act_gradient_kernel(
             if scale is not None:
                 incoming *= tl.load(scale + rows, mask=is_live, other=0).to(tl.float32)[:, None]
             if IS_GATED:
-                tl.store(grad_gate_at + ffn, (incoming * value).to(grad_gate_up.dtype.element_ty), mask=read)
+                grad_up = _stop_clamped(incoming * value, tl.abs(given_up), clamp)
+                tl.store(grad_gate_at + ffn, grad_up.to(grad_gate_up.dtype.element_ty), mask=read)
                 incoming *= up
-            grad_gate = incoming * _slope(gate, CURVE)
-            tl.store(grad_gate_at, grad_gate.to(grad_gate_up.dtype.element_ty), mask=read)
+            tl.store(grad_gate_at, (incoming * slope).to(grad_gate_up.dtype.element_ty), mask=read)
         if grad_scale is not None:
             tl.store(grad_scale + rows, total.to(grad_scale.dtype.element_ty), mask=is_live)
 

@@ -11,22 +11,41 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.expert_activations import Curve, activation_of
+from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm, Curve
 from megatron.core.transformer.moe.paged_stash.triton_activations import act_gradient_kernel, act_kernel
 from megatron.core.transformer.moe.paged_stash.triton_grouped_gemm import grouped_gemm_kernel, weight_grad_kernel
 from megatron.core.triton_compile import CompileCase, compile_case
 
 
 def act_from_gate_up(
-    gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, needed: Tensor, out: Tensor, activation: str
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    needed: Tensor,
+    out: Tensor,
+    activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
 ) -> None:
     """act again, if needed; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
-    _launch_act(gate_up, scale, num_rows=num_rows, needed=needed, out=out, activation=activation)
+    form = ActivationForm(activation, clamp, offset)
+    _launch_act(gate_up, scale, num_rows=num_rows, needed=needed, out=out, form=form)
 
 
-def gated_activation(gate_up: Tensor, scale: Tensor | None, *, num_rows: Tensor, out: Tensor, activation: str) -> None:
+def gated_activation(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    out: Tensor,
+    activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> None:
     """act in forward; gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
-    _launch_act(gate_up, scale, num_rows=num_rows, needed=num_rows, out=out, activation=activation)
+    form = ActivationForm(activation, clamp, offset)
+    _launch_act(gate_up, scale, num_rows=num_rows, needed=num_rows, out=out, form=form)
 
 
 def gated_activation_backward(
@@ -38,10 +57,12 @@ def gated_activation_backward(
     grad_gate_up: Tensor,
     grad_scale: Tensor | None,
     activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
 ) -> None:
     """Gradients of gate_up and scale, of their shapes and dtypes; grad: [C, F], any strides, gate_up's dtype."""
     _refuse_what_no_kernel_takes(gate_up, grad_gate_up)
-    chosen, (max_rows, ffn) = activation_of(activation), grad.shape
+    form, (max_rows, ffn) = ActivationForm(activation, clamp, offset), grad.shape
     tile = _act_tile(ffn, _GRADIENT_ELEMENTS)
     with torch.accelerator.device_index(gate_up.device.index):
         act_gradient_kernel[(_programs(gate_up, triton.cdiv(max_rows, tile["ROWS"])),)](
@@ -56,8 +77,7 @@ def gated_activation_backward(
             *grad.stride(),
             gate_up.stride(0),
             grad_gate_up.stride(0),
-            CURVE=int(chosen.curve),
-            IS_GATED=chosen.is_gated,
+            **_form_arguments(form),
             num_warps=4,
             **tile,
         )
@@ -103,6 +123,16 @@ def gemm_tile(dtype: torch.dtype) -> dict[str, int]:
     return {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
 
 
+def _form_arguments(form: ActivationForm) -> dict[str, Any]:
+    # None instead of 0, so that the usual kernels have no line of it.
+    return {
+        "clamp": form.clamp,
+        "offset": form.offset or None,
+        "CURVE": int(form.activation.curve),
+        "IS_GATED": form.activation.is_gated,
+    }
+
+
 def _launch_act(
     gate_up: Tensor,
     scale: Tensor | None,
@@ -110,10 +140,10 @@ def _launch_act(
     num_rows: Tensor,
     needed: Tensor,
     out: Tensor,
-    activation: str,
+    form: ActivationForm,
 ) -> None:
     _refuse_what_no_kernel_takes(gate_up, out)
-    chosen, (max_rows, ffn) = activation_of(activation), out.shape
+    max_rows, ffn = out.shape
     tile = _act_tile(ffn, _ACT_ELEMENTS)
     tiles = triton.cdiv(max_rows, tile["ROWS"]) * triton.cdiv(ffn, tile["COLUMNS"])
     with torch.accelerator.device_index(gate_up.device.index):
@@ -127,8 +157,7 @@ def _launch_act(
             ffn,
             gate_up.stride(0),
             out.stride(0),
-            CURVE=int(chosen.curve),
-            IS_GATED=chosen.is_gated,
+            **_form_arguments(form),
             num_warps=4,
             **tile,
         )
@@ -180,8 +209,9 @@ def compile_cases() -> Iterator[CompileCase]:
     """Weights as stored and transposed, widths that 16 divides, and the simplest and the costliest activation."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         yield from _gemm_cases(dtype, name)
-        for curve in (Curve.SILU, Curve.GELU_TANH):
-            yield from _act_cases(name, curve)
+        yield from _act_cases(name, Curve.SILU, clamp=None, offset=None)
+        yield from _act_cases(name, Curve.GELU_TANH, clamp=None, offset=None)
+        yield from _act_cases(name, Curve.QUICK_GELU, clamp="fp32", offset="fp32")
 
 
 def _gemm_cases(dtype: torch.dtype, name: str) -> Iterator[CompileCase]:
@@ -222,9 +252,9 @@ def _gemm_cases(dtype: torch.dtype, name: str) -> Iterator[CompileCase]:
     )
 
 
-def _act_cases(name: str, curve: Curve) -> Iterator[CompileCase]:
+def _act_cases(name: str, curve: Curve, **form: str | None) -> Iterator[CompileCase]:
     data, size = f"*{name}:16", "i32:16"
-    sizes = {"max_rows": "i32", "ffn": size, "gate_up_pitch": size, "CURVE": int(curve), "IS_GATED": True}
+    sizes = {"max_rows": "i32", "ffn": size, "gate_up_pitch": size, **form, "CURVE": int(curve), "IS_GATED": True}
     shared = {"gate_up": data, "scale": "*fp32:16", "num_rows": "*i64", **sizes}
     yield compile_case(
         act_kernel,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.fusions.gated_sigmoid import GatedSigmoid
 from megatron.core.transformer.moe.paged_stash import rung_operators
 from megatron.core.transformer.moe.paged_stash.rungs import (
     gated_activation,
@@ -29,6 +31,8 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "squared_relu": lambda x: F.relu(x).square(),
 }
 PLAIN |= {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": PLAIN["geglu_tanh"], "quick_gelu": PLAIN["quick_geglu"]}
+# What gpt-oss has, at a limit that many values are beyond, and less of it.
+CLAMPED = {"clamp": 1.5, "offset": 1.0}
 # Of one rounding to the dtype.
 TOLERANCE = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SET, CLEAR = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -60,6 +64,10 @@ def by_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     """In fp64, of the live rows."""
     parts = x[: sum(counts)].double().split(counts)
     return torch.cat([part @ one.double() for part, one in zip(parts, weight)])
+
+
+def limited(gate: Tensor, up: Tensor, *, clamp: float = math.inf, offset: float = 0) -> tuple[Tensor, Tensor]:
+    return gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp) + offset
 
 
 def near(found: Tensor, expected: Tensor, *, inner: int = 1) -> bool:
@@ -106,28 +114,36 @@ def test_gate_up_again_is_the_forwards(
 
 
 @pytest.mark.parametrize(
-    ("activation", "dtype", "ffn"),
+    ("activation", "dtype", "ffn", "limits"),
     [
-        *((name, torch.float32, 40) for name in PLAIN),
-        *((name, torch.bfloat16, 33) for name in ("swiglu", "gelu")),
-        *((name, torch.float16, 4100) for name in ("swiglu", "squared_relu")),
+        *((name, torch.float32, 40, {}) for name in PLAIN),
+        *((name, torch.bfloat16, 33, {}) for name in ("swiglu", "gelu")),
+        *((name, torch.float16, 4100, {}) for name in ("swiglu", "squared_relu")),
+        ("quick_geglu", torch.float32, 40, CLAMPED),
+        ("quick_geglu", torch.bfloat16, 33, CLAMPED),
+        ("swiglu", torch.float32, 40, {"clamp": 1.5}),
+        ("geglu", torch.float32, 40, {"offset": -0.5}),
     ],
 )
-def test_act_again_is_the_forwards(kernels: ModuleType, activation: str, dtype: torch.dtype, ffn: int) -> None:
+def test_act_again_is_the_forwards(
+    kernels: ModuleType, activation: str, dtype: torch.dtype, ffn: int, limits: dict[str, float]
+) -> None:
     is_gated, capacity = "glu" in activation, 9
+    form: dict[str, Any] = {"activation": activation, **limits}
     for rows in (0, 5, 9):
         num_rows = torch.tensor([rows])
         gate_up = poisoned(rows, capacity, ffn * (1 + is_gated), dtype=dtype)
         scale = poisoned(rows, capacity)
         forward = torch.full((capacity, ffn), math.nan, dtype=dtype)
         again = torch.full((capacity, ffn), 7, dtype=dtype)
-        kernels.gated_activation(gate_up, scale, num_rows=num_rows, out=forward, activation=activation)
-        kernels.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=CLEAR, out=again, activation=activation)
+        kernels.gated_activation(gate_up, scale, num_rows=num_rows, out=forward, **form)
+        kernels.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=CLEAR, out=again, **form)
         assert (again == 7).all()
-        kernels.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=SET, out=again, activation=activation)
+        kernels.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=SET, out=again, **form)
         assert torch.equal(again[:rows], forward[:rows]) and (again[rows:] == 7).all()
         wide, weight = (value[:rows].double().requires_grad_() for value in (gate_up, scale))
-        act = PLAIN[activation](wide[:, :ffn]) * (wide[:, ffn:] if is_gated else 1) * weight[:, None]
+        gate, up = limited(wide[:, :ffn], wide[:, ffn:], **limits) if is_gated else (wide, 1)
+        act = PLAIN[activation](gate) * up * weight[:, None]
         assert near(forward[:rows], act.detach()) and forward[rows:].isnan().all()
         grad = poisoned(rows, capacity, ffn, dtype=dtype)
         found = torch.full_like(gate_up, math.nan), torch.full_like(scale, math.nan)
@@ -138,7 +154,7 @@ def test_act_again_is_the_forwards(kernels: ModuleType, activation: str, dtype: 
             num_rows=num_rows,
             grad_gate_up=found[0],
             grad_scale=found[1],
-            activation=activation,
+            **form,
         )
         for one, expected in zip(found, torch.autograd.grad(act, (wide, weight), grad[:rows].double())):
             assert near(one[:rows], expected, inner=8 * ffn) and one[rows:].isnan().all()
@@ -167,23 +183,25 @@ def test_swiglu_has_the_bits_of_the_trainers(dtype: torch.dtype) -> None:
     gate_up, scale = poisoned(700, 700, 2 * 403, dtype=dtype), poisoned(700, 700)
     ours = gated_activation(gate_up, scale, num_rows=torch.tensor([700]))
     assert torch.equal(ours, weighted_bias_swiglu_impl(gate_up, None, scale[:, None]))
+    ours = gated_activation(gate_up, scale, num_rows=torch.tensor([700]), clamp=1.5, offset=1.0)
+    torch.testing.assert_close(ours, GatedSigmoid(1.0, **CLAMPED)(gate_up, scale[:, None]))
 
 
-@pytest.mark.parametrize("activation", PLAIN)
-def test_gradients_are_exact(activation: str) -> None:
+@pytest.mark.parametrize(("activation", "limits"), [*((name, {}) for name in PLAIN), ("quick_geglu", CLAMPED)])
+def test_gradients_are_exact(activation: str, limits: dict[str, float]) -> None:
     counts, ffn = [2, 0, 3], 3
     x = poisoned(5, 5, 4, dtype=torch.float64).requires_grad_()
     scale = poisoned(5, 5, dtype=torch.float64).requires_grad_()
     fc1 = weights(3, 4, ffn * (1 + ("glu" in activation)), dtype=torch.float64).requires_grad_()
     fc2 = weights(3, ffn, 4, dtype=torch.float64, transposed=True).requires_grad_()
-    assert torch.autograd.gradcheck(lambda *inputs: mlp(inputs, counts, activation), (x, scale, fc1, fc2))
+    assert torch.autograd.gradcheck(lambda *inputs: mlp(inputs, counts, activation, **limits), (x, scale, fc1, fc2))
 
 
-def mlp(inputs: tuple[Tensor, ...], counts: list[int], activation: str = "swiglu") -> Tensor:
+def mlp(inputs: tuple[Tensor, ...], counts: list[int], activation: str = "swiglu", **limits: Any) -> Tensor:
     x, scale, fc1, fc2 = inputs
     offsets, num_rows = ends_of(counts), torch.tensor([sum(counts)])
     gate_up = grouped_gemm(x, fc1, offsets=offsets)
-    act = gated_activation(gate_up, scale, num_rows=num_rows, activation=activation)
+    act = gated_activation(gate_up, scale, num_rows=num_rows, activation=activation, **limits)
     return grouped_gemm(act, fc2, offsets=offsets)
 
 
@@ -209,8 +227,9 @@ def test_marks_write_what_forward_gave() -> None:
     recompute_gate_up(weight, offsets)(again, SET, x)
     assert torch.equal(again[:5], gate_up[:5])
     for rest in ([scale], []):
-        recompute_act(num_rows, "geglu")(act, SET, again, *rest)
-        forward = gated_activation(gate_up, rest[0] if rest else None, num_rows=num_rows, activation="geglu")
+        recompute_act(num_rows, "geglu", clamp=1.5, offset=1.0)(act, SET, again, *rest)
+        scales = rest[0] if rest else None
+        forward = gated_activation(gate_up, scales, num_rows=num_rows, activation="geglu", **CLAMPED)
         assert torch.equal(act[:5], forward[:5])
 
 
@@ -226,6 +245,7 @@ def test_mistakes_are_named() -> None:
         (lambda: gated_activation(x[:, :5], None, num_rows=num_rows), r"\[4, 5\].*even"),
         (lambda: gated_activation(x, x[:, :1], num_rows=num_rows), "one value for each row"),
         (lambda: recompute_act(num_rows, "relu6"), "'relu6'"),
+        (lambda: recompute_act(num_rows, "gelu", clamp=7.0), "clamp is 7.0 .* gelu is not gated"),
     ):
         with pytest.raises(ValueError, match=words):
             wrong()

@@ -1,0 +1,122 @@
+"""gate * sigmoid(gain * gate) * (up + offset), optionally clamped and weighted per row, that keeps only its input for
+backward; SwiGLU under the names that Megatron users import is in fused_bias_swiglu.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.device import RowChunks
+
+# Rows worked on together: on the CPU the temporaries of a chunk stay in the shared cache, on a GPU they stay few.
+_CHUNKS = RowChunks(cpu_elements=1 << 19, gpu_elements=1 << 26)
+
+
+@dataclass(frozen=True)
+class GatedSigmoid:
+    """gain: 1 is SiLU. clamp: the largest gate, and the largest up of either sign; None: no limit. offset: added to up
+    after that.
+    """
+
+    gain: float = 1.0
+    clamp: float | None = None
+    offset: float = 0.0
+
+    def __call__(self, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+        """gate_up: [*, 2F], gate before up, any float dtype; weights: [R, 1], fp32 or the same dtype, or None.
+
+        Returns [*, F], same dtype. Half precision is computed in fp32 and rounded once.
+        """
+        act: Tensor = _GatedSigmoid.apply(gate_up, weights, self)
+        return act
+
+    def limited(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Both as they are multiplied; [C, F], fp32 or fp64 -> the same."""
+        if self.clamp is not None:
+            gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
+        return gate, up + self.offset if self.offset else up
+
+    def value(self, gate: Tensor, *, out: Tensor) -> Tensor:
+        """gate * sigmoid(gain * gate) in `out`, which may be the gate; [C, F], fp32 or fp64 -> the same."""
+        if self.gain == 1:
+            return torch.ops.aten.silu.out(gate, out=out)
+        return torch.mul(gate, torch.sigmoid(self.gain * gate), out=out)
+
+    def backward(self, grad: Tensor, *, gate: Tensor, up: Tensor, out_gate: Tensor, out_up: Tensor) -> None:
+        """Writes the gradients of value(gate) * up; all [C, F], one dtype, fp32 or fp64."""
+        sigmoid = torch.sigmoid(gate if self.gain == 1 else self.gain * gate)
+        value = gate * sigmoid
+        torch.mul(grad, value, out=out_up)
+        # d value / d gate = sigmoid + gain (value - value * sigmoid)
+        torch.add(sigmoid, value, alpha=self.gain, out=out_gate).addcmul_(value, sigmoid, value=-self.gain)
+        out_gate.mul_(torch.mul(grad, up, out=value))
+
+    def stop_clamped(self, out_gate: Tensor, out_up: Tensor, *, gate: Tensor, up: Tensor) -> None:
+        """Zeroes the gradients of what was clamped; all [C, F], one dtype; gate and up as they were before."""
+        if self.clamp is not None:
+            out_gate.masked_fill_(gate > self.clamp, 0)
+            out_up.masked_fill_(up.abs() > self.clamp, 0)
+
+
+class _GatedSigmoid(torch.autograd.Function):
+    """Saves gate_up and the weights; the sigmoid is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None, unit: GatedSigmoid) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        ctx.unit = unit
+        rows, ffn = gate_up.reshape(-1, gate_up.shape[-1]), gate_up.shape[-1] // 2  # [R, 2F]
+        act = torch.empty(rows.shape[0], ffn, dtype=gate_up.dtype, device=gate_up.device)
+        for chunk in _CHUNKS.of(rows):
+            gate, up = unit.limited(*_halves(rows[chunk]))
+            out = _destination(act[chunk], gate.dtype)
+            unit.value(gate, out=out).mul_(up)
+            if weights is not None:
+                out.mul_(weights[chunk])
+            _write(act[chunk], out)
+        return act.view(*gate_up.shape[:-1], ffn)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_act: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        gate_up, weights = ctx.saved_tensors
+        unit: GatedSigmoid = ctx.unit
+        rows, ffn = gate_up.reshape(-1, gate_up.shape[-1]), gate_up.shape[-1] // 2  # [R, 2F]
+        grads = grad_act.reshape(-1, ffn)
+        grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        grad_weights = None if weights is None else torch.empty_like(weights)
+        for chunk in _CHUNKS.of(rows):
+            given_gate, given_up = _halves(rows[chunk])
+            gate, up = unit.limited(given_gate, given_up)
+            grad = grads[chunk].to(gate.dtype)
+            out_gate = _destination(grad_rows[chunk, :ffn], gate.dtype)
+            out_up = _destination(grad_rows[chunk, ffn:], gate.dtype)
+            unit.backward(grad, gate=gate, up=up, out_gate=out_gate, out_up=out_up)
+            if grad_weights is not None:
+                grad_weights[chunk] = (out_up * up).sum(-1, keepdim=True)
+                out_gate.mul_(weights[chunk])
+                out_up.mul_(weights[chunk])
+            unit.stop_clamped(out_gate, out_up, gate=given_gate, up=given_up)
+            _write(grad_rows[chunk, :ffn], out_gate)
+            _write(grad_rows[chunk, ffn:], out_up)
+        return grad_rows.view(gate_up.shape), grad_weights, None
+
+
+def _destination(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """`rows` itself where it has the dtype of the arithmetic; else a buffer, so that half precision is rounded once."""
+    return rows if rows.dtype == dtype else torch.empty(rows.shape, dtype=dtype, device=rows.device)
+
+
+def _write(rows: Tensor, values: Tensor) -> None:
+    if rows.dtype != values.dtype:
+        rows.copy_(values)
+
+
+def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up of gate_up rows [C, 2F], in fp32 where the rows are in half precision."""
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    ffn = rows.shape[-1] // 2
+    return rows[:, :ffn], rows[:, ffn:]
