@@ -203,7 +203,7 @@ class FlashOnGpu(PlainKernel):
 class MergedSoftmax:
     """The softmax over the columns of several tiles, one after the other, in fp32 (fp64 for fp64)."""
 
-    def __init__(self, query: Tensor, *, value_width: int, sink: Tensor | None) -> None:
+    def __init__(self, query: Tensor, *, value_width: int, sink: Tensor | None = None) -> None:
         """query: [B, N, S, D], any float dtype, of which tiles take rows; sink: [N], any float dtype, the score of one
         more column whose value is 0; None: there is none.
         """
