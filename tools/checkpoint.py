@@ -22,6 +22,8 @@ from megatron.training.checkpoint_folder import iteration_folder  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from tools.convert_legacy import TargetLayout, from_canonical, to_canonical  # noqa: E402
 from tools.export_safetensors import export_safetensors  # noqa: E402
+from tools.hugging_face.convert import DTYPES, from_hub, to_hub  # noqa: E402
+from tools.hugging_face.verify import compare_logits  # noqa: E402
 from tools.stored_checkpoints import (  # noqa: E402
     StoredTensor,
     checkpoints_in,
@@ -33,8 +35,9 @@ from tools.stored_checkpoints import (  # noqa: E402
     stored_tensors,
 )
 
-# Formats by Megatron's words of --ckpt-format: a file for each rank, and the canonical one; and weights by their names.
-_LEGACY, _CANONICAL, _SAFETENSORS = "torch", "torch_dist", "safetensors"
+# Formats by Megatron's words of --ckpt-format: a file for each rank, and the canonical one, which has two names;
+# weights by their names; models of transformers.
+_LEGACY, _CANONICAL, _SAFETENSORS, _MEGATRON, _HUB = "torch", "torch_dist", "safetensors", "megatron", "hf"
 # Of the arguments inside a checkpoint, those that say how it was made.
 _LAYOUT = (
     "world_size",
@@ -204,15 +207,27 @@ def _right(name: str) -> Column:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_convert)
-    parser.add_argument("--from", dest="source", choices=(_LEGACY, _CANONICAL), required=True, help="format of --load")
-    targets = (_LEGACY, _CANONICAL, _SAFETENSORS)
-    parser.add_argument("--to", dest="target", choices=targets, required=True, help="format of --save")
-    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints")
+    both = (_LEGACY, _CANONICAL, _MEGATRON, _HUB)
+    parser.add_argument("--from", dest="source", choices=both, required=True, help="format of --load")
+    targets = (*both, _SAFETENSORS)
+    text = f"format of --save; {_MEGATRON} is {_CANONICAL}, {_HUB} a model of transformers"
+    parser.add_argument("--to", dest="target", choices=targets, required=True, help=text)
+    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or of a model of transformers")
     parser.add_argument("--save", type=Path, required=True, help="folder for the converted checkpoint")
     parser.add_argument("--ckpt-step", type=int, help="iteration to convert; default: the latest")
     parser.add_argument("--vocab-size", type=int, help="tokens of the tokenizer, where the files do not say")
     parser.add_argument(
-        "--max-shard-size", type=float, default=5.0, help=f"GB of a file that --to {_SAFETENSORS} writes (default: 5)"
+        "--max-shard-size", type=float, default=5.0, help=f"GB of a file of --to {_SAFETENSORS} or {_HUB} (default: 5)"
+    )
+    of_hub = parser.add_argument_group(f"--from {_HUB} and --to {_HUB}")
+    of_hub.add_argument("--dtype", choices=tuple(DTYPES), help="type of the converted weights; default: as they are")
+    of_hub.add_argument(
+        "--hf-reference", type=Path, help="folder whose config.json and tokenizer go with the model; default: its own"
+    )
+    of_hub.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare logits of both models in fp32 on random tokens; needs transformers",
     )
     of_target = parser.add_argument_group(f"layout of the files that --to {_LEGACY} writes")
     of_target.add_argument("--target-tensor-parallel-size", type=int, default=1, help="default: 1")
@@ -226,7 +241,41 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _convert(options: argparse.Namespace) -> None:
+def _convert(options: argparse.Namespace) -> int:
+    for side in ("source", "target"):
+        if vars(options)[side] == _MEGATRON:
+            vars(options)[side] = _CANONICAL
+    if _HUB in (options.source, options.target):
+        return _convert_hub(options)
+    _convert_files(options)
+    return 0
+
+
+def _convert_hub(options: argparse.Namespace) -> int:
+    if {options.source, options.target} != {_HUB, _CANONICAL}:
+        raise ValueError(
+            f"--from {options.source} --to {options.target}: {_HUB} is converted to and from {_MEGATRON} alone"
+        )
+    if not options.max_shard_size > 0:
+        raise ValueError(f"--max-shard-size is {options.max_shard_size:g}: must be above 0")
+    dtype = DTYPES.get(options.dtype)
+    if options.source == _HUB:
+        folder, hub, run = from_hub(options.load, options.save, dtype=dtype), options.load, options.save
+    else:
+        num_bytes = int(options.max_shard_size * 1e9)
+        hub, run = options.save, options.load
+        folder = to_hub(
+            run, hub, step=options.ckpt_step, dtype=dtype, max_shard_bytes=num_bytes, reference=options.hf_reference
+        )
+    print(f"wrote {folder}")
+    if not options.verify:
+        return 0
+    report = compare_logits(run, hub, step=options.ckpt_step, dtype=dtype)
+    print(report.text)
+    return int(not report.agrees)
+
+
+def _convert_files(options: argparse.Namespace) -> None:
     if options.source == options.target:
         raise ValueError(
             f"--from and --to are both {options.source}: must differ; {_CANONICAL} loads in any layout as it is"

@@ -5,6 +5,7 @@ What is in a checkpoint is decided in checkpointing.py, how it gets to disk in c
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE, read_manife
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # What the tracker holds instead of a number for weights to start from.
 RELEASE = "release"
+# Beside checkpoints: what came with a model of another format, for the way back (tools/hugging_face).
+COMPANION_FOLDER = "hugging_face"
 # Seven digits and, after ten million steps, more.
 _ITERATION = r"iter_(\d{7,})"
 
@@ -83,7 +86,9 @@ def refuse_checkpoints_of_another_run(
 def clean_save_folder(path: str) -> None:
     """Removes what killed saves left in a --save folder."""
     if Path(path).is_dir():
-        folders.remove_incomplete(Path(path), name=rf"{_ITERATION}|{RELEASE}|probe|{re.escape(TRACKER_FILE)}")
+        folders.remove_incomplete(
+            Path(path), name=rf"{_ITERATION}|{RELEASE}|{COMPANION_FOLDER}|probe|{re.escape(TRACKER_FILE)}"
+        )
 
 
 def prune(path: str, *, latest: int, interval: int | None) -> None:
@@ -99,6 +104,20 @@ def prune(path: str, *, latest: int, interval: int | None) -> None:
 def write_tracker(path: str, iteration: int) -> None:
     """Names `iteration` as the latest; call when its checkpoint is complete."""
     folders.replace_text(Path(get_checkpoint_tracker_filename(path)), str(iteration))
+
+
+def write_release_tracker(path: str) -> None:
+    """Names the checkpoint in the folder `release` as the one to start from; call when it is complete."""
+    folders.replace_text(Path(get_checkpoint_tracker_filename(path)), RELEASE)
+
+
+def carry_companions(load: str, save: str) -> None:
+    """Copies what lies beside the checkpoints of `load` to those of `save`, where nothing does yet."""
+    source, target = Path(load) / COMPANION_FOLDER, Path(save) / COMPANION_FOLDER
+    if source.is_dir() and not target.exists():
+        temporary = folders.incomplete_folder(target, folders.new_id())
+        shutil.copytree(source, temporary)
+        temporary.rename(target)
 
 
 def find_checkpoint(

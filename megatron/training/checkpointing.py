@@ -33,6 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint_args import args_to_json, check_same_model, check_same_optimizer
 from megatron.training.checkpoint_folder import (
     FoundCheckpoint,
+    carry_companions,
     check_save_folder,
     clean_save_folder,
     find_checkpoint,
@@ -224,9 +225,17 @@ def load_checkpoint(
         optimizer.load_state_dict(common["optimizer"])
     if taken.position:
         train_state.load_state_dict(common["train_state"])
+    _carry_companions(config)
     weights_alone = "" if taken.position else ": its weights alone, training starts at iteration 0"
     print_rank_0(f"  successfully loaded checkpoint from {config.load} at iteration {found.iteration}{weights_alone}")
     return train_state.iteration
+
+
+def _carry_companions(config: CheckpointConfig) -> None:
+    """What came with the model goes where the run saves. Collective."""
+    with all_ranks_agree():
+        if config.save is not None and config.load is not None and _rank() == 0:
+            carry_companions(config.load, config.save)
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def _train(argv: Sequence[str], dtype: torch.dtype) -> RankRun:
     in_fp64: dict[str, Any] = {"forward_step": fp64_forward_step, "model_provider": fp64_model}
     with started_run(argv, **(in_fp64 if dtype == torch.float64 else {})) as run:
         grads: list[list[Box]] = []
-        _record_gradients(run, grads)
+        record_gradients(run, grads)
         reports = [run.measured(train_step(run)[0]) for _ in range(STEPS)]
         return RankRun(reports, grads, boxes_of_weights(run))
 
@@ -207,7 +207,7 @@ def fp64_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple
     return losses, in_fp64
 
 
-def _record_gradients(run: TrainingRun, grads: list[list[Box]]) -> None:
+def record_gradients(run: TrainingRun, grads: list[list[Box]]) -> None:
     """Writes them down between their reduction and the optimizer's step."""
     optimizer = run.optimizer
     assert optimizer is not None

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.serialization import (
     verify,
 )
 from megatron.core.dist_checkpointing.staging import StagingMemory
+from megatron.core.dist_checkpointing.streaming import StreamReader, save_stream
 
 __all__ = [
     "CheckpointError",
@@ -38,6 +39,7 @@ __all__ = [
     "ShardedState",
     "ShardedTensor",
     "StagingMemory",
+    "StreamReader",
     "VerifiedCheckpoint",
     "begin_save",
     "buffer_sharded_tensors",
@@ -49,6 +51,7 @@ __all__ = [
     "model_logical_pieces",
     "model_sharded_tensors",
     "save",
+    "save_stream",
     "sharded_tensors",
     "verify",
 ]

@@ -121,7 +121,7 @@ def load(
     shared = share_reads([item for item in items if isinstance(item, ShardedTensor)], replicas)
     stored = stored_pieces(checkpoint.files, checkpoint.metadata)
     with torch.no_grad(), one_error_everywhere(f"cannot load checkpoint {checkpoint.folder}", group):
-        _read_tensors(checkpoint, plan_reads(shared.own, stored))
+        read_tensors(checkpoint, plan_reads(shared.own, stored))
         _read_objects(checkpoint, [item for item in items if isinstance(item, ShardedObject)], stored=stored)
     with torch.no_grad():
         send_shared(shared, replicas)
@@ -142,7 +142,8 @@ def list_tensors(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...],
     return _tensors_of(read_metadata(folder))
 
 
-def _read_tensors(checkpoint: VerifiedCheckpoint, reads: list[Read]) -> None:
+def read_tensors(checkpoint: VerifiedCheckpoint, reads: list[Read]) -> None:
+    """Carries out `reads`, which are ordered by file."""
     for name, in_file in groupby(reads, key=lambda read: read.name):
         with PieceReader(checkpoint.folder / name) as reader, ThreadPoolExecutor(NUM_READERS) as pool:
             for _ in pool.map(partial(_read_one, checkpoint, reader=reader), in_file):

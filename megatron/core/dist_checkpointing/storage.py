@@ -91,6 +91,8 @@ def write_pieces(
             # What was copied to the host stays in memory until it is summed up.
             if len(sums) >= _PIECES_AHEAD:
                 sums[-_PIECES_AHEAD]()
+            # Whoever makes the next one need not keep this one in memory.
+            del content
     summed = tuple(replace(piece, crc32=checksum()) for piece, checksum in zip(pieces, sums, strict=True))
     return FileEntry(file.num_bytes, pieces=summed)
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from tools.checkpoint import main
-from tools.export_safetensors import INDEX_FILE
+from tools.safetensors_files import INDEX_FILE
 
 
 def test_weights_are_exported_in_shards(tmp_path: Path) -> None:

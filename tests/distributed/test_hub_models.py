@@ -1,0 +1,192 @@
+"""Models of transformers, converted, compute in the training program what they compute in transformers: logits and
+gradients under layouts of ranks and with a paged stash, and the losses of 20 steps with AdamW.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.utils import unwrap_model
+from megatron.training.run import TrainingRun
+from megatron.training.training import train_step
+from tests.distributed.parity import Box, layout, put_together, record_gradients, relative_errors
+from tests.distributed.stash_runs import stash
+from tests.distributed.tiny_runs import Batch, Recorder, started_run
+from tests.functional_tests.case import Flags, command_line
+from tests.harness import run_on_ranks
+from tests.unit_tests.tools.hugging_face.small_hub import (
+    HAS_EXPERTS,
+    SMALL,
+    VOCABULARY,
+    hub_gradients,
+    saved,
+    small_model,
+    small_settings,
+)
+from tools.hugging_face.convert import from_hub
+from tools.hugging_face.names import hub_tensors
+from tools.hugging_face.settings import family_of_config, settings_of_config
+
+STEPS = 20
+LOGITS, GRADIENTS, LOSSES = 1e-4, 1e-3, 1e-4
+LR, DECAY = 1e-3, 0.1
+FLAGS: Flags = {
+    "use-checkpoint-args": True,
+    "mock-data": True,
+    "tokenizer-type": "NullTokenizer",
+    "vocab-size": VOCABULARY,
+    "seq-length": 32,
+    "micro-batch-size": 2,
+    "train-iters": STEPS,
+    "lr": LR,
+    "lr-decay-style": "constant",
+    "weight-decay": DECAY,
+    "clip-grad": 0,
+    "hidden-dropout": 0.0,
+    "attention-dropout": 0.0,
+    "eval-iters": 0,
+    "num-workers": 0,
+}
+EXPERTS: Flags = {"moe-grouped-gemm": True, "moe-router-dtype": "fp32", "moe-token-dispatcher-type": "alltoall"}
+# What two ranks do with a model, by name; those of experts alone stand last.
+DENSE_LAYOUTS = {"tp 2": layout(2), "pp 2": layout(pp=2)}
+EXPERT_LAYOUTS = {
+    "ep 2": layout(ep=2),
+    "stash": {**layout(ep=2), **stash(8), "moe-expert-rank-capacity-factor": 8},
+}
+
+
+@dataclass
+class RankStep:
+    """What a rank had in a run's first step: its batch, the logits [S, B, part of V] of its last layer if it has that
+    layer, and the boxes of its gradients.
+    """
+
+    batch: Batch
+    logits: Tensor | None
+    grads: list[Box]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The checkpoint of the small model of the preset that the test is about."""
+    hub = saved(small_model(request.node.callspec.params["name"]), tmp_path / "hub")
+    from_hub(hub, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_logits_and_gradients_agree_under_every_layout(name: str, run_folder: Path) -> None:
+    layouts: dict[str, Flags] = {**DENSE_LAYOUTS, **(EXPERT_LAYOUTS if name in HAS_EXPERTS else {})}
+    argvs = [_argv(name, run_folder, flags) for flags in layouts.values()]
+    by_rank: list[list[RankStep]] = run_on_ranks(_first_steps, 2, argvs, timeout=240)
+    for kind, ranks in zip(layouts, zip(*by_rank), strict=True):
+        replicas = kind in EXPERT_LAYOUTS
+        model = small_model(name)
+        expected = [_losses_of(model, rank.batch) for rank in ranks[: 2 if replicas else 1]]
+        torch.stack([loss for loss, _ in expected]).mean().backward()
+        found = _logits(ranks, replicas=replicas)
+        assert len(found) == len(expected)
+        for logits, (_, wanted) in zip(found, expected, strict=True):
+            assert ((logits - wanted).abs().max() / wanted.abs().max()).item() <= LOGITS, kind
+        grads = put_together([box for rank in ranks for box in rank.grads])
+        errors = relative_errors(grads, _hub_boxes(name, model))
+        wrong = {key: error for key, error in errors.items() if not error <= GRADIENTS}
+        assert not wrong, f"{kind}: {wrong}"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_twenty_steps_of_adamw_agree(name: str, run_folder: Path) -> None:
+    ((batches, losses),) = run_on_ranks(_losses_of_run, 1, _argv(name, run_folder, {}))
+    model = small_model(name).train()
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+        # Norms and biases do not decay.
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
+    expected = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss, _ = _losses_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert len(losses) == STEPS and losses == pytest.approx(expected, rel=LOSSES)
+    assert min(expected) < expected[0] - 100 * LOSSES, "nothing was learnt"
+
+
+def _argv(name: str, folder: Path, flags: Flags) -> list[str]:
+    experts = EXPERTS if name in HAS_EXPERTS else {}
+    if small_settings(name)["model_type"] == "glm4_moe":
+        # In transformers it stands still.
+        experts = {**experts, "moe-router-bias-update-rate": 0.0}
+    dense = {key: value for key, value in flags.items() if experts or "expert" not in key}
+    return command_line({**FLAGS, **experts, **dense, "load": str(folder)})
+
+
+def _losses_of(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean loss [] and logits [B, S, V] of transformers, fp32."""
+    logits = model(batch["tokens"]).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    mask = batch["loss_mask"].flatten()
+    return (losses * mask).sum() / mask.sum(), logits.detach()
+
+
+def _logits(ranks: Sequence[RankStep], *, replicas: bool) -> list[Tensor]:
+    """[B, S, V] of each group of tokens: of each rank, or of the ranks together that have parts of the vocabulary."""
+    parts = [rank.logits for rank in ranks if rank.logits is not None]
+    whole = parts if replicas else [torch.cat(parts, dim=-1)]
+    return [logits.transpose(0, 1)[..., :VOCABULARY] for logits in whole]
+
+
+def _hub_boxes(name: str, model: Any) -> dict[str, Tensor]:
+    """The gradients of transformers by the keys of checkpoints: any shape, fp32."""
+    config, grads = small_settings(name), hub_gradients(model)
+    return put_together(
+        [
+            Box(piece.key, piece.global_shape, piece.global_offset, piece.view_of(grads[tensor.name]))
+            for tensor in hub_tensors(family_of_config(config), settings_of_config(config))
+            for piece in tensor.pieces
+            # A bias that only moves by steps of its own has no gradient.
+            if not piece.key.endswith("expert_bias")
+        ]
+    )
+
+
+# In a rank's process.
+
+
+def _first_steps(argvs: Sequence[Sequence[str]]) -> list[RankStep]:
+    return [_first_step(argv) for argv in argvs]
+
+
+def _first_step(argv: Sequence[str]) -> RankStep:
+    recorder, logits, grads = Recorder(), [], list[list[Box]]()
+    with started_run(argv) as run:
+        recorder.attach(run)
+        record_gradients(run, grads)
+        for output_layer in _output_layers(run):
+            output_layer.register_forward_hook(lambda _, __, output: logits.append(output[0].detach().clone()))
+        train_step(run)
+    return RankStep(recorder.batches[0][0], logits[0] if logits else None, grads[0])
+
+
+def _output_layers(run: TrainingRun) -> list[nn.Module]:
+    chunks = unwrap_model(run.model)
+    return [chunk.output_layer for chunk in chunks if chunk.output_layer is not None]
+
+
+def _losses_of_run(argv: Sequence[str]) -> tuple[list[Batch], list[float]]:
+    recorder = Recorder()
+    with started_run(argv) as run:
+        recorder.attach(run)
+        losses = [train_step(run)[0].losses["lm loss"] for _ in range(STEPS)]
+    return [step[0] for step in recorder.batches], losses

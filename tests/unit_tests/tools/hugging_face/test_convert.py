@@ -1,0 +1,261 @@
+"""From the hub and back is the identity on bytes, with one tensor in memory; wrong files are named."""
+
+import contextlib
+import json
+import shutil
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron.core.dist_checkpointing import list_tensors, load_common, verify
+from megatron.training.checkpoint_folder import find_checkpoint
+from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, saved, small_model
+from tools.checkpoint import main
+from tools.safetensors_files import INDEX_FILE, TensorFiles
+
+# One with experts, one tied: what does not depend on the family is shown with them.
+SPARSE, TIED = "qwen3-30b-a3b", "llama3.2-1b"
+
+
+def convert(source: Path, target: Path, *words: str, back: bool = False) -> Path:
+    """Converts from the hub, or back to it; the folder of the result."""
+    formats = ["--from", "megatron", "--to", "hf"] if back else ["--from", "hf", "--to", "megatron"]
+    assert main(["convert", *formats, "--load", str(source), "--save", str(target), *words]) == 0
+    return target
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> str:
+    """The line that a conversion that fails ends with."""
+    with pytest.raises(SystemExit):
+        convert(*arguments, **options)
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def contents(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """Type, shape and bytes of every tensor, as the library safetensors reads them."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                values = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                found[name] = (tensor.dtype, tuple(tensor.shape), values)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SMALL)
+def test_there_and_back_is_the_identity_on_bytes(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    hub = saved(small_model(name, dtype=dtype), tmp_path / "hub")
+    back = convert(convert(hub, tmp_path / "run"), tmp_path / "back", "--max-shard-size", "1e-4", back=True)
+    assert len(list(hub.glob("*.safetensors"))) > 2 and len(list(back.glob("*.safetensors"))) > 2
+    assert contents(back) == contents(hub)
+    for file in ("config.json", "generation_config.json"):
+        assert (back / file).read_bytes() == (hub / file).read_bytes()
+    # And another time, from what was written here.
+    assert contents(convert(convert(back, tmp_path / "again"), tmp_path / "twice", back=True)) == contents(hub)
+
+
+@pytest.mark.parametrize("name", [SPARSE, TIED])
+def test_logits_are_compared(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hub = saved(small_model(name), tmp_path / "hub")
+    run = convert(hub, tmp_path / "run", "--verify")
+    convert(run, tmp_path / "back", "--verify", back=True)
+    assert capsys.readouterr().out.count("random tokens agree") == 2
+    # A model of other weights is found out.
+    with patch("tools.checkpoint.from_hub", lambda *_, **__: run):
+        other = small_model(name)
+        other.model.norm.weight.data.mul_(1.01)
+        saved(other, tmp_path / "other")
+        words = ["--load", str(tmp_path / "other"), "--save", str(run), "--verify"]
+        assert main(["convert", "--from", "hf", "--to", "megatron", *words]) == 1
+    assert "random tokens DIFFER" in capsys.readouterr().out
+
+
+def test_weights_take_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    model = small_model("glm-4.5")
+    hub = saved(model, tmp_path / "hub")
+    run = convert(hub, tmp_path / "run", "--dtype", "bf16")
+    stored = list_tensors(run / "release")
+    bias = "decoder.layers.1.mlp.router.expert_bias"
+    assert {dtype for key, (_, dtype) in stored.items() if not key.endswith("expert_bias")} == {torch.bfloat16}
+    # Half precision would lose its steps.
+    assert stored[bias][1] == torch.float32
+    assert load_common(run / "release")["args"]["bf16"] is True
+    half = convert(run, tmp_path / "half", back=True)
+    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+    rounded = {name: value.bfloat16() for name, value in load_one(hub).items()}
+    assert all(
+        torch.equal(value, rounded[name].to(value.dtype))
+        for name, value in load_one(half).items()
+        if "e_score" not in name
+    )
+    back = convert(run, tmp_path / "back", "--dtype", "fp32", back=True)
+    assert {value.dtype for value in load_one(back).values()} == {torch.float32}
+    assert (back / "config.json").read_bytes() == (hub / "config.json").read_bytes()
+
+
+def load_one(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def test_files_beside_the_weights_come_back_untouched(tmp_path: Path) -> None:
+    hub = saved(small_model(TIED), tmp_path / "hub")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        (hub / name).write_text(f"{{ {name} }}")
+    (hub / "original").mkdir()
+    (hub / "pytorch_model.bin").write_bytes(b"weights")
+    run = convert(hub, tmp_path / "run")
+    back = convert(run, tmp_path / "back", back=True)
+    beside = {path.name: path.read_bytes() for path in hub.iterdir() if path.suffix in (".json", ".jinja")}
+    del beside[INDEX_FILE]
+    assert {path.name: path.read_bytes() for path in back.iterdir() if path.suffix != ".safetensors"} == beside
+    arguments = load_common(run / "release")["args"]
+    assert arguments["tokenizer_type"] == "HuggingFaceTokenizer"
+    assert Path(arguments["tokenizer_model"]) == run / "hugging_face"
+    # Without them a new config.json says the same, and --hf-reference brings them in.
+    shutil.rmtree(run / "hugging_face")
+    bare = convert(run, tmp_path / "bare", back=True)
+    assert sorted(path.name for path in bare.iterdir()) == ["config.json", "model.safetensors"]
+    again = convert(bare, tmp_path / "again")
+    assert list_tensors(again / "release") == list_tensors(run / "release")
+    whole = convert(run, tmp_path / "whole", "--hf-reference", str(hub), back=True)
+    assert (whole / "tokenizer.json").read_bytes() == beside["tokenizer.json"]
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    """Live bytes of tensors, counted as they are made and let go of; a model of many equal layers shows the rest."""
+    hub = saved(small_model(SPARSE), tmp_path / "hub")
+    files = TensorFiles(hub)
+    largest = max(kind.num_bytes for kind in files.kinds.values())
+    total = sum(kind.num_bytes for kind in files.kinds.values())
+    assert total > 10 * largest
+    with counted_storage() as peak:
+        run = convert(hub, tmp_path / "run")
+    assert peak[0] == largest
+    with counted_storage() as peak:
+        convert(run, tmp_path / "half", "--dtype", "bf16", back=True)
+    # What is read, and the same in another type, of which the rows that are read at once are the first.
+    assert peak[0] <= 2 * largest
+
+
+@contextlib.contextmanager
+def counted_storage() -> Any:
+    """Inside, the first element is the most bytes that tensors of torch.empty have had at one time."""
+    peak, live, empty = [0], [0], torch.empty
+
+    def counting(*arguments: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*arguments, **options)
+        # What torch.save is asked about, whose memory nobody touches.
+        if sys._getframe(1).f_code.co_name == "_frame":
+            return tensor
+        live[0] += tensor.nbytes
+        peak[0] = max(peak[0], live[0])
+        weakref.finalize(tensor.untyped_storage(), lambda size=tensor.nbytes: live.__setitem__(0, live[0] - size))
+        return tensor
+
+    with patch("torch.empty", counting):
+        yield peak
+
+
+def test_a_checkpoint_to_start_from_is_found_and_whole(tmp_path: Path) -> None:
+    run = convert(saved(small_model(SPARSE), tmp_path / "hub"), tmp_path / "run")
+    found = find_checkpoint(str(run))
+    assert found is not None and found.is_release
+    verify(found.path)
+    assert main(["inspect", str(run)]) == 0
+    arguments = load_common(found.path)["args"]
+    assert (arguments["num_layers"], arguments["vocab_size"], arguments["moe_layer_freq"]) == (
+        LAYERS,
+        300,
+        [1, 1, 0, 1],
+    )
+
+
+def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub = saved(small_model(SPARSE), tmp_path / "hub")
+    shard = sorted(hub.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    shard.unlink()
+    assert f"{hub} has no {shard.name}" in told(capsys, hub, tmp_path / "run")
+    shard.write_bytes(content[:-10])
+    assert f"{shard} is truncated" in told(capsys, hub, tmp_path / "run")
+    tensors = load_file(sorted(hub.glob("*.safetensors"))[0])
+    first = sorted(tensors)[0]
+    shard.write_bytes(content)
+    save_file({name: value for name, value in tensors.items() if name != first}, sorted(hub.glob("*.safetensors"))[0])
+    assert f"has no {first}, which {INDEX_FILE} says" in told(capsys, hub, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"num_hidden_layers": LAYERS - 1}, "nothing takes model.layers.3."),
+        ({"num_hidden_layers": LAYERS + 1}, "there is no model.layers.4.input_layernorm.weight"),
+        ({"num_key_value_heads": 1}, r"model.layers.0.self_attn.k_proj.weight has shape [48, 64]: must be [24, 64]"),
+        ({"vocab_size": 299}, "has shape [300, 64]: the vocabulary has 299 ids by vocab_size of config.json"),
+        ({"tie_word_embeddings": True}, "nothing takes lm_head.weight"),
+        ({"num_local_experts": 4}, "mlp.gate.weight has shape [8, 64]: must be [4, 64]"),
+        ({"architectures": ["LlamaForCausalLM"]}, "there is no model.layers.0.mlp.gate_proj.weight"),
+        ({"architectures": ["BertModel"]}, "the architecture is BertModel: must be one of"),
+    ],
+)
+def test_a_config_json_of_another_model_is_named(
+    tmp_path: Path, changes: dict[str, Any], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = saved(small_model(SPARSE), tmp_path / "hub")
+    config = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps({**config, **changes}))
+    assert error in told(capsys, hub, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub = saved(small_model(TIED), tmp_path / "hub")
+    run = convert(hub, tmp_path / "run")
+    assert f"--save is {run}: there are checkpoints in it already" in told(capsys, hub, run)
+    assert f"--save is {hub}: it is there already" in told(capsys, run, hub, back=True)
+    assert f"{run} has no config.json" in told(capsys, run, tmp_path / "other")
+    assert f"--load is {hub}: there is no checkpoint in it" in told(capsys, hub, tmp_path / "other", back=True)
+    assert f"{tmp_path / 'none'} has no config.json" in told(capsys, tmp_path / "none", tmp_path / "other")
+    # The companions of another model.
+    other = saved(small_model("qwen3-8b"), tmp_path / "qwen")
+    error = told(capsys, run, tmp_path / "back", "--hf-reference", str(other), back=True)
+    assert "Qwen3ForCausalLM of the files beside the checkpoint has other" in error and "--qk-layernorm" in error
+    (hub / "config.json").write_text("[")
+    assert f"{hub / 'config.json'} is not a JSON object" in told(capsys, hub, tmp_path / "other")
+    with pytest.raises(SystemExit):
+        main(["convert", "--from", "hf", "--to", "torch", "--load", str(hub), "--save", str(tmp_path / "other")])
+    assert "hf is converted to and from megatron alone" in capsys.readouterr().err
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    hub = saved(small_model(TIED), tmp_path / "hub", max_shard_size="5GB")
+    run = convert(hub, tmp_path / "run")
+    assert "output_layer.weight" not in list_tensors(run / "release")
+    # Some files have the output layer all the same.
+    file = hub / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    twice = convert(hub, tmp_path / "twice")
+    assert list_tensors(twice / "release") == list_tensors(run / "release")
+
+
+def test_layers_of_multi_token_prediction_are_left_out_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = saved(small_model("glm-4.5"), tmp_path / "hub", max_shard_size="5GB")
+    tensors = load_file(hub / "model.safetensors")
+    save_file({**tensors, f"model.layers.{LAYERS}.eh_proj.weight": torch.ones(2)}, hub / "model.safetensors")
+    convert(hub, tmp_path / "run")
+    assert f"left out: model.layers.{LAYERS}.eh_proj.weight" in capsys.readouterr().out

@@ -1,0 +1,113 @@
+"""What config.json says as settings, and back: presets, parameters as transformers counts them, what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import model_sharded_tensors
+from megatron.training.arguments import parse_args
+from megatron.training.gpt_builder import build_gpt
+from megatron.training.model_presets import known_models
+from tests.unit_tests.tools.hugging_face.known_configs import KNOWN_CONFIGS
+from tests.unit_tests.tools.hugging_face.small_hub import SMALL, model_on, small_settings
+from tools.hugging_face.names import hub_tensors
+from tools.hugging_face.settings import (
+    all_settings,
+    config_of_settings,
+    family_of_config,
+    settings_of_config,
+)
+
+
+@pytest.mark.parametrize("name", KNOWN_CONFIGS)
+def test_presets_are_what_config_json_says(name: str) -> None:
+    preset, settings = vars(parse_args(argv=["--model", name])), settings_of_config(KNOWN_CONFIGS[name])
+    assert all_settings(preset) == all_settings(settings)
+    # Those that no checkpoint is compared by, too.
+    assert {key: preset[key] for key in settings if key not in ("window_size", "moe_layer_freq")} == {
+        key: value for key, value in settings.items() if key not in ("window_size", "moe_layer_freq")
+    }
+
+
+@pytest.mark.parametrize("known", known_models(), ids=lambda known: known.name)
+def test_transformers_counts_the_same_parameters(known: Any) -> None:
+    model = model_on("meta", KNOWN_CONFIGS[known.name])
+    assert sum(parameter.numel() for parameter in model.parameters()) == known.parameters
+
+
+@pytest.mark.parametrize("name", [*KNOWN_CONFIGS, *(f"small {name}" for name in SMALL)])
+def test_a_new_config_json_says_the_same(name: str) -> None:
+    config = small_settings(name.removeprefix("small ")) if name.startswith("small ") else KNOWN_CONFIGS[name]
+    written = config_of_settings(settings_of_config(config), dtype="bfloat16")
+    assert written["architectures"] == config["architectures"] and written["dtype"] == "bfloat16"
+    assert all_settings(settings_of_config(written)) == all_settings(settings_of_config(config))
+    # Transformers understands every key of it, and builds the same model.
+    assert {key: tuple(tensor.shape) for key, tensor in model_on("meta", written).state_dict().items()} == {
+        key: tuple(tensor.shape) for key, tensor in model_on("meta", config).state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_tensors_of_the_hub_fill_exactly_what_a_model_stores(name: str) -> None:
+    config = small_settings(name)
+    settings = settings_of_config(config)
+    args = parse_args(argv=[])
+    vars(args).update(settings, params_dtype=torch.float32, virtual_pipeline_model_parallel_size=None)
+    args.padded_vocab_size = args.unpadded_vocab_size = args.vocab_size
+    stored = {tensor.key: tensor.global_shape for tensor in model_sharded_tensors(build_gpt(args))}
+    tensors = list(hub_tensors(family_of_config(config), settings))
+    assert {piece.key: piece.global_shape for tensor in tensors for piece in tensor.pieces} == stored
+    filled = sum(torch.Size(piece.shape).numel() for tensor in tensors for piece in tensor.pieces)
+    assert filled == sum(torch.Size(shape).numel() for shape in stored.values())
+
+
+def test_both_forms_of_positions_are_understood() -> None:
+    old = KNOWN_CONFIGS["llama3.1-8b"]
+    new = {key: value for key, value in old.items() if key not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = {"rope_theta": old["rope_theta"], **old["rope_scaling"]}
+    assert settings_of_config(new) == settings_of_config(old)
+    assert settings_of_config({**old, "rope_scaling": {"type": "linear", "factor": 4.0}}) == {
+        **settings_of_config(old),
+        "use_rope_scaling": False,
+        "rope_scaling_factor": 8.0,
+        "rotary_seq_len_interpolation_factor": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "the architecture is GPT2LMHeadModel: must be one of LlamaFor"),
+        ({"architectures": ["Qwen3MoeForCausalLm"]}, "the nearest is Qwen3MoeForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True: only False"),
+        ({"num_hidden_layers": None}, "config.json has no num_hidden_layers"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "only .*'original_max_position_embeddings': 8192"),
+        ({"rope_theta": 1e4 + 0.5}, "rope_theta is 10000.5: only whole numbers"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is fp8: weights must be plain"),
+    ],
+)
+def test_what_cannot_be_converted_is_named(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        settings_of_config({**KNOWN_CONFIGS["llama3-8b"], **changes})
+
+
+def test_a_config_json_is_kept_where_it_says_the_same_and_put_right_where_not() -> None:
+    carried = {**KNOWN_CONFIGS["qwen3-30b-a3b"], "torch_dtype": "bfloat16", "bos_token_id": 151643, "use_cache": True}
+    settings = settings_of_config(carried)
+    assert config_of_settings(settings, dtype="bfloat16", carried=carried) == carried
+    assert config_of_settings(settings, dtype="float32", carried=carried) == {**carried, "torch_dtype": "float32"}
+    longer = config_of_settings({**settings, "rotary_base": 5000000}, dtype="bfloat16", carried=carried)
+    assert longer["rope_theta"] == 5000000 and longer["bos_token_id"] == 151643
+    with pytest.raises(ValueError, match="beside the checkpoint has other --swiglu"):
+        config_of_settings({**settings, "swiglu": False}, dtype="bfloat16", carried=carried)
+
+
+def test_settings_without_an_architecture_are_named() -> None:
+    settings = {**settings_of_config(KNOWN_CONFIGS["llama3-8b"]), "normalization": "LayerNorm"}
+    with pytest.raises(
+        ValueError, match=r"no architecture can be found: .* has other --normalization \(RMSNorm, LayerN"
+    ):
+        config_of_settings(settings, dtype="float32")

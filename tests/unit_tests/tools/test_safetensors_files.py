@@ -1,0 +1,85 @@
+"""Safetensors files: what is written here the library reads, and the reverse; damage is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tools.safetensors_files import INDEX_FILE, ONE_FILE, TensorFiles, TensorKind, new_folder, write_tensor_files
+
+TENSORS = {
+    "b": torch.randn(3, 5).bfloat16(),
+    "a": torch.randn(4),
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(7),
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "flags": torch.tensor([True, False]),
+    "half": torch.randn(2, 1).half(),
+}
+
+
+def write(folder: Path, *, max_shard_bytes: int) -> None:
+    folder.mkdir(exist_ok=True)
+    kinds = {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()}
+    write_tensor_files(folder, kinds, read=TENSORS.__getitem__, max_shard_bytes=max_shard_bytes, metadata={"x": 1})
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 40, 10**9])
+def test_the_library_reads_what_is_written_here(tmp_path: Path, max_shard_bytes: int) -> None:
+    write(tmp_path, max_shard_bytes=max_shard_bytes)
+    found = {name: value for path in tmp_path.glob("*.safetensors") for name, value in load_file(path).items()}
+    assert found.keys() == TENSORS.keys()
+    assert all(
+        value.dtype == TENSORS[name].dtype and torch.equal(value, TENSORS[name]) for name, value in found.items()
+    )
+    if max_shard_bytes > 40:
+        assert [path.name for path in tmp_path.iterdir()] == [ONE_FILE]
+    else:
+        index = json.loads((tmp_path / INDEX_FILE).read_text())
+        assert index["metadata"] == {"total_size": 30 + 16 + 8 + 5 + 2 + 4, "x": 1}
+        assert index["weight_map"].keys() == TENSORS.keys()
+    files = TensorFiles(tmp_path)
+    assert all(torch.equal(files.read(name), value) for name, value in TENSORS.items())
+
+
+def test_what_the_library_writes_is_read_here(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / ONE_FILE, metadata={"format": "pt"})
+    files = TensorFiles(tmp_path)
+    assert {name: (kind.shape, kind.dtype) for name, kind in files.kinds.items()} == {
+        name: (tuple(value.shape), value.dtype) for name, value in TENSORS.items()
+    }
+    assert all(torch.equal(files.read(name), value) for name, value in TENSORS.items())
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"has no {ONE_FILE}; its safetensors files: none"):
+        TensorFiles(tmp_path)
+    for content, error in ((b"", "is no safetensors file, or is truncated"), (b"\x05" + bytes(7) + b"{abcd", "is no")):
+        (tmp_path / ONE_FILE).write_bytes(content)
+        with pytest.raises(ValueError, match=error):
+            TensorFiles(tmp_path)
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / ONE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ValueError, match=r"is corrupt: a has 4 bytes for \[2\]"):
+        TensorFiles(tmp_path)
+    header = header.replace(b"F32", b"F4X")
+    (tmp_path / ONE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ValueError, match="a is F4X: must be one of F64"):
+        TensorFiles(tmp_path)
+    (tmp_path / INDEX_FILE).write_text("{}")
+    with pytest.raises(ValueError, match="is no index of safetensors files"):
+        TensorFiles(tmp_path)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "new") as folder:
+        write(folder, max_shard_bytes=1)
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with new_folder(tmp_path / "new") as folder:
+        write(folder, max_shard_bytes=1)
+        assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="it is there already"), new_folder(tmp_path / "new"):
+        pass

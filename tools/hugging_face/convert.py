@@ -1,0 +1,257 @@
+"""A model of the hub as a canonical checkpoint, and back, one tensor at a time; no model is built.
+
+Which tensor is which is names.py's, what config.json says settings.py's.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import (
+    ShardedTensor,
+    StreamReader,
+    VerifiedCheckpoint,
+    save_stream,
+    sharded_tensors,
+)
+from megatron.core.tokenizers import vocab_size_with_padding
+from megatron.training.arguments import parse_args
+from megatron.training.checkpoint_args import args_to_json
+from megatron.training.checkpoint_folder import (
+    COMPANION_FOLDER,
+    RELEASE,
+    complete_iterations,
+    find_checkpoint,
+    load_run_values,
+    write_release_tracker,
+)
+from megatron.training.train_state import TrainState
+from tools.export_safetensors import NOT_WEIGHTS
+from tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
+from tools.hugging_face.families import Family
+from tools.hugging_face.names import HubTensor, hub_tensors
+from tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config
+from tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_tensor_files
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Moved by steps of 1e-3, which half precision would lose: kept as it is.
+_NEVER_CONVERTED = "router.expert_bias"
+# Tables that older versions of transformers wrote beside the weights.
+_DERIVED = "rotary_emb.inv_freq"
+_OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model of the hub in a folder: its family, settings, files, and the tensors that it must have."""
+
+    family: Family
+    settings: dict[str, Any]
+    files: TensorFiles
+    tensors: tuple[HubTensor, ...]
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def open(cls, folder: Path) -> "HubModel":
+        """Raises ValueError naming what is missing, unknown, or of another shape; reads no tensor's values."""
+        config = read_config(folder)
+        family, settings = family_of_config(config), settings_of_config(config)
+        files = TensorFiles(folder)
+        tensors = tuple(hub_tensors(family, settings))
+        _check_presence(tensors, files)
+        extra = _extra_tensors(tensors, files, config=config)
+        return cls(family, settings, files, tensors, extra)
+
+    def dtype(self) -> torch.dtype:
+        """The type that most of its tensors have."""
+        return Counter(self.files.kinds[tensor.name].dtype for tensor in self.tensors).most_common(1)[0][0]
+
+
+def from_hub(load: Path, save: Path, *, dtype: torch.dtype | None = None) -> Path:
+    """Writes the model in the folder `load` as a checkpoint to start from; returns its folder.
+
+    dtype: of the stored weights; None: as they are. Raises ValueError naming what is wrong with config.json or the
+    files, or where `save` holds checkpoints already.
+    """
+    model = HubModel.open(load)
+    if complete_iterations(save) or (save / RELEASE).exists():
+        raise ValueError(f"--save is {save}: there are checkpoints in it already; give a new folder")
+    for name in model.left_out:
+        print(f"left out: {name}")
+    target = save / RELEASE
+    common = {
+        "iteration": 0,
+        "train_state": TrainState(iteration=0).state_dict(),
+        "args": _run_arguments(model, dtype or model.dtype(), companions=save / COMPANION_FOLDER, source=load),
+        "contents": {"optimizer": False, "rng": False},
+        "frozen": [],
+    }
+    save_stream(_boxes(model, dtype), target, common=common)
+    carry(load, save / COMPANION_FOLDER)
+    write_release_tracker(str(save))
+    return target
+
+
+def to_hub(
+    load: Path,
+    save: Path,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int,
+    reference: Path | None = None,
+) -> Path:
+    """Writes the weights of a checkpoint as a model that transformers loads, into the new folder `save`; returns it.
+
+    dtype: of its tensors; None: as they are stored. reference: a folder of the hub whose config.json and tokenizer are
+    taken; None: those that lie beside the checkpoint, or a new config.json. Raises ValueError where there is no
+    checkpoint, or no architecture for its settings.
+    """
+    found = find_checkpoint(str(load), step=step)
+    if found is None:
+        raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
+    settings = _model_settings(load_run_values(found.path)["args"])
+    companions = reference or companions_of(found.path)
+    with new_folder(save) as temporary:
+        checkpoint = dist_checkpointing.verify(found.path)
+        weights = dtype or checkpoint.tensors["embedding.word_embeddings.weight"][1]
+        carried = None if companions is None else read_config(companions)
+        config = config_of_settings(settings, dtype=str(weights).removeprefix("torch."), carried=carried)
+        if companions is not None:
+            carry(companions, temporary)
+        if config != carried:
+            write_config(temporary, config)
+        source = _StoredModel(checkpoint, tuple(hub_tensors(family_of_config(config), settings)), dtype=dtype)
+        metadata = {"total_parameters": source.num_parameters}
+        write_tensor_files(
+            temporary, source.kinds, read=source.read, max_shard_bytes=max_shard_bytes, metadata=metadata
+        )
+    return save
+
+
+class _StoredModel:
+    """The tensors of a checkpoint under the names of the hub."""
+
+    def __init__(
+        self, checkpoint: VerifiedCheckpoint, tensors: tuple[HubTensor, ...], *, dtype: torch.dtype | None
+    ) -> None:
+        self._reader = StreamReader(checkpoint)
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        stored = checkpoint.tensors
+        wanted = {piece.key for tensor in tensors for piece in tensor.pieces}
+        unknown = sorted(key for key in stored.keys() - wanted if not key.startswith(NOT_WEIGHTS))
+        missing = sorted(wanted - stored.keys())
+        if unknown or missing:
+            raise ValueError(f"{checkpoint.folder} is of another model: {_named(missing, unknown)}")
+        self.kinds = {
+            tensor.name: TensorKind(tensor.shape, _dtype_of(tensor, stored, dtype=dtype)) for tensor in tensors
+        }
+        self.num_parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by the hub's name: its shape there, the dtype of `kinds`."""
+        kind = self.kinds[name]
+        tensor = torch.empty(kind.shape, dtype=kind.dtype)
+        self._reader.fill(sharded_tensors(list(self._tensors[name].pieces), tensor, allow_cast=True))
+        return tensor
+
+
+def _boxes(model: HubModel, dtype: torch.dtype | None) -> Iterator[ShardedTensor]:
+    """Boxes of the stored tensors, one tensor of the files in memory at a time: any shape, dtype or their own."""
+    for tensor in model.tensors:
+        values = model.files.read(tensor.name)
+        if dtype is not None and not _keeps_its_type(tensor):
+            values = values.to(dtype)
+        boxes = sharded_tensors(list(tensor.pieces), values)
+        del values
+        while boxes:
+            yield boxes.pop(0)
+
+
+def _keeps_its_type(tensor: HubTensor) -> bool:
+    return all(piece.key.endswith(_NEVER_CONVERTED) for piece in tensor.pieces)
+
+
+def _dtype_of(
+    tensor: HubTensor, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, dtype: torch.dtype | None
+) -> torch.dtype:
+    own = stored[tensor.pieces[0].key][1]
+    return own if dtype is None or _keeps_its_type(tensor) else dtype
+
+
+def _check_presence(tensors: tuple[HubTensor, ...], files: TensorFiles) -> None:
+    missing = [tensor.name for tensor in tensors if tensor.name not in files.kinds]
+    if missing:
+        hint = ""
+        if missing == [_OUTPUT]:
+            hint = "; with tie_word_embeddings true in config.json there is none"
+        raise ValueError(f"{files.folder} is not the model of its {CONFIG_FILE}: {_named(missing, [])}{hint}")
+    for tensor in tensors:
+        found = files.kinds[tensor.name].shape
+        if found == tensor.shape:
+            continue
+        where = f"{files.file_of(tensor.name)}: {tensor.name} has shape {list(found)}"
+        if tensor.name in (_EMBEDDING, _OUTPUT) and found[1:] == tensor.shape[1:]:
+            raise ValueError(f"{where}: the vocabulary has {tensor.shape[0]} ids by vocab_size of {CONFIG_FILE}")
+        raise ValueError(f"{where}: must be {list(tensor.shape)} by {CONFIG_FILE}")
+    odd = [t.name for t in tensors if files.kinds[t.name].dtype not in (*DTYPES.values(), torch.float64)]
+    if odd:
+        kind = files.kinds[odd[0]].dtype
+        raise ValueError(f"{files.file_of(odd[0])}: {odd[0]} is {kind}: weights must be plain numbers, as bf16")
+
+
+def _extra_tensors(tensors: tuple[HubTensor, ...], files: TensorFiles, *, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names that the files have and the model needs not; ValueError for what belongs to another model."""
+    extra = sorted(files.kinds.keys() - {tensor.name for tensor in tensors})
+    # Beyond the last layer there are those of multi-token prediction, which transformers leaves out too.
+    last = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    further = tuple(f"model.layers.{number}." for number in range(config["num_hidden_layers"], last))
+    unknown = [name for name in extra if not name.endswith(_DERIVED) and not (further and name.startswith(further))]
+    if unknown == [_OUTPUT] and torch.equal(files.read(_OUTPUT), files.read(_EMBEDDING)):
+        unknown = []
+    if unknown:
+        raise ValueError(f"{files.folder} is not the model of its {CONFIG_FILE}: {_named([], unknown)}")
+    return tuple(extra)
+
+
+def _named(missing: list[str], unknown: list[str]) -> str:
+    words = []
+    for names, what in ((missing, "there is no"), (unknown, "nothing takes")):
+        if names:
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            words.append(f"{what} {', '.join(names[:_MAX_NAMED])}{more}")
+    return "; ".join(words)
+
+
+def _run_arguments(model: HubModel, dtype: torch.dtype, *, companions: Path, source: Path) -> dict[str, Any]:
+    """The arguments that a run of this model would have, for --use-checkpoint-args and for tools."""
+    args = parse_args(argv=[])
+    vars(args).update(model.settings)
+    args.unpadded_vocab_size = args.vocab_size
+    args.padded_vocab_size = vocab_size_with_padding(
+        args.vocab_size, divisible_by=args.make_vocab_size_divisible_by, tensor_parallel_size=1
+    )
+    args.params_dtype, args.bf16, args.fp16 = dtype, dtype == torch.bfloat16, dtype == torch.float16
+    if (source / "tokenizer.json").is_file():
+        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", str(companions.resolve())
+    elif (source / "tokenizer.model").is_file():
+        args.tokenizer_type, args.tokenizer_model = "Llama2Tokenizer", str((companions / "tokenizer.model").resolve())
+    stored = args_to_json(args)
+    # How long a run's samples are is the run's alone.
+    del stored["seq_length"]
+    return stored
+
+
+def _model_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run's checkpoint, with the vocabulary that its tensors have."""
+    settings = {**stored, "vocab_size": stored["unpadded_vocab_size"]}
+    if not settings.get("group_query_attention"):
+        settings["num_query_groups"] = settings["num_attention_heads"]
+    return settings

@@ -1,0 +1,140 @@
+"""From config.json to the settings of a model and back: which family it is, and what is kept of a file that is there.
+
+What single keys mean is in config_parts.py, which of them a family has in families.py.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+from tools.hugging_face.config_parts import Values, expert_layers, window_pattern
+from tools.hugging_face.families import FAMILIES, Family
+
+# Of the settings that make a model, those that config.json has no words for, or that say how it is trained.
+_NOT_COMPARED = ("seq_length", "make_vocab_size_divisible_by", "padded_vocab_size")
+_COMPARED = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_COMPARED), "vocab_size")
+# One form of positions in place of the other.
+_ROTATION = ("rope_theta", "rope_scaling", "rope_parameters")
+
+
+def family_of_config(config: Mapping[str, Any]) -> Family:
+    """Raises ValueError naming the architecture of a config.json that cannot be converted, and what can be."""
+    names = config.get("architectures") or []
+    for family in FAMILIES:
+        if family.architecture in names or (not names and config.get("model_type") == family.model_type):
+            return family
+    name = names[0] if names else config.get("model_type")
+    known = [family.architecture for family in FAMILIES]
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; the nearest is {nearest[0]}" if nearest else ""
+    raise ValueError(f"config.json: the architecture is {name}: must be one of {', '.join(known)}{hint}")
+
+
+def settings_of_config(config: Mapping[str, Any]) -> Values:
+    """The settings, by name in the parsed arguments, of the model that a config.json describes.
+
+    Raises ValueError naming the key that is missing, or whose value no setting has.
+    """
+    family = family_of_config(config)
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(
+            f"config.json: quantization_config is {method}: weights must be plain numbers, take the model in bf16"
+        )
+    settings: Values = {}
+    for part in family.parts:
+        try:
+            settings |= part.read(config)
+        except KeyError as error:
+            raise ValueError(f"config.json has no {error.args[0]}: a {family.architecture} must have it") from error
+    return settings
+
+
+def all_settings(settings: Mapping[str, Any]) -> Values:
+    """`settings` over the defaults of the command line, as they are compared: one form for what can be said in two."""
+    defaults = {name: flag_table().by_dest[name].default for name in _COMPARED}
+    values = {**defaults, **{name: value for name, value in settings.items() if name in _COMPARED}}
+    layers = values["num_layers"]
+    values["moe_layer_freq"] = expert_layers(values)
+    if values["num_experts"] is None:
+        values |= {name: default for name, default in defaults.items() if name.startswith("moe_")}
+        values["moe_layer_freq"] = []
+    elif values["moe_ffn_hidden_size"] is None:
+        values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
+    # The width of dense layers is nobody's where there are none.
+    if values["num_experts"] is not None and all(values["moe_layer_freq"]):
+        values["ffn_hidden_size"] = None
+    if not values["group_query_attention"]:
+        values |= {"group_query_attention": True, "num_query_groups": values["num_attention_heads"]}
+    if values["kv_channels"] is None:
+        values["kv_channels"] = values["hidden_size"] // values["num_attention_heads"]
+    has_window = values["window_size"] is not None and values["window_size"][0] >= 0
+    values["window_size"] = list(values["window_size"]) if has_window else None
+    pattern = window_pattern(values["window_attn_skip_freq"], num_layers=layers) if has_window else None
+    values["window_attn_skip_freq"] = pattern
+    return values
+
+
+def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapping[str, Any] | None = None) -> Values:
+    """The config.json of a model: `carried`, where it says the same; else with what differs put right.
+
+    settings: those of a run, by name in its arguments. dtype: of the tensors, as "bfloat16". carried: of the model that
+    the run began with. Raises ValueError naming the settings that no family, or not that of `carried`, has.
+    """
+    wanted = all_settings(settings)
+    if carried is not None:
+        return _with_dtype(_kept_up(carried, wanted, settings=settings), dtype)
+    sparse = wanted["num_experts"] is not None
+    families = {one: _written(one, settings) for one in FAMILIES if one.has_experts == sparse}
+    different = {family: differing(config, wanted) for family, config in families.items()}
+    family = min(different, key=lambda one: len(different[one]))
+    if different[family]:
+        raise ValueError(f"no architecture can be found: {family.architecture} has other {_words(different[family])}")
+    return _with_dtype(families[family], dtype)
+
+
+def differing(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """By setting, (of `wanted`, which are all_settings, of a config.json) where the two models differ."""
+    found = all_settings(settings_of_config(config))
+    return {name: (wanted[name], found[name]) for name in _COMPARED if wanted[name] != found[name]}
+
+
+def _kept_up(carried: Mapping[str, Any], wanted: Mapping[str, Any], *, settings: Mapping[str, Any]) -> Values:
+    if not differing(carried, wanted):
+        return dict(carried)
+    written = _written(family_of_config(carried), settings)
+    kept = {key: value for key, value in carried.items() if key not in _ROTATION}
+    config = {**kept, **written}
+    left = differing(config, wanted)
+    if left:
+        raise ValueError(
+            f"{family_of_config(carried).architecture} of the files beside the checkpoint has other {_words(left)}"
+        )
+    return config
+
+
+def _written(family: Family, settings: Mapping[str, Any]) -> Values:
+    full = {**{name: flag.default for name, flag in flag_table().by_dest.items()}, **settings}
+    # A value that runs derive, and files may lack.
+    for name, value in all_settings(settings).items():
+        if full[name] is None or name in ("group_query_attention", "num_query_groups"):
+            full[name] = value
+    if full["ffn_hidden_size"] is None:
+        full["ffn_hidden_size"] = full["moe_ffn_hidden_size"]
+    config: Values = {"architectures": [family.architecture], "model_type": family.model_type}
+    for part in family.parts:
+        config |= part.write(full)
+    return config
+
+
+def _with_dtype(config: Values, dtype: str) -> Values:
+    # Later versions of transformers write the first, all read both.
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return config if config.get(key) == dtype else {**config, key: dtype}
+
+
+def _words(different: Mapping[str, tuple[Any, Any]]) -> str:
+    table = flag_table().by_dest
+    pairs = (f"{table[name].flags[0]} ({theirs}, {ours} here)" for name, (ours, theirs) in different.items())
+    return ", ".join(pairs)

@@ -1,0 +1,93 @@
+"""Whether a converted model computes what transformers computes: logits of both, in fp32, on random tokens.
+
+Both models are in memory whole, which conversions avoid.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import load, model_sharded_tensors
+from megatron.core.models.gpt import GPTModel
+from megatron.training.arguments import parse_args
+from megatron.training.checkpoint_args import model_arguments
+from megatron.training.checkpoint_folder import find_checkpoint, load_run_values
+from megatron.training.gpt_builder import build_gpt
+
+# Relative to the largest logit.
+TOLERANCE = 1e-4
+# Of rounding to half precision, where one side was.
+_HALF_TOLERANCE = 5e-2
+_TOKENS = (2, 64)
+
+
+@dataclass(frozen=True)
+class LogitsReport:
+    """How far logits are apart: the largest difference over the largest logit, and what was allowed."""
+
+    relative: float
+    tolerance: float
+    num_tokens: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether they are close enough; what is not a number is not."""
+        return self.relative <= self.tolerance
+
+    @property
+    def text(self) -> str:
+        """A line for the user."""
+        verdict = "agree" if self.agrees else "DIFFER"
+        return (
+            f"logits of {self.num_tokens} random tokens {verdict}: the largest difference is {self.relative:.2e} of "
+            f"the largest logit, at most {self.tolerance:g} is expected"
+        )
+
+
+def compare_logits(run: Path, hub: Path, *, step: int | None = None, dtype: torch.dtype | None = None) -> LogitsReport:
+    """Compares the model of a checkpoint in `run` with that in the folder `hub`.
+
+    dtype: what the weights of one side were rounded to, if they were.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError("--verify needs a package: pip install 'megatron-stash[transformers]'") from error
+    ours = stored_model(run, step=step)
+    theirs = AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    length = min(_TOKENS[1], ours.max_sequence_length)
+    tokens = torch.randint(0, ours.unpadded_vocab_size, (_TOKENS[0], length), generator=generator)
+    with torch.no_grad():
+        expected = theirs(tokens).logits.float()
+        found = logits_of(ours, tokens)
+    relative = ((found - expected).abs().max() / expected.abs().max()).item()
+    rounded = dtype not in (None, torch.float32)
+    return LogitsReport(relative, _HALF_TOLERANCE if rounded else TOLERANCE, tokens.numel())
+
+
+def stored_model(run: Path, *, step: int | None = None) -> GPTModel:
+    """The model of a checkpoint in a folder of --save, in fp32 and evaluation mode, in this process alone."""
+    found = find_checkpoint(str(run), step=step)
+    if found is None:
+        raise ValueError(f"{run} holds no checkpoint")
+    stored = load_run_values(found.path)["args"]
+    args: argparse.Namespace = parse_args(argv=[])
+    vars(args).update(model_arguments(stored, here=vars(args)))
+    args.unpadded_vocab_size, args.padded_vocab_size = stored["unpadded_vocab_size"], stored["padded_vocab_size"]
+    args.params_dtype, args.virtual_pipeline_model_parallel_size = torch.float32, None
+    # Their precision of the router is fp32 here with or without it, and one product is faster than many.
+    args.moe_grouped_gemm = bool(stored.get("moe_grouped_gemm"))
+    model = build_gpt(args)
+    load(model_sharded_tensors(model, allow_cast=True), found.path)
+    return model.eval()
+
+
+def logits_of(model: GPTModel, tokens: Tensor) -> Tensor:
+    """tokens: [B, S], int64 -> logits without padding [B, S, V], the model's dtype."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    logits: Tensor = model(tokens, positions, None)
+    return logits[..., : model.unpadded_vocab_size]
