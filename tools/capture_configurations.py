@@ -35,6 +35,17 @@ LLAMA: Flags = DENSE | {
     "disable-bias-linear": True,
     "untie-embeddings-and-output-weights": True,
 }
+LATENT: Flags = {
+    "position-embedding-type": "rope",
+    "multi-latent-attention": True,
+    "qk-layernorm": True,
+    "q-lora-rank": 8,
+    "kv-lora-rank": 8,
+    "qk-head-dim": 4,
+    "qk-pos-emb-head-dim": 2,
+    "v-head-dim": 4,
+    "rotary-scaling-factor": 4,
+}
 MOE: Flags = LLAMA | {
     "num-experts": 4,
     "moe-router-topk": 2,
@@ -119,6 +130,10 @@ _DENSE = {
     "dense with dropout": _dense(DROPOUT, base=DENSE),
     "dense, as Llama": _dense({}),
     "sliding window": _dense({"window-size": "(4,0)"}),
+    "latent attention with YaRN": _dense(LATENT, base=DENSE),
+    "latent attention, recompute of its projections": _dense(
+        LATENT | {"recompute-granularity": "selective", "recompute-modules": ["mla_up_proj"]}, base=DENSE
+    ),
     "packed documents": _dense(PACKED, is_whole=False, modules="mlp"),
     "bf16": _dense({"bf16": True}),
     "fp16 with loss scaling": _dense({"fp16": True}),
@@ -145,6 +160,7 @@ _DENSE_RANKS = {
     "ZeRO-1 with overlap": _dense(SHARDED, ranks=2),
     "ZeRO-1 in bf16, optimizer in the graph": _dense(SHARDED | UPDATE | {"bf16": True}, ranks=2, modules=""),
     "tensor and sequence parallel": _dense(TENSORS, ranks=2),
+    "the same with latent attention": _dense(TENSORS | LATENT, base=DENSE, ranks=2),
     "the same with dropout": _dense(TENSORS | DROPOUT, ranks=2),
     "context parallel": _dense(SEQUENCES, ranks=2),
     "pipeline": _dense(STAGES, ranks=2),

@@ -58,11 +58,23 @@ def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> 
 
 def _attention_products(args: argparse.Namespace) -> int:
     """Multiply-adds of a layer's attention per token, forward."""
+    if args.multi_latent_attention:
+        return _latent_attention_products(args)
     query = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     projections = args.hidden_size * (2 * query + 2 * args.kv_channels * groups)
     # Two products with all positions, of which half are masked.
     return int(projections + query * args.seq_length)
+
+
+def _latent_attention_products(args: argparse.Namespace) -> int:
+    hidden, heads, value = args.hidden_size, args.num_attention_heads, args.v_head_dim * args.num_attention_heads
+    query = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    rank, latent = args.q_lora_rank, args.kv_lora_rank
+    queries = hidden * query if rank is None else rank * (hidden + query)
+    keys = hidden * (latent + args.qk_pos_emb_head_dim) + latent * (heads * args.qk_head_dim + value)
+    # Keys and values differ in their width; half of their positions are masked.
+    return int(queries + keys + value * hidden + (query + value) * args.seq_length / 2)
 
 
 def _mlp_products(args: argparse.Namespace, width: int) -> int:

@@ -164,6 +164,10 @@ def _optimizer_class(config: OptimizerConfig, *, is_sharded: bool) -> type[Megat
     return Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
 
 
+# Weights of attention that hold several matrices.
+_PROJECTIONS = ("linear_qkv.weight", "linear_kv_up_proj.weight", "linear_kv_down_proj.weight")
+
+
 def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
     """How the settings keep what is stepped of parameters [N]."""
     if not config.use_precision_aware_optimizer:
@@ -180,7 +184,7 @@ def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> d
         for name, module in chunk.named_modules():
             if isinstance(module, HasWeightMatrices):
                 for local_name, windows in module.weight_matrices().items():
-                    if split_qkv or not local_name.endswith("linear_qkv.weight"):
+                    if split_qkv or not local_name.endswith(_PROJECTIONS):
                         found[canonical_name(f"{name}.{local_name}" if name else local_name)] = windows
     return found
 

@@ -24,7 +24,9 @@ class MuonConfig:
     )
     muon_extra_scale_factor: float = config_field(1.0, more_than=0, help="Another factor of Muon's updates.")
     muon_split_qkv: bool = config_field(
-        True, flags=("--muon-no-split-qkv",), help="Make the update of q, k and v orthogonal as one matrix."
+        True,
+        flags=("--muon-no-split-qkv",),
+        help="Make the update of q, k and v orthogonal as one matrix, where one weight holds them.",
     )
     muon_tp_mode: str = config_field(
         "duplicated",

@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 # Names under which GPTModel and its kin keep the weights that meet the vocabulary.
 _VOCABULARY = ("*word_embeddings.weight", "*output_layer.weight")
-_HEAD_NORMS = ("*.q_layernorm.*", "*.k_layernorm.*")
+_HEAD_NORMS = ("*.q_layernorm.*", "*.k_layernorm.*", "*.kv_layernorm.*")
 _EMBEDDINGS = ("*embeddings.weight", "*output_layer.weight")
 
 

@@ -34,6 +34,7 @@ from megatron.core.utils import divide
 
 __all__ = [
     "ColumnParallelLinear",
+    "ReplicatedLinear",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "copy_tensor_model_parallel_attributes",
@@ -124,6 +125,45 @@ class ColumnParallelLinear(nn.Module):
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
+
+
+class ReplicatedLinear(nn.Module):
+    """y = x W^T, W whole on every rank of the tensor-parallel group. Returns (y, None), as the split layers do.
+
+    Under sequence parallelism each rank multiplies its part of the sequence, and the weight's gradient is to be summed.
+    Without it all ranks do the same, on gradients that are whole: what follows sums its input's gradient.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: LayerConfig,
+        init_method: InitMethod,
+        bias: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """bias: must be False. tp_group: ranks that hold the same."""
+        super().__init__()
+        if bias:
+            raise ValueError("bias is True: a ReplicatedLinear has none, must be False")
+        self.input_size, self.output_size, self.init_method = input_size, output_size, init_method
+        self.tp_group = group_or_existing(tp_group)
+        self.weight = empty_parameter(output_size, input_size, config=config)
+        mark_partial_gradient(self.weight, partial=config.sequence_parallel)
+        initialize_weight(self.weight, init_method, config=config)
+
+    def init_methods(self) -> dict[str, InitMethod]:
+        """How the weight starts."""
+        return {"weight": self.init_method}
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """input_: [*, input_size], parameter dtype -> [*, output_size], same dtype."""
+        output = linear_with_grad_accumulation_and_async_allreduce(
+            input_, self.weight, None, True, False, False, tp_group=self.tp_group
+        )
+        return output, None
 
 
 class RowParallelLinear(nn.Module):

@@ -1,6 +1,10 @@
-"""Self-attention with grouped queries: projections around an attention core; masks and kernels live in the core."""
+"""Attention around a core, and self-attention with grouped queries; masks and kernels live in the core.
+
+What makes queries, keys and values of latent attention is in multi_latent_attention.py.
+"""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,79 +20,57 @@ from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.context_parallel_attention import over_ranks
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.layer_parts import run_and_keep
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.weight_matrices import MatrixWindow
 
-
-@dataclass
-class SelfAttentionSubmodules:
-    """Specs of the projections, of the attention core, and of norms over queries and keys where there are some."""
-
-    linear_qkv: Any = None
-    core_attention: Any = None
-    linear_proj: Any = None
-    q_layernorm: Any = None
-    k_layernorm: Any = None
+# query [S, B, N, D], key [S, B, G, D], value [S, B, G, E].
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
 
-class SelfAttention(MegatronModule):
-    """Rows of linear_qkv come per key/value group: its queries, then its key, then its value.
+class Attention(MegatronModule):
+    """Queries, keys and values, which subclasses make, through an attention core and an output projection.
 
-    Whole groups are split over the tensor-parallel ranks: num_groups is what this rank has.
+    num_heads: what this rank has of the query heads.
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: SelfAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        *,
-        pg_collection: ProcessGroupCollection | None = None,
+        self, config: TransformerConfig, *, num_heads: int, pg_collection: ProcessGroupCollection | None
     ) -> None:
         super().__init__(config)
-        assert config.kv_channels is not None and config.num_query_groups is not None
-        groups = pg_collection or existing_process_groups()
-        self.tp_group = tp_group = or_alone(groups.tp)
-        self.head_width = config.kv_channels
-        self.num_groups = split_size(config.num_query_groups, tp_group, name="num_query_groups")
-        self.queries_per_group = config.num_attention_heads // config.num_query_groups
-        self.linear_qkv = build_module(
-            submodules.linear_qkv,
-            config.hidden_size,
-            config.num_query_groups * (self.queries_per_group + 2) * self.head_width,
-            config=config,
-            init_method=config.init_method,
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            tp_group=tp_group,
-        )
+        self.groups = pg_collection or existing_process_groups()
+        self.tp_group = or_alone(self.groups.tp)
+        self.num_heads = split_size(num_heads, self.tp_group, name="num_attention_heads")
+
+    def _build_core(self, spec: Any, *, layer_number: int, attn_mask_type: AttnMaskType, **options: Any) -> None:
+        """options: what else the core is to be given."""
+        config = self.config
         self.core_attention = build_module(
-            submodules.core_attention,
+            spec,
             config=config,
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
-            pg_collection=groups,
+            pg_collection=self.groups,
+            **options,
         )
-        self.around_core = over_ranks(self.core_attention, config, layer_number=layer_number, cp_group=groups.cp)
+        self.around_core = over_ranks(self.core_attention, config, layer_number=layer_number, cp_group=self.groups.cp)
         # Each rank has other heads, so other probabilities to drop.
-        self.core_numbers = numbers_of_each_rank(tp_group, dropout=config.attention_dropout)
-        if config.qk_layernorm and (submodules.q_layernorm is None or submodules.k_layernorm is None):
-            raise ValueError("qk_layernorm is True: the layer's spec must have q_layernorm and k_layernorm")
-        self.q_layernorm = self._head_norm(submodules.q_layernorm)
-        self.k_layernorm = self._head_norm(submodules.k_layernorm)
+        self.core_numbers = numbers_of_each_rank(self.tp_group, dropout=config.attention_dropout)
+
+    def _build_output(self, spec: Any, input_size: int) -> None:
         self.linear_proj = build_module(
-            submodules.linear_proj,
-            config.num_attention_heads * self.head_width,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
+            spec,
+            input_size,
+            self.config.hidden_size,
+            config=self.config,
+            init_method=self.config.output_layer_init_method,
+            bias=self.config.add_bias_linear,
             # The bias joins the sum into the residual stream: one pass over [S, B, H] less.
             skip_bias_add=True,
-            tp_group=tp_group,
+            tp_group=self.tp_group,
         )
 
     def forward(
@@ -103,11 +85,10 @@ class SelfAttention(MegatronModule):
         Returns [S, B, H], same dtype, and the bias [H] that is still to be added, or None. Under sequence parallelism
         both have this rank's part of the sequence.
         """
-        query, key, value = self.get_query_key_value_tensors(hidden_states, rotary_pos_emb)
-        # [S, B, N / ranks * D]
-        context = self.parts.core_attn(
-            self._attend, query, key, value, attention_mask, packed_seq_params=packed_seq_params
-        )
+        tensors, release = self._kept_until_used(hidden_states, rotary_pos_emb)
+        # [S, B, N * E]
+        context = self.parts.core_attn(self._attend, *tensors, attention_mask, packed_seq_params=packed_seq_params)
+        release(context)
         return self.parts.attn_proj(self.linear_proj, context)
 
     def _attend(self, *tensors: Tensor | None, packed_seq_params: PackedSeqParams | None) -> Tensor:
@@ -117,7 +98,67 @@ class SelfAttention(MegatronModule):
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> QueryKeyValue:
+        """hidden_states: [S, B, H], parameter dtype -> query [S, B, N, D], key [S, B, G, D] and value [S, B, G, E]."""
+        raise NotImplementedError
+
+    def _kept_until_used(
+        self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None
+    ) -> tuple[QueryKeyValue, Callable[[Tensor], None]]:
+        """Them, and what is to be called with the context that was computed from them."""
+        return run_and_keep(self.get_query_key_value_tensors, hidden_states, rotary_pos_emb)
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """Specs of the projections, of the attention core, and of norms over queries and keys where there are some."""
+
+    linear_qkv: Any = None
+    core_attention: Any = None
+    linear_proj: Any = None
+    q_layernorm: Any = None
+    k_layernorm: Any = None
+
+
+class SelfAttention(Attention):
+    """Rows of linear_qkv come per key/value group: its queries, then its key, then its value.
+
+    Whole groups are split over the tensor-parallel ranks: num_groups is what this rank has.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config, num_heads=config.num_attention_heads, pg_collection=pg_collection)
+        assert config.kv_channels is not None and config.num_query_groups is not None
+        self.head_width = config.kv_channels
+        self.num_groups = split_size(config.num_query_groups, self.tp_group, name="num_query_groups")
+        self.queries_per_group = config.num_attention_heads // config.num_query_groups
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            config.num_query_groups * (self.queries_per_group + 2) * self.head_width,
+            config=config,
+            init_method=config.init_method,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            tp_group=self.tp_group,
+        )
+        self._build_core(submodules.core_attention, layer_number=layer_number, attn_mask_type=attn_mask_type)
+        if config.qk_layernorm and (submodules.q_layernorm is None or submodules.k_layernorm is None):
+            raise ValueError("qk_layernorm is True: the layer's spec must have q_layernorm and k_layernorm")
+        self.q_layernorm = self._head_norm(submodules.q_layernorm)
+        self.k_layernorm = self._head_norm(submodules.k_layernorm)
+        self._build_output(submodules.linear_proj, config.num_attention_heads * self.head_width)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
+    ) -> QueryKeyValue:
         """hidden_states: [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], same dtype.
 
         Of a split layer: this rank's heads and groups, of the whole sequence.

@@ -32,13 +32,16 @@ def run_and_keep(function: Callable[..., Any], *args: Any) -> tuple[Any, Callabl
 class LayerParts:
     """The runners of one layer's parts, by the names of --recompute-modules, --offload-modules, --cuda-graph-modules.
 
-    attn: the whole attention layer. mlp: the whole feed-forward layer, dense or with experts.
+    attn: the whole attention layer. mla_up_proj: queries, keys and values of latent attention from what is projected
+    down, inside qkv_linear, which there is all that makes them. mlp: the whole feed-forward layer, dense or with
+    experts.
     moe_preprocess: the router, and what a dispatcher does before it sends. moe_router: inside it, the router alone.
     """
 
     attn_norm: RunAndRelease = run_and_keep
     attn: Run = run
     qkv_linear: Run = run
+    mla_up_proj: RunAndRelease = run_and_keep
     core_attn: Run = run
     attn_proj: Run = run
     mlp_norm: RunAndRelease = run_and_keep

@@ -117,8 +117,10 @@ def validate_offload_with_recompute(
             "fine_grained_activation_offloading is set and recompute_granularity is full, which keeps nothing of a "
             "layer: use selective"
         )
-    # The outer part runs again and makes what the inner one saves; a norm's dropped output is what qkv_linear saves.
-    for outer, inner in (("moe", "expert_fc1"), ("moe", "moe_act"), ("layernorm", "qkv_linear")):
+    # The outer part runs again and makes what the inner one saves; a norm's dropped output is what qkv_linear saves,
+    # and queries, keys and values that are dropped what core_attn does.
+    recomputed = (("moe", "expert_fc1"), ("moe", "moe_act"), ("layernorm", "qkv_linear"), ("mla_up_proj", "core_attn"))
+    for outer, inner in recomputed:
         if outer in (recompute_modules or []) and inner in config.offload_modules:
             raise ValueError(
                 f"offload_modules has {inner} and recompute_modules has {outer}, which recomputes it: drop one of them"

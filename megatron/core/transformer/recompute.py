@@ -70,6 +70,8 @@ def recomputed_parts(layer: nn.Module, modules: frozenset[str]) -> dict[str, Any
     }
     if "layernorm" in modules:
         runners |= {"attn_norm": run_and_recompute, "mlp_norm": run_and_recompute}
+    if "mla_up_proj" in modules:
+        runners["mla_up_proj"] = run_and_recompute
     if "moe_act" in modules:
         runners["moe_act"] = run_and_recompute
     return runners
@@ -89,7 +91,7 @@ class Recomputed:
 
 def run_and_recompute(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Tensor], None]]:
     """A RunAndRelease whose output is freed when released and computed again for backward; any shape and dtype."""
-    # Norms and activation functions draw nothing.
+    # Norms, activation functions and projections draw nothing.
     part = CheckpointWithoutOutput(draws_numbers=False)
     return part.checkpoint(function, *args), part.discard_output_and_register_recompute
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 
-RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts")
+RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 
 @dataclass(kw_only=True)
@@ -76,11 +76,17 @@ def validate_recompute(config: RecomputeConfig, *, num_layers: int) -> None:
 
 
 def validate_recompute_modules(
-    config: RecomputeConfig, *, has_experts: list[int], grouped_experts: bool, shared_experts: bool
+    config: RecomputeConfig,
+    *,
+    has_experts: list[int],
+    grouped_experts: bool,
+    shared_experts: bool,
+    multi_latent_attention: bool,
 ) -> None:
     """Raises ValueError for a part that no layer has; has_experts: 1 for each layer with experts, else 0."""
     needs = {
         "mlp": (0 in has_experts, "a dense layer"),
+        "mla_up_proj": (multi_latent_attention, "multi_latent_attention"),
         "moe": (1 in has_experts, "a layer with experts (num_moe_experts)"),
         "moe_act": (grouped_experts, "grouped experts (num_moe_experts and moe_grouped_gemm)"),
         "shared_experts": (1 in has_experts and shared_experts, "moe_shared_expert_intermediate_size"),

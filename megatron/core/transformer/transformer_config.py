@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from megatron.core.pipeline_split import layers_per_part, mtp_layers_in_layout, 
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
+from megatron.core.transformer.mla_config import MLAConfig, validate_mla
 from megatron.core.transformer.moe.moe_config import (
     MoEConfig,
     layers_with_experts,
@@ -50,6 +51,7 @@ from megatron.core.transformer.yarn_config import YarnConfig, resolve_yarn
 class TransformerConfig(
     ModelParallelConfig,
     AttentionConfig,
+    MLAConfig,
     YarnConfig,
     MoEConfig,
     MTPConfig,
@@ -106,23 +108,14 @@ class TransformerConfig(
     def __post_init__(self) -> None:
         validate_fields(self)
         validate_precision(self)
-        resolve_yarn(self, multi_latent_attention=False)
+        resolve_yarn(self, multi_latent_attention=self.multi_latent_attention)
         if isinstance(self.moe_layer_freq, str):
             self.moe_layer_freq = parse_layer_pattern(self.moe_layer_freq, field="moe_layer_freq")
         if isinstance(self.window_attn_skip_freq, str):
             self.window_attn_skip_freq = parse_layer_pattern(self.window_attn_skip_freq, field="window_attn_skip_freq")
-        validate_attention(self, hidden_size=self.hidden_size, num_layers=self.num_layers)
+        validate_heads(self)
         # Derived fields come after the checks that name what the user gave.
-        if self.kv_channels is None:
-            self.kv_channels = self.hidden_size // self.num_attention_heads
-        if self.num_query_groups is None:
-            self.num_query_groups = self.num_attention_heads
-        if self.ffn_hidden_size is None:
-            self.ffn_hidden_size = 4 * self.hidden_size
-        if self.expert_tensor_parallel_size is None:
-            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
-        if self.moe_ffn_hidden_size is None:
-            self.moe_ffn_hidden_size = self.ffn_hidden_size
+        fill_in_sizes(self)
         validate_gated_unit(self)
         validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
         validate_activation_memory(self)
@@ -133,6 +126,22 @@ class TransformerConfig(
         if self.output_layer_init_method is None:
             # Two layers write into the residual stream per transformer layer: its variance stays that of one.
             self.output_layer_init_method = NormalInit(self.init_method_std / math.sqrt(2 * self.num_layers))
+
+
+def _other_default(name: str, default: Any) -> Any:
+    """A field of TransformerConfig with another default."""
+    return field(default=default, metadata=TransformerConfig.__dataclass_fields__[name].metadata)
+
+
+@dataclass(kw_only=True)
+class MLATransformerConfig(TransformerConfig):
+    """A TransformerConfig with the defaults of latent attention that scripts know: those of DeepSeek-V2 and V3."""
+
+    multi_latent_attention: bool = _other_default("multi_latent_attention", True)
+    normalization: str = _other_default("normalization", "RMSNorm")
+    q_lora_rank: int | None = _other_default("q_lora_rank", 512)
+    kv_lora_rank: int = _other_default("kv_lora_rank", 512)
+    rotary_scaling_factor: float = _other_default("rotary_scaling_factor", 40.0)
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,35 @@ def validate_gated_unit(config: TransformerConfig) -> None:
             )
 
 
+def validate_heads(config: TransformerConfig) -> None:
+    """Raises ValueError for settings of attention that contradict each other."""
+    validate_mla(
+        config,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        add_qkv_bias=config.add_qkv_bias,
+        rotary_interleaved=config.rotary_interleaved,
+    )
+    if config.multi_latent_attention and config.kv_channels is None:
+        # What divides by heads elsewhere is a width of its own there.
+        config.kv_channels = config.qk_width
+    validate_attention(config, hidden_size=config.hidden_size, num_layers=config.num_layers)
+
+
+def fill_in_sizes(config: TransformerConfig) -> None:
+    """Gives sizes that are unset what follows from others."""
+    if config.kv_channels is None:
+        config.kv_channels = config.hidden_size // config.num_attention_heads
+    if config.num_query_groups is None:
+        config.num_query_groups = config.num_attention_heads
+    if config.ffn_hidden_size is None:
+        config.ffn_hidden_size = 4 * config.hidden_size
+    if config.expert_tensor_parallel_size is None:
+        config.expert_tensor_parallel_size = config.tensor_model_parallel_size
+    if config.moe_ffn_hidden_size is None:
+        config.moe_ffn_hidden_size = config.ffn_hidden_size
+
+
 def validate_activation_memory(config: TransformerConfig) -> None:
     """Resolves short recompute flags; ValueError where recompute and offloading contradict each other or the model."""
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
@@ -169,6 +207,7 @@ def validate_activation_memory(config: TransformerConfig) -> None:
         has_experts=has_experts,
         grouped_experts=grouped_experts,
         shared_experts=config.moe_shared_expert_intermediate_size is not None,
+        multi_latent_attention=config.multi_latent_attention,
     )
     validate_offload(config, has_experts=has_experts, grouped_experts=grouped_experts)
     validate_offload_with_recompute(

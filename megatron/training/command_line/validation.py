@@ -218,6 +218,16 @@ def _is_set(args: argparse.Namespace, name: str) -> bool:
 
 
 def check_attention(args: argparse.Namespace) -> None:
+    if args.multi_latent_attention and args.position_embedding_type != "rope":
+        raise CommandLineError(
+            f"--multi-latent-attention has rotary positions and --position-embedding-type is "
+            f"{args.position_embedding_type}: add --position-embedding-type rope"
+        )
+    if args.multi_latent_attention and args.rotary_percent != 1:
+        raise CommandLineError(
+            f"--rotary-percent is {args.rotary_percent}: with --multi-latent-attention all of --qk-pos-emb-head-dim "
+            "rotate, drop it"
+        )
     if args.apply_wd_to_qk_layernorm and not args.qk_layernorm:
         raise CommandLineError(
             "--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop the decay of its norms"
@@ -288,6 +298,8 @@ def check_logging(args: argparse.Namespace) -> None:
 
 def derive_shapes(args: argparse.Namespace) -> None:
     """Sets what scripts expect to find filled in: head width and feed-forward width."""
+    if args.kv_channels is None and args.multi_latent_attention:
+        args.kv_channels = args.qk_head_dim + args.qk_pos_emb_head_dim
     if args.kv_channels is None:
         if args.hidden_size % args.num_attention_heads:
             raise CommandLineError(

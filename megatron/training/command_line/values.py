@@ -11,7 +11,6 @@ from megatron.training.command_line.refusals import VALUE_REFUSALS
 
 # Values that Megatron's flag takes and a later issue brings. Megatron's other values are never available.
 CHOICE_OWNERS: dict[str, dict[str, str]] = {
-    "--recompute-modules": {"mla_up_proj": "models"},
     "--transformer-impl": {"transformer_engine": "models"},
 }
 _KIND_NAMES = {"int": "an integer", "float": "a number"}

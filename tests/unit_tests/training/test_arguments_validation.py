@@ -83,6 +83,18 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             ["--yarn-beta-fast is 1.0: must be more than --yarn-beta-slow (1.0)"],
         ),
         ("--apply-wd-to-qk-layernorm", "", ["--apply-wd-to-qk-layernorm needs --qk-layernorm"]),
+        ("--q-lora-rank 8", "", ["--q-lora-rank is 8: needs --multi-latent-attention"]),
+        (
+            "--multi-latent-attention --max-position-embeddings 32",
+            "--position-embedding-type",
+            ["--multi-latent-attention has rotary", "--position-embedding-type is learned_absolute"],
+        ),
+        ("--multi-latent-attention --rotary-percent 0.5", "", ["--rotary-percent is 0.5", "--qk-pos-emb-head-dim"]),
+        (
+            "--multi-latent-attention --group-query-attention --num-query-groups 2",
+            "",
+            ["--num-query-groups is 2 and --multi-latent-attention is True"],
+        ),
         ("--window-size 4", "", ["--window-size", "'4': must be two integers LEFT,RIGHT"]),
         ("--window-size 4,1", "", ["--window-size is (4, 1)"]),
         ("--moe-grouped-gemm", "", ["--moe-grouped-gemm needs --num-experts"]),

@@ -13,6 +13,11 @@ DENSE = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 2 --train-iters 1 --lr 1 --mock-data --attention-dropout 0.1 --vocab-size 100"
 )
+# Other kernels are given values as wide as keys, which torch counts.
+LATENT = (
+    "--multi-latent-attention --position-embedding-type rope --kv-lora-rank 12 --qk-head-dim 10 "
+    "--qk-pos-emb-head-dim 6 --v-head-dim 9 --attention-backend unfused --attention-dropout 0"
+)
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 3 --disable-bias-linear"
 
 
@@ -29,6 +34,8 @@ def small_model(flags: str):
         "--group-query-attention --num-query-groups 2 --kv-channels 12 --swiglu --ffn-hidden-size 40",
         f"{EXPERTS} --swiglu --position-embedding-type rope",
         f"{EXPERTS} --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
+        f"{LATENT} --q-lora-rank 20",
+        f"{LATENT} {EXPERTS} --swiglu",
         f"{EXPERTS} --moe-layer-freq [0,1,1] --untie-embeddings-and-output-weights",
     ],
 )

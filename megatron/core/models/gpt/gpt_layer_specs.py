@@ -1,7 +1,7 @@
 """Specs of GPT's layers: which classes a dense or mixture-of-experts layer is made of; sizes come from the config."""
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
@@ -29,8 +30,9 @@ def get_gpt_decoder_block_spec(
     if use_transformer_engine:
         raise ValueError("use_transformer_engine is True: layers are torch's only, must be False")
     # Two specs serve all layers: a spec is a description, building copies nothing from it.
-    dense = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
-    experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, config.qk_layernorm)
+    attention = config.qk_layernorm, config.multi_latent_attention
+    dense = get_gpt_layer_local_spec(None, False, *attention)
+    experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, *attention)
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     return TransformerBlockSubmodules(
         layer_specs=[experts if with_experts else dense for with_experts in has_experts], layer_norm=Norm
@@ -55,37 +57,65 @@ def get_gpt_mtp_block_spec(
 
 
 def get_gpt_layer_local_spec(
-    num_experts: int | None = None, moe_grouped_gemm: bool = False, qk_layernorm: bool = False
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
 ) -> ModuleSpec:
     """A layer of torch's own kernels; with experts where num_experts is given, with norms of queries and keys where
-    qk_layernorm is set.
+    qk_layernorm is set, with latent attention where multi_latent_attention is.
     """
-    submodules = get_gpt_layer_local_submodules(num_experts, moe_grouped_gemm, qk_layernorm)
+    submodules = get_gpt_layer_local_submodules(num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def get_gpt_layer_local_submodules(
-    num_experts: int | None = None, moe_grouped_gemm: bool = False, qk_layernorm: bool = False
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
 ) -> TransformerLayerSubmodules:
     """The parts of get_gpt_layer_local_spec's layer, for scripts that replace some."""
-    attention = ModuleSpec(
+    norm = Norm if qk_layernorm else None
+    return TransformerLayerSubmodules(
+        input_layernorm=Norm,
+        self_attention=_latent_attention(norm) if multi_latent_attention else _grouped_attention(norm),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=Norm,
+        mlp=get_mlp_module_spec(num_experts, moe_grouped_gemm),
+        mlp_bda=get_bias_dropout_add,
+    )
+
+
+def _grouped_attention(norm: type | None) -> ModuleSpec:
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=DotProductAttention,
             linear_proj=RowParallelLinear,
-            q_layernorm=Norm if qk_layernorm else None,
-            k_layernorm=Norm if qk_layernorm else None,
+            q_layernorm=norm,
+            k_layernorm=norm,
         ),
     )
-    return TransformerLayerSubmodules(
-        input_layernorm=Norm,
-        self_attention=attention,
-        self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=Norm,
-        mlp=get_mlp_module_spec(num_experts, moe_grouped_gemm),
-        mlp_bda=get_bias_dropout_add,
+
+
+def _latent_attention(norm: type | None) -> ModuleSpec:
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
     )
 
 

@@ -97,13 +97,12 @@ class GPTModel(MegatronModule):
             self._build_layers(_block_spec(transformer_layer_spec, config), mtp_block_spec, pg_collection=groups)
         self.rotary_pos_emb = None
         if position_embedding_type in ("rope", "yarn"):
-            assert config.kv_channels is not None
             self.rotary_pos_emb = RotaryEmbedding(
-                config.kv_channels,
+                rotary_channels(config, rotary_percent),
                 max_sequence_length,
                 rotary_percent=rotary_percent,
                 rotary_base=rotary_base,
-                rotary_interleaved=config.rotary_interleaved,
+                rotary_interleaved=config.rotary_interleaved or config.multi_latent_attention,
                 seq_len_interpolation_factor=seq_len_interpolation_factor,
                 rope_scaling_factor=rope_scaling_factor if rope_scaling else None,
                 yarn=config if config.rope_type == "yarn" else None,
@@ -382,11 +381,29 @@ def _checked_vocab_size(unpadded: int | None, padded: int) -> int:
     return unpadded
 
 
+def rotary_channels(config: TransformerConfig, rotary_percent: float) -> int:
+    """Width of what rotary_percent is of: a head, or the channels of latent attention that are there to rotate.
+
+    Raises ValueError where only a part of those would rotate.
+    """
+    assert config.kv_channels is not None, "filled in by TransformerConfig"
+    if not config.multi_latent_attention:
+        return config.kv_channels
+    if rotary_percent != 1:
+        raise ValueError(
+            f"rotary_percent is {rotary_percent} and multi_latent_attention is True: all of qk_pos_emb_head_dim "
+            f"({config.qk_pos_emb_head_dim}) rotate, must be 1"
+        )
+    return config.qk_pos_emb_head_dim
+
+
 def _checked_position_embedding(kind: str, config: TransformerConfig) -> str:
     if kind not in POSITION_EMBEDDINGS:
         raise ValueError(f"position_embedding_type is {kind!r}: must be one of {', '.join(POSITION_EMBEDDINGS)}")
     if kind == "yarn" and config.rope_type != "yarn":
         raise ValueError(f"position_embedding_type is yarn and rope_type is {config.rope_type}: must be yarn too")
+    if kind not in ("rope", "yarn") and config.multi_latent_attention:
+        raise ValueError(f"multi_latent_attention is True and position_embedding_type is {kind}: must be rope")
     if kind not in ("rope", "yarn") and config.rope_type == "yarn":
         raise ValueError(f"rope_type is yarn and position_embedding_type is {kind}: must be rope")
     return kind

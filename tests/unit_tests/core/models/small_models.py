@@ -19,6 +19,19 @@ LLAMA_LIKE: dict[str, Any] = {
 }
 
 
+# Every width is another one.
+LATENT: dict[str, Any] = {
+    **LLAMA_LIKE,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 7,
+}
+
+
 def small_config(**fields: Any) -> TransformerConfig:
     """A configuration of 2 layers, hidden 32, without dropout, with `fields` on top."""
     defaults: dict[str, Any] = {
@@ -102,6 +115,22 @@ def _named(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tenso
     }
 
 
+# Names of what only one of the two kinds of attention has, ours and theirs.
+_GROUPED = {
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+}
+_LATENT = {
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+}
+
+
 def _layer(layer: dict[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
     assert config.num_query_groups is not None
     renamed = _named(
@@ -110,14 +139,13 @@ def _layer(layer: dict[str, Tensor], config: TransformerConfig) -> dict[str, Ten
             "input_layernorm": "input_layernorm",
             "pre_mlp_layernorm": "post_attention_layernorm",
             "self_attention.linear_proj": "self_attn.o_proj",
-            "self_attention.q_layernorm": "self_attn.q_norm",
-            "self_attention.k_layernorm": "self_attn.k_norm",
+            **(_LATENT if config.multi_latent_attention else _GROUPED),
             "mlp.linear_fc1": "mlp.gate_up_proj",
             "mlp.linear_fc2": "mlp.down_proj",
             "mlp.router": "mlp.gate",
         },
     )
-    for kind in ("weight", "bias"):
+    for kind in () if config.multi_latent_attention else ("weight", "bias"):
         if f"self_attn.q_proj.{kind}" in layer:
             qkv = (layer[f"self_attn.{name}_proj.{kind}"].unflatten(0, (config.num_query_groups, -1)) for name in "qkv")
             renamed[f"self_attention.linear_qkv.{kind}"] = torch.cat(tuple(qkv), dim=1).flatten(0, 1)

@@ -13,6 +13,7 @@ from megatron.core.tokenizers import vocab_size_with_padding
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from tests.unit_tests.core.models.small_models import (
+    LATENT,
     LLAMA_LIKE,
     SEQ,
     gradients,
@@ -83,6 +84,7 @@ def test_agrees_with_the_plain_model_of_the_benchmarks() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
+        {**LATENT, "window_size": (4, 0)},
         {},
         {"add_bias_linear": False, "add_qkv_bias": True, "num_query_groups": 2},
         {"normalization": "RMSNorm", "num_query_groups": 1, "kv_channels": 16},
@@ -91,9 +93,20 @@ def test_agrees_with_the_plain_model_of_the_benchmarks() -> None:
         {**EXPERTS, "moe_grouped_gemm": True},
         {**EXPERTS, "add_bias_linear": True, "moe_layer_freq": 2},
     ],
-    ids=["gelu-biases", "qkv-bias", "rmsnorm-wide-heads", "llama", "norms-and-window", "grouped", "sequential-biases"],
+    ids=[
+        "latent",
+        "gelu-biases",
+        "qkv-bias",
+        "rmsnorm-wide-heads",
+        "llama",
+        "norms-and-window",
+        "grouped",
+        "sequential-biases",
+    ],
 )
 def test_fp32_gradients_agree_with_fp64(fields: dict[str, Any], tied: bool, positions: str) -> None:
+    if "multi_latent_attention" in fields:
+        positions = "rope"
     arguments = {"share_embeddings_and_output_weights": tied, "position_embedding_type": positions}
     model = small_model(small_config(**fields), **arguments)
     reference = small_model(small_config(**fields, params_dtype=torch.float64), **arguments)

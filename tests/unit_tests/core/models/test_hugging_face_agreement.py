@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GPTNeoXConfig,
@@ -106,6 +108,29 @@ def rotary(**parameters: Any) -> dict[str, Any]:
 LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "tie_word_embeddings": False}
 PLAIN_MLP: dict[str, Any] = {"gated_linear_unit": False, "normalization": "LayerNorm"}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    # All layers are dense here.
+    "first_k_dense_replace": 2,
+    "tie_word_embeddings": False,
+}
+OURS: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 10,
+    "qk_pos_emb_head_dim": 6,
+    "v_head_dim": 9,
+    # transformers gives the norms inside attention this one, whatever the others have.
+    "layernorm_epsilon": 1e-6,
+    "num_query_groups": None,
+}
+YARN: dict[str, Any] = {"factor": 40.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # name: model class, config class, its settings, our configuration's fields, GPTModel's arguments
     "qwen2-qkv-bias": (Qwen2ForCausalLM, Qwen2Config, GROUPED, {"add_qkv_bias": True}, {}),
@@ -135,6 +160,27 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, An
             "yarn_correction_range_round_to_int": False,
         },
         {"position_embedding_type": "yarn"},
+    ),
+    "deepseek-v2-lite": (DeepseekV3ForCausalLM, DeepseekV3Config, {**DEEPSEEK, "rms_norm_eps": 1e-6}, OURS, {}),
+    "deepseek-v3-yarn": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            **DEEPSEEK,
+            "rms_norm_eps": 1e-6,
+            "q_lora_rank": 20,
+            "v_head_dim": 24,
+            **rotary(rope_type="yarn", **YARN),
+        },
+        {
+            **OURS,
+            "q_lora_rank": 20,
+            "v_head_dim": 24,
+            "rotary_scaling_factor": 40.0,
+            "original_max_position_embeddings": 64,
+            "mscale_all_dim": 1.0,
+        },
+        {},
     ),
     "llama-interpolated-positions": (
         LlamaForCausalLM,
@@ -178,4 +224,4 @@ def test_options_agree_with_the_models_that_have_them(family: str) -> None:
             if value.dim() == 1:
                 value.add_(0.1 * torch.randn_like(value))
     groups = settings.get("num_key_value_heads")
-    assert_agree(theirs, arguments=arguments, num_query_groups=groups, **fields)
+    assert_agree(theirs, arguments=arguments, **{"num_query_groups": groups, **fields})

@@ -7,11 +7,16 @@ import pytest
 import torch
 
 from megatron.core.optimizer import ChainedOptimizer
-from tests.unit_tests.core.models.small_models import LLAMA_LIKE, loss_of, small_config, small_model
+from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, loss_of, small_config, small_model
 from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
 
 EXPERTS, HIDDEN, FFN, GROUPS, WIDTH = 3, 32, 24, 2, 8
 LR, DECAY = 0.02, 0.1
+
+
+def latent_model():
+    config = small_config(num_layers=1, **LATENT)
+    return small_model(config, share_embeddings_and_output_weights=False)
 
 
 def moe_model(grouped=True):
@@ -37,9 +42,19 @@ def matrices(name, tensor, split_qkv):
         return [one.T for one in tensor.view(EXPERTS, HIDDEN, 2 * FFN)], lambda ms: torch.stack([m.T for m in ms])
     if name.endswith("weight2"):
         return [one.T for one in tensor.view(EXPERTS, FFN, HIDDEN)], lambda ms: torch.stack([m.T for m in ms])
-    if name.endswith("linear_qkv.weight") and split_qkv:
+    return attention_matrices(name, tensor) if split_qkv else ([tensor], lambda ms: ms[0])
+
+
+def attention_matrices(name, tensor):
+    if name.endswith("linear_qkv.weight"):
         parts = tensor.view(GROUPS, -1, HIDDEN).split([2 * WIDTH, WIDTH, WIDTH], dim=1)
         return [p.reshape(-1, HIDDEN) for p in parts], lambda ms: torch.cat([m.view(GROUPS, -1, HIDDEN) for m in ms], 1)
+    if name.endswith("linear_kv_up_proj.weight"):
+        # 4 heads with 6 rows of a key and 7 of a value.
+        parts = tensor.view(4, 13, -1).split([6, 7], dim=1)
+        return [p.flatten(0, 1) for p in parts], lambda ms: torch.cat([m.unflatten(0, (4, -1)) for m in ms], dim=1)
+    if name.endswith("linear_kv_down_proj.weight"):
+        return list(tensor.split([10, 4])), torch.cat
     return [tensor], lambda ms: ms[0]
 
 
@@ -72,10 +87,13 @@ class PlainMuonAndAdam:
 
 
 @pytest.mark.parametrize(
-    "plain, settings",
+    "make, plain, settings",
     [
-        ({}, {}),
+        (moe_model, {}, {}),
+        (latent_model, {}, {}),
+        (latent_model, {"split_qkv": False}, {"muon_split_qkv": False}),
         (
+            moe_model,
             {"nesterov": True, "steps": 3, "mode": "shape_scaling", "split_qkv": False},
             {
                 "muon_nesterov": True,
@@ -85,13 +103,14 @@ class PlainMuonAndAdam:
             },
         ),
         (
+            moe_model,
             {"mode": "unit_rms_norm", "factor": 0.2},
             {"muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 0.2, "clip_grad": 0.05},
         ),
     ],
 )
-def test_twenty_steps_of_muon_and_adam_follow_a_plain_loop_over_matrices(plain, settings):
-    model = moe_model()
+def test_twenty_steps_of_muon_and_adam_follow_a_plain_loop_over_matrices(make, plain, settings):
+    model = make()
     twin = copy.deepcopy(model)
     reference = PlainMuonAndAdam(twin, **plain)
     base = {"optimizer": "muon", "lr": LR, "weight_decay": DECAY, "clip_grad": 0.0}

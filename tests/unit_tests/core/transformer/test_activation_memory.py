@@ -16,7 +16,7 @@ from megatron.core.transformer.offload_config import OffloadConfig
 from megatron.core.transformer.recompute import LayerRecompute, may_draw, plan_recompute
 from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from tests.unit_tests.core.models.small_models import LLAMA_LIKE, gradients, loss_of, small_config, small_model
+from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, gradients, loss_of, small_config, small_model
 
 DENSE: dict[str, Any] = {"num_layers": 4, "hidden_dropout": 0.2, "attention_dropout": 0.2}
 MOE: dict[str, Any] = {
@@ -29,6 +29,7 @@ MOE: dict[str, Any] = {
     "moe_z_loss_coeff": 1e-3,
     "moe_shared_expert_intermediate_size": 16,
 }
+OF_LATENTS: dict[str, Any] = {**DENSE, **LATENT}
 HIDDEN_BYTES, NUM_LAYERS = 16 * 2 * 32 * 4, 4
 
 
@@ -64,6 +65,10 @@ SAVERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (MOE, offload("attn_norm", "core_attn", "moe_act", **selective("layernorm", "moe_act", "core_attn"))),
     (MOE, WHOLE_LAYERS),
     (DENSE, WHOLE_LAYERS),
+    (OF_LATENTS, selective("mla_up_proj", "core_attn", "layernorm")),
+    ({**OF_LATENTS, "q_lora_rank": None}, selective("mla_up_proj", "layernorm")),
+    (OF_LATENTS, offload(*OF_ATTENTION)),
+    (OF_LATENTS, offload("qkv_linear", "attn_norm", **selective("mla_up_proj"))),
 ]
 
 
@@ -127,6 +132,11 @@ def test_recompute_keeps_the_bytes_it_should() -> None:
     assert live_bytes(**selective("layernorm")) == plain - NUM_LAYERS * 2 * (HIDDEN_BYTES + 2 * HIDDEN_BYTES // 32)
     # What lies between the feed-forward layer's input and its output: fc1 with its bias, and the activation.
     assert live_bytes(**selective("mlp")) == plain - NUM_LAYERS * 2 * HIDDEN_BYTES * 48 // 32
+    latent = {**OF_LATENTS, **NOTHING_DRAWN}
+    # Queries and keys of 4 heads, the normed latents, and their statistics. Of the values the kernel saves a copy, as
+    # wide as keys.
+    dropped = NUM_LAYERS * HIDDEN_BYTES * (4 * (10 + 10) + (12 + 1) + (10 + 1)) // 32
+    assert live_bytes(**latent, **selective("mla_up_proj")) == live_bytes(**latent) - dropped
     moe = {**MOE, "moe_layer_freq": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     act = NUM_LAYERS * 2 * HIDDEN_BYTES * 48 // 32  # two rows a token
     assert live_bytes(**moe, **selective("moe_act")) == live_bytes(**moe) - act
@@ -221,7 +231,8 @@ def test_plans_are_decided_layer_by_layer() -> None:
         (DENSE, {**selective("mlp"), "recompute_num_layers": 1}, "recompute_num_layers is 1 .* belongs to full"),
         (DENSE, {"recompute_modules": ["mlp"]}, "recompute_modules is mlp and recompute_granularity is None"),
         (DENSE, {**full("block", 1), "recompute_activations": True}, "recompute_activations is selective"),
-        (DENSE, selective("mla_up_proj"), "must be one of core_attn, moe_act, layernorm, mlp, moe, shared_experts"),
+        (DENSE, selective("mlps"), "must be one of core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_exp"),
+        (OF_LATENTS, offload("core_attn", **selective("mla_up_proj")), "has core_attn and recompute_modules has mla_u"),
         (DENSE, selective("moe"), "recompute_modules has moe: the model needs a layer with experts"),
         ({**MOE, "moe_layer_freq": 1}, selective("mlp"), "recompute_modules has mlp: the model needs a dense layer"),
         ({**MOE, "moe_grouped_gemm": False}, selective("moe_act"), "the model needs grouped experts"),

@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import attention_tiles, window_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
-from tests.unit_tests.core.models.small_models import LLAMA_LIKE, SEQ, small_batch, small_config, small_model
+from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, SEQ, small_batch, small_config, small_model
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -91,9 +91,16 @@ def test_attention_equals_the_naive_one_on_random_shapes(
             torch.testing.assert_close(torch.autograd.grad(found, inputs, upstream), expected)
 
 
-@pytest.mark.parametrize("positions", ["rope", "none"])
-def test_a_packed_document_equals_the_document_alone(positions: str) -> None:
-    model = small_model(small_config(**LLAMA_LIKE, num_query_groups=2), position_embedding_type=positions)
+@pytest.mark.parametrize(
+    ("positions", "fields"),
+    [
+        ("rope", {**LLAMA_LIKE, "num_query_groups": 2}),
+        ("none", {**LLAMA_LIKE, "num_query_groups": 2}),
+        ("rope", {**LATENT, "window_size": (3, 0)}),
+    ],
+)
+def test_a_packed_document_equals_the_document_alone(positions: str, fields: dict[str, Any]) -> None:
+    model = small_model(small_config(**fields), position_embedding_type=positions)
     input_ids, position_ids, labels = small_batch()
     ends = [0, 5, 6, SEQ, SEQ + 9, 2 * SEQ]
     packed = PackedSeqParams(cu_seqlens_q=torch.tensor(ends, dtype=torch.int32))

@@ -1,0 +1,209 @@
+"""Multi-latent attention: keys and values of all heads out of one narrow vector a token, as in DeepSeek-V2 and V3.
+
+Shapes: N heads of this rank; C = kv_lora_rank, P = qk_pos_emb_head_dim (channels that rotate), D = qk_head_dim (those
+that do not), E = v_head_dim.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import Attention, QueryKeyValue
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.yarn import yarn_score_scale
+from megatron.core.weight_matrices import MatrixWindow
+
+
+@dataclass
+class MLASelfAttentionSubmodules:
+    """Specs of the projections, of the attention core, and of norms over what is projected down, where there are some.
+
+    linear_q_proj is built without a q_lora_rank, linear_q_down_proj and linear_q_up_proj with one.
+    """
+
+    linear_q_proj: Any = None
+    linear_q_down_proj: Any = None
+    linear_q_up_proj: Any = None
+    linear_kv_down_proj: Any = None
+    linear_kv_up_proj: Any = None
+    core_attention: Any = None
+    linear_proj: Any = None
+    q_layernorm: Any = None
+    kv_layernorm: Any = None
+
+
+class MLASelfAttention(Attention):
+    """Queries, keys and values are projected down, normed, and up again for each head.
+
+    1. Every tensor-parallel rank projects down for all heads: hidden states to a query of q_lora_rank, and to C + P.
+    2. Norms over the query and over C (qk_layernorm).
+    3. Each rank projects up for its heads: D + P channels of a query, D of a key, E of a value.
+    4. The last P channels of queries rotate, and the P of step 1, which all heads have as the end of their keys.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Raises ValueError where config has no multi_latent_attention, or its qk_layernorm no norms in the spec."""
+        super().__init__(config, num_heads=config.num_attention_heads, pg_collection=pg_collection)
+        if not config.multi_latent_attention:
+            raise ValueError("multi_latent_attention is False: must be True for MLASelfAttention")
+        if config.qk_layernorm and submodules.kv_layernorm is None:
+            raise ValueError("qk_layernorm is True: the layer's spec must have q_layernorm and kv_layernorm")
+        self._build_queries(submodules)
+        latent, heads = config.kv_lora_rank, config.num_attention_heads
+        self.linear_kv_down_proj = self._projection(
+            submodules.linear_kv_down_proj, (config.hidden_size, latent + config.qk_pos_emb_head_dim)
+        )
+        self.linear_kv_up_proj = self._projection(
+            submodules.linear_kv_up_proj, (latent, heads * (config.qk_head_dim + config.v_head_dim))
+        )
+        self.kv_layernorm = self._latent_norm(submodules.kv_layernorm, latent)
+        scale = 1 / math.sqrt(config.qk_width)
+        if config.rope_type == "yarn":
+            scale *= yarn_score_scale(config)
+        self._build_core(
+            submodules.core_attention, layer_number=layer_number, attn_mask_type=attn_mask_type, softmax_scale=scale
+        )
+        self._build_output(submodules.linear_proj, heads * config.v_head_dim)
+
+    def _build_queries(self, submodules: MLASelfAttentionSubmodules) -> None:
+        config, rank = self.config, self.config.q_lora_rank
+        width = config.num_attention_heads * config.qk_width
+        # Built, or None, once: what exists says how queries are made.
+        self.linear_q_proj: Any = None
+        self.linear_q_down_proj: Any = None
+        self.linear_q_up_proj: Any = None
+        self.q_layernorm: Any = None
+        if rank is None:
+            self.linear_q_proj = self._projection(submodules.linear_q_proj, (config.hidden_size, width))
+            return
+        if config.qk_layernorm and submodules.q_layernorm is None:
+            raise ValueError("qk_layernorm is True: the layer's spec must have q_layernorm and kv_layernorm")
+        self.linear_q_down_proj = self._projection(submodules.linear_q_down_proj, (config.hidden_size, rank))
+        self.linear_q_up_proj = self._projection(submodules.linear_q_up_proj, (rank, width))
+        self.q_layernorm = self._latent_norm(submodules.q_layernorm, rank)
+
+    def _projection(self, spec: Any, sizes: tuple[int, int]) -> Any:
+        return build_module(
+            spec,
+            *sizes,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            tp_group=self.tp_group,
+        )
+
+    def _latent_norm(self, spec: Any, width: int) -> Any:
+        if spec is None:
+            return None
+        # Its gradient is partial where the sequence is split, as other norms' is.
+        return build_module(spec, config=self.config, hidden_size=width, eps=self.config.layernorm_epsilon)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
+    ) -> QueryKeyValue:
+        """hidden_states: [S, B, H], parameter dtype -> query and key [S, B, N, D + P], value [S, B, N, E], same dtype.
+
+        Of a split layer: this rank's heads, of the whole sequence. Raises ValueError without rotary_pos_emb.
+        """
+        return self._project_up(rotary_pos_emb, *self._project_down(hidden_states))
+
+    def _kept_until_used(
+        self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None
+    ) -> tuple[QueryKeyValue, Callable[[Tensor], None]]:
+        made: tuple[QueryKeyValue, Callable[[Tensor], None]] = self.parts.qkv_linear(
+            self._project, hidden_states, rotary_pos_emb
+        )
+        return made
+
+    def _project(
+        self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None
+    ) -> tuple[QueryKeyValue, Callable[[Tensor], None]]:
+        return self.parts.mla_up_proj(self._project_up, rotary_pos_emb, *self._project_down(hidden_states))
+
+    def _project_down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """What queries come from, [S, B, q_lora_rank or H], and what keys and values do, [S, B, C + P].
+
+        Under sequence parallelism both of this rank's part of the sequence: narrow as they are, they travel.
+        """
+        query = hidden_states
+        if self.linear_q_down_proj is not None:
+            query, _ = self.linear_q_down_proj(hidden_states)
+        latent, _ = self.linear_kv_down_proj(hidden_states)
+        return query, latent
+
+    def _project_up(self, rotary_pos_emb: RotaryTable | None, *projected: Tensor) -> QueryKeyValue:
+        """projected: by _project_down."""
+        if rotary_pos_emb is None:
+            raise ValueError("rotary_pos_emb is None: latent attention needs a table of its rotating channels")
+        config = self.config
+        query, latent = projected
+        latent, key_pos = latent.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        key, value = self._keys_and_values(latent)
+        key_pos = apply_rotary_pos_emb(self._for_own_heads(key_pos).unsqueeze(2), rotary_pos_emb)  # [S, B, 1, P]
+        key = torch.cat((key, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1)
+        still, turning = self._queries(query).split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        query = torch.cat((still, apply_rotary_pos_emb(turning, rotary_pos_emb)), dim=-1)
+        # Of its own memory: as a view it would keep the keys that were copied.
+        return query, key, value.contiguous()
+
+    def _queries(self, query: Tensor) -> Tensor:
+        """[S, B, N, D + P]."""
+        if self.linear_q_proj is not None:
+            query, _ = self.linear_q_proj(query)
+        else:
+            assert self.linear_q_up_proj is not None
+            query, _ = self.linear_q_up_proj(query if self.q_layernorm is None else self.q_layernorm(query))
+        return query.unflatten(-1, (self.num_heads, self.config.qk_width))
+
+    def _keys_and_values(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """[S, B, N, D] and [S, B, N, E]."""
+        config = self.config
+        both, _ = self.linear_kv_up_proj(latent if self.kv_layernorm is None else self.kv_layernorm(latent))
+        both = both.unflatten(-1, (self.num_heads, config.qk_head_dim + config.v_head_dim))
+        key, value = both.split([config.qk_head_dim, config.v_head_dim], dim=-1)
+        return key, value
+
+    def _for_own_heads(self, key_pos: Tensor) -> Tensor:
+        """The part of keys that all heads share, of the whole sequence: its gradient is the sum of all ranks' heads."""
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(key_pos, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(key_pos, self.tp_group)
+
+    def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
+        """Keys and values of all heads are two matrices, and what they come from and the key that all share, two."""
+        config = self.config
+        heads, inner, columns = self.num_heads, config.kv_lora_rank, config.hidden_size
+        key, value = config.qk_head_dim, config.v_head_dim
+        up = partial(MatrixWindow, stride=((key + value) * inner, inner, 1))
+        down = partial(MatrixWindow, stride=(columns, 1))
+        return {
+            "linear_kv_up_proj.weight": [
+                up(shape=(heads, key, inner), offset=0),
+                up(shape=(heads, value, inner), offset=key * inner),
+            ],
+            "linear_kv_down_proj.weight": [
+                down(shape=(inner, columns), offset=0),
+                down(shape=(config.qk_pos_emb_head_dim, columns), offset=inner * columns),
+            ],
+        }
