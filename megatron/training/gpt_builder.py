@@ -4,6 +4,7 @@ import argparse
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.training.arguments import core_transformer_config_from_args
 
 
@@ -16,7 +17,7 @@ def build_gpt(
     """
     config = core_transformer_config_from_args(args)
     layers = get_gpt_decoder_block_spec(config)
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=layers,
         mtp_block_spec=get_gpt_mtp_block_spec(config, layers),
@@ -34,3 +35,6 @@ def build_gpt(
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
     )
+    if config.lora_rank is not None:
+        freeze_all_but_adapters(model)
+    return model

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.activations import QUICK_GELU_GAIN, quick_gelu
@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.fusions.gated_sigmoid import GatedSigmoid
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
-from megatron.core.tensor_parallel.param_attributes import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.param_attributes import param_facts, set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -67,7 +67,7 @@ class MLP(MegatronModule):
             **shared,
         )
         if config.gated_linear_unit:
-            for param in self.linear_fc1.parameters():
+            for param in self._split_params().values():
                 set_tensor_model_parallel_attributes(param, True, 0, 2)
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
@@ -97,8 +97,13 @@ class MLP(MegatronModule):
             f"linear_fc1.{name}": gate_up_pieces(
                 f"{prefix}linear_fc1.{name}", tuple(parameter.shape), group=self.tp_group
             )
-            for name, parameter in self.linear_fc1.named_parameters()
+            for name, parameter in self._split_params().items()
         }
+
+    def _split_params(self) -> dict[str, nn.Parameter]:
+        """Parameters of linear_fc1 by name whose rows are gate over up; an adapter has one that has no such rows."""
+        params = dict(self.linear_fc1.named_parameters())
+        return {name: param for name, param in params.items() if param_facts(param).tensor_model_parallel}
 
 
 def gate_up_pieces(key: str, shape: tuple[int, ...], *, group: ProcessGroup | None = None) -> list[LogicalPiece]:

@@ -20,6 +20,7 @@ from megatron.core.pipeline_split import layers_per_part, mtp_layers_in_layout, 
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
+from megatron.core.transformer.lora_config import LoRAConfig
 from megatron.core.transformer.mla_config import MLAConfig, validate_mla
 from megatron.core.transformer.moe.moe_config import (
     MoEConfig,
@@ -55,6 +56,7 @@ class TransformerConfig(
     YarnConfig,
     MoEConfig,
     MTPConfig,
+    LoRAConfig,
     RecomputeConfig,
     OffloadConfig,
     CudaGraphConfig,

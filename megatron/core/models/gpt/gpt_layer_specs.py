@@ -5,6 +5,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, Replicate
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.lora import with_adapters
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_config import layers_with_experts
@@ -33,6 +34,8 @@ def get_gpt_decoder_block_spec(
     attention = config.qk_layernorm, config.multi_latent_attention
     dense = get_gpt_layer_local_spec(None, False, *attention)
     experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, *attention)
+    if config.lora_rank is not None:
+        dense, experts = (with_adapters(spec, config.lora_target_modules) for spec in (dense, experts))
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     return TransformerBlockSubmodules(
         layer_specs=[experts if with_experts else dense for with_experts in has_experts], layer_norm=Norm

@@ -1,0 +1,157 @@
+"""Low-rank adapters of linear layers: y = W x + alpha / r * B A x, with W frozen (Hu et al., LoRA, 2021).
+
+Which layers have them is decided when a model's spec is made; what a checkpoint without adapters gives is training's.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.process_groups_config import group_size
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    empty_parameter,
+    initialize_weight,
+    split_piece,
+    zero_parameter,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient, set_tensor_model_parallel_attributes
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
+
+ADAPTER_NAMES = ("lora_a", "lora_b")
+
+
+class LoRAColumnParallelLinear(ColumnParallelLinear):
+    """A ColumnParallelLinear with an adapter: A whole on every rank, B's rows split as the weight's."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        """options: as ColumnParallelLinear's. Raises ValueError for experts over expert-tensor-parallel ranks."""
+        super().__init__(input_size, output_size, config=config, **options)
+        _require_whole_experts(self.tp_group, is_expert=not self.sums_input_grad)
+        rank, self.scale = _rank_and_scale(config)
+        self.lora_a = empty_parameter(rank, input_size, config=config)
+        # Under sequence parallelism each rank multiplies it by its part of the sequence.
+        mark_partial_gradient(self.lora_a, partial=self.sequence_parallel)
+        initialize_weight(self.lora_a, _init_of_a(input_size), config=config)
+        self.lora_b = zero_parameter(self.output_size_per_partition, rank, config=config)
+        set_tensor_model_parallel_attributes(self.lora_b, True, 0, 1)
+
+    def init_methods(self) -> dict[str, InitMethod]:
+        """How the parameters start, by name."""
+        return {**super().init_methods(), "lora_a": _init_of_a(self.input_size), "lora_b": ConstantInit(0)}
+
+    def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
+        """The base layer's, and this rank's rows of lora_b [output_size, r]; lora_a is stored whole."""
+        pieces = super().logical_pieces(prefix)
+        del pieces["lora_a"]
+        return pieces
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """As ColumnParallelLinear's: input_: [*, input_size], parameter dtype. Returns [*, output_size / ranks], same
+        dtype, and the skipped bias.
+        """
+        output, bias = super().forward(input_, weight)
+        # Narrow, so what moves between ranks is next to nothing.
+        low = F.linear(input_, self.lora_a)  # [*, r]
+        if self.sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, group=self.tp_group)
+        elif self.sums_input_grad:
+            low = copy_to_tensor_model_parallel_region(low, self.tp_group)
+        added = F.linear(low, self.lora_b)
+        if self.gather_output:
+            added = gather_from_tensor_model_parallel_region(added, self.tp_group)
+        return torch.add(output, added, alpha=self.scale), bias
+
+
+class LoRARowParallelLinear(RowParallelLinear):
+    """A RowParallelLinear with an adapter: A's columns split as the weight's, B whole on every rank."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        """options: as RowParallelLinear's. Raises ValueError for experts over expert-tensor-parallel ranks."""
+        super().__init__(input_size, output_size, config=config, **options)
+        is_expert = options.get("is_expert", False)
+        _require_whole_experts(self.tp_group, is_expert=is_expert)
+        rank, self.scale = _rank_and_scale(config)
+        self.lora_a = empty_parameter(rank, self.input_size_per_partition, config=config)
+        set_tensor_model_parallel_attributes(self.lora_a, True, 1, 1)
+        initialize_weight(self.lora_a, _init_of_a(input_size), config=config, tp_group=self.tp_group)
+        self.lora_b = zero_parameter(output_size, rank, config=config)
+        mark_partial_gradient(self.lora_b, partial=config.sequence_parallel and not is_expert)
+
+    def init_methods(self) -> dict[str, InitMethod]:
+        """How the parameters start, by name."""
+        return {**super().init_methods(), "lora_a": _init_of_a(self.input_size), "lora_b": ConstantInit(0)}
+
+    def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
+        """The base layer's, and this rank's columns of lora_a [r, input_size]; lora_b is stored whole."""
+        piece = split_piece(prefix + "lora_a", self.lora_a, group=self.tp_group, dim=1)
+        return {**super().logical_pieces(prefix), "lora_a": [piece]}
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As RowParallelLinear's: input_: [*, input_size / ranks], parameter dtype. Returns [*, output_size], same
+        dtype, and the skipped bias.
+        """
+        output, bias = super().forward(input_)
+        low = F.linear(input_, self.lora_a)  # [*, r]
+        if self.sums_here:
+            low = self.reduce(low, self.tp_group)
+        return torch.add(output, F.linear(low, self.lora_b), alpha=self.scale), bias
+
+
+_ADAPTED = {ColumnParallelLinear: LoRAColumnParallelLinear, RowParallelLinear: LoRARowParallelLinear}
+
+
+def with_adapters(spec: Any, targets: list[str]) -> Any:
+    """A spec, or a dataclass of specs, in which the linear layers of these names have adapters; others stay."""
+    if isinstance(spec, ModuleSpec):
+        return dataclasses.replace(spec, submodules=with_adapters(spec.submodules, targets))
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    changed = {}
+    for part in dataclasses.fields(spec):
+        value = vars(spec)[part.name]
+        is_target = part.name in targets and isinstance(value, type)
+        changed[part.name] = _ADAPTED.get(value, value) if is_target else with_adapters(value, targets)
+    return dataclasses.replace(spec, **changed)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter or a key of that name is an adapter's."""
+    return any(part in ADAPTER_NAMES for part in name.split("."))
+
+
+def freeze_all_but_adapters(model: nn.Module) -> None:
+    """From now on adapters alone are trained."""
+    for name, param in model.named_parameters():
+        param.requires_grad = is_adapter(name)
+
+
+def _rank_and_scale(config: TransformerConfig) -> tuple[int, float]:
+    assert config.lora_rank is not None, "layers with adapters are asked for by lora_rank"
+    return config.lora_rank, config.lora_alpha / config.lora_rank
+
+
+def _init_of_a(input_size: int) -> NormalInit:
+    # Together with B = 0 the model begins as it was.
+    return NormalInit(1 / math.sqrt(input_size))
+
+
+def _require_whole_experts(group: Any, *, is_expert: bool) -> None:
+    if is_expert and group_size(group) > 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size is {group_size(group)} and lora_rank is set: experts with adapters must be "
+            "whole on their ranks, use expert_tensor_parallel_size 1"
+        )
