@@ -39,6 +39,10 @@ _NOT_IN_WEIGHTS = (
     "moe_router_group_score",
     "moe_router_topk_scaling_factor",
     "untie_embeddings_and_output_weights",  # tied_weights.py makes one of two, or two of one
+    # A model without adapters may begin some: check_adapters.
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
 )
 # A model with another value of one of these has other weights, or weights of another meaning.
 _SAME_MODEL = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_IN_WEIGHTS), "unpadded_vocab_size")
@@ -104,6 +108,25 @@ def _advice(names: list[str]) -> str:
     if "unpadded_vocab_size" in names:
         advice.append("give the tokenizer of its run")
     return " and ".join(advice)
+
+
+def begins_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> bool:
+    """Whether a run with these arguments has adapters, and the one with the arguments `stored` had none."""
+    return vars(args).get("lora_rank") is not None and stored.get("lora_rank") is None
+
+
+def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
+    """Raises ValueError where the checkpoint's adapters are others than this run's, which may have the first ones."""
+    here = args_to_json(args)
+    if stored.get("lora_rank") is None:
+        return
+    names = ("lora_rank", "lora_alpha", "lora_target_modules") if here.get("lora_rank") is not None else ("lora_rank",)
+    differences = _differences({"lora_rank": None, **here}, stored, names=names)
+    if differences:
+        raise ValueError(
+            f"checkpoint with other adapters: {', '.join(differences.values())}; give its values, or merge them into "
+            "the weights by tools/checkpoint.py merge"
+        )
 
 
 def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:

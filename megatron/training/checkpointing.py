@@ -30,7 +30,7 @@ from megatron.core.group_collectives import gather_objects, union_over_model
 from megatron.core.optimizer.state_keys import fresh_state, is_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.checkpoint_args import args_to_json, check_same_model, check_same_optimizer
+from megatron.training.checkpoint_args import args_to_json, check_same_optimizer
 from megatron.training.checkpoint_folder import (
     FoundCheckpoint,
     carry_companions,
@@ -49,10 +49,10 @@ from megatron.training.config import CheckpointConfig
 from megatron.training.console import print_rank_0
 from megatron.training.initialize import seed_ranks
 from megatron.training.model_weights import ModelWeights, frozen_tensors
+from megatron.training.new_parts import NewParts
 from megatron.training.rng_state import load_rng, rng_sharded_state
 from megatron.training.tied_weights import EMBEDDING, OUTPUT, Tying, require_same_two
 from megatron.training.train_state import TrainState
-from megatron.training.upcycling import check_upcycling, from_dense, is_upcycling
 
 __all__ = [
     "begin_save_checkpoint",
@@ -207,9 +207,11 @@ def load_checkpoint(
     # Arguments before tensors: "--hidden-size is 128 here" says more than two shapes.
     with all_ranks_agree():
         common = load_run_values(found.path)
-        upcycles = config.moe_use_upcycling and is_upcycling(args, common["args"])
-        (check_upcycling if upcycles else check_same_model)(args, common["args"])
-        taken = _what_to_take(found, common, config=config, has_optimizer=optimizer is not None, weights_alone=upcycles)
+        new_parts = NewParts.of(args, common["args"], may_upcycle=config.moe_use_upcycling)
+        taken = _what_to_take(
+            found, common, config=config, has_optimizer=optimizer is not None, weights_alone=new_parts.experts
+        )
+        new_parts.check_position(taken=taken.position)
         if taken.optimizer:
             check_same_optimizer(args, common["args"])
             # Before the tensors: a schedule that differs is a frequent mistake, and this is quick.
@@ -217,7 +219,7 @@ def load_checkpoint(
     parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     replicas = parts.groups.dp_cp if config.ckpt_fully_parallel_load else None
     tying = Tying.between(common["args"], vars(args))
-    source = _Source(verified, replicas, Strictness(config.dist_ckpt_strictness), upcycles, tying)
+    source = _Source(verified, replicas, Strictness(config.dist_ckpt_strictness), new_parts, tying)
     _load_tensors(parts, source, taken=taken, frozen=set(common["frozen"]))
     if taken.rng and not source.holds(rng_sharded_state(parts.groups)):
         _reseed(parts.groups, seed=args.seed, iteration=found.iteration)
@@ -348,17 +350,14 @@ class _Source:
     checkpoint: VerifiedCheckpoint
     replicas: dist.ProcessGroup | None
     strictness: Strictness
-    upcycles: bool
+    new_parts: NewParts
     tying: Tying
 
     def load(self, tensors: list[ShardedTensor]) -> None:
         """Fills `tensors`: any shape and dtype. Collective."""
-        if self.upcycles:
-            taken, fill = from_dense(tensors, self.checkpoint)
-            dist_checkpointing.load(taken, self.checkpoint, replicas=self.replicas)
-            fill()
-        else:
-            dist_checkpointing.load(tensors, self.checkpoint, replicas=self.replicas)
+        taken, fill_rest = self.new_parts.loadable(tensors, self.checkpoint)
+        dist_checkpointing.load(taken, self.checkpoint, replicas=self.replicas)
+        fill_rest()
 
     def holds(self, tensors: list[ShardedTensor]) -> bool:
         """Whether it has all of `tensors` in that shape and dtype."""
@@ -373,7 +372,7 @@ def _load_tensors(parts: _Parts, source: _Source, *, taken: _Taken, frozen: set[
     rng = rng_sharded_state(parts.groups) if taken.rng else []
     rng = rng if source.holds(rng) else []
     # Experts are lacking in a dense checkpoint, as is to be.
-    lacking = set() if source.upcycles else _lacking(parts, source, weights=weights, taken=taken)
+    lacking = set() if source.new_parts.experts else _lacking(parts, source, weights=weights, taken=taken)
     wanted = [tensor for tensor in source.tying.in_checkpoint(weights.tensors) if tensor.key not in lacking] + rng
     if source.tying is not Tying.SAME:
         frozen = _change_of_tying(parts, source, weights=weights, taken=taken, frozen=frozen)

@@ -24,5 +24,19 @@ class LoRAConfig:
         choices=ADAPTED_LINEARS,
     )
 
+    @property
+    def has_feed_forward_adapters(self) -> bool:
+        """Whether feed-forward layers have some."""
+        return self.lora_rank is not None and bool({"linear_fc1", "linear_fc2"} & set(self.lora_target_modules))
+
     def __post_init__(self) -> None:
         validate_fields(self)
+
+
+def validate_lora(config: LoRAConfig, *, grouped_experts: bool) -> None:
+    """Raises ValueError where layers are to have adapters that cannot."""
+    if grouped_experts and config.has_feed_forward_adapters:
+        raise ValueError(
+            f"lora_target_modules is {' '.join(config.lora_target_modules)} and moe_grouped_gemm is True: grouped "
+            "experts have no adapters, choose linear_qkv linear_proj"
+        )

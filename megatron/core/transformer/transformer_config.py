@@ -20,7 +20,7 @@ from megatron.core.pipeline_split import layers_per_part, mtp_layers_in_layout, 
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
-from megatron.core.transformer.lora_config import LoRAConfig
+from megatron.core.transformer.lora_config import LoRAConfig, validate_lora
 from megatron.core.transformer.mla_config import MLAConfig, validate_mla
 from megatron.core.transformer.moe.moe_config import (
     MoEConfig,
@@ -294,7 +294,10 @@ def validate_offload_in_stages(config: TransformerConfig) -> None:
 
 
 def validate_layout_of_experts(config: TransformerConfig) -> None:
-    """Raises ValueError where the experts cannot be cut into the parts of the parallel layout."""
+    """Raises ValueError where the experts cannot be cut into the parts of the parallel layout, or have adapters that
+    they cannot.
+    """
+    validate_lora(config, grouped_experts=config.moe_grouped_gemm)
     if config.num_moe_experts is None:
         if config.expert_model_parallel_size > 1:
             raise ValueError(

@@ -113,6 +113,9 @@ MODEL_SHAPE_DESTS: tuple[str, ...] = (
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
     "mtp_num_layers",
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
 )
 
 

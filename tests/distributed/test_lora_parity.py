@@ -1,0 +1,47 @@
+"""Adapters agree with one process in fp64 under every layout; frozen weights stay as they are, to the bit."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.counts import slow
+from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layout
+from tests.functional_tests.case import Flags
+
+ADAPTERS: Flags = {"num-layers": 2, "num-query-groups": 4, "lora-rank": 2, "lora-alpha": 8}
+MODELS: dict[str, Flags] = {
+    "llama": ADAPTERS,
+    "moe": {**ADAPTERS, "moe-grouped-gemm": None, "moe-shared-expert-intermediate-size": 16},
+}
+RECOMPUTED: Flags = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+LAYOUTS: dict[str, tuple[int, Flags]] = {
+    "tp2": (2, layout(2, sequence_parallel=False)),
+    "tp2, sp": (2, {**layout(2, etp=1), "expert-tensor-parallel-size": 1}),
+    "pp2": (2, layout(pp=2)),
+    "cp2, recomputed": (2, {**layout(cp=2), **RECOMPUTED}),
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "kind"),
+    [("llama", "tp2"), ("moe", "tp2, sp"), slow("llama", "pp2"), slow("llama", "cp2, recomputed")],
+)
+def test_training_agrees_with_one_process(base: str, kind: str) -> None:
+    ranks, flags = LAYOUTS[kind]
+    run, reference = run_layout(base, ranks, {**MODELS[base], **flags}), _reference(base)
+    assert_same_run(run, reference)
+    assert all(name.endswith(("lora_a", "lora_b", "lora_b.gate", "lora_b.up")) for name in run.grads[0])
+    assert all(grad.any() for name, grad in run.grads[-1].items() if ".experts." not in name)
+
+
+@cache
+def _reference(base: str) -> WholeRun:
+    return run_layout(base, 1, MODELS[base])
+
+
+def test_what_is_frozen_stays_to_the_bit() -> None:
+    slower = run_layout("llama", 1, {**MODELS["llama"], "lr": 0.05}).final
+    faster = _reference("llama").final
+    for name, weight in slower.items():
+        assert torch.equal(weight, faster[name]) == ("lora_" not in name), name
