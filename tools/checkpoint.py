@@ -1,4 +1,4 @@
-"""Looks after checkpoints: `python tools/checkpoint.py inspect | verify | diff | prune | convert`, each with --help.
+"""Looks after checkpoints: `tools/checkpoint.py inspect | verify | diff | prune | convert | merge`, each with --help.
 
 Exit status of verify: 1 if anything is damaged; of diff: 1 if a tensor differs, 2 if one cannot be read. What each
 format is, its module knows; this is the command line and what it prints.
@@ -24,6 +24,7 @@ from tools.convert_legacy import TargetLayout, from_canonical, to_canonical  # n
 from tools.export_safetensors import export_safetensors  # noqa: E402
 from tools.hugging_face.convert import DTYPES, from_hub, to_hub  # noqa: E402
 from tools.hugging_face.verify import compare_logits  # noqa: E402
+from tools.merge_adapters import merge_adapters  # noqa: E402
 from tools.stored_checkpoints import (  # noqa: E402
     StoredTensor,
     checkpoints_in,
@@ -72,6 +73,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     _add_diff(commands.add_parser("diff", help="which tensors of two checkpoints differ", allow_abbrev=False))
     _add_prune(commands.add_parser("prune", help="delete old checkpoints", allow_abbrev=False))
     _add_convert(commands.add_parser("convert", help="weights from one format to another", allow_abbrev=False))
+    _add_merge(commands.add_parser("merge", help="low-rank adapters into the weights beside them", allow_abbrev=False))
     return parser.parse_args(argv)
 
 
@@ -103,6 +105,17 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-latest", type=int, required=True, metavar="N", help="the latest N stay")
     parser.add_argument("--keep-interval", type=int, metavar="N", help="so do iterations that divide by N")
     parser.add_argument("--dry-run", action="store_true", help="say what would go, and delete nothing")
+
+
+def _add_merge(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_merge)
+    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints of a run with --lora-rank")
+    parser.add_argument("--save", type=Path, required=True, help="folder for the merged checkpoint")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to merge; default: the latest")
+
+
+def _merge(options: argparse.Namespace) -> None:
+    print(f"wrote {merge_adapters(options.load, options.save, step=options.ckpt_step)}")
 
 
 def _inspect(options: argparse.Namespace) -> None:

@@ -117,7 +117,10 @@ def to_hub(
     found = find_checkpoint(str(load), step=step)
     if found is None:
         raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
-    settings = _model_settings(load_run_values(found.path)["args"])
+    arguments = load_run_values(found.path)["args"]
+    if arguments.get("lora_rank") is not None:
+        raise ValueError(f"--load is {load}: its checkpoint has adapters; merge them first: tools/checkpoint.py merge")
+    settings = _model_settings(arguments)
     companions = reference or companions_of(found.path)
     with new_folder(save) as temporary:
         checkpoint = dist_checkpointing.verify(found.path)

@@ -1,0 +1,88 @@
+"""Low-rank adapters of a checkpoint added to its weights, one tensor at a time: a model without adapters.
+
+What adapters are is megatron/core/transformer/lora.py's.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, save_stream
+from megatron.core.transformer.lora import is_adapter
+from megatron.training.checkpoint_folder import (
+    RELEASE,
+    carry_companions,
+    complete_iterations,
+    find_checkpoint,
+    load_run_values,
+    write_release_tracker,
+)
+from tools.export_safetensors import NOT_WEIGHTS
+
+# The weights of a linear layer: as they are, gate and up apart, or queries, keys and values.
+_WEIGHT = re.compile(r"(.+\.)weight(?:\.(gate|up|q|k|v))?")
+
+
+def merge_adapters(load: Path, save: Path, *, step: int | None = None) -> Path:
+    """Writes the weights of a checkpoint with what its adapters add, as a checkpoint to start from; returns its folder.
+
+    Raises ValueError where there is no checkpoint or it has no adapters, or where `save` holds checkpoints already.
+    """
+    found = find_checkpoint(str(load), step=step)
+    if found is None:
+        raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
+    common = load_run_values(found.path)
+    arguments = common["args"]
+    if arguments.get("lora_rank") is None:
+        raise ValueError(f"--load is {load}: its checkpoint has no adapters to merge")
+    if complete_iterations(save) or (save / RELEASE).exists():
+        raise ValueError(f"--save is {save}: there are checkpoints in it already; give a new folder")
+    merged = _Merged(dist_checkpointing.verify(found.path), arguments["lora_alpha"] / arguments["lora_rank"])
+    contents = {"optimizer": False, "rng": False}
+    values = {**common, "args": {**arguments, "lora_rank": None}, "contents": contents, "frozen": []}
+    values = {name: value for name, value in values.items() if name not in ("optimizer", "scheduler")}
+    save_stream(merged.tensors(), save / RELEASE, common=values)
+    carry_companions(str(load), str(save))
+    write_release_tracker(str(save))
+    return save / RELEASE
+
+
+class _Merged:
+    """The weights of a checkpoint, each with what its adapter adds."""
+
+    def __init__(self, checkpoint: VerifiedCheckpoint, scale: float) -> None:
+        self._kinds, self._reader, self._scale = checkpoint.tensors, StreamReader(checkpoint), scale
+
+    def tensors(self) -> Iterator[ShardedTensor]:
+        """One after the other: any shape, the dtype that is stored."""
+        for key in self._kinds:
+            if not key.startswith(NOT_WEIGHTS) and not is_adapter(key):
+                yield ShardedTensor.whole(key, self._with_adapter(key))
+
+    def _with_adapter(self, key: str) -> Tensor:
+        weight, found = self._read(key), _WEIGHT.fullmatch(key)
+        if found is None or found[1] + "lora_a" not in self._kinds:
+            return weight
+        prefix, part = found.groups()
+        rows = self._read(f"{prefix}lora_b.{part}" if part in ("gate", "up") else f"{prefix}lora_b")
+        if part in ("q", "k", "v"):
+            rows = self._of_heads(rows, part, prefix=prefix)
+        # In fp32: the sum is rounded once.
+        added = rows.float() @ self._read(prefix + "lora_a").float()
+        return (weight.float() + self._scale * added).to(weight.dtype)
+
+    def _of_heads(self, rows: Tensor, part: str, *, prefix: str) -> Tensor:
+        """rows: [(q + 2) G D, r], by group queries, key and value -> [G, q, D, r], or [G, D, r] of k and v."""
+        groups, queries, width = self._kinds[f"{prefix}weight.q"][0][:3]
+        by_group = rows.view(groups, queries + 2, width, -1)
+        return by_group[:, :queries] if part == "q" else by_group[:, queries + ("k", "v").index(part)]
+
+    def _read(self, key: str) -> Tensor:
+        shape, dtype = self._kinds[key]
+        tensor = torch.empty(shape, dtype=dtype)
+        self._reader.fill([ShardedTensor.whole(key, tensor)])
+        return tensor
