@@ -39,6 +39,8 @@ from tools.stored_checkpoints import (  # noqa: E402
 # Formats by Megatron's words of --ckpt-format: a file for each rank, and the canonical one, which has two names;
 # weights by their names; models of transformers.
 _LEGACY, _CANONICAL, _SAFETENSORS, _MEGATRON, _HUB = "torch", "torch_dist", "safetensors", "megatron", "hf"
+_AXES = ("tensor", "pipeline", "expert")  # along which older files are split
+_MOST_GIGABYTES = 1e6  # of one file: more than any disk has
 # Of the arguments inside a checkpoint, those that say how it was made.
 _LAYOUT = (
     "world_size",
@@ -198,9 +200,7 @@ def _print_values(console: Console, a: VerifiedCheckpoint, *, other: VerifiedChe
 
 
 def _prune(options: argparse.Namespace) -> None:
-    for flag, value in (("--keep-latest", options.keep_latest), ("--keep-interval", options.keep_interval)):
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} is {value}: must be 1 or more")
+    _require_positive({"--keep-latest": options.keep_latest, "--keep-interval": options.keep_interval})
     gone, stay = removable(options.path, keep_latest=options.keep_latest, keep_interval=options.keep_interval)
     for iteration in gone:
         folder = iteration_folder(options.path, iteration)
@@ -208,6 +208,13 @@ def _prune(options: argparse.Namespace) -> None:
             folders.remove(folder)
         print(f"{'would delete' if options.dry_run else 'deleted'} {folder}")
     print(f"{len(gone)} {'would go' if options.dry_run else 'deleted'}; left: {', '.join(map(str, stay))}")
+
+
+def _require_positive(counts: dict[str, int | None]) -> None:
+    """counts: by flag; None where it was not given."""
+    for flag, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} is {value}: must be 1 or more")
 
 
 def _console() -> Console:
@@ -258,6 +265,12 @@ def _convert(options: argparse.Namespace) -> int:
     for side in ("source", "target"):
         if vars(options)[side] == _MEGATRON:
             vars(options)[side] = _CANONICAL
+    sizes = {f"--target-{axis}-parallel-size": vars(options)[f"target_{axis}_parallel_size"] for axis in _AXES}
+    _require_positive({**sizes, "--vocab-size": options.vocab_size})
+    if not 0 < options.max_shard_size <= _MOST_GIGABYTES:
+        raise ValueError(
+            f"--max-shard-size is {options.max_shard_size:g}: must be above 0 and at most {_MOST_GIGABYTES:g}"
+        )
     if _HUB in (options.source, options.target):
         return _convert_hub(options)
     _convert_files(options)
@@ -269,8 +282,6 @@ def _convert_hub(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--from {options.source} --to {options.target}: {_HUB} is converted to and from {_MEGATRON} alone"
         )
-    if not options.max_shard_size > 0:
-        raise ValueError(f"--max-shard-size is {options.max_shard_size:g}: must be above 0")
     dtype = DTYPES.get(options.dtype)
     if options.source == _HUB:
         folder, hub, run = from_hub(options.load, options.save, dtype=dtype), options.load, options.save
@@ -294,11 +305,8 @@ def _convert_files(options: argparse.Namespace) -> None:
             f"--from and --to are both {options.source}: must differ; {_CANONICAL} loads in any layout as it is"
         )
     if options.target == _SAFETENSORS:
-        if options.source != _CANONICAL or not options.max_shard_size > 0:
-            raise ValueError(
-                f"--to {_SAFETENSORS}: must be --from {_CANONICAL}, which is {options.source}, with --max-shard-size "
-                f"above 0, which is {options.max_shard_size:g}"
-            )
+        if options.source != _CANONICAL:
+            raise ValueError(f"--to {_SAFETENSORS}: must be --from {_CANONICAL}, which is {options.source}")
         num_bytes = int(options.max_shard_size * 1e9)
         folder = export_safetensors(options.load, options.save, step=options.ckpt_step, max_shard_bytes=num_bytes)
     elif options.target == _CANONICAL:

@@ -79,10 +79,15 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
     """Writes the weights of older files as a canonical checkpoint; returns its folder.
 
     vocab_size: tokens of the tokenizer, where the files' arguments do not say. Raises ValueError naming file, tensor or
-    argument where something is missing or does not fit, OSError where a file cannot be read or written.
+    argument where something is missing or does not fit, and the folder where it is there already; OSError where a file
+    cannot be read or written.
     """
     files = legacy_files(find_legacy(load, step=step))
     first = read_legacy(next(iter(files.values())))
+    folder = iteration_folder(save, first.iteration)
+    if folder.exists():
+        # It may be a run's own, with the optimizer's state that older files do not give.
+        raise ValueError(f"{folder} is there already: not overwritten")
     args = _args_of_files(first, vocab_size)
     tensors: list[ShardedTensor] = []
     for rank in range(_num_files(args)):
@@ -109,7 +114,6 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
         "contents": {"optimizer": False, "rng": False},
         "frozen": [],
     }
-    folder = iteration_folder(save, first.iteration)
     dist_checkpointing.save(tensors, folder, common=common)
     write_tracker(str(save), first.iteration)
     return folder

@@ -205,6 +205,9 @@ def test_files_of_every_rank_become_one_checkpoint_and_files_again(style: str, t
     convert("torch", "torch_dist", tmp_path / "other", tmp_path / "last")
     dist_checkpointing.load(model_sharded_tensors(loaded), tmp_path / "last" / folder.name)
     assert not differences(loaded.state_dict(), model.state_dict())
+    # What is there may be a run's own, with its optimizer's state.
+    with pytest.raises(SystemExit):
+        convert("torch", "torch_dist", tmp_path / "other", tmp_path / "last")
 
 
 class _Harmful:

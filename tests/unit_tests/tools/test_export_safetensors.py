@@ -44,6 +44,12 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
     for words, told in (
         (["--from", "torch_dist"], f"--load is {tmp_path}: there is no checkpoint in it"),
         (["--from", "torch"], "--to safetensors: must be --from torch_dist, which is torch"),
+        (
+            ["--from", "torch_dist", "--max-shard-size", "inf"],
+            "--max-shard-size is inf: must be above 0 and at most",
+        ),
+        (["--from", "torch_dist", "--vocab-size", "0"], "--vocab-size is 0: must be 1 or more"),
+        (["--from", "torch_dist", "--target-tensor-parallel-size", "0"], "--target-tensor-parallel-size is 0: must be"),
     ):
         with pytest.raises(SystemExit):
             main(["convert", *words, "--to", "safetensors", "--load", str(tmp_path), "--save", str(tmp_path / "out")])
