@@ -5,9 +5,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
+from megatron.training.callbacks.line_file import LineFile
 
 # Fields of a report that a line has under the same name where the step knows them.
 _OPTIONAL = (
@@ -31,13 +32,13 @@ class JsonlLog(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "steps.jsonl"
-        self._file: TextIO | None = None
+        self._file: LineFile | None = None
 
     def on_train_start(self, start: RunStart) -> None:
         """Opens the file at the iteration that the run starts from."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         keep_lines_until(self.path, start.iteration)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = LineFile(self.path)
 
     def on_rewind(self, iteration: int) -> None:
         """Drops the lines of steps that come again."""
@@ -82,8 +83,7 @@ class JsonlLog(Callback):
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None, "the log is opened by on_train_start"
-        self._file.write(json.dumps(_json_value(record)) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(_json_value(record)).encode() + b"\n")
 
 
 def _json_value(value: Any) -> Any:

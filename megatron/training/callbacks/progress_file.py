@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.training.callbacks.base import Callback, RunStart, StepReport
+from megatron.training.callbacks.line_file import LineFile
 from megatron.training.flops import num_floating_point_operations
 
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -36,10 +37,12 @@ class ProgressFile(Callback):
         self._seq_length = args.seq_length
         self._args = args
         self._job = self._stretch = Stretch(datetime.now(), 0.0)
+        self._file: LineFile | None = None
 
     def on_train_start(self, start: RunStart) -> None:
         """Writes that a job starts."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = LineFile(self.path)
         # By now the checkpoint, if any, is loaded.
         self._samples = self._args.consumed_train_samples
         self._job = Stretch(datetime.now(), self._samples * self._flops_per_sample)
@@ -61,6 +64,12 @@ class ProgressFile(Callback):
             f"Tokens (in billions): {self._samples * self._seq_length / 1e9:.2f}"
         )
 
+    def on_run_end(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _tflops(self, flops: float, since: Stretch) -> float:
         seconds = max((datetime.now() - since.start).total_seconds(), 1e-6)
         return (flops - since.flops) / seconds / 1e12 / self.num_devices
@@ -69,8 +78,8 @@ class ProgressFile(Callback):
         # What SLURM calls the job, so that the line finds its log.
         job = os.environ.get("SLURM_JOB_ID", "")
         line = f"{datetime.now().strftime(_TIME_FORMAT)}\tJob ID: {job}\t# GPUs: {self.num_devices}\t{text}\n"
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(line)
+        assert self._file is not None, "the file is opened by on_train_start"
+        self._file.write(line.encode())
 
 
 def last_stretch(text: str, num_devices: int) -> Stretch | None:

@@ -2,10 +2,10 @@
 
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from megatron.training.callbacks.base import Callback, RunStart, StepReport
 from megatron.training.callbacks.jsonl_log import keep_lines_until
+from megatron.training.callbacks.line_file import LineFile
 from megatron.training.routing_trace import RoutingHeader, encoded, last_header, read_lines, step_line
 
 
@@ -15,7 +15,7 @@ class RoutingLog(Callback):
     def __init__(self, path: Path, header: RoutingHeader) -> None:
         """Raises ValueError for a path that cannot be written, and for a file that is there and is no trace."""
         self.path, self.header = path, header
-        self._file: BinaryIO | None = None
+        self._file: LineFile | None = None
         try:
             path.open("ab").close()
         except OSError as error:
@@ -31,7 +31,7 @@ class RoutingLog(Callback):
         """Opens the file at the iteration that the run starts from."""
         keep_lines_until(self.path, start.iteration, read=read_lines, encode=partial(encoded, path=self.path))
         is_described = self.path.exists() and last_header(self.path) == self.header
-        self._file = self.path.open("ab")
+        self._file = LineFile(self.path)
         if not is_described:
             self._write(self.header.line(start.iteration))
 
@@ -54,4 +54,3 @@ class RoutingLog(Callback):
     def _write(self, line: bytes) -> None:
         assert self._file is not None, "the file is opened by on_train_start"
         self._file.write(encoded(line, self.path))
-        self._file.flush()

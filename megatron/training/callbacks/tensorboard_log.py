@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
 from megatron.training.callbacks.console_log import is_loss, perplexity
+from megatron.training.console import print_rank_0
 from megatron.training.logging_config import LoggingConfig
 
 
@@ -83,13 +84,27 @@ class TensorBoardLog(Callback):
 
     def on_run_end(self) -> None:
         """Writes what is buffered and closes the file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                self._give_up(error)
 
     def _add(self, tag: str, value: float, *, step: int) -> None:
-        assert self._writer is not None, "the writer is opened by on_train_start"
-        self._writer.add_scalar(tag, value, step)
+        if self._writer is None:
+            return
+        try:
+            self._writer.add_scalar(tag, value, step)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        # The thread that writes has ended by it, and tells whoever gives it more.
+        self._writer = None
+        print_rank_0(
+            f"WARNING: cannot write to {self._folder}: {error}: no more points for TensorBoard from this start"
+        )
 
 
 def _stash_scalars(report: StepReport) -> dict[str, float]:

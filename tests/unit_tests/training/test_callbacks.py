@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from megatron.training.callbacks import CallbackList, EvaluationReport, RankTimes, RunStart, StepReport
 from megatron.training.callbacks.console_log import ConsoleLog, format_evaluation_line, format_training_line
@@ -197,6 +199,24 @@ def test_not_a_number_is_valid_json_for_strict_readers(tmp_path: Path) -> None:
     assert record["lm_loss"] == "NaN" and record["grad_norm"] == "Infinity"
 
 
+def test_lines_wait_for_room_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, limits = tmp_path / "steps.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = JsonlLog(tmp_path)
+    log.on_train_start(RunStart(iteration=0, train_iters=9))
+    log.on_step_end(replace(STEP, iteration=1))
+    # In the middle of the next line, as where the last block of a disk is taken.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        for iteration in (2, 3):
+            log.on_step_end(replace(STEP, iteration=iteration))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().out.count(f"WARNING: cannot write {path}: [Errno 27]") == 1
+    log.on_step_end(replace(STEP, iteration=4))
+    log.on_run_end()
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("switches", [{}, {"log_validation_ppl_to_tensorboard": True}])
 def test_tensorboard_holds_every_scalar_under_its_tag(tmp_path: Path, switches: dict[str, bool]) -> None:
     flags = {"log_timers_to_tensorboard": True, "log_memory_to_tensorboard": True, **switches}
@@ -214,6 +234,21 @@ def test_tensorboard_holds_every_scalar_under_its_tag(tmp_path: Path, switches: 
     last = {tag: events.Scalars(tag)[-1].value for tag in ("mem-max-allocated-bytes", "optimizer-time")}
     assert last == {"mem-max-allocated-bytes": 7.0, "optimizer-time": 0.5}
     assert [event.step for event in events.Scalars("lm loss")] == [2, 4]
+
+
+def test_a_full_disk_ends_the_points_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", refuse)
+    log = TensorBoardLog(str(tmp_path), LoggingConfig())
+    log.on_train_start(RunStart(iteration=0, train_iters=9))
+    for iteration in (1, 2):
+        log.on_step_end(replace(STEP, iteration=iteration))
+    log.on_run_end()
+    assert capsys.readouterr().out.count(f"WARNING: cannot write to {tmp_path}: [Errno 28]") == 1
 
 
 @pytest.mark.parametrize("width", [80, 140])
