@@ -36,8 +36,15 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--max-failures", type=int, default=3, help="Give up after so many without a new checkpoint.")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="The command, with --save DIR somewhere in it.")
     args = parser.parse_args(words)
-    folder = save_folder(args.command)
-    folder.mkdir(parents=True, exist_ok=True)
+    if args.max_failures < 1:
+        parser.error(f"--max-failures is {args.max_failures}: must be 1 or more")
+    # argparse leaves the word that parts its options from the command.
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    folder = save_folder(command)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"supervise.py: --save {folder} cannot be written: {error}")
     # The lock ends with this process, however that ends: what it started does not inherit it.
     with (folder / f"supervisor.{socket.gethostname()}.lock").open("w") as lock:
         try:
@@ -45,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         except BlockingIOError:
             say(f"another supervisor of --save {folder} is at work on this machine: ending")
             return 1
-        return Supervisor(args.command, folder, max_failures=args.max_failures).run()
+        return Supervisor(command, folder, max_failures=args.max_failures).run()
 
 
 def save_folder(command: Sequence[str]) -> Path:
@@ -98,10 +105,11 @@ class Supervisor:
         """The mark of this run's processes and how often they were started, by this supervisor or one before."""
         try:
             known = json.loads(self.state_file.read_text())
-            say(f"going on after a supervisor that did not end: {known['starts']} starts so far")
-            return known["mark"], known["starts"]
-        except (OSError, ValueError, KeyError):
+            mark, starts = str(uuid.UUID(known["mark"])), int(known["starts"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return str(uuid.uuid4()), 0
+        say(f"going on after a supervisor that did not end: {starts} starts so far")
+        return mark, starts
 
     def start_once(self, mark: str, starts: int) -> int:
         """Runs the command to its end; returns its exit code."""

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -195,3 +196,20 @@ def test_the_supervisor_gives_up_on_a_command_that_gets_no_further(tmp_path: Pat
     )
     assert finished.returncode == 3 and finished.stderr.count("ended with 3") == 2, finished.stderr
     assert "giving up; the last checkpoint is none" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    "words, state, code, said",
+    [
+        (["--max-failures", "0", "true", "--save", "."], "", 2, "--max-failures is 0: must be 1 or more"),
+        (["true", "--save", "/dev/null/x"], "", 1, "--save /dev/null/x cannot be written"),
+        (["--", "true", "--save", "."], "[1]", 0, "start 1: true --save ."),
+    ],
+)
+def test_the_supervisor_says_what_is_wrong_with_its_words(
+    words: list[str], state: str, code: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"supervisor.{socket.gethostname()}.json").write_text(state)
+    command = [sys.executable, str(ROOT / "examples/supervise.py"), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr
