@@ -72,7 +72,7 @@ def refuse_checkpoints_of_another_run(
 
     continued_from: the --load folder of a run that goes on with its steps, which may replace its own checkpoints.
     """
-    if continued_from is not None and os.path.realpath(continued_from) == os.path.realpath(save):
+    if is_same_folder(continued_from, save):
         return
     with all_ranks_agree(group):
         iterations = complete_iterations(Path(save))
@@ -118,6 +118,11 @@ def carry_companions(load: str, save: str) -> None:
         temporary = folders.incomplete_folder(target, folders.new_id())
         shutil.copytree(source, temporary)
         temporary.rename(target)
+
+
+def is_same_folder(path: str | None, other: str | None) -> bool:
+    """Whether both are given and name one folder."""
+    return path is not None and other is not None and os.path.realpath(path) == os.path.realpath(other)
 
 
 def find_checkpoint(
@@ -175,7 +180,7 @@ def _other(root: Path, why: str, *, candidates: list[int], problems: dict[int, s
             problem = _problem(root, iteration)
             if problem is None:
                 return FoundCheckpoint(
-                    iteration_folder(root, iteration),
+                    folders.find_checkpoint(iteration_folder(root, iteration)),
                     iteration,
                     notice=f"{why}: taking iteration {iteration}, the newest complete checkpoint",
                 )
@@ -211,8 +216,9 @@ def load_run_values(folder: Path) -> dict[str, Any]:
 
 def complete_iterations(root: Path) -> list[int]:
     """Iterations that have a complete checkpoint, ascending."""
-    matches = [(entry, re.fullmatch(_ITERATION, entry.name)) for entry in _entries(root)]
-    return sorted(int(m[1]) for entry, m in matches if m is not None and (entry / MANIFEST_FILE).is_file())
+    matches = [re.fullmatch(_ITERATION, folders.name_of(entry)) for entry in _entries(root)]
+    iterations = {int(match[1]) for match in matches if match is not None}
+    return sorted(one for one in iterations if folders.is_complete(iteration_folder(root, one)))
 
 
 def _named(root: Path, who: str, *, iteration: int) -> FoundCheckpoint:

@@ -38,6 +38,7 @@ from megatron.training.checkpoint_folder import (
     clean_save_folder,
     find_checkpoint,
     get_checkpoint_tracker_filename,
+    is_same_folder,
     iteration_folder,
     load_run_values,
     prune,
@@ -227,6 +228,8 @@ def load_checkpoint(
         optimizer.load_state_dict(common["optimizer"])
     if taken.position:
         train_state.load_state_dict(common["train_state"])
+        if optimizer is not None:
+            _set_tracker_back(config, found.iteration)
     _carry_companions(config)
     weights_alone = "" if taken.position else ": its weights alone, training starts at iteration 0"
     print_rank_0(f"  successfully loaded checkpoint from {config.load} at iteration {found.iteration}{weights_alone}")
@@ -319,6 +322,19 @@ def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str]) -> Found
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def _set_tracker_back(config: CheckpointConfig, iteration: int) -> None:
+    """Names the checkpoint of --ckpt-step as the latest where the run saves into the same folder. Collective.
+
+    Restarts, and steps that go back, load the latest: not one that came later in a run that this one leaves. Not for
+    a run that only evaluates, which goes nowhere from here.
+    """
+    if config.ckpt_step is None:
+        return
+    with one_error_everywhere(f"cannot name iteration {iteration} in --save {config.save} as the latest", None):
+        if _rank() == 0 and config.save is not None and is_same_folder(config.load, config.save):
+            write_tracker(config.save, iteration)
 
 
 def _what_to_take(

@@ -76,6 +76,15 @@ def watch_loss(run: TrainingRun, report: StepReport) -> bool:
     return True
 
 
+def _positions_until(run: TrainingRun, end: int) -> set[int]:
+    """Where the batches from the run's position to `end` begin, in samples: for a later return to this checkpoint."""
+    found, position = set(), run.state.consumed_train_samples
+    while position < end:
+        found.add(position)
+        position += run.batches.running.size_at(position)
+    return found
+
+
 def _go_back(run: TrainingRun, error: RuntimeError, *, leaves_out: str, position: int | None = None) -> None:
     """Loads the last checkpoint of --save; raises `error` if that may not be. Collective.
 
@@ -96,6 +105,7 @@ def _go_back(run: TrainingRun, error: RuntimeError, *, leaves_out: str, position
         replace(run.checkpoint, load=save, finetune=False, ckpt_step=None, no_load_optim=False, no_load_rng=False)
     )
     if position is not None:
+        recovery.left_out |= _positions_until(run, position)
         run.move_position(position)
     position_data(run)
     run.callbacks.on_rewind(run.state.iteration)

@@ -138,7 +138,9 @@ def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None
     run.callbacks.on_step_end(run.measured(replace(report, is_last=is_last)))
     if run.owes_evaluation and reason is not ExitReason.SIGNAL and not evaluate_validation(run):
         reason = ExitReason.SIGNAL
-    if run.is_due(run.faults.check_weight_hash_across_dp_replicas_interval):
+    interval, is_last = run.faults.check_weight_hash_across_dp_replicas_interval, is_last or reason is not None
+    # Also before a save: what a run goes on from must not be weights that have come apart.
+    if run.is_due(interval) or (interval is not None and (is_last or run.is_due(run.checkpoint.save_interval))):
         check_weight_hashes(run)
     return reason
 

@@ -16,6 +16,7 @@ import pretrain_gpt
 from megatron.core.distributed.weight_hashes import WeightMismatchError, weight_hash
 from megatron.core.utils import unwrap_model
 from megatron.training.callbacks import Callback, CallbackList, StepReport
+from megatron.training.checkpoint_folder import complete_iterations
 from megatron.training.recovery import NON_FINITE
 from megatron.training.run import TrainingRun
 from megatron.training.training import train
@@ -60,18 +61,20 @@ class _Losses(Callback):
 class _Poison:
     """pretrain_gpt's forward step; the last rank's is bad in one of its calls, and good if that comes again."""
 
-    def __init__(self, what: str | None, *, call: int) -> None:
-        self._what, self._call, self._num_calls = what, call, 0
+    def __init__(self, bad_calls: dict[int, str]) -> None:
+        """bad_calls: what is bad, by number of the call, from 1."""
+        self._bad_calls, self._num_calls = bad_calls, 0
 
     def __call__(self, data_iterator: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Any]:
         losses, loss_func = pretrain_gpt.forward_step(data_iterator, model)
         self._num_calls += 1
-        if dist.get_rank() == RANKS - 1 and self._num_calls == self._call:
-            if self._what == "loss":
+        if dist.get_rank() == RANKS - 1:
+            what = self._bad_calls.get(self._num_calls)
+            if what == "loss":
                 losses = losses * float("nan")
-            if self._what == "spike":
+            if what == "spike":
                 losses = losses * 50.0
-            if self._what == "gradient":
+            if what == "gradient":
                 losses.register_hook(lambda grad: grad * float("inf"))
         return losses, loss_func
 
@@ -80,7 +83,7 @@ def _train(flags: Flags, folder: Path, *, poison: str | None, leaves_out: bool =
     """leaves_out: the batch of the bad step is left out from the start."""
     ranks_of_data = RANKS // flags.get("pipeline-model-parallel-size", 1)
     num_microbatches = BATCH // ranks_of_data
-    step = _Poison(poison, call=(BAD_STEP - 1) * num_microbatches + 2)
+    step = _Poison({} if poison is None else {(BAD_STEP - 1) * num_microbatches + 2: poison})
     seen = _Losses()
     with started_run(command_line({**FLAGS, **flags, "save": folder}), forward_step=step) as run:
         run.callbacks = CallbackList((seen,))
@@ -120,20 +123,21 @@ def test_a_bad_step_is_skipped_or_gone_back_from_as_if_its_batch_were_not_there(
 def _go_back_from_a_spike(folder: str) -> None:
     # Long enough for a median of twenty losses.
     flags: Flags = {"train-iters": 26, "lr": 1e-4, "min-lr": 1e-4}
-    flags |= {"loss-spike-rewind": 3, "save-interval": 10}
+    flags |= {"loss-spike-rewind": 3, "save-interval": 10, "non-finite-policy": "rewind"}
     seen: list[tuple[int, int]] = []
 
     class Positions(Callback):
         def on_step_end(self, report: StepReport) -> None:
             seen.append((report.iteration, report.consumed_samples))
 
-    step = _Poison("spike", call=22 * 2 + 1)
+    # Of two microbatches a step; behind the return the second step is bad again, and goes back to the same checkpoint.
+    step = _Poison({22 * 2 + 1: "spike", 24 * 2 + 1: "loss"})
     with started_run(command_line({**FLAGS, **flags, "save": folder}), forward_step=step) as run:
         run.callbacks = CallbackList((Positions(),))
         train(run)
-        assert run.recovery.num_rewinds == 1 and len(run.state.recent_losses) == 26
-    # Steps 21 and 22 come again, with the batches behind that of step 23.
-    assert seen[20:23] == [(21, 84), (22, 88), (21, 96)] and seen[-1] == (26, 116)
+        assert run.recovery.num_rewinds == 2 and len(run.state.recent_losses) == 26
+    # Steps 21 and 22 come again, with the batches behind that of step 23; and again, without that of the second return.
+    assert seen[20:25] == [(21, 84), (22, 88), (21, 96), (21, 96), (22, 104)] and seen[-1] == (26, 120)
 
 
 def test_a_loss_spike_goes_back_and_leaves_out_the_data_since(
@@ -177,10 +181,13 @@ class _Flip(Callback):
             unwrap_model(self._run.model)[0].get_parameter(self._name).data.view(-1).view(torch.int32)[7] ^= 1
 
 
-def _change_a_weight() -> None:
+def _change_a_weight(folder: str) -> None:
     flags = {**FLAGS, **SHARDED, "check-weight-hash-across-dp-replicas-interval": 2, "save-interval": None}
-    for name, changed in ((NAME, 1), ("decoder.layers.1.mlp.router.weight", 0)):
-        with started_run(command_line(flags)) as run:
+    # By its interval, and by that of saves, before which weights are compared in any case.
+    before_saves = {"check-weight-hash-across-dp-replicas-interval": 100, "save-interval": 2, "save": folder}
+    cases = ((NAME, 1, {}), ("decoder.layers.1.mlp.router.weight", 0, before_saves))
+    for name, changed, other in cases:
+        with started_run(command_line({**flags, **other})) as run:
             run.callbacks = CallbackList((_Flip(run, name, rank=changed),))
             with pytest.raises(
                 WeightMismatchError, match=rf"after iteration 4: {name} of rank 1 is not that of rank 0"
@@ -188,8 +195,9 @@ def _change_a_weight() -> None:
                 train(run)
 
 
-def test_a_bit_that_flips_in_a_replica_is_named_with_its_rank() -> None:
-    run_on_ranks(_change_a_weight, RANKS)
+def test_a_bit_that_flips_in_a_replica_is_named_with_its_rank_and_not_saved(tmp_path: Path) -> None:
+    run_on_ranks(_change_a_weight, RANKS, str(tmp_path))
+    assert complete_iterations(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])

@@ -74,7 +74,7 @@ def remove(folder: Path) -> None:
     """Deletes a checkpoint; killed in between, it leaves what the next save removes."""
     # Deleting takes time; under this name a half deleted folder is recognised.
     doomed = incomplete_folder(folder, new_id())
-    disk.rename(folder, doomed)
+    disk.rename(find_checkpoint(folder), doomed)
     disk.remove_tree(doomed)
 
 
@@ -111,6 +111,20 @@ def find_checkpoint(folder: Path) -> Path:
     if not (folder / MANIFEST_FILE).is_file():
         raise ValueError(f"{folder} is no complete checkpoint: it has no {MANIFEST_FILE}")
     return folder
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether there is a whole checkpoint to read for `folder`."""
+    try:
+        find_checkpoint(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def name_of(entry: Path) -> str:
+    """The name of the checkpoint that a folder holds: also of one that a killed replacement left aside."""
+    return re.sub(f"{re.escape(_REPLACED)}{_ID}$", "", entry.name)
 
 
 def replace_text(path: Path, text: str) -> None:

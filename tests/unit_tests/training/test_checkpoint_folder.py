@@ -105,6 +105,17 @@ def test_old_checkpoints_go_but_for_those_at_the_interval_and_the_latest(tmp_pat
     assert sorted(os.listdir(tmp_path))[0] == "iter_0000010"
 
 
+def test_a_checkpoint_that_a_killed_replacement_left_aside_is_one(tmp_path):
+    make(tmp_path, 5, 10)
+    os.rename(tmp_path / "iter_0000005", tmp_path / "iter_0000005.replaced-0123456789ab")
+    write_tracker(str(tmp_path), 10)
+    assert complete_iterations(tmp_path) == [5, 10]
+    found = find_checkpoint(str(tmp_path), damaged={10: "is damaged"})
+    assert found.iteration == 5 and found.path.is_dir()
+    prune(str(tmp_path), latest=10, interval=100)
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000010", "latest_checkpointed_iteration.txt"]
+
+
 def test_a_wrong_step_or_folder_says_what_would_be_right(tmp_path):
     make(tmp_path, 5)
     with pytest.raises(ValueError, match="--ckpt-step is 6: .* complete iterations: 5"):

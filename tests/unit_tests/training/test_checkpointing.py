@@ -150,3 +150,15 @@ def test_saving_prints_nothing_and_loading_what_it_took(tmp_path, capfd):
     assert capfd.readouterr() == (f"{loaded}\n", "")
     SmallRun().load(tmp_path, finetune=True)
     assert capfd.readouterr() == (f"{loaded}: its weights alone, training starts at iteration 0\n", "")
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_of_its_folder_has_that_as_the_latest(tmp_path):
+    run = SmallRun().train(2)
+    run.save(tmp_path)
+    run.train(2).save(tmp_path)
+    # A run that saves elsewhere, and one that only evaluates, leave the folder as it is.
+    for other in ({"save": str(tmp_path / "other")}, {}):
+        assert SmallRun().load(tmp_path, ckpt_step=2, **other) == 2 and SmallRun().load(tmp_path) == 4
+    assert SmallRun().load(tmp_path, ckpt_step=2, save=str(tmp_path)) == 2
+    # As a restart does, and a step that goes back.
+    assert SmallRun().load(tmp_path) == 2
