@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.activations import QUICK_GELU_GAIN, quick_gelu
@@ -66,9 +66,15 @@ class MLP(MegatronModule):
             init_method=config.init_method,
             **shared,
         )
-        if config.gated_linear_unit:
-            for param in self._split_params().values():
-                set_tensor_model_parallel_attributes(param, True, 0, 2)
+        # By name, once: others take the parameters' places, without such facts, as files' tensors in a conversion. The
+        # narrow part of an adapter has no rows of gate and up.
+        self._gated_names = [
+            name
+            for name, param in self.linear_fc1.named_parameters()
+            if config.gated_linear_unit and param_facts(param).tensor_model_parallel
+        ]
+        for name in self._gated_names:
+            set_tensor_model_parallel_attributes(self.linear_fc1.get_parameter(name), True, 0, 2)
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             self.ffn_hidden_size,
@@ -91,19 +97,11 @@ class MLP(MegatronModule):
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """A gated linear_fc1 is stored as two tensors, gate and up: [F, H], and [F] of the bias; F of all ranks."""
-        if not self.config.gated_linear_unit:
-            return {}
+        shapes = {name: tuple(self.linear_fc1.get_parameter(name).shape) for name in self._gated_names}
         return {
-            f"linear_fc1.{name}": gate_up_pieces(
-                f"{prefix}linear_fc1.{name}", tuple(parameter.shape), group=self.tp_group
-            )
-            for name, parameter in self._split_params().items()
+            f"linear_fc1.{name}": gate_up_pieces(f"{prefix}linear_fc1.{name}", shape, group=self.tp_group)
+            for name, shape in shapes.items()
         }
-
-    def _split_params(self) -> dict[str, nn.Parameter]:
-        """Parameters of linear_fc1 by name whose rows are gate over up; an adapter has one that has no such rows."""
-        params = dict(self.linear_fc1.named_parameters())
-        return {name: param for name, param in params.items() if param_facts(param).tensor_model_parallel}
 
 
 def gate_up_pieces(key: str, shape: tuple[int, ...], *, group: ProcessGroup | None = None) -> list[LogicalPiece]:
