@@ -34,6 +34,7 @@ from tools.stored_checkpoints import (  # noqa: E402
     opened,
     removable,
     stored_tensors,
+    values_named,
 )
 
 # Formats by Megatron's words of --ckpt-format: a file for each rank, and the canonical one, which has two names;
@@ -126,14 +127,14 @@ def _inspect(options: argparse.Namespace) -> None:
     num_bytes = sum(entry.num_bytes for entry in checkpoint.files.values())
     console.print(f"{checkpoint.folder}: {len(checkpoint.files)} files, {num_bytes:,} bytes", soft_wrap=True)
     if "iteration" in common:
-        samples = common.get("train_state", {}).get("consumed_train_samples", 0)
-        console.print(f"iteration {common['iteration']}, {samples:,} samples consumed")
-    arguments = common.get("args", {})
+        samples = values_named("train_state", common).get("consumed_train_samples", 0)
+        console.print(f"iteration {common['iteration']}, {samples} samples consumed")
+    arguments = values_named("args", common)
     layout = ", ".join(f"{name} {arguments[name]}" for name in _LAYOUT if name in arguments)
     if layout:
         console.print(f"saved with {layout}", soft_wrap=True)
-    if common.get("frozen"):
-        console.print(f"{len(common['frozen'])} frozen parameters without optimizer state")
+    if isinstance(frozen := common.get("frozen"), list) and frozen:
+        console.print(f"{len(frozen)} frozen parameters without optimizer state")
     console.print(_table_of_parts(tensors))
     if options.tensors:
         console.print(_table_of_tensors(tensors))
@@ -193,7 +194,10 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _print_values(console: Console, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -> None:
     """What differs beside the tensors: arguments often do, so they do not count."""
-    x, y = ({**one.common, **{f"args.{k}": v for k, v in one.common.get("args", {}).items()}} for one in (a, other))
+    x, y = (
+        {**one.common, **{f"args.{name}": value for name, value in values_named("args", one.common).items()}}
+        for one in (a, other)
+    )
     for name in sorted(x.keys() | y.keys()):
         if name != "args" and x.get(name) != y.get(name):
             console.print(f"{name}: {x.get(name)} | {y.get(name)}", soft_wrap=True)

@@ -26,11 +26,11 @@ from megatron.training.checkpoint_args import args_to_json, model_arguments
 from megatron.training.checkpoint_folder import (
     find_checkpoint,
     iteration_folder,
-    load_run_values,
     write_tracker,
 )
 from megatron.training.fake_ranks import fake_rank
 from megatron.training.gpt_builder import build_gpt
+from megatron.training.run_values import check_arguments, load_run_values
 from megatron.training.setup import model_parts
 from megatron.training.train_state import TrainState
 from tools.legacy_checkpoint import (
@@ -89,11 +89,13 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
         # It may be a run's own, with the optimizer's state that older files do not give.
         raise ValueError(f"{folder} is there already: not overwritten")
     args = _args_of_files(first, vocab_size)
+    # Before any group is made of the ranks that these files say there are.
+    for name in _names_of_files(args):
+        if name not in files:
+            raise ValueError(f"{load} has no {name}/{FILE}, of the {_layout_in_words(args)}")
     tensors: list[ShardedTensor] = []
     for rank in range(_num_files(args)):
         with _rank_of_files(args, rank) as (name, parts):
-            if name not in files:
-                raise ValueError(f"{load} has no {name}/{FILE}, of the {_layout_in_words(args)}")
             file = first if files[name] == first.path else read_legacy(files[name])
             if len(parts) != len(file.chunks):
                 raise ValueError(f"{file.path} holds {len(file.chunks)} chunks of the model: must be {len(parts)}")
@@ -145,6 +147,16 @@ def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | 
     return target
 
 
+def _names_of_files(args: argparse.Namespace) -> Iterator[str]:
+    """The folders of all ranks that have a file; who asks may stop at the first that is missing, of however many."""
+    stages, num_expert_ranks = args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    for tensor in range(args.tensor_model_parallel_size):
+        for stage in range(stages):
+            for expert in range(num_expert_ranks):
+                place = LegacyRank(tensor, stage, expert)
+                yield place.folder(num_stages=stages, num_expert_ranks=num_expert_ranks)
+
+
 def _num_files(args: argparse.Namespace) -> int:
     return math.prod(vars(args)[f"{name}_model_parallel_size"] for name in ("tensor", "pipeline", "expert"))
 
@@ -188,6 +200,10 @@ def _state(part: nn.Module) -> dict[str, Tensor]:
 
 def _args_of_files(file: LegacyFile, vocab_size: int | None) -> argparse.Namespace:
     stored = _json_values(file.args)
+    try:
+        check_arguments(stored)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
     args = _model_args(stored)
     vars(args).update({name: stored[name] for name in (*_LAYOUT, "sequence_parallel") if name in stored})
     expert_split = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
@@ -196,7 +212,7 @@ def _args_of_files(file: LegacyFile, vocab_size: int | None) -> argparse.Namespa
             f"{file.path}: expert_tensor_parallel_size is {expert_split}: must be that of other layers, "
             f"{args.tensor_model_parallel_size}"
         )
-    padded, unpadded = file.args.get("padded_vocab_size"), vocab_size or file.args.get("vocab_size")
+    padded, unpadded = stored.get("padded_vocab_size"), vocab_size or stored.get("vocab_size")
     if padded is None or unpadded is None:
         raise ValueError(f"{file.path} does not say how many tokens the tokenizer has: give --vocab-size")
     if not 0 < unpadded <= padded:

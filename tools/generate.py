@@ -15,7 +15,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from megatron.core.device import default_device  # noqa: E402
-from megatron.core.dist_checkpointing import load, load_common, model_sharded_tensors  # noqa: E402
+from megatron.core.dist_checkpointing import load, model_sharded_tensors  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer  # noqa: E402
 from megatron.core.tokenizers.tokenizer import Tokenizer  # noqa: E402
@@ -25,6 +25,7 @@ from megatron.training.checkpoint_folder import find_checkpoint  # noqa: E402
 from megatron.training.command_line.flag_table import flags_of_class  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from megatron.training.gpt_builder import build_gpt  # noqa: E402
+from megatron.training.run_values import load_run_values  # noqa: E402
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}))
@@ -87,7 +88,7 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
     found = find_checkpoint(folder, step=step)
     if found is None:
         raise ValueError(f"--load is {folder}: there is no checkpoint in it; give a folder that --save wrote")
-    stored = load_common(found.path)["args"]
+    stored = load_run_values(found.path)["args"]
     args = parse_args(argv=[])
     vars(args).update(model_arguments(stored, here=vars(args)))
     for name in ("padded_vocab_size", "unpadded_vocab_size"):

@@ -9,7 +9,6 @@ stored by position in lists there. Which layout a file is of is convert_legacy.p
 
 import argparse
 import collections
-import pickle
 import re
 import signal
 import types
@@ -22,9 +21,11 @@ import numpy
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.torch_files import load_allowed
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
-from megatron.training.checkpoint_folder import RELEASE, TRACKER_FILE
+from megatron.training.checkpoint_folder import RELEASE, TRACKER_FILE, iteration_of_text
+from megatron.training.run_values import is_count
 
 FILE = "model_optim_rng.pt"
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -104,9 +105,10 @@ def find_legacy(folder: Path, *, step: int | None) -> Path:
                 f"--load is {folder}: it has no {TRACKER_FILE}; give the folder above iter_..., or --ckpt-step"
             )
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if text != RELEASE and not (text.isdecimal() and text.isascii()):
+        iteration = iteration_of_text(text)
+        if text != RELEASE and iteration is None:
             raise ValueError(f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}")
-        found = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+        found = folder / (RELEASE if text == RELEASE else f"iter_{iteration:07d}")
     if not any(found.glob(f"mp_rank_*/{FILE}")):
         raise ValueError(
             f"{found} has no mp_rank_XX/{FILE}: it is no checkpoint of the older format (--ckpt-format torch)"
@@ -128,21 +130,7 @@ def read_legacy(path: Path) -> LegacyFile:
 
     Raises ValueError naming the file where it holds other objects, is damaged, or is of an older kind of model.
     """
-    try:
-        with torch.serialization.safe_globals(_ALLOWED):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (
-        RuntimeError,
-        pickle.UnpicklingError,
-        EOFError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:
-        # Torch's advice, to unpickle without a check, is not ours.
-        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    return _checked(path, content)
+    return _checked(path, load_allowed(path, path, allowed=_ALLOWED, mmap=True))
 
 
 def write_legacy(
@@ -165,32 +153,45 @@ def write_legacy(
 def _checked(path: Path, content: Any) -> LegacyFile:
     if not isinstance(content, dict) or not {"args", "iteration"} <= content.keys():
         raise ValueError(f"{path} holds no training run's checkpoint: must have args and iteration")
-    version = content.get("checkpoint_version", 0)
-    if version not in _VERSIONS:
+    args, iteration, version = content["args"], content["iteration"], content.get("checkpoint_version", 0)
+    if not isinstance(args, (argparse.Namespace, types.SimpleNamespace)) or not is_count(iteration):
+        raise ValueError(f"{path} holds {args!r:.60} as args and {iteration!r:.60} as iteration: no training run's")
+    if type(version) not in (int, float) or version not in _VERSIONS:
         raise ValueError(
-            f"{path} is of checkpoint_version {version}: must be 2.0 or 3.0, whose query, key and value lie alike"
+            f"{path} is of checkpoint_version {version!r:.60}: must be 2.0 or 3.0, whose query, key and value lie alike"
         )
-    names = (
-        ["model"] if "model" in content else sorted((n for n in content if re.fullmatch(r"model\d+", n)), key=_number)
-    )
+    chunks = _chunks(path, content)
+    return LegacyFile(path, dict(vars(args)), iteration, [_tensors(path, chunk) for chunk in chunks])
+
+
+def _chunks(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    names = ["model"] if "model" in content else sorted((n for n in content if _is_chunk(n)), key=_number)
     chunks = [content[name] for name in names]
+    if any(not isinstance(chunk, dict) or not all(isinstance(name, str) for name in chunk) for chunk in chunks):
+        raise ValueError(f"{path} holds a model that has no parameters by name")
     if not chunks or any("language_model" in chunk for chunk in chunks):
         raise ValueError(
             f"{path} holds no core model (--use-mcore-models): convert it by the Megatron that wrote it first"
         )
-    args = content["args"]
-    return LegacyFile(path, dict(vars(args)), int(content["iteration"]), [_tensors(path, chunk) for chunk in chunks])
+    return chunks
+
+
+def _is_chunk(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"model[0-9]{1,4}", name) is not None
 
 
 def _number(name: str) -> int:
     return int(name.removeprefix("model"))
 
 
-def _tensors(path: Path, chunk: Any) -> dict[str, Tensor]:
+def _tensors(path: Path, chunk: Mapping[str, Any]) -> dict[str, Tensor]:
     kept = {name: value for name, value in chunk.items() if not name.endswith(_NOT_WEIGHTS)}
-    wrong = [name for name, value in kept.items() if not isinstance(value, Tensor)]
-    if wrong:
-        raise ValueError(f"{path} holds a {type(kept[wrong[0]]).__name__} as {wrong[0]}: must be a tensor")
+    for name, value in kept.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{path} holds a {type(value).__name__} as {name}: must be a tensor")
+        if value.layout is not torch.strided or value.is_meta or not value.is_floating_point():
+            kind = f"{value.dtype} {value.layout} tensor on {value.device}"
+            raise ValueError(f"{path} holds a {kind} as {name}: must be numbers with fractions, as weights are")
     return kept
 
 
@@ -250,6 +251,11 @@ def _parts_here(inner: str, tensor: Tensor, *, facts: ChunkFacts) -> Iterator[tu
     elif expert := _EXPERT_OF_MANY.fullmatch(inner):
         yield f"mlp.experts.local_experts.{expert[3]}.linear_{expert[1]}.{expert[2]}", tensor
     elif stacked := _STACKED.fullmatch(inner):
+        if not tensor.numel() or tensor.numel() % (facts.num_experts * facts.hidden_size or tensor.numel() + 1):
+            raise ValueError(
+                f"{inner} has shape {list(tensor.shape)}: must hold {facts.num_experts} experts of hidden size "
+                f"{facts.hidden_size}"
+            )
         # In memory [experts, in, out], whatever the shape says.
         rows = facts.hidden_size if stacked[1] == "1" else -1
         columns = -1 if stacked[1] == "1" else facts.hidden_size

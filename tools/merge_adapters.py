@@ -18,9 +18,9 @@ from megatron.training.checkpoint_folder import (
     carry_companions,
     complete_iterations,
     find_checkpoint,
-    load_run_values,
     write_release_tracker,
 )
+from megatron.training.run_values import load_run_values
 from tools.export_safetensors import NOT_WEIGHTS
 
 # The weights of a linear layer: as they are, gate and up apart, or queries, keys and values.

@@ -3,7 +3,8 @@
 Needs no process group and no model. The command line is tools/checkpoint.py's.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,8 +22,13 @@ from megatron.core.dist_checkpointing.manifest import (
     verify_part,
     verify_size,
 )
-from megatron.core.dist_checkpointing.storage import read_metadata
-from megatron.training.checkpoint_folder import TRACKER_FILE, complete_iterations, find_checkpoint, iteration_folder
+from megatron.training.checkpoint_folder import (
+    TRACKER_FILE,
+    complete_iterations,
+    find_checkpoint,
+    iteration_folder,
+    iteration_of_text,
+)
 
 # Of each of two tensors, what is compared at a time.
 _WINDOW_BYTES = 64 << 20
@@ -58,7 +64,7 @@ def tracked_iteration(root: Path) -> int | None:
     """The iteration that the tracker of a folder names, if it names one."""
     tracker = root / TRACKER_FILE
     text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
-    return int(text) if text.isdecimal() and text.isascii() else None
+    return iteration_of_text(text)
 
 
 # Damage.
@@ -122,12 +128,8 @@ class StoredTensor:
 
 def stored_tensors(checkpoint: VerifiedCheckpoint) -> list[StoredTensor]:
     """All tensors of a checkpoint by key."""
-    pieces: dict[str, list[tuple[str, Piece]]] = {}
-    for name, entry in checkpoint.files.items():
-        for piece in entry.pieces:
-            pieces.setdefault(piece.key, []).append((name, piece))
     return [
-        StoredTensor(key, shape, dtype, tuple(pieces.get(key, ())))
+        StoredTensor(key, shape, dtype, tuple(checkpoint.pieces[key]))
         for key, (shape, dtype) in sorted(checkpoint.tensors.items())
     ]
 
@@ -140,7 +142,13 @@ def opened(folder: Path) -> VerifiedCheckpoint:
         verify_size(folder, name, expected=entry)
         if not entry.pieces:
             verify_part(folder, name, expected=entry, part=None)
-    return VerifiedCheckpoint(folder, files, read_metadata(folder))
+    return VerifiedCheckpoint.read(folder, files)
+
+
+def values_named(name: str, common: Mapping[str, Any]) -> dict[str, Any]:
+    """The values below a name in the JSON part; none where a program has put something else there."""
+    found = common.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 # Differences.
@@ -215,6 +223,7 @@ def _windows(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[tuple
     """Offsets and shapes of some rows at a time, of a tensor of `shape`."""
     if not shape:
         yield (), ()
+    if not math.prod(shape) or not shape:
         return
     rows = max(1, _WINDOW_BYTES // max(1, torch.Size(shape[1:]).numel() * dtype.itemsize))
     for start in range(0, shape[0], rows):

@@ -79,6 +79,9 @@ def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
 
 
 def _check_bounds(where: str, value: float, *, spec: FieldSpec) -> None:
+    # Sizes and counts become C's integers sooner or later.
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{where} is {value}: must fit into 64 bits")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} is {value}: must be {'a number' if math.isnan(value) else 'finite'}")
     bounds: Sequence[tuple[float | None, Callable[[float, float], bool], str]] = (

@@ -47,6 +47,10 @@ def parse_args(
     # Copied: the caller may go on using its list.
     words = list(sys.argv[1:] if argv is None else argv)
     parser, script_dests = build_parser(table, extra_args_provider)
+    for word in words:
+        # Of which argparse makes an empty list.
+        if word.startswith("--") and word.endswith("=--"):
+            raise CommandLineError(f"{word.removesuffix('=--')}: '--' is no value")
     # Defaults, so that the command line wins without a word about precedence elsewhere.
     parser.set_defaults(**_values_of_files(words, table=table, script_dests=script_dests))
     args, leftovers = parser.parse_known_args(words)

@@ -8,8 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training.checkpoint_folder import find_checkpoint, load_run_values
+from megatron.training.checkpoint_folder import find_checkpoint
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+from megatron.training.run_values import load_run_values
 
 # Of MODEL_SHAPE_DESTS, those that are neither a shape nor a meaning of stored weights.
 _NOT_IN_WEIGHTS = (

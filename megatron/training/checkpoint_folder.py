@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -23,8 +22,8 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 # Beside checkpoints: what came with a model of another format, for the way back (tools/hugging_face).
 COMPANION_FOLDER = "hugging_face"
-# Seven digits and, after ten million steps, more.
-_ITERATION = r"iter_(\d{7,})"
+# Seven digits and, after ten million steps, more; not so many that no number is meant.
+_ITERATION = r"iter_([0-9]{7,18})"
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,12 @@ def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
 def iteration_folder(checkpoints_path: str | Path, iteration: int) -> Path:
     """Where the checkpoint of an iteration is."""
     return Path(checkpoints_path) / f"iter_{iteration:07d}"
+
+
+def iteration_of_text(text: str) -> int | None:
+    """The iteration that a tracker with this text names; None if it names none."""
+    # Not isdecimal, which accepts digits of other scripts, nor more digits than any number of steps has.
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag: str = "--save") -> None:
@@ -141,8 +146,7 @@ def find_checkpoint(
     text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else None
     if text == RELEASE:
         return FoundCheckpoint(folders.find_checkpoint(root / RELEASE), 0, is_release=True)
-    # isdecimal alone accepts digits of other scripts.
-    wanted = int(text) if text is not None and text.isdecimal() and text.isascii() else None
+    wanted = None if text is None else iteration_of_text(text)
     candidates = complete_iterations(root)
     if wanted is not None and wanted not in problems:
         problem = _problem(root, wanted)
@@ -206,18 +210,11 @@ def _problem(root: Path, iteration: int) -> str | None:
     return None
 
 
-def load_run_values(folder: Path) -> dict[str, Any]:
-    """The JSON part of a training run's checkpoint; raises ValueError if something else wrote the checkpoint."""
-    values = load_common(folder)
-    if not values.keys() >= {"iteration", "args", "train_state", "contents", "frozen"}:
-        raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
-    return values
-
-
 def complete_iterations(root: Path) -> list[int]:
     """Iterations that have a complete checkpoint, ascending."""
     matches = [re.fullmatch(_ITERATION, folders.name_of(entry)) for entry in _entries(root)]
     iterations = {int(match[1]) for match in matches if match is not None}
+    # Of names with more zeros than the format has, no one would know which is meant.
     return sorted(one for one in iterations if folders.is_complete(iteration_folder(root, one)))
 
 

@@ -40,7 +40,6 @@ from megatron.training.checkpoint_folder import (
     get_checkpoint_tracker_filename,
     is_same_folder,
     iteration_folder,
-    load_run_values,
     prune,
     refuse_checkpoints_of_another_run,
     write_tracker,
@@ -52,6 +51,7 @@ from megatron.training.initialize import seed_ranks
 from megatron.training.model_weights import ModelWeights, frozen_tensors
 from megatron.training.new_parts import NewParts
 from megatron.training.rng_state import load_rng, rng_sharded_state
+from megatron.training.run_values import load_run_values
 from megatron.training.tied_weights import EMBEDDING, OUTPUT, Tying, require_same_two
 from megatron.training.train_state import TrainState
 

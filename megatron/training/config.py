@@ -210,7 +210,7 @@ class DistributedConfig:
         None, choices=("nccl", "gloo"), help="Communication library; unset: nccl with GPUs, gloo without."
     )
     distributed_timeout_minutes: int = config_field(
-        10, help="Minutes that a collective may take before the run fails.", at_least=1
+        10, help="Minutes that a collective may take before the run fails.", at_least=1, at_most=1_000_000
     )
     use_gloo_process_groups: bool = config_field(
         True,

@@ -14,7 +14,8 @@ from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import NonFiniteGradientError
 from megatron.core.distributed.weight_hashes import WeightMismatchError
 from megatron.training.arguments import CommandLineError
-from megatron.training.failure_board import lost_another_rank
+from megatron.training.failure_board import lost_another_rank, place_of
+from megatron.training.memory_need import is_lack_of_memory
 from megatron.training.recovery_state import LossSpikeError
 from megatron.training.step_runner import ExpertOverflowError
 from megatron.training.step_statistics import NonFiniteLossError
@@ -48,7 +49,7 @@ def exit_on_user_error() -> Iterator[None]:
         # Or the interpreter fails once more, in words of its own, when it flushes what was not read.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILURE_EXIT_CODE) from error
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         message = _message_for_user(error)
         if message is None:
             raise
@@ -67,6 +68,10 @@ def _message_for_user(error: BaseException) -> str | None:
     """What tells the user what to do; None for a bug."""
     if isinstance(error, (OSError, *_EVERY_RANK_KNOWS)) or (isinstance(error, ValueError) and raised_on_purpose(error)):
         return str(error)
+    if is_lack_of_memory(error):
+        reason = str(error).partition("\n")[0] or "no words from the allocator"
+        advice = "make the model or --micro-batch-size smaller, or use more ranks"
+        return f"out of memory {place_of(error)}: {reason}; {advice}"
     if lost_another_rank(error):
         return "the connection to another rank was lost: that rank has ended, its own messages say why"
     return None

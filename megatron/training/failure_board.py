@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -39,6 +40,12 @@ _NO_ANSWER = "rank 0 or its node hangs: the store there does not answer"
 _SILENT_SECONDS = 5.0  # for the thread of a rank that hangs: its look at the notes and the grace
 _FIRST_PAUSE_SECONDS, _POLL_SECONDS = 0.01, 0.1  # ranks that end well do so within milliseconds of each other
 _REQUESTS_PER_SECOND = 4000  # what the server of the store is asked for by all ranks while nothing happens
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error was raised, for a person: "in FUNCTION (FILE:LINE)"."""
+    # Innermost first.
+    return _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
 
 
 def lost_another_rank(error: BaseException) -> bool:
@@ -101,7 +108,7 @@ class FailureBoard:
         if error is None:
             self._part(store)
         elif lost_another_rank(error):
-            doing = _place(_frames_of(error))
+            doing = place_of(error)
             cause = _answer(lambda: self._cause(store, then=self._leave))
             if cause is None:
                 self._leave()
@@ -216,18 +223,13 @@ def _wait_until(condition: Callable[[], bool], seconds: float = _PATIENCE_SECOND
         pause = min(2 * pause, _POLL_SECONDS)
 
 
-def _frames_of(error: BaseException) -> list[FrameType]:
-    """Where the error was raised and how it got there, innermost first."""
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-
-
 def _frames_of_thread(thread: int) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
 
 
 def _place(frames: list[FrameType]) -> str:
     """What a rank was doing, for a person: the function of this project, and the one of torch that it called."""
-    libraries = tuple(str(Path(module.__file__).parent) for module in (torch, threading) if module.__file__)
+    libraries = tuple(str(Path(module.__file__).parent) for module in (torch, numpy, threading) if module.__file__)
     own = next((frame for frame in frames if not frame.f_code.co_filename.startswith(libraries)), None)
     if own is None:
         return "outside this program"

@@ -6,6 +6,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.command_line.config_builder import flags_named_in_errors
+from megatron.training.memory_need import check_weights_fit
 
 
 def build_gpt(
@@ -16,6 +18,8 @@ def build_gpt(
     args: validated, with vocabulary sizes. The other arguments as GPTModel's.
     """
     config = core_transformer_config_from_args(args)
+    with flags_named_in_errors():
+        check_weights_fit(config, args.padded_vocab_size)
     layers = get_gpt_decoder_block_spec(config)
     model = GPTModel(
         config=config,

@@ -33,9 +33,30 @@ class TrainState:
         return {**vars(self), "learned_sizes": self.learned_sizes.to_json()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what state_dict gave; a field that is not in `state` keeps its value."""
+        """Takes over what state_dict gave; a field that is not in `state` keeps its value.
+
+        Raises ValueError, with nothing changed, for a value that state_dict does not give.
+        """
+        taken: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             if field.name in state:
                 value = state[field.name]
-                # All others are JSON values as they are.
-                vars(self)[field.name] = LearnedSizes.from_json(value) if field.name == "learned_sizes" else value
+                if field.name == "learned_sizes":
+                    taken[field.name] = LearnedSizes.from_json(value)
+                elif field.name == "recent_losses":
+                    taken[field.name] = _list_of_numbers(field.name, value)
+                else:
+                    taken[field.name] = _count(field.name, value)
+        vars(self).update(taken)
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise ValueError(f"train_state.{name} is {value!r:.80}: must be an integer, 0 or more")
+    return value
+
+
+def _list_of_numbers(name: str, value: Any) -> list[float]:
+    if not isinstance(value, list) or not all(isinstance(one, (int, float)) for one in value):
+        raise ValueError(f"train_state.{name} is {value!r:.80}: must be a list of numbers")
+    return value

@@ -28,9 +28,9 @@ from megatron.training.checkpoint_folder import (
     RELEASE,
     complete_iterations,
     find_checkpoint,
-    load_run_values,
     write_release_tracker,
 )
+from megatron.training.run_values import load_run_values
 from megatron.training.train_state import TrainState
 from tools.export_safetensors import NOT_WEIGHTS
 from tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config

@@ -20,7 +20,7 @@ from megatron.core.datasets.document_borders import (
     document_starts,
     restarted_positions,
 )
-from megatron.core.datasets.gpt_indices import GPTIndices, build_gpt_indices
+from megatron.core.datasets.gpt_indices import GPTIndices, build_gpt_indices, check_gpt_indices
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
 from megatron.core.datasets.loss_masks import check_loss_mask, open_loss_mask
@@ -218,7 +218,16 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             return self._build_indices()
         label = f"{type(self).__name__}-{self.index_split.name}"
         cache = IndexCache(folder, label=label, description=self._description())
-        return GPTIndices(**cache.load_or_build(lambda: vars(self._build_indices())))
+        return GPTIndices(**cache.load_or_build(lambda: vars(self._build_indices()), check=self._check_cached))
+
+    def _check_cached(self, arrays: Mapping[str, np.ndarray]) -> None:
+        check_gpt_indices(
+            GPTIndices(**arrays),
+            self.dataset.sequence_lengths,
+            documents=self.indices,
+            seq_length=self.config.sequence_length,
+            num_samples=self.num_samples,
+        )
 
     def _build_indices(self) -> GPTIndices:
         return build_gpt_indices(

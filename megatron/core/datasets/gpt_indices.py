@@ -66,6 +66,30 @@ def build_gpt_indices(
     return GPTIndices(document=document, sample=sample, shuffle=build_shuffle_index(plan, rng=rng))
 
 
+def check_gpt_indices(
+    indices: GPTIndices, lengths: np.ndarray, *, documents: np.ndarray, seq_length: int, num_samples: int | None
+) -> None:
+    """Raises ValueError for arrays of other shapes, types or ranges than build_gpt_indices gives for the same values.
+
+    Looks at each element once; whether they are in the right order is not known without building them.
+    """
+    plan = plan_epochs(int(lengths[documents].sum(dtype=np.int64)), seq_length, num_samples=num_samples)
+    if indices.sample.shape[1:] != (2,):
+        raise ValueError(f"sample index is of {indices.sample.shape}: must be of [N, 2]")
+    places = plan.num_epochs * len(documents)
+    expected = {
+        "document": (indices.document, (places,), "i", int(documents.min()), int(documents.max())),
+        "place": (indices.sample[..., 0], (plan.num_samples + 1,), "i", 0, places - 1),
+        "offset": (indices.sample[..., 1], (plan.num_samples + 1,), "i", 0, int(lengths.max())),
+        "shuffle": (indices.shuffle, (plan.num_samples,), "ui", 0, plan.num_samples - 1),
+    }
+    for name, (array, shape, kinds, least, most) in expected.items():
+        if array.shape != shape or array.dtype.kind not in kinds:
+            raise ValueError(f"{name} index is {array.dtype} of {array.shape}: must be integers of {shape}")
+        if array.min() < least or array.max() > most:
+            raise ValueError(f"{name} index holds {array.min()} to {array.max()}: must be {least} to {most}")
+
+
 def build_document_index(documents: np.ndarray, plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
     """[num_epochs * D] int32: epochs shuffled together, or the last one by itself behind the others."""
     parts = [plan.num_epochs - 1, 1] if plan.separate_last else [plan.num_epochs]

@@ -28,26 +28,31 @@ class IndexCache:
         digest = hashlib.md5(json.dumps(self.description).encode(), usedforsecurity=False).hexdigest()
         self.key = f"{digest}-{label}"
 
-    def load_or_build(self, build: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    def load_or_build(
+        self, build: Callable[[], Mapping[str, np.ndarray]], *, check: Callable[[Mapping[str, np.ndarray]], None]
+    ) -> dict[str, np.ndarray]:
         """The cached arrays as read-only maps, or those of `build()`, stored first.
 
-        Raises OSError naming the folder where it cannot be written.
+        check: raises ValueError for arrays that `build` does not give. Raises OSError naming the folder where it cannot
+        be written.
         """
-        arrays = self.load()
+        arrays = self.load(check)
         if arrays is None:
             built = dict(build())
             self.store(built)
-            arrays = self.load() or built
+            arrays = self.load(check) or built
         return arrays
 
-    def load(self) -> dict[str, np.ndarray] | None:
-        """The arrays, or None where any file is missing, of another description, or damaged."""
+    def load(self, check: Callable[[Mapping[str, np.ndarray]], None]) -> dict[str, np.ndarray] | None:
+        """The arrays, or None where any file is missing, of another description, damaged, or refused by `check`."""
         try:
             manifest = json.loads(self._path("manifest.json").read_text())
             if manifest["description"] != self.description:
                 return None
-            return {name: self._load_array(name, facts) for name, facts in manifest["arrays"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            arrays = {name: self._load_array(name, facts) for name, facts in manifest["arrays"].items()}
+            check(arrays)
+            return arrays
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             # Whatever stands in the file: an unreadable cache is no cache, it is built again.
             return None
 
@@ -71,8 +76,9 @@ class IndexCache:
         path = self._path(f"{name}.npy")
         if path.stat().st_size != facts["bytes"] or file_crc32(path) != facts["crc32"]:
             raise ValueError(f"{path} is damaged")
-        # A plain array over the map: np.memmap does extra work at every element that is read.
-        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        # Not np.load, which reads archives and pickles too. A plain array over the map: np.memmap does extra work at
+        # every element that is read.
+        return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
 
     def _store_array(self, name: str, array: np.ndarray) -> dict[str, int]:
         path = self._replace(f"{name}.npy", lambda file: np.save(file, array, allow_pickle=False))

@@ -58,8 +58,12 @@ class Piece:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Piece":
         """What to_json gave; raises KeyError, TypeError or ValueError for anything else."""
-        box = Box(tuple(value["offset"]), tuple(value["shape"])) if "shape" in value else None
-        return cls(value["key"], box, value["start"], value["bytes"], value.get("data"), value["crc32"])
+        box = Box(tuple(map(_count, value["offset"])), tuple(map(_count, value["shape"]))) if "shape" in value else None
+        data = _count(value["data"]) if "data" in value else None
+        piece = cls(value["key"], box, _count(value["start"]), _count(value["bytes"]), data, _count(value["crc32"]))
+        if not isinstance(piece.key, str) or (box is not None and len(box.offset) != len(box.shape)):
+            raise ValueError(f"{value} is no piece of a tensor")
+        return piece
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ class FileEntry:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "FileEntry":
         """What to_json gave; raises KeyError, TypeError or ValueError for anything else."""
-        entry = cls(value["bytes"], value.get("crc32"), tuple(map(Piece.from_json, value.get("pieces", ()))))
+        crc32 = _count(value["crc32"]) if "crc32" in value else None
+        entry = cls(_count(value["bytes"]), crc32, tuple(map(Piece.from_json, value.get("pieces", ()))))
         ends = [0, *(piece.end for piece in entry.pieces)]
         if entry.crc32 is None and [*(piece.start for piece in entry.pieces), entry.num_bytes] != ends:
             raise ValueError("its pieces leave gaps, which no checksum is of")
@@ -116,7 +121,8 @@ def read_manifest(folder: Path) -> Manifest:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is corrupt: {error!r}") from error
     for name in files:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        path_inside = PurePosixPath(name)
+        if path_inside.is_absolute() or ".." in path_inside.parts or not path_inside.parts or "\0" in name:
             raise ValueError(f"{path} is corrupt: it lists {name!r}, which is outside the checkpoint")
     return files
 
@@ -167,10 +173,21 @@ def verify_share(folder: Path, files: Manifest, *, rank: int, num_ranks: int) ->
 
 def read_json(path: Path) -> Any:
     """The value of a JSON file; raises ValueError naming the file if it is not JSON."""
+    return json_value(path.read_bytes(), path)
+
+
+def json_value(content: bytes, where: object) -> Any:
+    """The value of JSON text; raises ValueError naming where it is from if it is none."""
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is corrupt: {error}") from error
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is corrupt: {error}") from error
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.60} is no number of bytes or elements")
+    return value
 
 
 def _crc32_of_json(body: dict[str, Any]) -> int:

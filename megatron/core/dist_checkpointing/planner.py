@@ -157,13 +157,16 @@ class Read:
 
 
 def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list[Read]:
-    """What fills the tensors among `items`, ordered as it lies in the files; `check_wanted` has passed before."""
+    """What fills the tensors among `items`, ordered as it lies in the files; `check_wanted` has passed before.
+
+    Raises ValueError where the pieces that are stored do not fill a box exactly.
+    """
     reads: list[Read] = []
     places: dict[str, BoxIndex] = {}
     for tensor in items:
         if not isinstance(tensor, ShardedTensor) or not tensor.box.volume:
             continue
-        held = stored[tensor.key]
+        held, windows = stored.get(tensor.key, []), []
         if tensor.key not in places:
             places[tensor.key] = BoxIndex(piece.box for _, piece in held if piece.box is not None)
         # In most layouts a rank needs few of the stored boxes; the files of the others are not even opened.
@@ -173,6 +176,11 @@ def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list
             window = intersection(tensor.box, piece.box)
             assert window is not None, "boxes that touch share elements"
             reads.append(Read(tensor, name, piece, window))
+            windows.append(window)
+        # Inside the box, of its volume and disjoint: they leave no element as it was.
+        volumes = sum(window.volume for window in windows), sum(part.volume for _, part in disjoint_parts(windows))
+        if volumes != (tensor.box.volume, tensor.box.volume):
+            raise ValueError(f"the checkpoint is corrupt: the pieces of {tensor.key} leave gaps or overlap")
     return sorted(reads, key=lambda read: (read.name, read.piece.start))
 
 

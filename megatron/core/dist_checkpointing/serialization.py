@@ -5,7 +5,6 @@ Saves beside training are in saving.py, which boxes go where is in planner.py, t
 in folder.py and its manifest in manifest.py.
 """
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_FILE,
     NUM_READERS,
     Manifest,
-    Piece,
+    json_value,
     read_json,
     read_manifest,
     verify_file,
@@ -39,8 +38,8 @@ from megatron.core.dist_checkpointing.storage import (
     PieceReader,
     read_metadata,
     read_object,
-    stored_pieces,
 )
+from megatron.core.dist_checkpointing.stored_contents import StoredPieces, stored_pieces
 from megatron.core.process_groups_config import group_rank, group_size
 
 
@@ -67,11 +66,25 @@ class VerifiedCheckpoint:
     folder: Path
     files: Manifest
     metadata: Metadata
+    pieces: StoredPieces
+
+    @classmethod
+    def read(cls, folder: Path, files: Manifest) -> "VerifiedCheckpoint":
+        """What is stored in `folder`, whose files have passed their checksums.
+
+        Raises ValueError naming folder and tensor where they contradict each other.
+        """
+        _require(METADATA_FILE, files, folder=folder)
+        metadata = read_metadata(folder)
+        try:
+            return cls(folder, files, metadata, stored_pieces(files, metadata))
+        except ValueError as error:
+            raise ValueError(f"{folder} is corrupt: {error}") from error
 
     @property
     def common(self) -> dict[str, Any]:
         """The JSON values that were saved beside the tensors."""
-        return read_json(self.folder / folders.COMMON_FILE)
+        return _read_common(self.folder)
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -92,9 +105,7 @@ def verify(checkpoint_dir: str | Path, *, process_group: dist.ProcessGroup | Non
         verify_share(folder, files, rank=group_rank(group), num_ranks=group_size(group))
     # Only now: what every rank unpickles has been compared by one of them.
     with all_ranks_agree(group):
-        _require(METADATA_FILE, files, folder=folder)
-        metadata = read_metadata(folder)
-    return VerifiedCheckpoint(folder, files, metadata)
+        return VerifiedCheckpoint.read(folder, files)
 
 
 def load(
@@ -119,10 +130,9 @@ def load(
     with all_ranks_agree(group):
         check_wanted(items, checkpoint.metadata)
     shared = share_reads([item for item in items if isinstance(item, ShardedTensor)], replicas)
-    stored = stored_pieces(checkpoint.files, checkpoint.metadata)
     with torch.no_grad(), one_error_everywhere(f"cannot load checkpoint {checkpoint.folder}", group):
-        read_tensors(checkpoint, plan_reads(shared.own, stored))
-        _read_objects(checkpoint, [item for item in items if isinstance(item, ShardedObject)], stored=stored)
+        read_tensors(checkpoint, plan_reads(shared.own, checkpoint.pieces))
+        _read_objects(checkpoint, [item for item in items if isinstance(item, ShardedObject)])
     with torch.no_grad():
         send_shared(shared, replicas)
     return checkpoint.common
@@ -132,7 +142,7 @@ def load_common(checkpoint_dir: str | Path) -> dict[str, Any]:
     """The `common` of a checkpoint, after verifying that one file; any rank alone may ask."""
     folder = folders.find_checkpoint(Path(checkpoint_dir))
     _verify_one(folder, folders.COMMON_FILE)
-    return read_json(folder / folders.COMMON_FILE)
+    return _read_common(folder)
 
 
 def list_tensors(checkpoint_dir: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -159,12 +169,17 @@ def _read_one(checkpoint: VerifiedCheckpoint, read: Read, *, reader: PieceReader
         reader.read(read.piece, read.window, dtype=entry.properties.dtype, target=target)
 
 
-def _read_objects(
-    checkpoint: VerifiedCheckpoint, objects: list[ShardedObject], *, stored: dict[str, list[tuple[str, Piece]]]
-) -> None:
+def _read_objects(checkpoint: VerifiedCheckpoint, objects: list[ShardedObject]) -> None:
     for item in objects:
-        name, piece = stored[item.key][0]
-        item.data = json.loads(read_object(checkpoint.folder / name, piece))
+        name, piece = checkpoint.pieces[item.key][0]
+        item.data = json_value(read_object(checkpoint.folder / name, piece), f"{item.key} of {checkpoint.folder}")
+
+
+def _read_common(folder: Path) -> dict[str, Any]:
+    values = read_json(folder / folders.COMMON_FILE)
+    if not isinstance(values, dict):
+        raise ValueError(f"{folder / folders.COMMON_FILE} is corrupt: holds a {type(values).__name__}, must be a dict")
+    return values
 
 
 def _tensors_of(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -18,12 +18,14 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.serialization import skip_data
 
 from megatron.core.dist_checkpointing import disk
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.manifest import FileEntry, Manifest, Piece
+from megatron.core.dist_checkpointing.stored_contents import check_metadata
+from megatron.core.dist_checkpointing.torch_files import load_allowed
 
 METADATA_FILE = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -165,29 +167,22 @@ def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 
 def read_metadata(folder: Path) -> Metadata:
     """What the checkpoint in `folder` stores; raises ValueError if the metadata file is not what torch writes."""
+    content = (folder / METADATA_FILE).read_bytes()
     try:
-        with open(folder / METADATA_FILE, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / METADATA_FILE} is corrupt: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise ValueError(f"{folder / METADATA_FILE} is corrupt: holds a {type(metadata).__name__}")
-    return metadata
-
-
-def stored_pieces(files: Manifest, metadata: Metadata) -> dict[str, list[tuple[str, Piece]]]:
-    """File and piece of everything stored, by key."""
-    pieces = [(name, piece) for name, entry in files.items() for piece in entry.pieces]
-    if not pieces:
-        # Format version 1: torch's metadata alone knows.
-        pieces = [
-            (info.relative_path, Piece(index.fqn, _chunk_box(metadata, index), info.offset, info.length, None, None))
-            for index, info in (metadata.storage_data or {}).items()
-        ]
-    by_key: dict[str, list[tuple[str, Piece]]] = {}
-    for name, piece in pieces:
-        by_key.setdefault(piece.key, []).append((name, piece))
-    return by_key
+        # From memory: what names more bytes than there are gets those that there are, and no room for the others.
+        return check_metadata(_MetadataUnpickler(io.BytesIO(content)).load())
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+    ) as error:
+        raise ValueError(f"{folder / METADATA_FILE} is corrupt: {str(error) or type(error).__name__}") from error
 
 
 def read_object(path: Path, piece: Piece) -> bytes:
@@ -221,7 +216,10 @@ class PieceReader:
         if piece.data_start is None:
             content = io.BytesIO(os.pread(self._file.fileno(), piece.num_bytes, piece.start))
             # Format version 1 says nothing of where the elements are: torch knows, and reads all of them.
-            stored = torch.load(content, map_location="cpu", weights_only=True)  # [*stored box]
+            stored = load_allowed(content, f"{self._path}: {piece}")  # [*stored box]
+            expected = piece.box.shape, dtype, torch.strided
+            if not isinstance(stored, torch.Tensor) or (stored.shape, stored.dtype, stored.layout) != expected:
+                raise ValueError(f"{self._path} is corrupt: {piece} is another tensor")
             target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(corner, window.shape, strict=True))])
         elif target.ndim == 0:
             self._fill(piece.data_start, (1,), dtype=dtype, corner=(0,), target=target.view(1))
@@ -259,15 +257,6 @@ class PieceReader:
             if not num_read:
                 raise OSError(f"{self._path} has become shorter since it was verified")
             left, start = left[num_read:], start + num_read
-
-
-def _chunk_box(metadata: Metadata, index: MetadataIndex) -> Box | None:
-    if index.offset is None:
-        return None
-    entry = metadata.state_dict_metadata[index.fqn]
-    assert isinstance(entry, TensorStorageMetadata), "only tensors have offsets"
-    shape = next(tuple(chunk.sizes) for chunk in entry.chunks if chunk.offsets == index.offset)
-    return Box(tuple(index.offset), shape)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

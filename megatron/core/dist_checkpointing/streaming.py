@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.serialization import VerifiedCheckpoint, r
 from megatron.core.dist_checkpointing.storage import (
     METADATA_FILE,
     data_file,
-    stored_pieces,
     write_metadata,
     write_pieces,
 )
@@ -72,13 +71,12 @@ class StreamReader:
 
     def __init__(self, checkpoint: VerifiedCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._stored = stored_pieces(checkpoint.files, checkpoint.metadata)
 
     def fill(self, tensors: list[ShardedTensor]) -> None:
         """Fills `tensors`: any shape, dtype and strides; raises ValueError for what is not stored so."""
         check_wanted(tensors, self._checkpoint.metadata)
         with torch.no_grad():
-            read_tensors(self._checkpoint, plan_reads(tensors, self._stored))
+            read_tensors(self._checkpoint, plan_reads(tensors, self._checkpoint.pieces))
 
 
 class _Stream:

@@ -7,7 +7,9 @@ import re
 
 # One token of a pattern: a list, an integer, an operator or a parenthesis.
 _TOKEN = re.compile(r"\s*(\[[\d\s,]*\]|\d+|[+*()])")
-_MAX_LAYERS = 100_000
+MAX_LAYERS = 100_000
+# Parentheses inside each other: beyond, the reader would use up Python's stack.
+_MAX_DEPTH = 50
 
 
 def parse_layer_pattern(word: str, *, field: str) -> int | list[int]:
@@ -31,6 +33,7 @@ class _PatternReader:
     def __init__(self, pattern: str, field: str) -> None:
         self.pattern, self.field = pattern, field
         self.tokens = self._split(pattern)
+        self.depth = 0
 
     def read(self) -> int | list[int]:
         value = self._sum()
@@ -69,8 +72,8 @@ class _PatternReader:
     def _repeated(self, left: int | list[int], right: int | list[int]) -> int | list[int]:
         # The product's length is known before it is made: a slip of the finger must not fill the memory.
         sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
-        if sizes[0] * sizes[1] > _MAX_LAYERS:
-            raise self._error(f"more than {_MAX_LAYERS} layers")
+        if sizes[0] * sizes[1] > MAX_LAYERS:
+            raise self._error(f"more than {MAX_LAYERS} layers")
         return left * right  # type: ignore[operator]
 
     def _atom(self) -> int | list[int]:
@@ -78,7 +81,11 @@ class _PatternReader:
             raise self._error("it ends too early")
         token = self.tokens.pop(0)
         if token == "(":
+            if self.depth == _MAX_DEPTH:
+                raise self._error(f"more than {_MAX_DEPTH} parentheses inside each other")
+            self.depth += 1
             value = self._sum()
+            self.depth -= 1
             if not self._accept(")"):
                 raise self._error("a parenthesis is not closed")
             return value

@@ -19,7 +19,7 @@ from megatron.core.parallel_layout_config import check_multiple, validate_parall
 from megatron.core.pipeline_split import layers_per_part, mtp_layers_in_layout, validate_pipeline_split
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
-from megatron.core.transformer.layer_pattern import parse_layer_pattern
+from megatron.core.transformer.layer_pattern import MAX_LAYERS, parse_layer_pattern
 from megatron.core.transformer.lora_config import LoRAConfig, validate_lora
 from megatron.core.transformer.mla_config import MLAConfig, validate_mla
 from megatron.core.transformer.moe.moe_config import (
@@ -72,7 +72,7 @@ class TransformerConfig(
 
     cli_group: ClassVar[str] = "transformer configuration"
 
-    num_layers: int = config_field(None, help="Transformer layers.", at_least=1)
+    num_layers: int = config_field(None, help="Transformer layers.", at_least=1, at_most=MAX_LAYERS)
     hidden_size: int = config_field(None, help="Width of the residual stream.", at_least=1)
     ffn_hidden_size: int | None = config_field(
         None, help="Width inside the feed-forward layers; unset: 4 x hidden size, 8/3 x with --swiglu.", at_least=1

@@ -82,6 +82,8 @@ def derive_virtual_stages(args: argparse.Namespace) -> None:
             )
         pieces = parts // stages
     if layers is not None:
+        if layers < 1:
+            raise CommandLineError(f"--num-layers-per-virtual-pipeline-stage is {layers}: must be at least 1")
         if args.num_layers % (stages * layers):
             raise CommandLineError(
                 f"--num-layers is {args.num_layers}: must be a multiple of --pipeline-model-parallel-size x "

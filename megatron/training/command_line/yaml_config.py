@@ -15,21 +15,10 @@ from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
 from megatron.training.command_line.parser import did_you_mean
 from megatron.training.command_line.refusals import refusal
 from megatron.training.command_line.values import value_of_yaml, yaml_of_value
+from megatron.training.command_line.yaml_values import plain_values
 
 # They say what to do with a configuration and are not part of one.
 NOT_IN_FILES = ("config", "print_config", "list_models")
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, where YAML libraries silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        # Before the base class folds equal keys together.
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 class _InlineListDumper(yaml.SafeDumper):
@@ -67,11 +56,12 @@ def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> 
 def _load(path: str) -> dict[Any, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
-        content = yaml.load(text, Loader=_UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise CommandLineError(f"--config: cannot read {path}: {error}") from None
-    except yaml.YAMLError as error:
-        raise CommandLineError(f"--config: {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    try:
+        content = plain_values(text)
+    except ValueError as error:
+        raise CommandLineError(f"--config: {path} is not valid YAML: {error}") from None
     if content is not None and not isinstance(content, dict):
         raise CommandLineError(f"--config: {path} must hold `name: value` lines")
     return content or {}

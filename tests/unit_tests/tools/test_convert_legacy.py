@@ -245,6 +245,23 @@ def test_what_is_no_such_checkpoint_is_named(
     assert f"{files[3]} cannot be read" in refusal()
     files[3].write_bytes(pickle.dumps(content["iteration"]))
     assert f"{files[3]} cannot be read" in refusal()
+    for changes, message in (
+        ({"args": 3}, "holds 3 as args"),
+        ({"iteration": "x"}, "'x' as iteration"),
+        ({"checkpoint_version": torch.ones(2)}, "is of checkpoint_version tensor"),
+        ({"model": 3}, "has no parameters by name"),
+        ({"model": {3: torch.ones(1)}}, "has no parameters by name"),
+        ({"model": {key: torch.ones(16, 8).to_sparse()}}, f"torch.sparse_coo tensor on cpu as {key}"),
+        ({"model": {key: torch.ones(16, 8).int()}}, f"int32 torch.strided tensor on cpu as {key}"),
+    ):
+        torch.save({**content, **changes}, files[3])
+        assert message in refusal()
+    first = torch.load(files[0], weights_only=False)
+    for name, value in (("tensor_model_parallel_size", 1 << 62), ("pipeline_model_parallel_size", True)):
+        changed = argparse.Namespace(**{**vars(first["args"]), name: value})
+        torch.save({**first, "args": changed}, files[0])
+        assert "has no mp_rank_02" in refusal() if value == 1 << 62 else f"args.{name} is True" in refusal()
+    torch.save(first, files[0])
     files[3].unlink()
     assert f"has no {files[3].parent.name}/model_optim_rng.pt" in refusal()
     assert "iter_0000009 has no mp_rank_XX" in refusal("--ckpt-step", "9")

@@ -13,11 +13,11 @@ from megatron.training.checkpoint_folder import (
     complete_iterations,
     find_checkpoint,
     iteration_folder,
-    load_run_values,
     prune,
     refuse_checkpoints_of_another_run,
     write_tracker,
 )
+from megatron.training.run_values import load_run_values
 
 
 def make(folder, *iterations):
@@ -65,6 +65,7 @@ def test_release_is_iteration_zero(tmp_path):
         ),
         ("", "holds '': must be"),
         ("\u0665", "must be an iteration number"),
+        ("9" * 5000, "holds '9999999999999999999999999999999999999999': must be"),
     ],
 )
 def test_instead_of_what_is_not_whole_the_newest_complete_one_is_taken_and_named(tmp_path, text, message):
@@ -165,7 +166,8 @@ class Args:
 
 def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
     stored = {"num_layers": 3, "hidden_size": 96, "moe_layer_freq": [0, 1, 1], "micro_batch_size": 64, "lr": 1.0}
-    run = {"iteration": 5, "args": stored, "train_state": {}, "contents": {}, "frozen": []}
+    contents = {"optimizer": False, "rng": False}
+    run = {"iteration": 5, "args": stored, "train_state": {}, "contents": contents, "frozen": []}
     save([], iteration_folder(tmp_path, 5), common=run)
     args = Args(load=str(tmp_path), ckpt_step=None, num_layers=None, hidden_size=8, micro_batch_size=2, lr=0.1)
     load_args_from_checkpoint(args)

@@ -59,6 +59,27 @@ def test_a_mistake_becomes_one_message(
 
 
 @pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: torch.empty(1 << 50),
+        lambda: torch.empty(1 << 40, 1 << 40),
+        lambda: numpy.zeros(1 << 50),
+        lambda: bytearray(1 << 50),
+        lambda: fail_with(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB\nand more")),
+    ],
+    ids=["torch", "no such size", "numpy", "Python", "GPU"],
+)
+def test_too_little_memory_is_one_line_that_says_where(
+    ask: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught, exit_on_user_error():
+        ask()
+    said = capsys.readouterr().err
+    assert caught.value.code == 1 and said.count("\n") == 1
+    assert said.startswith("error: out of memory in ") and "(test_errors.py:" in said and "use more ranks" in said
+
+
+@pytest.mark.parametrize(
     "bug",
     [
         lambda: int("x"),

@@ -1,12 +1,15 @@
 """Samples against the token stream they are cut from, the index cache, and made-up data."""
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.core.checksum import file_crc32
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -133,6 +136,39 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path, name: str, damage: str) 
         file.write_bytes({"flip": flipped, "cut": data[:-1], "empty": b""}[damage])
     dataset = build(config, sizes=(50, 0, 0))[0]
     assert [dataset[i]["tokens"].tolist() for i in range(50)] == [expected[i]["tokens"].tolist() for i in range(50)]
+    assert {file: data for file, (_, data) in cache_files(tmp_path / "cache").items()} == good
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda array: array[:-1],
+        lambda array: array.astype(np.float32),
+        lambda array: array.astype(object),
+        lambda array: array[None],
+        lambda array: np.array(3),
+        lambda array: array + 10**6,
+        lambda array: -1 - array.astype(np.int64),
+    ],
+    ids=["shorter", "floats", "pickled", "more dimensions", "none", "too large", "negative"],
+)
+@pytest.mark.parametrize("name", ["document", "sample", "shuffle"])
+def test_a_cache_of_other_arrays_is_built_again_though_its_checksums_are_right(
+    tmp_path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    write_corpus(tmp_path / "a")
+    config = dataset_config(tmp_path / "a", path_to_cache=str(tmp_path / "cache"))
+    build(config, sizes=(50, 0, 0))
+    good = {file: data for file, (_, data) in cache_files(tmp_path / "cache").items()}
+    (file,) = (path for path in (tmp_path / "cache").iterdir() if f"-{name}." in path.name)
+    (manifest,) = (path for path in (tmp_path / "cache").iterdir() if "-manifest." in path.name)
+    array = change(np.load(file))
+    file.unlink()
+    np.save(file, array, allow_pickle=True)
+    values = json.loads(manifest.read_text())
+    values["arrays"][name] = {"bytes": file.stat().st_size, "crc32": file_crc32(file)}
+    manifest.write_text(json.dumps(values))
+    build(config, sizes=(50, 0, 0))
     assert {file: data for file, (_, data) in cache_files(tmp_path / "cache").items()} == good
 
 

@@ -13,10 +13,10 @@ from megatron.core.dist_checkpointing.storage import (
     PieceReader,
     data_file,
     read_metadata,
-    stored_pieces,
     write_metadata,
     write_pieces,
 )
+from megatron.core.dist_checkpointing.stored_contents import stored_pieces
 from tests.unit_tests.core.dist_checkpointing.cuts import random_tensors, strided_copy
 
 

@@ -3,6 +3,7 @@
 What follows from it is sizing.py's.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,13 +52,34 @@ class LearnedSizes:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> "LearnedSizes":
-        """What to_json gave; None, as in a checkpoint without sizes: nothing learned."""
+        """What to_json gave; None, as in a checkpoint without sizes: nothing learned. ValueError for anything else."""
         if values is None:
             return cls()
+        if not isinstance(values, Mapping) or not isinstance(values.get("rows_share", {}), Mapping):
+            raise ValueError(f"learned_sizes is {values!r:.80}: must hold sizes by name")
         known = {name: values[name] for name in vars(cls()) if name in values}
-        shares = {int(layer): share for layer, share in values.get("rows_share", {}).items()}
+        shares = {_layer(layer): share for layer, share in values.get("rows_share", {}).items()}
+        factors = [known.get(name) for name in ("capacity_factor", "device_factor", "host_factor")]
+        for number in (*shares.values(), *factors):
+            _check_size(number)
+        ranks = known.get("expert_ranks", 0)
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 0:
+            raise ValueError(f"learned_sizes.expert_ranks is {ranks!r:.80}: must be an integer, 0 or more")
         return cls(**{**known, "rows_share": shares})
 
 
 def _larger(one: float | None, other: float | None) -> float | None:
     return max((number for number in (one, other) if number is not None), default=None)
+
+
+def _check_size(number: Any) -> None:
+    """None, of a factor, is one that did not grow."""
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if number is not None and not (is_number and 0 <= number < math.inf):
+        raise ValueError(f"learned_sizes holds {number!r:.80}: must be a number, 0 or more")
+
+
+def _layer(text: Any) -> int:
+    if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise ValueError(f"learned_sizes.rows_share has the layer {text!r:.80}: must be a number from 1 on")
+    return int(text)

@@ -1,0 +1,97 @@
+"""The JSON part of a training run's checkpoint: read, and refused where it is not what a run writes.
+
+What is done with it is checkpointing.py's; the arguments in it are checkpoint_args.py's.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import load_common
+from megatron.training.command_line.flag_table import Flag
+from megatron.training.command_line.registry import flag_table
+from megatron.training.train_state import TrainState
+
+_KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, "contents": dict, "frozen": list}
+# Arguments that follow from others, which models are built from.
+_DERIVED = ("padded_vocab_size", "unpadded_vocab_size")
+_NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
+
+
+def load_run_values(folder: Path) -> dict[str, Any]:
+    """The JSON part of a training run's checkpoint; raises ValueError if something else wrote the checkpoint."""
+    values = load_common(folder)
+    if not values.keys() >= _KINDS.keys():
+        raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
+    try:
+        _check(values)
+    except ValueError as error:
+        raise ValueError(f"{folder} holds what no training run writes: {error}") from error
+    return values
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    for name, kind in _KINDS.items():
+        _require(isinstance(values[name], kind), name, value=values[name])
+    for name in ("optimizer", "rng"):
+        _require(isinstance(values["contents"].get(name), bool), f"contents.{name}", value=values["contents"].get(name))
+    for key in values["frozen"]:
+        _require(isinstance(key, str), "frozen", value=key)
+    if values["contents"]["optimizer"]:
+        _check_optimizer(values.get("optimizer"), values.get("scheduler"))
+    TrainState().load_state_dict(values["train_state"])
+    check_arguments(values["args"])
+
+
+def _check_optimizer(optimizer: Any, scheduler: Any) -> None:
+    _require(isinstance(optimizer, dict), "optimizer", value=optimizer)
+    _require(is_count(optimizer.get("step")), "optimizer.step", value=optimizer.get("step"))
+    scaler = optimizer.get("grad_scaler")
+    is_scaler = isinstance(scaler, dict) and all(_is_number(value) and value >= 0 for value in scaler.values())
+    _require(scaler is None or is_scaler, "optimizer.grad_scaler", value=scaler)
+    is_schedule = isinstance(scheduler, dict) and is_count(scheduler.get("num_steps"))
+    _require(scheduler is None or is_schedule, "scheduler", value=scheduler)
+
+
+def check_arguments(args: Mapping[str, Any]) -> None:
+    """Raises ValueError naming one of a run's arguments that no flag leaves so, by its type; others are passed over."""
+    for name, value in args.items():
+        flag = flag_table().by_dest.get(name)
+        if name in _DERIVED:
+            _require(value is None or (is_count(value) and value > 0), f"args.{name}", value=value)
+        elif flag is not None:
+            _require(_may_be(flag, value), f"args.{name}", value=value)
+
+
+def _may_be(flag: Flag, value: Any) -> bool:
+    """Whether a flag may have left this value in the arguments, by its type; bounds are checked where it is used."""
+    if value is None:
+        return True
+    if flag.constant is not None:
+        return isinstance(value, bool)
+    # Values of other types have parsers of their own, and are checked by the configuration that takes them.
+    if flag.type_name not in (*_NUMBERS, "str"):
+        return not isinstance(value, (dict, bool))
+    items = value if flag.takes_list and isinstance(value, list) else [value]
+    return all(_is_of(flag.type_name, item) for item in items)
+
+
+def _is_of(type_name: str, value: Any) -> bool:
+    if type_name == "str":
+        return isinstance(value, str)
+    return isinstance(value, _NUMBERS[type_name]) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is an integer, 0 or more, of a size that a counter has."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(holds: bool, name: str, *, value: Any) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r:.80}")

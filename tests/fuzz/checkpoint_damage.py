@@ -1,0 +1,353 @@
+"""Damage to a checkpoint's files, and what no save writes with checksums that vouch for it. Nothing is read here."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE
+from megatron.training.checkpoint_folder import TRACKER_FILE
+from tests.fuzz.values import ODD_INTS, ODD_WORDS, mutate_json
+
+# The checkpoint that is damaged.
+LATEST = "iter_0000002"
+
+
+class Harm:
+    """What a pickle can do when it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("harm",)
+
+
+@dataclass
+class Damaged:
+    """A --save folder with some damage, and what is done with it.
+
+    is_content_changed: the bytes of tensors may be others, and vouched for. is_plain: files are not what was saved, and
+    nothing vouches for them.
+    """
+
+    kind: str
+    action: str
+    words: list[str]
+    notes: list[str] = field(default_factory=list)
+    is_content_changed: bool = False
+    is_plain: bool = False
+
+
+Damage = Callable[[random.Random, Path, Damaged], str]
+
+
+def _bytes(rng: random.Random, saved: Path, case: Damaged) -> str:
+    # Those of the checkpoint before as well: then the later one is taken.
+    files = sorted(path for path in saved.glob("*/*") if path.is_file() and path.stat().st_size)
+    path = rng.choice(files)
+    content = path.read_bytes()
+    place = rng.randrange(len(content))
+    flipped = content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
+    match what := rng.choice(["flip", "flip", "cut", "longer", "empty", "gone", "folder", "other"]):
+        case "gone" | "folder":
+            path.unlink()
+            if what == "folder":
+                path.mkdir()
+        case "other":
+            path.write_bytes(rng.choice(files).read_bytes() + b" ")
+        case _:
+            path.write_bytes({"flip": flipped, "cut": content[:place], "longer": content + b"\0", "empty": b""}[what])
+    # JSON means the same with another blank.
+    case.is_plain = path.name != MANIFEST_FILE
+    return f"{what} {path.name} at {place}"
+
+
+def data_files(saved: Path) -> list[Path]:
+    """Those of the checkpoint that hold tensors; of the one before where other damage has left none."""
+    found = [*(saved / LATEST).glob("*.distcp"), *saved.glob("*/*.distcp")]
+    return sorted(path for path in found if path.is_file() and path.stat().st_size)
+
+
+def _pieces(rng: random.Random, saved: Path, case: Damaged) -> str:
+    """Other bytes inside a data file, with their checksums."""
+    path = rng.choice(data_files(saved))
+    content = bytearray(path.read_bytes())
+    for _ in range(rng.randint(1, 30)):
+        content[rng.randrange(len(content))] = rng.randrange(256)
+    path.write_bytes(content)
+    case.is_content_changed = True
+    vouch(saved / LATEST)
+    return path.name
+
+
+def _hostile_pieces(rng: random.Random, saved: Path, case: Damaged) -> str:
+    """What was no tensor when it was saved, with its checksum; of the first format alone pieces are read by torch."""
+    path = rng.choice(data_files(saved))
+    size = path.stat().st_size
+    with open(path, "wb") as file:
+        torch.save(rng.choice([Harm(), {"a": torch.ones(2)}, [1], torch.ones(1), "x"]), file)
+    os.truncate(path, max(size, path.stat().st_size))
+    case.is_content_changed = True
+    vouch(saved / LATEST)
+    return path.name
+
+
+def _manifest(rng: random.Random, saved: Path, case: Damaged) -> str:
+    value = _json(saved / LATEST / MANIFEST_FILE)
+    value.pop("crc32", None)
+    pieces = [piece for entry in _entries(value) for piece in entry.get("pieces", [])]
+    if pieces and rng.random() < 0.6:
+        note = f"{mutate_json(rng, holder := {'piece': rng.choice(pieces)})}"
+        del holder
+    else:
+        note = mutate_json(rng, value)
+    _write_manifest(saved / LATEST, value)
+    case.is_content_changed = True
+    return note
+
+
+def _common(rng: random.Random, saved: Path, case: Damaged) -> str:
+    path = saved / LATEST / "common.json"
+    value = _json(path)
+    inner = value.get(rng.choice(["args", "train_state", "scheduler", "optimizer", "frozen", "contents"]))
+    note = mutate_json(rng, inner if inner and rng.random() < 0.8 else value)
+    path.write_text(rng.choice([json.dumps(value)] * 9 + ["[" * 100_000, "[]", "1", "", '{"a": 1, "a": 2}', "NaN"]))
+    vouch(saved / LATEST)
+    return note
+
+
+def _metadata(rng: random.Random, saved: Path, case: Damaged) -> str:
+    path = saved / LATEST / ".metadata"
+    try:
+        # Our own file, written a moment ago, unless there is other damage already.
+        metadata = pickle.loads(path.read_bytes())
+        assert metadata.state_dict_metadata and metadata.storage_data
+    except (OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, AssertionError):
+        return "gone"
+    note = rng.choice(_METADATA_CHANGES)(rng, metadata)
+    content = pickle.dumps(metadata) if isinstance(note, str) else note[1]
+    path.write_bytes(content)
+    vouch(saved / LATEST)
+    case.is_content_changed = True
+    return str(note)[:300]
+
+
+def _tracker(rng: random.Random, saved: Path, case: Damaged) -> str:
+    path = saved / TRACKER_FILE
+    if path.is_dir():
+        path.rmdir()
+    words = ["1", "2", "3", "-1", "0", "release", "9" * 5000, "2.0", "\u0662", "0002", " 2\n", "1e3", *ODD_WORDS]
+    match what := rng.choice(["text", "text", "gone", "folder", "bytes"]):
+        case "text":
+            path.write_text(what := rng.choice(words), encoding="utf-8", errors="surrogateescape")
+        case "bytes":
+            path.write_bytes(rng.randbytes(9))
+        case _:
+            path.unlink(missing_ok=True)
+            if what == "folder":
+                path.mkdir()
+    return what[:50]
+
+
+def _folders(rng: random.Random, saved: Path, case: Damaged) -> str:
+    """More or other folders beside the checkpoint."""
+    name = rng.choice(
+        ["iter_0000009", "iter_00000000000000000002", f"iter_{'9' * 200}", "iter_\u0660000002", "release"]
+    )
+    match what := rng.choice(["empty", "file", "copy", "incomplete", "replaced", "loop"]):
+        case "empty":
+            (saved / name).mkdir(exist_ok=True)
+        case "file":
+            (saved / name).write_text("x")
+        case "copy":
+            shutil.copytree(saved / LATEST, saved / name, dirs_exist_ok=True)
+        case "incomplete":
+            (saved / f"{LATEST}.incomplete-0123456789ab").mkdir(exist_ok=True)
+        case "replaced":
+            (saved / LATEST).rename(saved / f"{LATEST}.replaced-0123456789ab")
+        case _:
+            (saved / f"{name}x").symlink_to(saved)
+            (saved / name).symlink_to(saved / name)
+    return f"{what} {name[:30]}"
+
+
+DAMAGES: list[Damage] = [
+    _bytes,
+    _pieces,
+    _hostile_pieces,
+    _manifest,
+    _manifest,
+    _common,
+    _common,
+    _metadata,
+    _metadata,
+]
+DAMAGES += [_metadata, _tracker, _folders]
+
+
+# Of torch's metadata: each changes it in place and says how, or gives other bytes for the file.
+
+
+def _sized(rng: random.Random, metadata: Any) -> str:
+    entries = [
+        (key, one) for key, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)
+    ]
+    key, entry = rng.choice(entries)
+    odd = [torch.Size([]), torch.Size([1] * 9), (3, -1), [2], None, "x", torch.Size([2**62, 2**62]), (2**70,), (1.5,)]
+    match what := rng.choice(
+        ["size", "size", "dtype", "chunk", "chunk", "chunks", "properties", "kind", "key", "drop"]
+    ):
+        case "size":
+            entry.size = rng.choice([*odd, torch.Size([n + 1 for n in entry.size]), torch.Size(list(entry.size)[::-1])])
+        case "dtype":
+            kinds = [
+                torch.float64,
+                torch.int8,
+                torch.bool,
+                torch.complex64,
+                torch.float8_e4m3fn,
+                torch.quint8,
+                None,
+                "x",
+            ]
+            entry.properties.dtype = rng.choice(kinds)
+        case "chunk" if entry.chunks:
+            name = rng.choice(["offsets", "sizes"])
+            setattr(
+                rng.choice(entry.chunks),
+                name,
+                rng.choice([*odd, torch.Size([rng.choice(ODD_INTS[:5]) for _ in entry.size])]),
+            )
+        case "chunks":
+            entry.chunks = rng.choice([[], entry.chunks * 2, None, [None], "x"])
+        case "properties":
+            entry.properties = rng.choice([None, 1, {}])
+        case "kind":
+            metadata.state_dict_metadata[key] = rng.choice([BytesStorageMetadata(), None, 1, "x", {}, (1, 2)])
+        case "key":
+            metadata.state_dict_metadata[rng.choice([1, None, "x", ("a",), ""])] = entry
+        case _:
+            del metadata.state_dict_metadata[key]
+    return f"{what} of {key}"
+
+
+def _stored(rng: random.Random, metadata: Any) -> str:
+    storage = metadata.storage_data or {}
+    index = rng.choice(list(storage))
+    info = storage[index]
+    match what := rng.choice(["path", "offset", "length", "drop", "index", "info", "none", "double"]):
+        case "path":
+            info.relative_path = rng.choice(
+                ["/etc/passwd", "../../saved/x", "x", "", 1, None, "common.json", ".", "a\0b"]
+            )
+        case "offset" | "length":
+            setattr(info, what, rng.choice([*ODD_INTS, None, "x", 1.5, 3]))
+        case "drop":
+            del storage[index]
+        case "index":
+            odd = [
+                ("x", None),
+                (1, None),
+                (index.fqn, torch.Size([99])),
+                (index.fqn, None),
+                (index.fqn, (-1,)),
+                (None, None),
+            ]
+            fqn, offset = rng.choice(odd)
+            storage[replace(index, fqn=fqn, offset=offset)] = storage.pop(index)
+        case "info":
+            storage[index] = rng.choice([None, 1, "x", {}])
+        case "none":
+            metadata.storage_data = rng.choice([None, {}, [], 1])
+        case _:
+            storage[replace(index, index=77)] = info
+    return f"{what} of {index}"
+
+
+def _around(rng: random.Random, metadata: Any) -> str:
+    name = rng.choice(["state_dict_metadata", "planner_data", "storage_meta", "storage_data"])
+    setattr(metadata, name, rng.choice([None, {}, [], 1, "x", {1: 2}]))
+    return name
+
+
+def _other_pickle(rng: random.Random, metadata: Any) -> tuple[str, bytes]:
+    """Bytes that no save writes, for the restricted unpickler."""
+    whole = pickle.dumps(metadata)
+    place = rng.randrange(len(whole))
+    others = {
+        "harm": pickle.dumps(Harm()),
+        "harm inside": pickle.dumps([metadata, Harm()]),
+        "other": pickle.dumps(rng.choice([1, None, {}, [metadata], torch.float32, print, torch.Size])),
+        "flip": whole[:place] + bytes([rng.randrange(256)]) + whole[place + 1 :],
+        "cut": whole[:place],
+        "big string": b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little") + b"x.",
+        "big text": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b"x.",
+        "big int": b"\x80\x04\x8b" + (1 << 30).to_bytes(4, "little") + b"x.",
+        "big frame": b"\x80\x04\x95" + (1 << 50).to_bytes(8, "little") + b"N.",
+        "deep": b"\x80\x04" + b"(" * 100_000 + b"l" * 100_000 + b".",
+        "global": b"cos\nsystem\n(S'mkdir harm'\ntR.",
+        "dotted": b"\x80\x04\x8c\x05torch\x8c\x0fserialization.os\x93.",
+        "getattr": b"ctorch.serialization\n_get_layout\n(S'torch.strided'\ntR.",
+        "size": b"ctorch\nSize\n(I-5\ntR.",
+        "new": b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}\x8c\x01xK\x01sb.",
+        "protocol": b"\x80\x63N.",
+        "persistent": b"P1\n.",
+        "ext": b"\x80\x02\x82\x01.",
+        "empty": b"",
+        "text": b"MMIDIDX",
+    }
+    name = rng.choice(list(others))
+    return name, others[name]
+
+
+_METADATA_CHANGES: list[Callable[[random.Random, Any], Any]] = [_sized, _sized, _stored, _around, _other_pickle]
+
+
+# Checksums.
+
+
+def vouch(folder: Path) -> None:
+    """Makes the manifest say that each file there is whole, as far as it has an entry."""
+    value = _json(folder / MANIFEST_FILE)
+    names = list(value["files"]) if isinstance(value.get("files"), dict) else []
+    for name, entry in ((name, value["files"][name]) for name in names):
+        path = folder / name
+        if isinstance(entry, dict) and path.is_file():
+            content = path.read_bytes()
+            if "crc32" in entry:
+                entry["crc32"] = zlib.crc32(content)
+            entry["bytes"] = len(content)
+            for piece in entry.get("pieces") or []:
+                # Other damage may have left no numbers.
+                if isinstance(piece, dict) and {type(piece.get(name)) for name in ("start", "bytes")} == {int}:
+                    piece["crc32"] = zlib.crc32(content[piece["start"] : piece["start"] + piece["bytes"]])
+    _write_manifest(folder, value)
+
+
+def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a manifest says of each file, as far as earlier damage has left anything."""
+    files = manifest.get("files")
+    entries = files.values() if isinstance(files, dict) else ()
+    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("pieces", []), list)]
+
+
+def _write_manifest(folder: Path, value: dict[str, Any]) -> None:
+    value.pop("crc32", None)
+    checksum = zlib.crc32(json.dumps(value, sort_keys=True).encode())
+    (folder / MANIFEST_FILE).write_text(json.dumps({**value, "crc32": checksum}))
+
+
+def _json(path: Path) -> Any:
+    """A JSON object, an empty one where earlier damage has left none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {"x": 1}
+    return value if isinstance(value, dict) and value else {"x": 1}

@@ -1,0 +1,170 @@
+"""Fuzzed command lines: a run of one process ends well or in one line; a rank of a larger layout builds its model."""
+
+import contextlib
+import io
+import os
+import random
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+import pretrain_gpt
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.flag_table import Flag, FlagState
+from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.values import choice_names
+from megatron.training.errors import exit_on_user_error
+from megatron.training.fake_ranks import fake_rank
+from megatron.training.gpt_builder import build_gpt
+from megatron.training.setup import model_parts, setup_tokenizer
+from tests.functional_tests.case import FOLDER, Flags, command_line, read_bases, read_cases
+from tests.functional_tests.expectations import EXPECTATIONS
+from tests.fuzz.trials import Verdict, judged
+from tests.fuzz.values import NO_NUMBERS, ODD_FLOATS, ODD_INTS, ODD_WORDS
+
+# What ends a run soon, and keeps what it writes in its folder.
+SHORT: Flags = {"train-iters": 2, "lr-warmup-iters": 1, "eval-iters": 1, "exit-interval": 2, "num-workers": 0}
+# Flags whose plausible values are no small numbers and no choices.
+WORDS: dict[str, list[str]] = {
+    "moe_layer_freq": ["1", "2", "[1,0]", "[0]+[1]", "([1]*1+[0])", "[1]*9999999999", "[2]", "(" * 500, "[1"],
+    "window_size": ["4,0", "(8,0)", "-1,0", "1,1", "0,0", "99,0", "4"],
+    "window_attn_skip_freq": ["1", "2", "[1,0]", "[0,1]*1"],
+    "moe_paged_stash_buffer_bytes": ["1M", "64K", "0", "1", "99999999999T", "-1", "1.5M", "1G"],
+    "exit_signal": ["SIGTERM", "term", "15", "9", "999", "SIGX", "SIGUSR1", "0"],
+    "attention_backend": ["flash", "unfused", "local", "auto", "fused", "x"],
+    "pipeline_model_parallel_layout": ["Et|tL", "E|t|t|L", "Ett|L", "(t|)*2L", "Et*99999999999|L", "|", "((", "t*0|tL"],
+    "step_batch_size_schedule": ["0:2", "0:2 8:4", "0:4 1K:8", "5:2", "0:0", "0:2 1T:4", "0:4 99999999999999999999T:8"],
+    "split": ["1,0,0", "8,1,1", "0,0,0", "-1,1,1", "nan,1,1", "1e308,1e308,1", "1,2,3,4", "100", "1,,1"],
+    "tokenizer_type": ["NullTokenizer", "ByteLevelTokenizer", "HuggingFaceTokenizer", "TikTokenizer"],
+    "hybrid_layer_pattern": ["M*M-"],
+}
+PATHS = ["load", "save", "tensorboard_dir", "data_cache_path", "record_routing", "memory_snapshot_path", "config"]
+PATHS += ["tokenizer_model", "vocab_file", "merge_file", "data_args_path", "data_path", "train_data_path"]
+# A run with these takes as long as they say, or reads what is not there to be read.
+_BOUNDED = {"num_workers": 1, "eval_iters": 3, "exit_duration_in_mins": 2}
+_LAYOUT = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
+_LAYOUT += ["expert_model_parallel_size", "expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank"]
+_LAYOUT += ["num_distributed_optimizer_instances", "decoder_first_pipeline_num_layers", "sequence_parallel"]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What is started, and on how many processes."""
+
+    argv: list[str]
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"WORLD_SIZE={self.world_size} {self.argv}"
+
+
+class FlagFuzzer:
+    """Tiny models with the flags of some functional cases and a few drawn ones, as far as they are valid together.
+
+    Now and then one that is not: a contradiction, or a hostile value.
+    """
+
+    def __init__(self) -> None:
+        self._bases = read_bases()
+        self._cases = [
+            {name: value for name, value in case.flags.items() if name not in SHORT}
+            for path in sorted((FOLDER / "cases").glob("*.yaml"))
+            for case in read_cases(path, self._bases, set(EXPECTATIONS))
+        ]
+        self._flags = {flag.dest: flag for flag in flag_table().flags}
+
+    def draw(self, rng: random.Random, folder: Path) -> CommandLine:
+        world_size = rng.choice([1, 1, 1, 1, 2, 3, 4, 6, 8])
+        base = self._bases[rng.choice(["dense", "llama", "moe", "moe"])]
+        case = CommandLine(command_line({**base, **SHORT}), world_size)
+        tweaks = [self._of_case(rng, base, folder=folder) for _ in range(rng.choice([0, 1, 1, 2]))]
+        tweaks += [self._drawn(rng, folder=folder, among=self._works()) for _ in range(rng.randint(0, 4))]
+        if world_size > 1:
+            tweaks += [self._drawn(rng, folder=folder, among=_LAYOUT) for _ in range(rng.randint(1, 4))]
+        rng.shuffle(tweaks)
+        for words in tweaks:
+            tweaked = CommandLine([*case.argv, *words], world_size)
+            # What validation refuses is mostly left out: the rest of the program is to be reached too.
+            if rng.random() < 0.1 or not _is_refused(tweaked):
+                case = tweaked
+        if rng.random() < 0.3:
+            among = list(self._flags) if rng.random() < 0.1 else self._works()
+            case.argv.extend(self._drawn(rng, folder=folder, among=among, hostile=True))
+        if rng.random() < 0.02:
+            case.argv.insert(rng.randrange(len(case.argv)), rng.choice(ODD_WORDS).replace("\x00", ""))
+        return case
+
+    def _works(self) -> list[str]:
+        return [name for name, flag in self._flags.items() if flag.state is FlagState.WORKS]
+
+    def _of_case(self, rng: random.Random, base: Flags, *, folder: Path) -> list[str]:
+        """The flags in which a functional case differs from its own base, or some of them."""
+        flags = rng.choice(self._cases)
+        different = {name: value for name, value in flags.items() if value is not None and base.get(name) != value}
+        if rng.random() < 0.3:
+            different = dict(rng.sample(list(different.items()), len(different) // 2))
+        places = {"{tmp}": str(folder), "{tests}": str(FOLDER)}
+        return [re.sub(r"{tmp}|{tests}", lambda found: places[found[0]], word) for word in command_line(different)]
+
+    def _drawn(self, rng: random.Random, *, folder: Path, among: list[str], hostile: bool = False) -> list[str]:
+        return self._words(rng, self._flags[rng.choice(among)], folder=folder, hostile=hostile)
+
+    def _words(self, rng: random.Random, flag: Flag, *, folder: Path, hostile: bool) -> list[str]:
+        if flag.constant is not None:
+            return [flag.flags[0], "yes"] if hostile and rng.random() < 0.3 else [flag.flags[0]]
+        count = flag.nargs if isinstance(flag.nargs, int) else rng.randint(1, 3) if flag.takes_list else 1
+        count = rng.randint(0, 4) if hostile and rng.random() < 0.2 else count
+        values = [as_drawn(rng, flag, folder=folder, hostile=hostile) for _ in range(count)]
+        # argv holds no NUL; words with a dash in front would be flags.
+        return [f"{flag.flags[0]}={values[0]}"] if count == 1 else [flag.flags[0], *values]
+
+    def judge(self, case: CommandLine, folder: Path) -> Verdict:
+        run = _run if case.world_size == 1 else _build_one_rank
+        return judged(partial(run, case), folder)
+
+
+def as_drawn(rng: random.Random, flag: Flag, *, folder: Path = Path("."), hostile: bool = False) -> str:
+    """A word for a flag: one that it may have, mostly; hostile: mostly one that nobody meant."""
+    if flag.dest in _BOUNDED:
+        return str(rng.choice([-1, *range(_BOUNDED[flag.dest] + 1)]))
+    if hostile and rng.random() < 0.8:
+        kinds = {"int": [*map(str, ODD_INTS), *NO_NUMBERS], "float": [*ODD_FLOATS, *map(str, ODD_INTS)]}
+        # argv holds no NUL.
+        return str(rng.choice(kinds.get(flag.type_name, ODD_WORDS))).replace("\x00", "")
+    if flag.dest in PATHS:
+        return str(folder / rng.choice(["a", "b/c", "a", "a.b"]))
+    if flag.dest in WORDS:
+        return rng.choice(WORDS[flag.dest])
+    if choice_names(flag):
+        return rng.choice(choice_names(flag))
+    if flag.type_name == "float":
+        return str(rng.choice([0, 0.1, 0.5, 1, 1.5, 2, 100, rng.random()]))
+    return str(rng.choice([1, 1, 2, 2, 3, 4, 4, 5, 8, 16, 32, 33, 48, 64, rng.randint(0, 70)]))
+
+
+def _run(case: CommandLine) -> None:
+    pretrain_gpt.main(list(case.argv))
+
+
+def _build_one_rank(case: CommandLine) -> None:
+    rank = random.Random(str(case.argv)).randrange(case.world_size)
+    with patch.dict(os.environ, WORLD_SIZE=str(case.world_size), RANK=str(rank)), exit_on_user_error():
+        args = validate_args(parse_args(argv=case.argv))
+        with fake_rank(args, rank, world_size=case.world_size):
+            setup_tokenizer(args)
+            parts = [part for part, _ in model_parts(partial(build_gpt, args), args)]
+            assert all(torch.isfinite(p).all() for part in parts for p in part.parameters() if p.numel())
+
+
+def _is_refused(case: CommandLine) -> bool:
+    silence = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with patch.dict(os.environ, WORLD_SIZE=str(case.world_size)), silence[0], silence[1]:
+        try:
+            validate_args(parse_args(argv=case.argv))
+        except (ValueError, SystemExit):
+            return True
+    return False

@@ -1,0 +1,175 @@
+"""Fuzzed files of Megatron's older format, which are pickled: converted with every weight as it was, or refused."""
+
+import argparse
+import collections
+import os
+import pickle
+import random
+import shutil
+import zipfile
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing import load, model_sharded_tensors
+from megatron.training.checkpoint_folder import TRACKER_FILE
+from tests.fuzz.checkpoint_damage import Harm
+from tests.fuzz.trials import Verdict, judged
+from tests.fuzz.values import ODD_INTS, ODD_WORDS, odd_json
+from tests.unit_tests.tools.test_convert_legacy import ITERATION, whole_model, write_files
+from tools import checkpoint as checkpoint_tool
+
+_FOLDER = f"iter_{ITERATION:07d}"
+
+
+@dataclass
+class Files:
+    """What was done to the files of a run on 2 x 2 x 2 ranks. is_whole: nothing that is in the model."""
+
+    words: list[str]
+    notes: list[str] = field(default_factory=list)
+    is_whole: bool = True
+
+
+class LegacyFuzzer:
+    """Files of a small mixture of experts with some damage, converted by tools/checkpoint.py."""
+
+    def __init__(self, shared: Path) -> None:
+        self._shared, self._model = shared, whole_model()
+        for style in ("local", "engine", "grouped"):
+            if not (shared / style).exists():
+                write_files(self._model, shared / style, style)
+
+    def draw(self, rng: random.Random, folder: Path) -> Files:
+        shutil.copytree(self._shared / rng.choice(["local", "engine", "grouped"]), folder / "files")
+        case = Files(rng.choice([[], [], [], ["--vocab-size", "3"], ["--vocab-size", "-1"], ["--ckpt-step", "7"]]))
+        for _ in range(rng.choice([0, 1, 1, 1, 2])):
+            path = rng.choice(sorted((folder / "files" / _FOLDER).glob("*/*.pt")))
+            damage = rng.choice([_content, _content, _content, _content, _bytes, _hostile, _places])
+            case.notes.append(f"{path.parent.name}: {damage(rng, path, case)}")
+        return case
+
+    def judge(self, case: Files, folder: Path) -> Verdict:
+        verdict = judged(partial(self._convert, case, folder), folder)
+        assert not (folder / "harm").exists(), "something in the files was run"
+        return verdict
+
+    def _convert(self, case: Files, folder: Path) -> None:
+        words = ["--load", str(folder / "files"), "--save", str(folder / "ours"), *case.words]
+        assert checkpoint_tool.main(["convert", "--from", "torch", "--to", "torch_dist", *words]) == 0
+        if case.is_whole and not case.words:
+            loaded = whole_model()
+            load(model_sharded_tensors(loaded), folder / "ours" / _FOLDER)
+            expected = self._model.state_dict()
+            assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+def _content(rng: random.Random, path: Path, case: Files) -> str:
+    """Other values, of the arguments, of the counters or of the model."""
+    try:
+        # Our own file, written a moment ago, unless there is other damage already.
+        content = torch.load(path, weights_only=False)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError):
+        return "gone"
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict) or not content["model"]:
+        return "gone"
+    case.is_whole = False
+    match what := rng.choice(["argument", "argument", "argument", "top", "tensor", "tensor", "name", "more"]):
+        case "argument" if isinstance(content.get("args"), argparse.Namespace):
+            name = rng.choice(list(vars(content["args"])))
+            vars(content["args"])[name] = _odd(rng)
+            what += f" {name} {vars(content['args'])[name]!r:.60}"
+        case "top":
+            name = rng.choice(list(content))
+            content[name] = _odd(rng)
+            what += f" {name} {content[name]!r:.60}"
+        case "name":
+            name = rng.choice(list(content["model"]))
+            content["model"][rng.choice(["x", "decoder.layers.99.mlp.x", name + "0", 1, ""])] = content["model"].pop(
+                name
+            )
+        case "more":
+            content["model1"] = rng.choice([content["model"], {}, None, [], {"language_model": {}}])
+        case _:
+            name = rng.choice(list(content["model"]))
+            content["model"][name] = _odd_tensor(rng, content["model"][name])
+            what += f" {name}"
+    torch.save(content, path)
+    return what
+
+
+def _odd(rng: random.Random) -> Any:
+    others = [argparse.Namespace(x=1), torch.ones(2), torch.tensor(3), collections.deque([1]), (1, 2), b"x", float]
+    return rng.choice([*(odd_json(rng) for _ in range(8)), *ODD_INTS, rng.choice(others[:-1])])
+
+
+def _odd_tensor(rng: random.Random, tensor: torch.Tensor) -> Any:
+    odd = [tensor[:0], tensor.flatten(), tensor[None], tensor.half(), tensor.int(), torch.ones(1), torch.tensor(1.0)]
+    odd += [None, 1, "x", tensor.to_sparse(), tensor.expand(2, *tensor.shape), torch.empty(3, device="meta")]
+    return rng.choice(
+        [*odd, torch.full_like(tensor, float("nan")), tensor.t() if tensor.ndim == 2 else tensor, [tensor]]
+    )
+
+
+def _bytes(rng: random.Random, path: Path, case: Files) -> str:
+    if not path.is_file() or not path.stat().st_size:
+        return "gone"
+    content = path.read_bytes()
+    place = rng.randrange(len(content))
+    flipped = content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
+    match what := rng.choice(["flip", "flip", "cut", "longer", "empty", "gone", "folder"]):
+        case "gone" | "folder":
+            path.unlink()
+            if what == "folder":
+                path.mkdir()
+        case _:
+            path.write_bytes({"flip": flipped, "cut": content[:place], "longer": content + b"x", "empty": b""}[what])
+    # A bit of a weight has no checksum here.
+    case.is_whole = False
+    return f"{what} at {place}"
+
+
+def _hostile(rng: random.Random, path: Path, case: Files) -> str:
+    """A pickle, or an archive of one, that wants more than to be read."""
+    case.is_whole = False
+    if path.is_dir():
+        path.rmdir()
+    what = rng.choice(["harm", "inside", "protocol 0", "archive", "global", "deep", "build", "bomb"])
+    pickles = {
+        "global": b"cos\nsystem\n(S'mkdir harm'\ntR.",
+        "deep": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".",
+        "build": b"\x80\x02cargparse\nNamespace\n)\x81}(X\x09\x00\x00\x00__class__cos\nsystem\nub.",
+        "bomb": b"\x80\x02X\xff\xff\xff\x7fx.",
+    }
+    if what in ("harm", "inside"):
+        torch.save(Harm() if what == "harm" else {"args": argparse.Namespace(x=Harm()), "iteration": 1}, path)
+    elif what == "protocol 0":
+        path.write_bytes(pickle.dumps(Harm(), protocol=rng.choice([0, 1, 4])))
+    elif what == "archive":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", rng.choice(list(pickles.values())))
+            archive.writestr("archive/version", rng.choice(["3", "x", "9" * 30]))
+    else:
+        path.write_bytes(pickles[what])
+    return what
+
+
+def _places(rng: random.Random, path: Path, case: Files) -> str:
+    """Files and folders under other names, another tracker."""
+    root = path.parents[2]
+    match what := rng.choice(["tracker", "tracker", "rank", "folder", "link"]):
+        case "tracker":
+            words = ["release", "9" * 5000, "-1", str(ITERATION + 1), "\u0667", f" {ITERATION}\n", *ODD_WORDS]
+            (root / TRACKER_FILE).write_text(what := rng.choice(words), encoding="utf-8", errors="surrogateescape")
+        case "rank":
+            path.parent.rename(
+                path.parent.with_name(rng.choice(["mp_rank_07", "mp_rank_00_000_002", "mp_rank_0", "x"]))
+            )
+        case "folder":
+            (path.parents[1] / "mp_rank_99").mkdir(exist_ok=True)
+        case _:
+            os.symlink(path.parent, path.parents[1] / "mp_rank_05_000_000")
+    return what[:50]
