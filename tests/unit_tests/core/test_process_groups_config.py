@@ -95,7 +95,9 @@ def test_a_tied_weight_on_two_stages_needs_their_group() -> None:
         config = small_config(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
         tied: dict[str, Any] = {"share_embeddings_and_output_weights": True, "post_process": False}
         small_model(config, **tied)
-        with pytest.raises(ValueError, match="True and pg_collection.embd is None"):
+        with pytest.raises(
+            ValueError, match="pg_collection.embd is None, and share_embeddings_and_output_weights is True"
+        ):
             small_model(config, **tied, pg_collection=replace(get_process_groups(), embd=None))
 
 

@@ -30,7 +30,7 @@ from tests.structure.measure import ROOT
 from tests.unit_tests.training.test_callbacks import STEP
 from tools.run_log import read_run
 
-ARGS = argparse.Namespace(log_interval=3, num_layers=5)
+ARGS = argparse.Namespace(log_interval=3, num_layers=5, mtp_num_layers=None)
 SPECS = tuple(TensorSpec(width, width, 150, priority) for width, priority in zip((64, 128, 64), Priority))
 HIGH_WATERS = (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)
 COUNTED = (Counter.SPILLED_PAGES, Counter.PLANNED_PAGES, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT)
