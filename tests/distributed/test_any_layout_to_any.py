@@ -64,6 +64,18 @@ EXPERTS: Flags = {
     "moe-router-score-function": "sigmoid",
     "moe-router-enable-expert-bias": True,
 }
+LATENT: Flags = {
+    "position-embedding-type": "rope",
+    "group-query-attention": None,
+    "num-query-groups": None,
+    "multi-latent-attention": True,
+    "qk-layernorm": True,
+    "q-lora-rank": 6,
+    "kv-lora-rank": 5,
+    "qk-head-dim": 3,
+    "qk-pos-emb-head-dim": 2,
+    "v-head-dim": 4,
+}
 FROZEN: dict[str, list[tuple[str, ...]]] = {
     "dense": [(), (), ("embedding.*",), ("*.mlp.*", "*.self_attention.linear_*", "*embeddings*")],
     "moe": [(), (), ("*.experts.*",), ("*.mlp.*", "*.self_attention.linear_*", "*embeddings*")],
@@ -202,6 +214,8 @@ def _draw(number: int) -> Pair:
     same = number % 3 == 0
     model: Flags = {**read_bases()[kind], **TRAINING, **(EXPERTS if kind == "moe" else {})}
     model["bf16"] = half
+    if number % 5 == 2:
+        model |= LATENT
     if number % 6 in (1, 3):
         # Rows and pages of a fixed size, far too few: the first steps learn how many it takes.
         model |= PAGES
