@@ -198,7 +198,13 @@ def _tensors(path: Path, chunk: Mapping[str, Any]) -> dict[str, Tensor]:
 # Names of parameters: those of files, of either implementation of layers, and those of models here.
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
+# The linear layers that a norm stands before, and may be inside of.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+}
 _FUSED = re.compile(r"(.+)\.layer_norm_(weight|bias)")
 _EXPERT_OF_MANY = re.compile(r"mlp\.experts\.linear_(fc1|fc2)\.(weight|bias)(\d+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.(weight|bias)")
@@ -239,8 +245,7 @@ def to_legacy_names(chunk: Mapping[str, Tensor], facts: ChunkFacts, *, fused: bo
             continue
         inner = layer[2]
         if fused:
-            prefix = name.removesuffix(inner)
-            inner = _fused_name(inner, is_dense=f"{prefix}mlp.linear_fc1.weight" in chunk)
+            inner = _fused_name(inner, prefix=name.removesuffix(inner), chunk=chunk)
         found[f"decoder.layers.{int(layer[1]) - facts.first_layer}.{inner}"] = tensor
     return found
 
@@ -265,11 +270,11 @@ def _parts_here(inner: str, tensor: Tensor, *, facts: ChunkFacts) -> Iterator[tu
         yield inner, tensor
 
 
-def _fused_name(inner: str, *, is_dense: bool) -> str:
+def _fused_name(inner: str, *, prefix: str, chunk: Mapping[str, Tensor]) -> str:
     if expert := _EXPERT.fullmatch(inner):
         return f"mlp.experts.linear_{expert[2]}.{expert[3]}{expert[1]}"
     for linear, norm in _FUSED_NORMS.items():
-        # In front of experts stands a router, and a norm of its own.
-        if inner.startswith(f"{norm}.") and (norm != "pre_mlp_layernorm" or is_dense):
+        # In front of experts stands a router, before latent attention two projections: their norms stay apart.
+        if inner.startswith(f"{norm}.") and f"{prefix}{linear}.weight" in chunk:
             return f"{linear}.layer_norm_{inner.removeprefix(norm + '.')}"
     return inner

@@ -45,13 +45,33 @@ SHAPE: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 8,
 }
+LATENT: dict[str, Any] = {
+    **SHAPE,
+    "group_query_attention": False,
+    "num_query_groups": None,
+    "kv_channels": None,
+    "add_qkv_bias": False,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 5,
+    "qk_head_dim": 3,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 4,
+}
+# Norms inside the linear layers behind them.
+INSIDE = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
 ITERATION = 7
 TENSOR = PIPELINE = EXPERT = 2
 
 
-def whole_model() -> GPTModel:
+def whole_model(shape: dict[str, Any]) -> GPTModel:
     args = parse_args(argv=[])
-    vars(args).update(SHAPE, padded_vocab_size=VOCAB, unpadded_vocab_size=VOCAB, params_dtype=torch.float32)
+    vars(args).update(shape, padded_vocab_size=VOCAB, unpadded_vocab_size=VOCAB, params_dtype=torch.float32)
     torch.manual_seed(3)
     model = build_gpt(args)
     for tensor in model.state_dict().values():
@@ -68,7 +88,7 @@ def of_rank(name: str, whole: Tensor, tensor_rank: int) -> Tensor:
     if name.startswith(("embedding.word", "output_layer")):
         padded = torch.cat([whole, torch.zeros(PADDED - VOCAB, HIDDEN)])
         return cut(padded, 0, rank=tensor_rank, size=TENSOR)
-    if "linear_qkv" in name:
+    if "linear_qkv" in name or name.endswith("up_proj.weight"):
         # A rank has whole groups of query heads.
         return cut(whole, 0, rank=tensor_rank, size=TENSOR)
     if name.endswith("linear_fc1.weight"):
@@ -86,7 +106,9 @@ def files_of(model: GPTModel, style: str) -> Iterator[tuple[str, dict[str, Tenso
             for expert in range(EXPERT):
                 chunk: dict[str, Tensor] = {}
                 for name, whole in state.items():
-                    for legacy, part in legacy_names(name, whole, stage, expert, tensor=tensor, style=style):
+                    is_latent = "decoder.layers.0.self_attention.linear_kv_up_proj.weight" in state
+                    options = {"tensor": tensor, "style": style, "is_latent": is_latent}
+                    for legacy, part in legacy_names(name, whole, stage, expert, **options):
                         chunk[legacy] = part
                 if style == "grouped":
                     stack_experts(chunk)
@@ -94,7 +116,7 @@ def files_of(model: GPTModel, style: str) -> Iterator[tuple[str, dict[str, Tenso
 
 
 def legacy_names(
-    name: str, whole: Tensor, stage: int, expert: int, *, tensor: int, style: str
+    name: str, whole: Tensor, stage: int, expert: int, *, tensor: int, style: str, is_latent: bool
 ) -> Iterator[tuple[str, Tensor]]:
     is_last = name.startswith(("decoder.final", "output_layer"))
     if not name.startswith("decoder.layers"):
@@ -111,9 +133,9 @@ def legacy_names(
         if not 0 <= here < EXPERTS // EXPERT:
             return
         inner = f"mlp.experts.{rest}{here}" if style == "engine" else f"mlp.experts.local_experts.{here}.{rest}"
-    elif style == "engine" and inner == "input_layernorm.weight":
-        inner = "self_attention.linear_qkv.layer_norm_weight"
-        yield prefix + "self_attention.linear_qkv._extra_state", part  # not a weight, whatever it is
+    elif style == "engine" and inner in INSIDE and (is_latent != inner.startswith("input")):
+        inner = INSIDE[inner]
+        yield prefix + inner.replace("layer_norm_weight", "_extra_state"), part  # not a weight, whatever it is
     elif style == "engine" and inner == "pre_mlp_layernorm.weight" and int(layer) % 2 == 0:
         inner = "mlp.linear_fc1.layer_norm_weight"
     yield prefix + inner, part
@@ -129,9 +151,9 @@ def stack_experts(chunk: dict[str, Tensor]) -> None:
     chunk[prefix + "weight2"] = second.reshape(-1, HIDDEN)
 
 
-def write_files(model: GPTModel, folder: Path, style: str, **changes: Any) -> None:
+def write_files(model: GPTModel, folder: Path, style: str, *, shape: dict[str, Any] = SHAPE, **changes: Any) -> None:
     args = {
-        **SHAPE,
+        **shape,
         "tensor_model_parallel_size": TENSOR,
         "pipeline_model_parallel_size": PIPELINE,
         "expert_model_parallel_size": EXPERT,
@@ -169,13 +191,19 @@ def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[
     ]
 
 
-@pytest.mark.parametrize("style", ["local", "engine", "grouped"])
-def test_files_of_every_rank_become_one_checkpoint_and_files_again(style: str, tmp_path: Path) -> None:
-    model = whole_model()
-    write_files(model, tmp_path / "legacy", style)
+@pytest.mark.parametrize(
+    ("shape", "style"),
+    [(SHAPE, "local"), (SHAPE, "engine"), (SHAPE, "grouped"), (LATENT, "local"), (LATENT, "engine")],
+    ids=["local", "engine", "grouped", "latent, local", "latent, engine"],
+)
+def test_files_of_every_rank_become_one_checkpoint_and_files_again(
+    shape: dict[str, Any], style: str, tmp_path: Path
+) -> None:
+    model = whole_model(shape)
+    write_files(model, tmp_path / "legacy", style, shape=shape)
     convert("torch", "torch_dist", tmp_path / "legacy", tmp_path / "ours")
     folder = tmp_path / "ours" / f"iter_{ITERATION:07d}"
-    loaded = whole_model()
+    loaded = whole_model(shape)
     for tensor in loaded.state_dict().values():
         tensor.zero_()
     dist_checkpointing.load(model_sharded_tensors(loaded), folder)
@@ -218,7 +246,7 @@ class _Harmful:
 def test_what_is_no_such_checkpoint_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = whole_model()
+    model = whole_model(SHAPE)
     write_files(model, tmp_path / "legacy", "local")
     files = sorted((tmp_path / "legacy").glob("iter_*/*/model_optim_rng.pt"))
     content = torch.load(files[3], weights_only=False)
