@@ -3,7 +3,7 @@ replicas that come apart are named.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,26 +178,36 @@ class _Flip(Callback):
         # Behind the gather of the last update, on all ranks, as waiting for it is collective.
         gather_parameters(self._run)
         if report.iteration == 4 and dist.get_rank() == self._rank:
-            unwrap_model(self._run.model)[0].get_parameter(self._name).data.view(-1).view(torch.int32)[7] ^= 1
+            model = unwrap_model(self._run.model)[0]
+            held = {**dict(model.named_parameters()), **dict(model.named_buffers())}[self._name]
+            held.data.view(-1).view(torch.int32)[2] ^= 1
 
 
-def _change_a_weight(folder: str) -> None:
+def _change_a_tensor(cases: Sequence[tuple[str, int, Flags]], named: str) -> None:
     flags = {**FLAGS, **SHARDED, "check-weight-hash-across-dp-replicas-interval": 2, "save-interval": None}
-    # By its interval, and by that of saves, before which weights are compared in any case.
-    before_saves = {"check-weight-hash-across-dp-replicas-interval": 100, "save-interval": 2, "save": folder}
-    cases = ((NAME, 1, {}), ("decoder.layers.1.mlp.router.weight", 0, before_saves))
     for name, changed, other in cases:
         with started_run(command_line({**flags, **other})) as run:
             run.callbacks = CallbackList((_Flip(run, name, rank=changed),))
             with pytest.raises(
-                WeightMismatchError, match=rf"after iteration 4: {name} of rank 1 is not that of rank 0"
+                WeightMismatchError, match=rf"after iteration 4: {named or name} of rank 1 is not that of rank 0"
             ):
                 train(run)
 
 
 def test_a_bit_that_flips_in_a_replica_is_named_with_its_rank_and_not_saved(tmp_path: Path) -> None:
-    run_on_ranks(_change_a_weight, RANKS, str(tmp_path))
+    # By its interval, and by that of saves, before which weights are compared in any case.
+    before_saves: Flags = {"check-weight-hash-across-dp-replicas-interval": 100, "save-interval": 2, "save": tmp_path}
+    with_bias: Flags = {"moe-router-enable-expert-bias": True, "moe-router-score-function": "sigmoid"}
+    router = "decoder.layers.1.mlp.router"
+    cases = [(NAME, 1, {}), (f"{router}.weight", 0, before_saves), (f"{router}.expert_bias", 0, with_bias)]
+    run_on_ranks(_change_a_tensor, RANKS, cases, "")
     assert complete_iterations(tmp_path) == [2]
+
+
+def test_a_bit_that_flips_in_one_of_two_stages_tied_weights_is_named() -> None:
+    stages: Flags = {"pipeline-model-parallel-size": 2, "untie-embeddings-and-output-weights": None}
+    table = "embedding.word_embeddings.weight"
+    run_on_ranks(_change_a_tensor, RANKS, [(table, 0, stages), ("output_layer.weight", 1, stages)], table)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])

@@ -1,4 +1,4 @@
-"""Replicas compared while training runs: a hash of each parameter on its device, and one small exchange per group.
+"""Replicas compared while training runs: a hash of each tensor on its device, and one small exchange per group.
 
 A comparison once, at the start, by name and with what requires grad, is replica_checks.py's.
 """
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.dist_checkpointing import buffer_sharded_tensors, canonical_name
 from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
@@ -24,27 +24,33 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 class WeightMismatchError(RuntimeError):
-    """Parameters that must be equal on several ranks are not; raised on every rank."""
+    """Parameters or buffers that must be equal on several ranks are not; raised on every rank."""
 
 
 @dataclass(frozen=True)
 class _Replicas:
-    """Parameters of this rank that the ranks of `group` have too, in the same order."""
+    """What this rank and all others of `group` have, in the same order."""
 
     group: dist.ProcessGroup | None
     names: list[str]
-    params: list[Tensor]
+    tensors: list[Tensor]
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, named: Sequence[tuple[str, Tensor]]) -> "_Replicas":
+        """named: tensors of any shape and dtype."""
+        return cls(group, [name for name, _ in named], [tensor for _, tensor in named])
 
 
 def check_weight_hashes_sync(chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, iteration: int) -> None:
-    """Raises WeightMismatchError on every rank, naming parameters and ranks, unless all replicas are bit-identical.
+    """Raises WeightMismatchError on every rank, naming tensors and ranks, unless all replicas are bit-identical.
 
-    Data-parallel replicas, those of experts among their own ranks, and what tensor-parallel ranks have whole.
+    Data-parallel replicas, those of experts among their own ranks, what tensor-parallel ranks have whole, and what the
+    first and the last stage both have: parameters, and the buffers that checkpoints hold, as the biases of routers.
     chunks: of this stage, with parameters gathered. Collective over all ranks. NOTE: reads the device once, where
     there is no difference.
     """
-    compared = [one for one in _replicas(chunks, groups) if one.params and group_size(one.group) > 1]
-    hashes = [torch.stack([weight_hash(param) for param in one.params]) for one in compared]
+    compared = [one for one in _replicas(chunks, groups) if one.tensors and group_size(one.group) > 1]
+    hashes = [torch.stack([weight_hash(tensor) for tensor in one.tensors]) for one in compared]
     is_different = torch.zeros((), dtype=torch.int64, device=default_device())
     for one, own in zip(compared, hashes):
         # The highest, and by its complement the lowest: equal where all are.
@@ -81,15 +87,18 @@ def _replicas(chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> li
         for chunk in unwrap_model(list(chunks))
         for name, param in chunk.named_parameters()
     ]
+    # A checkpoint holds one of each for all ranks.
+    buffers = [(held.key, held.data) for chunk in unwrap_model(list(chunks)) for held in buffer_sharded_tensors(chunk)]
     kinds = []
-    for is_expert, data_group, tensor_group in (
-        (False, groups.dp_cp, groups.tp),
-        (True, groups.expt_dp, groups.expt_tp),
+    for is_expert, data_group, tensor_group, also in (
+        (False, groups.dp_cp, groups.tp, buffers),
+        (True, groups.expt_dp, groups.expt_tp, []),
     ):
         own = [(name, param, facts) for name, param, facts in named if facts.is_expert is is_expert]
-        kinds.append(_Replicas(data_group, [name for name, _, _ in own], [param for _, param, _ in own]))
         whole = [(name, param) for name, param, facts in own if not facts.tensor_model_parallel]
-        kinds.append(_Replicas(tensor_group, [name for name, _ in whole], [param for _, param in whole]))
+        kinds.append(_Replicas.of(data_group, [*((name, param) for name, param, _ in own), *also]))
+        kinds.append(_Replicas.of(tensor_group, [*whole, *also]))
+    kinds.append(_Replicas.of(groups.embd, [(name, param) for name, param, facts in named if facts.shared_embedding]))
     return kinds
 
 
@@ -99,7 +108,9 @@ def _raise_differences_sync(compared: list[_Replicas], hashes: list[Tensor], *, 
     for one, own in zip(compared, hashes):
         assert one.group is not None
         ranks = dist.get_process_group_ranks(one.group)
-        lines += _differences(one.names, dict(zip(ranks, gather_objects(own.tolist(), one.group))))
+        told = gather_objects((one.names, own.tolist()), one.group)
+        # In the words of the first: a tied output layer has another name than the embedding that owns it.
+        lines += _differences(told[0][0], dict(zip(ranks, (hashes_of_rank for _, hashes_of_rank in told))))
     found = dict.fromkeys(line for lines_of_rank in gather_objects(lines, dist.group.WORLD) for line in lines_of_rank)
     shown = list(found)[:_NAMES_SHOWN]
     more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
