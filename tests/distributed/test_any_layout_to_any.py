@@ -37,6 +37,8 @@ MOST_RANKS = long_count(6, soak=8)
 STEPS = 2  # before the save, and again behind it
 TOLERANCE = 1e-6  # of losses, relative, in fp32: docs/numerics.md
 HALF_TOLERANCE = 0.02  # the same, in bf16
+# Threads of gloo's groups outlive these, and poll: hundreds of them take the processor from the runs.
+_RUNS_OF_A_PROCESS = 4
 MASTER, MOMENT = "optimizer.fp32_param.", "optimizer.exp_avg"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # A batch for each data-parallel size. The tensors are few and small: in a bucket of one, most ranks own nothing.
@@ -295,9 +297,14 @@ def _run_by_ranks(sides: Sequence[tuple[Side, Flags]], flag: str, folder: Path) 
     for number, (side, _) in enumerate(sides):
         numbers[side.sizes.ranks].append(number)
     results: dict[int, list[Trained]] = {}
-    for ranks, own in numbers.items():
+    batches = [
+        (ranks, own[i : i + _RUNS_OF_A_PROCESS])
+        for ranks, own in numbers.items()
+        for i in range(0, len(own), _RUNS_OF_A_PROCESS)
+    ]
+    for ranks, own in batches:
         jobs = [([*sides[n][0].argv(sides[n][1]), flag, str(folder / f"{n}")], sides[n][0].frozen) for n in own]
-        by_rank = run_on_ranks(_train_each, ranks, jobs, timeout=60 + 30 * len(jobs))
+        by_rank = run_on_ranks(_train_each, ranks, jobs, timeout=120 + 60 * len(jobs))
         results |= dict(zip(own, map(list, zip(*by_rank)), strict=True))
     return [results[number] for number in range(len(sides))]
 

@@ -115,6 +115,9 @@ def test_a_bad_step_is_skipped_or_gone_back_from_as_if_its_batch_were_not_there(
     run_on_ranks(_leave_out_in_all_modes, RANKS, str(tmp_path), spread, poison)
     printed = capsys.readouterr().out
     bad = r"rank 1: microbatch 1 \(lm loss is nan\)" if poison == "loss" else r"not finite on .*rank 1: "
+    if spread in ("zero1", "experts"):
+        # Where gradients add up until the end, one small parameter's are looked at as they come.
+        bad += r"decoder\.layers\.0\.input_layernorm\.weight \(since microbatch 1, of 2 that gave it a gradient\)"
     assert re.search(rf"iteration {BAD_STEP} is skipped: .*{bad}", printed), printed
     words = rf"{bad}.*: going back from iteration {BAD_STEP - 1} to 2, the data of that step is left out \(rewind 1 of"
     assert re.search(words, printed), printed

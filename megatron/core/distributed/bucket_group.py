@@ -73,7 +73,7 @@ class _ParamAndGradBucketGroup(SyncedGroup):
         if self.grad_state is GradState.COLLECTING:
             self._writers.note()
             buffer.take(param)
-            if self._checks is not None and self._checks.looks_at_each:
+            if self._checks is not None and self._checks.looks_at(param):
                 self._checks.measure_sum(buffer.entry_of[param].name, buffer.entry_of[param].main_grad)
             return
         entry = buffer.entry_of[param]

@@ -110,7 +110,7 @@ class DistributedDataParallel(_BaseDataParallel):
         self.buffers = dense  # type: ignore[assignment,method-assign]
         self.expert_parallel_buffers = [buffer for buffer in built if buffer.is_expert]
         self._every_buffer = built
-        self.checks = GradChecks.of(ddp_config)
+        self.checks = GradChecks.of(ddp_config, module)
         build = partial(build_groups, force_single=disable_bucketing, checks=self.checks)
         chunk = f"chunk {self.launch_order.num_chunks}"
         self.bucket_groups = build(dense, name=f"{chunk} dense")

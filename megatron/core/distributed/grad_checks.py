@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 
@@ -30,22 +31,32 @@ class Measured:
 class GradChecks:
     """Finds gradients that are not finite (`nan`), and warns of those that are far larger than before (`large`).
 
-    each: looks at the sums after every gradient that comes, to tell with which of them it began.
+    each: looks at the sums after every gradient that comes, to tell with which of them it began. Else only at those of
+    `probe`, one small parameter near the model's input, which costs next to nothing: what goes wrong behind it comes
+    down to it.
     """
 
-    def __init__(self, *, nan: bool, large: bool, each: bool = False) -> None:
-        self._nan, self._large = nan, large
-        self.looks_at_each = each and nan
+    def __init__(self, *, nan: bool, large: bool, each: bool = False, probe: nn.Parameter | None = None) -> None:
+        self._nan, self._large, self._each, self._probe = nan, large, each, probe
         self._measured = Measured()
         # The largest norm of each parameter so far, and in how many steps.
         self._largest: dict[str, tuple[float, int]] = {}
 
     @classmethod
-    def of(cls, config: DistributedDataParallelConfig) -> "GradChecks | None":
-        """What the settings ask for; None for nothing."""
+    def of(cls, config: DistributedDataParallelConfig, module: nn.Module | None = None) -> "GradChecks | None":
+        """What the settings ask for; None for nothing. module: whose gradients add up over microbatches, if any do."""
         if not (config.check_for_nan_in_grad or config.check_for_large_grads):
             return None
-        return cls(nan=config.check_for_nan_in_grad, large=config.check_for_large_grads, each=config.ddp_debug)
+        params = () if module is None else module.parameters()
+        # A norm's weight or a bias.
+        probe = next((param for param in params if param.requires_grad and param.ndim == 1), None)
+        return cls(
+            nan=config.check_for_nan_in_grad, large=config.check_for_large_grads, each=config.ddp_debug, probe=probe
+        )
+
+    def looks_at(self, param: nn.Parameter) -> bool:
+        """Whether the sum of this parameter's gradients, any shape, is to be measured after each of them."""
+        return self._nan and (self._each or param is self._probe)
 
     def measure(self, named_grads: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Notes a number or two of each gradient: any shapes, floating point, on one device."""
@@ -91,8 +102,9 @@ class GradChecks:
         if norms and not bad:
             for name, norm in zip(names, norms[0]):
                 self._compare(name, norm)
-        # Late gradients are measured apart.
-        return [self._since_when_sync(name) for name in dict.fromkeys(bad)] if self._nan else []
+        # First what says when it began: a message has room for few names. Late gradients are measured apart.
+        bad = sorted(dict.fromkeys(bad), key=lambda name: name not in self._measured.finite_so_far)
+        return [self._since_when_sync(name) for name in bad] if self._nan else []
 
     def _since_when_sync(self, name: str) -> str:
         # NOTE: reads the device, when there is an error to tell.
