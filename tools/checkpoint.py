@@ -324,6 +324,8 @@ def _convert_files(options: argparse.Namespace) -> None:
         )
         folder = from_canonical(options.load, options.save, layout=layout, step=options.ckpt_step)
     print(f"wrote {folder}")
+    if options.target != _SAFETENSORS:
+        print("the optimizer's state was left behind: go on with --no-load-optim --no-load-rng, or --finetune")
 
 
 if __name__ == "__main__":

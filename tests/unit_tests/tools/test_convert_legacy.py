@@ -174,6 +174,7 @@ def write_files(model: GPTModel, folder: Path, style: str, *, shape: dict[str, A
             "checkpoint_version": 3.0,
             "iteration": ITERATION,
             "model": chunk,
+            "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
         }
         torch.save(content, path)
     (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
@@ -197,11 +198,12 @@ def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[
     ids=["local", "engine", "grouped", "latent, local", "latent, engine"],
 )
 def test_files_of_every_rank_become_one_checkpoint_and_files_again(
-    shape: dict[str, Any], style: str, tmp_path: Path
+    shape: dict[str, Any], style: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = whole_model(shape)
     write_files(model, tmp_path / "legacy", style, shape=shape)
     convert("torch", "torch_dist", tmp_path / "legacy", tmp_path / "ours")
+    assert "the optimizer's state was left behind: go on with --no-load-optim" in capsys.readouterr().out
     folder = tmp_path / "ours" / f"iter_{ITERATION:07d}"
     loaded = whole_model(shape)
     for tensor in loaded.state_dict().values():
