@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_io.py [--rounds 8] [--megabytes 240] [--steps 12] [--folder DIR] [--json FILE]
 
-One process, one thread for training. Sides interleaved round by round, the saves in turns first; medians of wall time.
+One process, one thread for training. Sides interleaved round by round, each side in turns first; medians of wall time.
 Both saves end with the bytes on disk (fsync); loads are from the page cache, and from disk after the kernel was asked
 to drop the file. Ours verifies every byte before it changes anything, and fills tensors that are there; torch.load
 makes new ones.
@@ -105,10 +105,11 @@ def measure_files(folder: Path, *, megabytes: int, rounds: int) -> Times:
         "ours load from disk": lambda: load(state, ours),
     }
     times: Times = {name: [] for name in sides}
-    saves, loads = list(sides)[:2], list(sides)[2:]
+    names = list(sides)
+    swapped = [name for pair in zip(names[1::2], names[::2], strict=True) for name in pair]
     for number in range(rounds + 1):
-        # The second of two saves finds a disk and memory that the first has just used: each has both places.
-        for name in (saves if number % 2 else saves[::-1]) + loads:
+        # The second of two sides finds a disk and memory that the first has just used: each has both places.
+        for name in names if number % 2 else swapped:
             if name.endswith("save"):
                 # Neither side replaces what it wrote before, and none pays for what others left to be written.
                 file.unlink(missing_ok=True) if name == "torch save" else shutil.rmtree(ours, ignore_errors=True)
