@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[str, Flags]] = {
         "latent",
         {**SHARED, "q-lora-rank": None, "qk-layernorm": None, "window-size": "9,0"},
     ),
-    "moe": ("latent_moe", {**SHARED, "num-layers": 4, "moe-layer-freq": "[0,1,1,1]"}),
+    "moe": ("latent_moe", {**SHARED, "num-layers": 4, "moe-layer-freq": "[0,1,1,1]", "mtp-num-layers": 1}),
 }
 UP_AGAIN: Flags = {"recompute-granularity": "selective", "recompute-modules": ["mla_up_proj", "layernorm"]}
 # The first of each are always run.
