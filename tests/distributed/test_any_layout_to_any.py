@@ -65,6 +65,8 @@ EXPERTS: Flags = {
     "moe-layer-freq": "[0,1,1,1]",
     "moe-router-score-function": "sigmoid",
     "moe-router-enable-expert-bias": True,
+    "disable-bias-linear": None,
+    "softmax-type": "learnable",
 }
 LATENT: Flags = {
     "position-embedding-type": "rope",

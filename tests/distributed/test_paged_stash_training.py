@@ -69,6 +69,15 @@ AROUND: dict[str, Flags] = {
         "min-offloaded-tensor-size": 1,
     },
     "shards": SHARDED,
+    "gpt-oss": {
+        "disable-bias-linear": None,
+        "swiglu": None,
+        "quick-geglu": True,
+        "activation-func-clamp-value": 0.3,
+        "glu-linear-offset": 1.0,
+        "softmax-type": "learnable",
+        "window-size": "4,0",
+    },
     "dense layers": {"moe-layer-freq": "[0,1,1,1]", "moe-shared-expert-intermediate-size": 16},
     "ramp-up": {"global-batch-size": None},
 }

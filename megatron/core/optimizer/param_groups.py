@@ -156,7 +156,8 @@ def weight_decays(name: str, param: torch.Tensor) -> bool:
 
 
 def _is_bias(name: str) -> bool:
-    return name.endswith(".bias") or name == "bias"
+    # Grouped experts have those of both their layers under one name each.
+    return name.rpartition(".")[2] in ("bias", "bias1", "bias2")
 
 
 def _is_embedding_or_bias(name: str) -> bool:

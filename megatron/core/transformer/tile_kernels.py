@@ -156,7 +156,7 @@ class FlashOnCpu(TileKernel):
             return None, tile.is_causal_square
         query, rows, columns = inputs.query, inputs.query.shape[2], inputs.key.shape[2]
         allowed = _allowed(tile, rows=rows, columns=columns, first_row=0, device=query.device)
-        return torch.zeros(rows, columns, dtype=query.dtype).masked_fill_(~allowed, -torch.inf), False
+        return query.new_zeros(rows, columns).masked_fill_(~allowed, -torch.inf), False
 
 
 class FlashOnGpu(PlainKernel):

@@ -119,7 +119,7 @@ class TransformerConfig(
         # Derived fields come after the checks that name what the user gave.
         fill_in_sizes(self)
         validate_gated_unit(self)
-        validate_moe(self, num_layers=self.num_layers, add_bias_linear=self.add_bias_linear)
+        validate_moe(self, num_layers=self.num_layers)
         validate_activation_memory(self)
         validate_layout_of_layers(self)
         validate_stash(self)

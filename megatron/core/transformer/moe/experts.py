@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
-from megatron.core.model_parallel_config import InitMethod
+from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight
+from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, zero_parameter
 from megatron.core.tensor_parallel.param_attributes import mark_expert, set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
-from megatron.core.transformer.moe.paged_stash import StashGroup
-from megatron.core.transformer.moe.static_experts import static_activation, static_experts
+from megatron.core.transformer.moe.paged_stash import StashGroup, add_expert_bias
+from megatron.core.transformer.moe.static_experts import ExpertParameters, static_activation, static_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from megatron.core.weight_matrices import MatrixWindow
@@ -47,8 +47,12 @@ class ExpertShard:
 class GroupedMLP(MegatronModule):
     """All experts of a rank at once: fc1 grouped product, weighted activation, fc2 grouped product.
 
-    Backward keeps the rows [R, H], gate_up [R, 2F], the weights [R] and the activations [R, F].
+    Backward keeps the rows [R, H], gate_up [R, 2F], the weights [R] and the activations [R, F]. bias1: [e, 2F], bias2:
+    [e, H], where linear layers have biases; a row's share of bias2 is its weight.
     """
+
+    bias1: nn.Parameter | None
+    bias2: nn.Parameter | None
 
     def __init__(
         self,
@@ -72,14 +76,21 @@ class GroupedMLP(MegatronModule):
         self.weight2 = empty_parameter(num_local_experts * self.ffn_hidden_size, hidden, config=config)
         set_tensor_model_parallel_attributes(self.weight1, True, 1, 1)
         set_tensor_model_parallel_attributes(self.weight2, True, 0, 1)
+        self.register_parameter("bias1", None)
+        self.register_parameter("bias2", None)
+        if config.add_bias_linear:
+            self.bias1 = zero_parameter(num_local_experts, self.fc1_width, config=config)
+            self.bias2 = zero_parameter(num_local_experts, hidden, config=config)
+            set_tensor_model_parallel_attributes(self.bias1, True, 1, 1)
         mark_experts(self)
         for name, init_method in self.init_methods().items():
             initialize_weight(self.get_parameter(name), init_method, config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the random parameters start, by name."""
+        """How the parameters start, by name."""
         assert self.config.init_method is not None and self.config.output_layer_init_method is not None
-        return {"weight1": self.config.init_method, "weight2": self.config.output_layer_init_method}
+        methods = {"weight1": self.config.init_method, "weight2": self.config.output_layer_init_method}
+        return methods | ({} if self.bias1 is None else dict.fromkeys(("bias1", "bias2"), ConstantInit(0)))
 
     def forward(
         self,
@@ -98,8 +109,7 @@ class GroupedMLP(MegatronModule):
             output = static_experts(
                 permuted_local_hidden_states,
                 permuted_probs,
-                fc1=self.weight1,
-                fc2=self.weight2,
+                parameters=self._parameters_of_pass(),
                 offsets=offsets,
                 activation=self.static_activation,
                 parts=self.parts,
@@ -107,34 +117,47 @@ class GroupedMLP(MegatronModule):
             )
             return output, None
         # [R, H] -> [R, 2F] -> [R, F] -> [R, H]; the weight is applied where rows are narrowest to keep.
-        gate_up = self.parts.expert_fc1(grouped_gemm, permuted_local_hidden_states, self.weight1, offsets=offsets)
+        gate_up = self.parts.expert_fc1(self._fc1, permuted_local_hidden_states, offsets=offsets)
         act, release = self.parts.moe_act(self._weighted_activation, gate_up, permuted_probs.unsqueeze(-1))
         output = grouped_gemm(act, self.weight2, offsets=offsets)
+        if self.bias2 is not None:
+            share = 1 / self.shard.num_parts
+            output = add_expert_bias(output, self.bias2, offsets=offsets, scale=permuted_probs, share=share)
         release(output)
         return output, None
+
+    def _fc1(self, rows: Tensor, *, offsets: Tensor) -> Tensor:
+        product = grouped_gemm(rows, self.weight1, offsets=offsets)
+        return product if self.bias1 is None else add_expert_bias(product, self.bias1, offsets=offsets)
+
+    def _parameters_of_pass(self) -> ExpertParameters:
+        # Each part adds its share of bias2: whoever takes the rows back sums the parts.
+        return ExpertParameters(self.weight1, self.weight2, self.bias1, self.bias2, 1 / self.shard.num_parts)
 
     def _weighted_activation(self, gate_up: Tensor, weights: Tensor) -> Tensor:
         return self.activation(gate_up, bias=None, scale=weights)
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """The stacked tensors of all experts: fc1 [E, F, H] (gate and up apart where gated), fc2 [E, H, F]."""
+        """The stacked tensors of all experts: fc1 [E, F, H] (gate and up apart where gated), fc2 [E, H, F]; biases
+        likewise without the input.
+        """
         experts, hidden, ffn = self.num_local_experts, self.config.hidden_size, self.ffn_hidden_size
         all_experts, first = self.shard.num_experts, self.shard.first_expert
         all_ffn, first_ffn = ffn * self.shard.num_parts, ffn * self.shard.part
-        names = ("linear_fc1.weight.gate", "linear_fc1.weight.up") if self.config.gated_linear_unit else (_FC1,)
+        halves = (".gate", ".up") if self.config.gated_linear_unit else ("",)
         # Stored as Hugging Face and the dense layers have it, output before input: a transposed view of ours.
         fc1_stride = (hidden * self.fc1_width, 1, self.fc1_width)
-        return {
+        pieces = {
             "weight1": [
                 LogicalPiece(
-                    prefix + name,
+                    prefix + _FC1 + half,
                     (experts, ffn, hidden),
                     fc1_stride,
                     index * ffn,
                     (all_experts, all_ffn, hidden),
                     (first, first_ffn, 0),
                 )
-                for index, name in enumerate(names)
+                for index, half in enumerate(halves)
             ],
             "weight2": [
                 LogicalPiece(
@@ -147,6 +170,14 @@ class GroupedMLP(MegatronModule):
                 )
             ],
         }
+        if self.bias1 is None:
+            return pieces
+        bias1 = ((experts, ffn), (self.fc1_width, 1)), ((all_experts, all_ffn), (first, first_ffn))
+        bias2 = LogicalPiece(prefix + _BIAS2, (experts, hidden), (hidden, 1), 0, (all_experts, hidden), (first, 0))
+        gate_up = [
+            LogicalPiece(prefix + _BIAS1 + half, *bias1[0], index * ffn, *bias1[1]) for index, half in enumerate(halves)
+        ]
+        return {**pieces, "bias1": gate_up, "bias2": [bias2]}
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
         """Each expert's fc1 (gate over up) and fc2, which lie transposed."""
@@ -159,7 +190,7 @@ class GroupedMLP(MegatronModule):
 
 
 class SequentialMLP(MegatronModule):
-    """One MLP an expert, run one after the other: the reference for GroupedMLP, and the one with biases."""
+    """One MLP an expert, run one after the other: the reference for GroupedMLP."""
 
     def __init__(
         self,
@@ -224,6 +255,7 @@ def mark_experts(experts: nn.Module) -> None:
 
 
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
+_BIAS1, _BIAS2 = "linear_fc1.bias", "linear_fc2.bias"
 
 
 def _counts_sync(tokens_per_expert: Tensor) -> list[int]:

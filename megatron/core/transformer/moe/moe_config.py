@@ -79,7 +79,7 @@ def layers_with_experts(
     return list(moe_layer_freq)
 
 
-def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -> None:
+def validate_moe(config: MoEConfig, *, num_layers: int) -> None:
     """Raises ValueError where fields of the expert layers contradict each other or the rest of the model."""
     # Without experts the other fields are defaults that nobody reads.
     if config.num_moe_experts is None:
@@ -91,8 +91,6 @@ def validate_moe(config: MoEConfig, *, num_layers: int, add_bias_linear: bool) -
                 "not set: give --num-experts or drop the factor"
             )
         return
-    if config.moe_grouped_gemm and add_bias_linear:
-        raise ValueError("moe_grouped_gemm has no biases: set add_bias_linear=False (--disable-bias-linear)")
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError("moe_shared_expert_gate is True: needs a moe_shared_expert_intermediate_size")
     if config.moe_expert_rank_capacity_factor is not None and not config.moe_grouped_gemm:

@@ -131,6 +131,20 @@ _LATENT = {
 }
 
 
+def _gpt_oss_experts(layer: dict[str, Tensor], *, hidden_size: int) -> dict[str, Tensor]:
+    """gate_up_proj [E, H, 2F], of which every other column is the gate's, and down_proj [E, F, H], with biases."""
+    gate_up, bias = (
+        torch.cat((values[..., ::2], values[..., 1::2]), dim=-1)
+        for values in (layer["mlp.experts.gate_up_proj"], layer["mlp.experts.gate_up_proj_bias"])
+    )
+    return {
+        "mlp.experts.weight1": gate_up.reshape(hidden_size, -1),
+        "mlp.experts.weight2": layer["mlp.experts.down_proj"].reshape(-1, hidden_size),
+        "mlp.experts.bias1": bias,
+        "mlp.experts.bias2": layer["mlp.experts.down_proj_bias"],
+    }
+
+
 def _layer(layer: dict[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
     assert config.num_query_groups is not None
     renamed = _named(
@@ -142,9 +156,12 @@ def _layer(layer: dict[str, Tensor], config: TransformerConfig) -> dict[str, Ten
             **(_LATENT if config.multi_latent_attention else _GROUPED),
             "mlp.linear_fc1": "mlp.gate_up_proj",
             "mlp.linear_fc2": "mlp.down_proj",
-            "mlp.router": "mlp.gate",
+            # gpt-oss names it as we do.
+            "mlp.router": "mlp.router" if "mlp.router.weight" in layer else "mlp.gate",
         },
     )
+    if "self_attn.sinks" in layer:
+        renamed["self_attention.core_attention.softmax_offset"] = layer["self_attn.sinks"]
     for kind in () if config.multi_latent_attention else ("weight", "bias"):
         if f"self_attn.q_proj.{kind}" in layer:
             qkv = (layer[f"self_attn.{name}_proj.{kind}"].unflatten(0, (config.num_query_groups, -1)) for name in "qkv")
@@ -152,7 +169,9 @@ def _layer(layer: dict[str, Tensor], config: TransformerConfig) -> dict[str, Ten
     fc1 = [layer[name] for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight") if name in layer]
     if fc1:
         renamed["mlp.linear_fc1.weight"] = torch.cat(fc1)
-    if "mlp.gate.weight" in layer:
+    if "mlp.experts.gate_up_proj_bias" in layer:
+        renamed |= _gpt_oss_experts(layer, hidden_size=config.hidden_size)
+    elif "mlp.gate.weight" in layer:
         gate_up, down = layer["mlp.experts.gate_up_proj"], layer["mlp.experts.down_proj"]  # [E, 2F, H], [E, H, F]
         renamed["mlp.experts.weight1"] = gate_up.transpose(1, 2).reshape(config.hidden_size, -1)
         renamed["mlp.experts.weight2"] = down.transpose(1, 2).reshape(-1, config.hidden_size)

@@ -11,6 +11,8 @@ from transformers import (
     GlmForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -25,7 +27,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.transformer.enums import AttnBackend
 from tests.unit_tests.core.models.small_models import (
     LLAMA_LIKE,
     SEQ,
@@ -225,3 +228,48 @@ def test_options_agree_with_the_models_that_have_them(family: str) -> None:
                 value.add_(0.1 * torch.randn_like(value))
     groups = settings.get("num_key_value_heads")
     assert_agree(theirs, arguments=arguments, **{"num_query_groups": groups, **fields})
+
+
+GPT_OSS: dict[str, Any] = {
+    "num_query_groups": 2,
+    "add_bias_linear": True,
+    "softmax_type": "learnable",
+    "window_size": (4, 0),
+    "window_attn_skip_freq": 2,
+    "activation_func": quick_gelu,
+    "activation_func_clamp_value": 1.0,
+    "glu_linear_offset": 1.0,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_grouped_gemm": True,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "yarn_correction_range_round_to_int": False,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"moe_expert_rank_capacity_factor": 4.0}, {"attention_backend": AttnBackend.unfused}],
+    ids=["auto", "static", "plain attention"],
+)
+def test_expert_model_with_sinks_windows_biases_and_clamped_units_agrees_with_gpt_oss(fields: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+    config = GptOssConfig(
+        **{**SIZES, **GROUPED, **rotary(rope_type="yarn", beta_fast=32.0, beta_slow=1.0, **scaling)},
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        swiglu_limit=1.0,
+        attn_implementation="eager",
+    )
+    theirs = GptOssForCausalLM(config)
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    with torch.no_grad():
+        for name, value in theirs.named_parameters():
+            if value.dim() == 1 or name.endswith("bias"):
+                value.add_(0.3 * torch.randn_like(value))
+    assert_agree(theirs, arguments={"position_embedding_type": "yarn"}, **GPT_OSS, **fields)

@@ -1,6 +1,7 @@
 """The paged stash: live rows of what experts save for backward, in pages. Needs torch, and Triton on GPUs; no more."""
 
 from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm
+from megatron.core.transformer.moe.paged_stash.expert_biases import add_expert_bias
 from megatron.core.transformer.moe.paged_stash.megatron_names import (
     PagedStashManager,
     check_paged_stash_overflow,
@@ -34,6 +35,7 @@ __all__ = [
     "StashGroup",
     "StashOrder",
     "TensorSpec",
+    "add_expert_bias",
     "check_paged_stash_overflow",
     "gated_activation",
     "get_paged_stash_context",

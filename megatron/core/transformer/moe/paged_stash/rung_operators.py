@@ -11,6 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.moe.paged_stash.bias_operators import add_expert_bias
 from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm, act_gradient_rows, act_rows
 from megatron.core.transformer.moe.paged_stash.operator_library import Register, operator
 
@@ -94,14 +95,18 @@ def gated_activation_backward(
     )
 
 
-@_operator(f"{_GEMM}, Tensor needed, Tensor(a!) out")
-def gate_up_from_x(x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor) -> None:
-    """x times each row's expert's weight again, if needed; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype.
+@_operator(f"{_GEMM}, Tensor needed, Tensor(a!) out, Tensor? bias=None")
+def gate_up_from_x(
+    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, bias: Tensor | None = None
+) -> None:
+    """x times each row's expert's weight again, plus its bias, if needed; 2 R H O operations then.
 
-    2 R H O operations if needed.
+    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype.
     """
     if _is_set_sync(needed):
         _multiply(x, weight, ends=_ends_sync(offsets, x), out=out)
+        if bias is not None:
+            add_expert_bias(out, bias, scale=None, offsets=offsets, share=1.0)
 
 
 @_operator(f"{_GEMM}, Tensor(a!) out")

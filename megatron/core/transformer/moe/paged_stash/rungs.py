@@ -62,16 +62,18 @@ def gated_activation(
     return _GatedActivation.apply(gate_up, scale, num_rows, form)
 
 
-def recompute_gate_up(weight: Tensor, offsets: Tensor) -> Recompute:
+def recompute_gate_up(weight: Tensor, offsets: Tensor, *, bias: Tensor | None = None) -> Recompute:
     """For StashGroup.mark with sources (x,): computes gate_up again.
 
-    weight: [e, H, O], x's dtype; offsets: [e], int32; both on the device.
+    weight: [e, H, O], x's dtype; offsets: [e], int32; bias: [e, O], x's dtype, or None; all on the device.
     """
     weight = weight.detach()
+    if bias is not None:
+        bias = bias.detach()
 
     def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
         (x,) = sources
-        ops.gate_up_from_x(x, weight, offsets=offsets, needed=needed, out=out)
+        ops.gate_up_from_x(x, weight, offsets=offsets, needed=needed, out=out, bias=bias)
 
     return recompute
 

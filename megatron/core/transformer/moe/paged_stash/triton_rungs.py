@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm, Curve
 from megatron.core.transformer.moe.paged_stash.triton_activations import act_gradient_kernel, act_kernel
+from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if
 from megatron.core.transformer.moe.paged_stash.triton_grouped_gemm import grouped_gemm_kernel, weight_grad_kernel
 from megatron.core.triton_compile import CompileCase, compile_case
 
@@ -83,10 +84,18 @@ def gated_activation_backward(
         )
 
 
-def gate_up_from_x(x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor) -> None:
-    """x times each row's expert's weight, if needed; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
-    # As int32, low word first, because in forward the kernel gets the last offset, int32, in its place.
-    _launch_grouped_gemm(x, weight, offsets=offsets, needed=needed.view(torch.int32), out=out)
+def gate_up_from_x(
+    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, bias: Tensor | None = None
+) -> None:
+    """x times each row's expert's weight, plus its bias, if needed.
+
+    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype.
+    """
+    # As int32, low word first, because in forward the kernels get the last offset, int32, in its place.
+    words = needed.view(torch.int32)
+    _launch_grouped_gemm(x, weight, offsets=offsets, needed=words, out=out)
+    if bias is not None:
+        add_bias_if(words, out, bias=bias, scale=None, offsets=offsets, share=1.0)
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:

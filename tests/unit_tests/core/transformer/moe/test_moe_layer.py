@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from megatron.core.activations import quick_gelu
 from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -39,20 +40,22 @@ def _box(piece: LogicalPiece) -> tuple[slice, ...]:
 
 def naive_moe(layer: MoELayer, x: Tensor, matrices: dict[str, Tensor]) -> Tensor:
     """One token and one expert at a time; x: [T, H], fp64 -> [T, H]."""
-    logits = x @ matrices["router.weight"].t()
+    zeros, config = torch.zeros(()).double(), layer.config
+    logits = x @ matrices["router.weight"].t() + matrices.get("router.bias", zeros)
+    gate, up, down = (
+        (matrices[name], matrices.get(name.replace("weight", "bias"), zeros.expand(EXPERTS)))
+        for name in ("linear_fc1.weight.gate", "linear_fc1.weight.up", "linear_fc2.weight")
+    )
+    limit = config.activation_func_clamp_value or float("inf")
     rows = []
     for token, scores in zip(x, logits, strict=True):
         best = scores.argsort(descending=True)[: layer.router.topk]
         weights = scores[best].exp() / scores[best].exp().sum()
-        parts = [
-            weight
-            * matrices["linear_fc2.weight"][expert]
-            @ (
-                F.silu(matrices["linear_fc1.weight.gate"][expert] @ token)
-                * (matrices["linear_fc1.weight.up"][expert] @ token)
-            )
-            for weight, expert in zip(weights, best, strict=True)
-        ]
+        parts = []
+        for weight, expert in zip(weights, best, strict=True):
+            opened = config.activation_func((gate[0][expert] @ token + gate[1][expert]).clamp(max=limit))
+            other = (up[0][expert] @ token + up[1][expert]).clamp(min=-limit, max=limit) + config.glu_linear_offset
+            parts.append(weight * (down[0][expert] @ (opened * other) + down[1][expert]))
         rows.append(torch.stack(parts).sum(dim=0))
     return torch.stack(rows)
 
@@ -66,13 +69,31 @@ def lopsided(layer: MoELayer, routing: str) -> None:
             layer.router.weight[0] = -50 * layer.router.weight[0].abs()
 
 
+GPT_OSS: dict[str, Any] = {
+    "add_bias_linear": True,
+    "activation_func": quick_gelu,
+    "activation_func_clamp_value": 1.0,
+    "glu_linear_offset": 1.0,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "grouped": {"grouped": True},
+    "sequential": {"grouped": False},
+    "grouped, gpt-oss": {"grouped": True, **GPT_OSS},
+    "sequential, gpt-oss": {"grouped": False, **GPT_OSS},
+    "static, gpt-oss": {"grouped": True, "moe_expert_rank_capacity_factor": 4.0, **GPT_OSS},
+}
+
+
 @pytest.mark.parametrize("routing", ["balanced", "one", "starved"])
 @pytest.mark.parametrize("topk", [1, 2, 4])
-@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_layer_agrees_with_a_loop_over_tokens(dtype: torch.dtype, grouped: bool, topk: int, routing: str) -> None:
+def test_layer_agrees_with_a_loop_over_tokens(dtype: torch.dtype, kind: str, topk: int, routing: str) -> None:
     torch.manual_seed(topk)
-    layer = moe_layer(grouped=grouped, moe_router_topk=topk, params_dtype=dtype)
+    layer = moe_layer(moe_router_topk=topk, params_dtype=dtype, **KINDS[kind])
+    for name, parameter in layer.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
     lopsided(layer, routing)
     # Positive inputs, so that the bent rows decide for every token.
     x = torch.rand(TOKENS // 2, 2, 32, dtype=torch.float64).to(dtype).requires_grad_()
@@ -98,8 +119,11 @@ def test_layer_agrees_with_a_loop_over_tokens(dtype: torch.dtype, grouped: bool,
 def test_grouped_and_sequential_experts_agree(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     grouped, sequential = (
-        moe_layer(grouped=flag, params_dtype=dtype, gated_linear_unit=True) for flag in (True, False)
+        moe_layer(grouped=flag, params_dtype=dtype, gated_linear_unit=True, add_bias_linear=True)
+        for flag in (True, False)
     )
+    for parameter in (grouped.experts.bias1, grouped.experts.bias2):
+        torch.nn.init.normal_(parameter, std=0.1)
     copy_logical(grouped, sequential)
     outputs = []
     for layer in (grouped, sequential):
@@ -173,6 +197,7 @@ def test_frozen_experts_and_inputs_without_gradient_work(grouped: bool) -> None:
         },
         {"moe_router_load_balancing_type": "sinkhorn", "moe_input_jitter_eps": 0.1},
         {"moe_router_force_load_balancing": True, "moe_token_dispatcher_type": "alltoall"},
+        GPT_OSS,
     ],
 )
 def test_grouped_layer_reads_nothing_on_the_host(fields: dict[str, Any]) -> None:

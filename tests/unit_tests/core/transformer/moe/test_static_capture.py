@@ -2,17 +2,27 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from megatron.core.activations import quick_gelu
 from megatron.core.graph_safety import CaptureError, assert_capturable
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, SEQ, VOCAB, small_config, small_model
 
 EXPERTS = {**LLAMA_LIKE, "num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.01}
 STATIC = {"moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 4.0}
+GPT_OSS = {
+    "add_bias_linear": True,
+    "activation_func": quick_gelu,
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "softmax_type": "learnable",
+    "window_size": (4, 0),
+}
 
 
 def checked_twice(model: torch.nn.Module, loss: Callable[[], Tensor]) -> None:
@@ -24,12 +34,15 @@ def checked_twice(model: torch.nn.Module, loss: Callable[[], Tensor]) -> None:
         loss().backward()
 
 
+@pytest.mark.parametrize("fields", [{}, GPT_OSS], ids=["llama", "gpt-oss"])
 @pytest.mark.parametrize("is_fake", [False, True])
-def test_a_static_layer_and_its_model_are_capturable_on_real_and_on_fake_tensors(is_fake: bool) -> None:
+def test_a_static_layer_and_its_model_are_capturable_on_real_and_on_fake_tensors(
+    is_fake: bool, fields: dict[str, Any]
+) -> None:
     # Torch knows the shapes of grouped products of fake tensors in bf16 alone.
     dtype = {"params_dtype": torch.bfloat16, "perform_initialization": False}
     with FakeTensorMode() if is_fake else nullcontext():
-        model = small_model(small_config(**EXPERTS, **STATIC, **dtype))
+        model = small_model(small_config(**{**EXPERTS, **STATIC, **dtype, **fields}))
         layer = model.decoder.layers[0].mlp
         rows = torch.ones(SEQ, 2, 32, dtype=torch.bfloat16)
         checked_twice(layer, lambda: layer(rows)[0].float().square().sum())

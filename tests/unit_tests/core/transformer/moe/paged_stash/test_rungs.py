@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.fusions.gated_sigmoid import GatedSigmoid
-from megatron.core.transformer.moe.paged_stash import rung_operators
+from megatron.core.transformer.moe.paged_stash import bias_operators, rung_operators
 from megatron.core.transformer.moe.paged_stash.rungs import (
     gated_activation,
     grouped_gemm,
@@ -105,6 +105,10 @@ def test_gate_up_again_is_the_forwards(
     kernels.gate_up_from_x(x, weight, offsets=offsets, needed=CLEAR, out=again)
     assert (again == 7).all()
     kernels.gate_up_from_x(x, weight, offsets=offsets, needed=SET, out=again)
+    assert torch.equal(again[:rows], forward[:rows]) and (again[rows:] == 7).all()
+    bias = poisoned(len(counts), len(counts), outer, dtype=dtype)
+    bias_operators.add_expert_bias(forward, bias, scale=None, offsets=offsets, share=1.0)
+    kernels.gate_up_from_x(x, weight, offsets=offsets, needed=SET, out=again, bias=bias)
     assert torch.equal(again[:rows], forward[:rows]) and (again[rows:] == 7).all()
     grad = poisoned(rows, capacity, outer, dtype=dtype)
     found = torch.full_like(weight, math.nan)
