@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.storage import bytes_of
 ONE_FILE = "model.safetensors"
 INDEX_FILE = f"{ONE_FILE}.index.json"
 _LENGTH_BYTES = 8
+_CHUNK_BYTES = 1 << 20
 # Readers refuse longer headers, so that a file of another kind is not taken for a huge one.
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {
@@ -85,6 +86,22 @@ class TensorFiles:
                     raise ValueError(f"{place.path} has become shorter: {name} is cut off")
                 left, start = left[count:], start + count
         return tensor
+
+    def have_same(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same shape, type and bytes."""
+        if self.kinds[name] != self.kinds[other]:
+            return False
+        pairs = zip(self._chunks(name), self._chunks(other), strict=True)
+        return all(one == two for one, two in pairs)
+
+    def _chunks(self, name: str) -> Iterator[bytes]:
+        place, left = self._places[name], self.kinds[name].num_bytes
+        with open(place.path, "rb") as file:
+            file.seek(place.start)
+            while left > 0:
+                chunk = file.read(min(left, _CHUNK_BYTES))
+                left -= len(chunk) or left
+                yield chunk
 
     def file_of(self, name: str) -> Path:
         """The file that a tensor lies in."""

@@ -158,6 +158,9 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
     elif model.get("moe_ffn_hidden_size") is None:
         model["moe_ffn_hidden_size"] = model.get("ffn_hidden_size")
     model["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear"))
+    if model.get("multi_latent_attention"):
+        # It has widths of its own.
+        model["kv_channels"] = None
     # The longest sequence is a shape only where positions are weights.
     learned = model.get("position_embedding_type") == "learned_absolute"
     positions = model.get("max_position_embeddings") or model.get("seq_length")

@@ -24,6 +24,14 @@ _TINY_FFN = 96
 _TINY_EXPERT_FFN = 32
 _TINY_HEAD = 16
 _TINY_GROUPS = 2
+_TINY_LATENT = {
+    "num_attention_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_head_dim": _TINY_HEAD,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": _TINY_HEAD,
+}
 _TINY_EXPERTS = 8
 _TINY_VOCABULARY = 512
 _TINY_POSITIONS = 512
@@ -83,6 +91,9 @@ def tiny(preset: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tiny_heads(preset: Mapping[str, Any]) -> dict[str, Any]:
+    if preset.get("multi_latent_attention"):
+        whole_queries = preset.get("q_lora_rank") is None
+        return {name: size for name, size in _TINY_LATENT.items() if not (whole_queries and name == "q_lora_rank")}
     heads = preset["num_attention_heads"]
     groups = preset.get("num_query_groups") or heads
     # Without groups there is no ratio to keep.

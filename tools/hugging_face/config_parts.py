@@ -1,16 +1,25 @@
 """Parts of a config.json and the settings that they stand for, each readable in both directions.
 
-A family (families.py) is a list of these. Settings are named as in the parsed arguments; tensors are names.py's.
+A family (families.py) is a list of these. Settings are named as in the parsed arguments; those of experts are in
+expert_parts.py, tensors in names.py.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron.core.transformer.moe.moe_config import layers_with_experts
-
 Values = dict[str, Any]
 _REQUIRED = object()
+# Of rope_scaling, where it is YaRN's: their keys, our settings.
+_YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "yarn_correction_range_round_to_int",
+}
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -115,6 +124,35 @@ class Heads:
         return {"num_attention_heads": heads, "num_key_value_heads": groups, **width}
 
 
+class LatentHeads:
+    """The heads of multi-latent attention, and the ranks that it projects down to."""
+
+    _widths = (
+        Same("kv_lora_rank", "kv_lora_rank"),
+        Same("q_lora_rank", "q_lora_rank", None),
+        Same("qk_nope_head_dim", "qk_head_dim"),
+        Same("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+        Same("v_head_dim", "v_head_dim"),
+    )
+
+    def read(self, config: Mapping[str, Any]) -> Values:
+        heads = config["num_attention_heads"]
+        if config.get("num_key_value_heads") not in (None, heads):
+            raise ValueError(f"config.json: num_key_value_heads is {config['num_key_value_heads']}: must be {heads}")
+        settings: Values = {"num_attention_heads": heads, "multi_latent_attention": True}
+        settings |= {"group_query_attention": False, "num_query_groups": None, "kv_channels": None}
+        for width in self._widths:
+            settings |= width.read(config)
+        return settings
+
+    def write(self, settings: Mapping[str, Any]) -> Values:
+        heads = settings["num_attention_heads"]
+        config: Values = {"num_attention_heads": heads, "num_key_value_heads": heads}
+        for width in self._widths:
+            config |= width.write(settings)
+        return config
+
+
 @dataclass(frozen=True)
 class Rotation:
     """Rotary positions: their base, how much of a head they turn, and what stretches them.
@@ -124,6 +162,7 @@ class Rotation:
 
     default_base: float = 10000.0
     share: float | None = None  # the default of partial_rotary_factor, where the family has that key
+    unstretched: str | None = None  # rope_type where nothing stretches them
 
     def read(self, config: Mapping[str, Any]) -> Values:
         rotation = rotation_of(config)
@@ -131,6 +170,7 @@ class Rotation:
         if int(base) != base:
             raise ValueError(f"config.json: rope_theta is {base}: only whole numbers can be converted")
         settings = {"position_embedding_type": "rope", "rotary_base": int(base), **_stretching(rotation)}
+        settings.setdefault("rope_type", self.unstretched)
         if self.share is not None:
             share = config.get("partial_rotary_factor") or rotation.get("partial_rotary_factor") or self.share
             settings["rotary_percent"] = float(share)
@@ -138,7 +178,12 @@ class Rotation:
 
     def write(self, settings: Mapping[str, Any]) -> Values:
         scaling: Values | None = None
-        if settings["use_rope_scaling"]:
+        if settings["rope_type"] == "yarn":
+            scaling = {"rope_type": "yarn", **{key: settings[name] for key, name in _YARN.items()}}
+            if not settings["mscale_all_dim"]:
+                # In the way of these two both or none count.
+                del scaling["mscale"], scaling["mscale_all_dim"]
+        elif settings["use_rope_scaling"]:
             scaling = {"rope_type": "llama3", "factor": float(settings["rope_scaling_factor"]), **_LLAMA_3}
         elif settings["rotary_seq_len_interpolation_factor"] not in (None, 1):
             scaling = {"rope_type": "linear", "factor": float(settings["rotary_seq_len_interpolation_factor"])}
@@ -164,7 +209,9 @@ def _stretching(rotation: Mapping[str, Any]) -> Values:
         "rope_scaling_factor": 8.0,
         "rotary_seq_len_interpolation_factor": None,
     }
-    if kind == "llama3":
+    if kind == "yarn":
+        settings |= _yarn(rotation)
+    elif kind == "llama3":
         other = {key: rotation.get(key) for key, value in _LLAMA_3.items() if rotation.get(key) != value}
         if other:
             raise ValueError(f"config.json: rope_scaling has {other}: only {_LLAMA_3} can be converted")
@@ -176,11 +223,32 @@ def _stretching(rotation: Mapping[str, Any]) -> Values:
     return settings
 
 
+def _yarn(rotation: Mapping[str, Any]) -> Values:
+    if rotation.get("attention_factor") is not None:
+        raise ValueError(
+            f"config.json: attention_factor is {rotation['attention_factor']}: only what mscale and mscale_all_dim "
+            "make of it can be converted"
+        )
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    found = {**defaults, **{key: value for key, value in rotation.items() if value is not None}}
+    mscale, all_dim = found.get("mscale") or 0.0, found.get("mscale_all_dim") or 0.0
+    if all_dim and not mscale:
+        raise ValueError(f"config.json: mscale_all_dim is {all_dim} without mscale: cannot be converted")
+    found |= {"mscale": mscale if all_dim else 1.0, "mscale_all_dim": all_dim}
+    try:
+        return {"rope_type": "yarn", **{name: found[key] for key, name in _YARN.items()}}
+    except KeyError as error:
+        raise ValueError(f"config.json: rope_scaling has no {error.args[0]}: yarn must have it") from error
+
+
 @dataclass(frozen=True)
 class Windows:
-    """Sliding windows; switch: whether the family has use_sliding_window, without which there is none."""
+    """Sliding windows. switch: whether the family has use_sliding_window, without which there is none. alternating:
+    without layer_types every other layer has one, from the first.
+    """
 
     switch: bool = True
+    alternating: bool = False
 
     def read(self, config: Mapping[str, Any]) -> Values:
         none = {"window_size": None, "window_attn_skip_freq": None}
@@ -190,6 +258,8 @@ class Windows:
         kinds, first = config.get("layer_types"), config.get("max_window_layers", 0)
         if kinds is not None:
             pattern = [int(kind == "sliding_attention") for kind in kinds]
+        elif self.alternating:
+            pattern = [(layer + 1) % 2 for layer in range(num_layers)]
         else:
             pattern = [int(layer >= first) for layer in range(num_layers)]
         if not any(pattern):
@@ -200,14 +270,15 @@ class Windows:
     def write(self, settings: Mapping[str, Any]) -> Values:
         window, skip = settings["window_size"], settings["window_attn_skip_freq"]
         has_window = window is not None and window[0] >= 0
-        size = {"sliding_window": window[0] + 1 if has_window else None}
-        if not self.switch:
+        size: Values = {"sliding_window": window[0] + 1 if has_window else None}
+        if not self.switch and not self.alternating:
             return size
+        switch = {"use_sliding_window": has_window} if self.switch else {}
         if not has_window:
-            return {**size, "use_sliding_window": False}
+            return {**size, **switch}
         pattern = window_pattern(skip, num_layers=settings["num_layers"])
         kinds = ["sliding_attention" if one else "full_attention" for one in pattern]
-        return {**size, "use_sliding_window": True, "layer_types": kinds}
+        return {**size, **switch, "layer_types": kinds}
 
 
 def window_pattern(skip: int | list[int] | None, *, num_layers: int) -> list[int]:
@@ -217,102 +288,3 @@ def window_pattern(skip: int | list[int] | None, *, num_layers: int) -> list[int
     if isinstance(skip, int):
         return [int(number % skip != 0) for number in range(1, num_layers + 1)]
     return list(skip)
-
-
-class SparseLayers:
-    """Which layers have experts, as Qwen's models say it."""
-
-    def read(self, config: Mapping[str, Any]) -> Values:
-        step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-        layers = range(config["num_hidden_layers"])
-        return {"moe_layer_freq": short_pattern([int(i not in dense and (i + 1) % step == 0) for i in layers])}
-
-    def write(self, settings: Mapping[str, Any]) -> Values:
-        pattern = expert_layers(settings)
-        return {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, has in enumerate(pattern) if not has]}
-
-
-class LeadingDenseLayers:
-    """How many layers before those with experts are dense."""
-
-    def read(self, config: Mapping[str, Any]) -> Values:
-        dense, layers = config.get("first_k_dense_replace", 0), config["num_hidden_layers"]
-        return {"moe_layer_freq": short_pattern([0] * dense + [1] * (layers - dense))}
-
-    def write(self, settings: Mapping[str, Any]) -> Values:
-        return {"first_k_dense_replace": [*expert_layers(settings), 1].index(1)}
-
-
-class ExpertWidth:
-    """The width of an expert, where it is the one width that there is."""
-
-    def read(self, config: Mapping[str, Any]) -> Values:
-        width = config["intermediate_size"]
-        return {"ffn_hidden_size": width, "moe_ffn_hidden_size": width}
-
-    def write(self, settings: Mapping[str, Any]) -> Values:
-        return {"intermediate_size": settings["moe_ffn_hidden_size"]}
-
-
-class WeightsOfExperts:
-    """Softmax scores: of the chosen alone (normalised), or of all experts."""
-
-    def read(self, config: Mapping[str, Any]) -> Values:
-        return {"moe_router_pre_softmax": not config.get("norm_topk_prob", False)}
-
-    def write(self, settings: Mapping[str, Any]) -> Values:
-        return {"norm_topk_prob": not settings["moe_router_pre_softmax"]}
-
-
-@dataclass(frozen=True)
-class SharedExperts:
-    """Shared experts that are counted: their width together is that many times one expert's."""
-
-    def read(self, config: Mapping[str, Any]) -> Values:
-        count = config.get("n_shared_experts") or 0
-        return {"moe_shared_expert_intermediate_size": count * config["moe_intermediate_size"] or None}
-
-    def write(self, settings: Mapping[str, Any]) -> Values:
-        width = settings["moe_shared_expert_intermediate_size"] or 0
-        return {"n_shared_experts": width // settings["moe_ffn_hidden_size"]}
-
-
-class ExpertGroups:
-    """Groups of experts, of which a token uses some; one group is none."""
-
-    def read(self, config: Mapping[str, Any]) -> Values:
-        groups = config.get("n_group") or 1
-        chosen = config.get("topk_group") if groups > 1 else None
-        experts = config["num_experts_per_tok"]
-        # A group is as good as its two best experts there; here, as those that a token takes from each.
-        if chosen is not None and experts // chosen != 2:
-            raise ValueError(
-                f"config.json: topk_group is {chosen} and num_experts_per_tok {experts}: only twice as many experts as "
-                "groups can be converted"
-            )
-        return {"moe_router_num_groups": groups if groups > 1 else None, "moe_router_group_topk": chosen}
-
-    def write(self, settings: Mapping[str, Any]) -> Values:
-        groups = settings["moe_router_num_groups"] or 1
-        return {"n_group": groups, "topk_group": settings["moe_router_group_topk"] or 1}
-
-
-class ScaledWeights:
-    """A factor of all routing weights; 1 is none."""
-
-    def read(self, config: Mapping[str, Any]) -> Values:
-        factor = config.get("routed_scaling_factor") or 1.0
-        return {"moe_router_topk_scaling_factor": None if factor == 1 else float(factor)}
-
-    def write(self, settings: Mapping[str, Any]) -> Values:
-        return {"routed_scaling_factor": settings["moe_router_topk_scaling_factor"] or 1.0}
-
-
-def expert_layers(settings: Mapping[str, Any]) -> list[int]:
-    """1 for each layer with experts, 0 for each dense one."""
-    return layers_with_experts(settings["num_experts"], settings["moe_layer_freq"], num_layers=settings["num_layers"])
-
-
-def short_pattern(pattern: list[int]) -> int | list[int]:
-    """A pattern as moe_layer_freq is given: 1 where all layers have experts."""
-    return 1 if all(pattern) else pattern

@@ -35,8 +35,9 @@ from megatron.training.train_state import TrainState
 from tools.export_safetensors import NOT_WEIGHTS
 from tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
 from tools.hugging_face.families import Family
-from tools.hugging_face.names import HubTensor, hub_tensors
-from tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config
+from tools.hugging_face.names import HubTensor, hub_tensors, is_further
+from tools.hugging_face.quantized import PlainFiles
+from tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config, with_defaults
 from tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_tensor_files
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,7 +55,7 @@ class HubModel:
 
     family: Family
     settings: dict[str, Any]
-    files: TensorFiles
+    files: PlainFiles
     tensors: tuple[HubTensor, ...]
     left_out: tuple[str, ...]
 
@@ -63,11 +64,15 @@ class HubModel:
         """Raises ValueError naming what is missing, unknown, or of another shape; reads no tensor's values."""
         config = read_config(folder)
         family, settings = family_of_config(config), settings_of_config(config)
-        files = TensorFiles(folder)
-        tensors = tuple(hub_tensors(family, settings))
+        files = PlainFiles(TensorFiles(folder), config)
+        if not any(is_further(name, settings) for name in files.kinds):
+            # Transformers leaves them out.
+            settings["mtp_num_layers"] = None
+        every = tuple(hub_tensors(family, settings))
+        tensors = tuple(tensor for tensor in every if tensor.copy_of is None)
         _check_presence(tensors, files)
-        extra = _extra_tensors(tensors, files, config=config)
-        return cls(family, settings, files, tensors, extra)
+        _check_copies(every, files)
+        return cls(family, settings, files, tensors, _extra_tensors(every, files))
 
     def dtype(self) -> torch.dtype:
         """The type that most of its tensors have."""
@@ -182,6 +187,18 @@ def _keeps_its_type(tensor: HubTensor) -> bool:
     return all(piece.key.endswith(_NEVER_CONVERTED) for piece in tensor.pieces)
 
 
+def _check_copies(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
+    """Raises ValueError where what a checkpoint has once is there twice and differs; files may lack the copy."""
+    for tensor in tensors:
+        if tensor.copy_of is None or tensor.name not in files.kinds:
+            continue
+        if not files.have_same(tensor.name, tensor.copy_of):
+            raise ValueError(
+                f"{files.file_of(tensor.name)}: {tensor.name} and {tensor.copy_of} differ: a checkpoint has one tensor "
+                "for both"
+            )
+
+
 def _dtype_of(
     tensor: HubTensor, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, dtype: torch.dtype | None
 ) -> torch.dtype:
@@ -189,7 +206,7 @@ def _dtype_of(
     return own if dtype is None or _keeps_its_type(tensor) else dtype
 
 
-def _check_presence(tensors: tuple[HubTensor, ...], files: TensorFiles) -> None:
+def _check_presence(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
     missing = [tensor.name for tensor in tensors if tensor.name not in files.kinds]
     if missing:
         hint = ""
@@ -210,14 +227,11 @@ def _check_presence(tensors: tuple[HubTensor, ...], files: TensorFiles) -> None:
         raise ValueError(f"{files.file_of(odd[0])}: {odd[0]} is {kind}: weights must be plain numbers, as bf16")
 
 
-def _extra_tensors(tensors: tuple[HubTensor, ...], files: TensorFiles, *, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names that the files have and the model needs not; ValueError for what belongs to another model."""
+def _extra_tensors(tensors: tuple[HubTensor, ...], files: PlainFiles) -> tuple[str, ...]:
+    """Names that the files have and a checkpoint needs not; ValueError for what belongs to another model."""
     extra = sorted(files.kinds.keys() - {tensor.name for tensor in tensors})
-    # Beyond the last layer there are those of multi-token prediction, which transformers leaves out too.
-    last = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
-    further = tuple(f"model.layers.{number}." for number in range(config["num_hidden_layers"], last))
-    unknown = [name for name in extra if not name.endswith(_DERIVED) and not (further and name.startswith(further))]
-    if unknown == [_OUTPUT] and torch.equal(files.read(_OUTPUT), files.read(_EMBEDDING)):
+    unknown = [name for name in extra if not name.endswith(_DERIVED)]
+    if unknown == [_OUTPUT] and files.have_same(_OUTPUT, _EMBEDDING):
         unknown = []
     if unknown:
         raise ValueError(f"{files.folder} is not the model of its {CONFIG_FILE}: {_named([], unknown)}")
@@ -254,7 +268,7 @@ def _run_arguments(model: HubModel, dtype: torch.dtype, *, companions: Path, sou
 
 def _model_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run's checkpoint, with the vocabulary that its tensors have."""
-    settings = {**stored, "vocab_size": stored["unpadded_vocab_size"]}
+    settings = with_defaults({**stored, "vocab_size": stored["unpadded_vocab_size"]})
     if not settings.get("group_query_attention"):
         settings["num_query_groups"] = settings["num_attention_heads"]
     return settings

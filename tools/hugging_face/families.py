@@ -4,24 +4,18 @@ How one is found from settings, and config.json kept up with them, is in setting
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from tools.hugging_face.config_parts import (
+from tools.hugging_face.config_parts import Fixed, Heads, LatentHeads, Only, Part, Rotation, Same, Tied, Windows
+from tools.hugging_face.expert_parts import (
     ExpertGroups,
     ExpertWidth,
-    Fixed,
-    Heads,
+    FurtherLayers,
+    GreedyGroups,
     LeadingDenseLayers,
-    Only,
-    Part,
-    Rotation,
-    Same,
     ScaledWeights,
     SharedExperts,
     SparseLayers,
-    Tied,
     WeightsOfExperts,
-    Windows,
 )
 
 
@@ -30,7 +24,8 @@ class FeedForwardNames:
     """What tensors below model.layers.I are called, where families differ.
 
     block: what holds the router and the experts. gate, up, down: the matrices of an expert. bias: of the router's
-    choice. shared, shared_gate: the shared expert and its gate.
+    choice. shared, shared_gate: the shared expert and its gate. interleaved: tensors are of all experts at once, their
+    columns gate and up in turn.
     """
 
     block: str = "mlp"
@@ -40,6 +35,8 @@ class FeedForwardNames:
     bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+    router: str = "gate"
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,18 +54,9 @@ class Family:
         return any(isinstance(part, Same) and part.ours == "num_experts" for part in self.parts)
 
 
-# What all of them have: biases only where a flag of its own asks for them, and no dropout but that of attention.
+# What all of them have: no dropout but that of attention.
 _DECODER: tuple[Part, ...] = (
-    Fixed(
-        {
-            "normalization": "RMSNorm",
-            "add_bias_linear": False,
-            "swiglu": True,
-            "squared_relu": False,
-            "hidden_dropout": 0.0,
-            "rotary_interleaved": False,
-        }
-    ),
+    Fixed({"normalization": "RMSNorm", "squared_relu": False, "hidden_dropout": 0.0, "rotary_interleaved": False}),
     Only("hidden_act", "silu"),
     Same("vocab_size", "vocab_size"),
     Same("hidden_size", "hidden_size"),
@@ -78,21 +66,56 @@ _DECODER: tuple[Part, ...] = (
     Same("initializer_range", "init_method_std", 0.02),
     Tied(),
 )
+# All but gpt-oss.
+_PLAIN = Fixed(
+    {
+        "add_bias_linear": False,
+        "swiglu": True,
+        "quick_geglu": False,
+        "activation_func_clamp_value": None,
+        "glu_linear_offset": 0.0,
+        "softmax_type": "vanilla",
+    }
+)
+# All but DeepSeek's.
+_HEADS_OF_THEIR_OWN = Fixed({"multi_latent_attention": False})
 _DENSE: tuple[Part, ...] = (
     Same("intermediate_size", "ffn_hidden_size"),
     Fixed({"num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None}),
 )
 # Given for every model with experts; computing them together changes no value.
 _EXPERTS: tuple[Part, ...] = (Same("num_experts_per_tok", "moe_router_topk"), Fixed({"moe_grouped_gemm": True}))
-_SOFTMAX: Any = Fixed(
+_MANY_EXPERTS: tuple[Part, ...] = (
+    *_EXPERTS,
+    Same("n_routed_experts", "num_experts"),
+    Same("intermediate_size", "ffn_hidden_size"),
+    Same("moe_intermediate_size", "moe_ffn_hidden_size"),
+    LeadingDenseLayers(),
+    SharedExperts(),
+    ScaledWeights(),
+    Fixed({"moe_shared_expert_gate": False, "moe_router_dtype": "fp32"}),
+    Only("moe_layer_freq", 1),
+)
+_SIGMOID = Fixed(
     {
-        "moe_router_score_function": "softmax",
-        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_pre_softmax": False,
+        "moe_router_group_score": "sum",
+    }
+)
+_SOFTMAX_SCORES = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+_SOFTMAX = Fixed(
+    {
+        **_SOFTMAX_SCORES,
         "moe_router_num_groups": None,
         "moe_router_group_topk": None,
+        "moe_router_group_score": "sum",
         "moe_router_topk_scaling_factor": None,
     }
 )
+_SOFTMAX_OF_ALL = Fixed({**_SOFTMAX_SCORES, "moe_router_pre_softmax": True})
+_NO_WINDOW = Fixed({"window_size": None, "window_attn_skip_freq": None})
 _PLAIN_ATTENTION = Fixed({"add_qkv_bias": False, "qk_layernorm": False})
 _WHOLE_HEADS = Fixed({"rotary_percent": 1.0})
 _NO_SHARED = Fixed({"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False})
@@ -103,17 +126,21 @@ LLAMA = Family(
     (
         *_DECODER,
         *_DENSE,
+        _PLAIN,
+        _HEADS_OF_THEIR_OWN,
         Heads(),
         Rotation(),
         _WHOLE_HEADS,
         _PLAIN_ATTENTION,
         Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
-        Fixed({"window_size": None, "window_attn_skip_freq": None}),
+        _NO_WINDOW,
         Only("attention_bias", False),
         Only("mlp_bias", False),
     ),
 )
 _QWEN: tuple[Part, ...] = (
+    _PLAIN,
+    _HEADS_OF_THEIR_OWN,
     Rotation(),
     _WHOLE_HEADS,
     Windows(),
@@ -171,6 +198,8 @@ MIXTRAL = Family(
     "MixtralForCausalLM",
     (
         *_DECODER,
+        _PLAIN,
+        _HEADS_OF_THEIR_OWN,
         *_EXPERTS,
         Same("num_local_experts", "num_experts"),
         ExpertWidth(),
@@ -191,32 +220,105 @@ GLM_4_MOE = Family(
     "Glm4MoeForCausalLM",
     (
         *_DECODER,
-        *_EXPERTS,
-        Same("n_routed_experts", "num_experts"),
-        Same("intermediate_size", "ffn_hidden_size"),
-        Same("moe_intermediate_size", "moe_ffn_hidden_size"),
-        LeadingDenseLayers(),
-        SharedExperts(),
+        _PLAIN,
+        _HEADS_OF_THEIR_OWN,
+        *_MANY_EXPERTS,
+        _SIGMOID,
         ExpertGroups(),
-        ScaledWeights(),
         Heads(),
         Rotation(share=0.5),
         Same("rms_norm_eps", "layernorm_epsilon", 1e-5),
         Same("attention_bias", "add_qkv_bias", False),
         Same("use_qk_norm", "qk_layernorm", False),
         Only("norm_topk_prob", True),
+        _NO_WINDOW,
+        FurtherLayers(),
+    ),
+)
+_DEEPSEEK: tuple[Part, ...] = (
+    *_DECODER,
+    _PLAIN,
+    *_MANY_EXPERTS,
+    LatentHeads(),
+    # Latent attention would take YaRN by itself.
+    Rotation(unstretched="rope"),
+    _WHOLE_HEADS,
+    # The norms of what is projected down have this one in transformers, whatever config.json says.
+    Only("rms_norm_eps", 1e-6),
+    Only("attention_bias", False),
+    Fixed({"layernorm_epsilon": 1e-6, "add_qkv_bias": False, "qk_layernorm": True}),
+    _NO_WINDOW,
+)
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    (
+        *_DEEPSEEK,
+        GreedyGroups(),
+        Only("norm_topk_prob", False),
+        Only("mlp_bias", False),
+        Only("scoring_func", "softmax"),
+        _SOFTMAX_OF_ALL,
+    ),
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    (
+        *_DEEPSEEK,
+        _SIGMOID,
+        ExpertGroups(),
+        Only("norm_topk_prob", True),
+        Only("rope_interleave", True),
+        Only("scoring_func", "sigmoid"),
+        Only("topk_method", "noaux_tc"),
+        FurtherLayers(),
+    ),
+)
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    (
+        *_DECODER,
+        _HEADS_OF_THEIR_OWN,
+        Same("num_experts_per_tok", "moe_router_topk"),
+        Same("num_local_experts", "num_experts"),
+        ExpertWidth(),
+        Heads(default_width=64),
+        Rotation(default_base=150000.0),
+        _WHOLE_HEADS,
+        Windows(switch=False, alternating=True),
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-5),
+        Same("swiglu_limit", "activation_func_clamp_value", 7.0),
+        Only("swiglu_alpha", 1.702),
+        Only("attention_bias", True),
+        _SOFTMAX,
+        _NO_SHARED,
+        _PLAIN_ATTENTION,
         Fixed(
             {
-                "window_size": None,
-                "window_attn_skip_freq": None,
-                "moe_shared_expert_gate": False,
-                "moe_router_score_function": "sigmoid",
-                "moe_router_enable_expert_bias": True,
-                "moe_router_dtype": "fp32",
+                "add_bias_linear": True,
+                "swiglu": False,
+                "quick_geglu": True,
+                "glu_linear_offset": 1.0,
+                "softmax_type": "learnable",
+                "moe_layer_freq": 1,
                 "moe_router_pre_softmax": False,
             }
         ),
     ),
+    FeedForwardNames(router="router", interleaved=True),
 )
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN_2, QWEN_3, QWEN_2_MOE, QWEN_3_MOE, MIXTRAL, GLM_4_MOE)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    QWEN_2,
+    QWEN_3,
+    QWEN_2_MOE,
+    QWEN_3_MOE,
+    MIXTRAL,
+    GLM_4_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+)

@@ -10,19 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.dist_checkpointing import LogicalPiece
-from tools.hugging_face.config_parts import expert_layers
+from tools.hugging_face.expert_parts import expert_layers
 from tools.hugging_face.families import Family, FeedForwardNames
 
-_EMBEDDING = "embedding.word_embeddings.weight"
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor of the hub's files, and the windows of it that are stored."""
+    """A tensor of the hub's files, and the windows of it that are stored.
+
+    copy_of: the tensor that has the same values, where files have them twice and a checkpoint once.
+    """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[LogicalPiece, ...]
+    copy_of: str | None = None
 
 
 def hub_tensors(family: Family, settings: Mapping[str, Any]) -> Iterator[HubTensor]:
@@ -30,12 +34,37 @@ def hub_tensors(family: Family, settings: Mapping[str, Any]) -> Iterator[HubTens
     vocabulary = (settings["vocab_size"], settings["hidden_size"])
     yield _same("model.embed_tokens.weight", _EMBEDDING, *vocabulary)
     for number, has_experts in enumerate(expert_layers(settings)):
-        layer = _Layer(f"model.layers.{number}.", f"decoder.layers.{number}.", settings, family.names)
-        yield from layer.attention()
-        yield from layer.experts() if has_experts else layer.dense()
+        yield from _Layer(f"model.layers.{number}.", f"decoder.layers.{number}.", settings, family.names).all(
+            has_experts
+        )
     yield _same("model.norm.weight", "decoder.final_layernorm.weight", vocabulary[1])
     if settings["untie_embeddings_and_output_weights"]:
-        yield _same("lm_head.weight", "output_layer.weight", *vocabulary)
+        yield _same("lm_head.weight", _OUTPUT, *vocabulary)
+    for depth in range(settings.get("mtp_num_layers") or 0):
+        yield from _further_layer(depth, settings, names=family.names)
+
+
+def is_further(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a tensor is of a layer beyond the last, which multi-token prediction has."""
+    words = name.split(".")
+    return words[:2] == ["model", "layers"] and int(words[2]) >= settings["num_layers"]
+
+
+def _further_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNames) -> Iterator[HubTensor]:
+    """A layer of multi-token prediction, with the vocabulary's tables as files have them again."""
+    theirs, ours = f"model.layers.{settings['num_layers'] + depth}.", f"mtp.layers.{depth}."
+    hidden, vocabulary = settings["hidden_size"], (settings["vocab_size"], settings["hidden_size"])
+    whole = _whole(_EMBEDDING, vocabulary)
+    yield HubTensor(f"{theirs}embed_tokens.weight", vocabulary, (whole,), copy_of="model.embed_tokens.weight")
+    for norm in ("enorm", "hnorm"):
+        yield _same(f"{theirs}{norm}.weight", f"{ours}{norm}.weight", hidden)
+    yield _same(f"{theirs}eh_proj.weight", f"{ours}eh_proj.weight", hidden, 2 * hidden)
+    # Of the last layer's kind.
+    has_experts = expert_layers(settings)[-1]
+    yield from _Layer(theirs, f"{ours}transformer_layer.", settings, names).all(has_experts)
+    yield _same(f"{theirs}shared_head.norm.weight", f"{ours}final_layernorm.weight", hidden)
+    whole = _whole(_OUTPUT, vocabulary)
+    yield HubTensor(f"{theirs}shared_head.head.weight", vocabulary, (whole,), copy_of="lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -47,39 +76,80 @@ class _Layer:
     settings: Mapping[str, Any]
     names: FeedForwardNames
 
-    def attention(self) -> Iterator[HubTensor]:
+    def all(self, has_experts: int) -> Iterator[HubTensor]:
+        """Attention, and a feed-forward layer with or without experts."""
+        yield self._same("input_layernorm.weight", "input_layernorm.weight", self.settings["hidden_size"])
+        yield from self._latent_attention() if self.settings["multi_latent_attention"] else self._attention()
+        yield self._same("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", self.settings["hidden_size"])
+        if has_experts:
+            yield from self._experts()
+        else:
+            yield from self._gated("mlp", "mlp", width=self.settings["ffn_hidden_size"])
+
+    def _attention(self) -> Iterator[HubTensor]:
         settings = self.settings
         hidden, width = settings["hidden_size"], settings["kv_channels"]
         heads, groups = settings["num_attention_heads"], settings["num_query_groups"]
-        yield self._same("input_layernorm.weight", "input_layernorm.weight", hidden)
         for letter, shared in (("q", heads // groups), ("k", 1), ("v", 1)):
             # [G, q, D, H] in checkpoints: by group.
             stored = (groups, shared, width) if letter == "q" else (groups, width)
-            name, key = f"self_attn.{letter}_proj", "self_attention.linear_qkv"
-            rows = groups * shared * width
-            yield self._shaped(
-                f"{name}.weight", f"{key}.weight.{letter}", shape=(rows, hidden), stored=(*stored, hidden)
+            name, key, rows = f"self_attn.{letter}_proj", "self_attention.linear_qkv", groups * shared * width
+            yield self._tensor(
+                f"{name}.weight", (rows, hidden), self._whole(f"{key}.weight.{letter}", (*stored, hidden))
             )
-            if settings["add_qkv_bias"]:
-                yield self._shaped(f"{name}.bias", f"{key}.bias.{letter}", shape=(rows,), stored=stored)
+            if settings["add_qkv_bias"] or settings["add_bias_linear"]:
+                yield self._tensor(f"{name}.bias", (rows,), self._whole(f"{key}.bias.{letter}", stored))
         yield self._same("self_attn.o_proj.weight", "self_attention.linear_proj.weight", hidden, heads * width)
+        if settings["add_bias_linear"]:
+            yield self._same("self_attn.o_proj.bias", "self_attention.linear_proj.bias", hidden)
         if settings["qk_layernorm"]:
             for letter in "qk":
-                ours = f"self_attention.{letter}_layernorm.weight"
-                yield self._same(f"self_attn.{letter}_norm.weight", ours, width)
-        yield self._same("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", hidden)
+                key = f"self_attention.{letter}_layernorm.weight"
+                yield self._same(f"self_attn.{letter}_norm.weight", key, width)
+        if settings["softmax_type"] == "learnable":
+            yield self._same("self_attn.sinks", "self_attention.core_attention.softmax_offset", heads)
 
-    def dense(self) -> Iterator[HubTensor]:
-        """The feed-forward layer without experts."""
-        return self._gated("mlp", "mlp", width=self.settings["ffn_hidden_size"])
+    def _latent_attention(self) -> Iterator[HubTensor]:
+        settings = self.settings
+        hidden, heads, latent = settings["hidden_size"], settings["num_attention_heads"], settings["kv_lora_rank"]
+        still, turning, value = (settings[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
+        queries, rank = heads * (still + turning), settings["q_lora_rank"]
+        matrices = [
+            ("kv_a_proj_with_mqa", "linear_kv_down_proj", (latent + turning, hidden)),
+            ("kv_a_layernorm", "kv_layernorm", (latent,)),
+            ("kv_b_proj", "linear_kv_up_proj", (heads * (still + value), latent)),
+            ("o_proj", "linear_proj", (hidden, heads * value)),
+        ]
+        if rank is None:
+            matrices.append(("q_proj", "linear_q_proj", (queries, hidden)))
+        else:
+            matrices.append(("q_a_proj", "linear_q_down_proj", (rank, hidden)))
+            matrices.append(("q_a_layernorm", "q_layernorm", (rank,)))
+            matrices.append(("q_b_proj", "linear_q_up_proj", (queries, rank)))
+        for theirs, ours, shape in matrices:
+            yield self._same(f"self_attn.{theirs}.weight", f"self_attention.{ours}.weight", *shape)
 
-    def experts(self) -> Iterator[HubTensor]:
+    def _experts(self) -> Iterator[HubTensor]:
         """Router, experts and what every token sees."""
         settings, names = self.settings, self.names
-        hidden, width, count = settings["hidden_size"], settings["moe_ffn_hidden_size"], settings["num_experts"]
-        yield self._same(f"{names.block}.gate.weight", "mlp.router.weight", count, hidden)
+        hidden, count = settings["hidden_size"], settings["num_experts"]
+        yield self._same(f"{names.block}.{names.router}.weight", "mlp.router.weight", count, hidden)
+        if settings["add_bias_linear"]:
+            yield self._same(f"{names.block}.{names.router}.bias", "mlp.router.bias", count)
         if settings["moe_router_enable_expert_bias"]:
             yield self._same(f"{names.block}.{names.bias}", "mlp.router.expert_bias", count)
+        yield from self._interleaved_experts() if names.interleaved else self._numbered_experts()
+        if settings["moe_shared_expert_intermediate_size"] is not None:
+            shared = settings["moe_shared_expert_intermediate_size"]
+            yield from self._gated(f"{names.block}.{names.shared}", "mlp.shared_experts", width=shared)
+        if settings["moe_shared_expert_gate"]:
+            name = f"{names.block}.{names.shared_gate}.weight"
+            yield self._same(name, "mlp.shared_experts.gate_weight", 1, hidden)
+
+    def _numbered_experts(self) -> Iterator[HubTensor]:
+        """A tensor for each matrix of each expert."""
+        settings, names = self.settings, self.names
+        hidden, width, count = settings["hidden_size"], settings["moe_ffn_hidden_size"], settings["num_experts"]
         matrices = (
             (names.gate, "linear_fc1.weight.gate", (width, hidden)),
             (names.up, "linear_fc1.weight.up", (width, hidden)),
@@ -88,13 +158,35 @@ class _Layer:
         for expert in range(count):
             for name, key, shape in matrices:
                 piece = _row(f"{self.ours}mlp.experts.{key}", shape, row=expert, rows=count)
-                yield HubTensor(f"{self.theirs}{names.block}.experts.{expert}.{name}.weight", shape, (piece,))
-        if settings["moe_shared_expert_intermediate_size"] is not None:
-            shared = settings["moe_shared_expert_intermediate_size"]
-            yield from self._gated(f"{names.block}.{names.shared}", "mlp.shared_experts", width=shared)
-        if settings["moe_shared_expert_gate"]:
-            name = f"{names.block}.{names.shared_gate}.weight"
-            yield self._same(name, "mlp.shared_experts.gate_weight", 1, hidden)
+                yield self._tensor(f"{names.block}.experts.{expert}.{name}.weight", shape, piece)
+
+    def _interleaved_experts(self) -> Iterator[HubTensor]:
+        """Tensors of all experts, input before output, whose columns are gate and up in turn."""
+        settings, block = self.settings, self.names.block
+        hidden, width, count = settings["hidden_size"], settings["moe_ffn_hidden_size"], settings["num_experts"]
+        fc1, fc2 = (f"{self.ours}mlp.experts.linear_{name}" for name in ("fc1", "fc2"))
+        columns = 2 * width
+        yield self._tensor(
+            f"{block}.experts.gate_up_proj",
+            (count, hidden, columns),
+            *(
+                _window(
+                    f"{fc1}.weight.{part}", (count, width, hidden), stride=(hidden * columns, 2, columns), start=start
+                )
+                for start, part in enumerate(("gate", "up"))
+            ),
+        )
+        yield self._tensor(
+            f"{block}.experts.gate_up_proj_bias",
+            (count, columns),
+            *(
+                _window(f"{fc1}.bias.{part}", (count, width), stride=(columns, 2), start=start)
+                for start, part in enumerate(("gate", "up"))
+            ),
+        )
+        down = _window(f"{fc2}.weight", (count, hidden, width), stride=(width * hidden, 1, hidden))
+        yield self._tensor(f"{block}.experts.down_proj", (count, width, hidden), down)
+        yield self._same(f"{block}.experts.down_proj_bias", "mlp.experts.linear_fc2.bias", count, hidden)
 
     def _gated(self, name: str, key: str, *, width: int) -> Iterator[HubTensor]:
         hidden = self.settings["hidden_size"]
@@ -105,8 +197,11 @@ class _Layer:
     def _same(self, name: str, key: str, *shape: int) -> HubTensor:
         return _same(self.theirs + name, self.ours + key, *shape)
 
-    def _shaped(self, name: str, key: str, *, shape: tuple[int, ...], stored: tuple[int, ...]) -> HubTensor:
-        return HubTensor(self.theirs + name, shape, (_whole(self.ours + key, stored),))
+    def _whole(self, key: str, shape: tuple[int, ...]) -> LogicalPiece:
+        return _whole(self.ours + key, shape)
+
+    def _tensor(self, name: str, shape: tuple[int, ...], *pieces: LogicalPiece) -> HubTensor:
+        return HubTensor(self.theirs + name, shape, pieces)
 
 
 def _same(name: str, key: str, *shape: int) -> HubTensor:
@@ -115,7 +210,12 @@ def _same(name: str, key: str, *shape: int) -> HubTensor:
 
 def _whole(key: str, shape: tuple[int, ...]) -> LogicalPiece:
     """All elements of a tensor in order, as a stored tensor of that shape."""
-    return LogicalPiece(key, shape, _strides(shape), 0, shape, (0,) * len(shape))
+    return _window(key, shape, stride=_strides(shape))
+
+
+def _window(key: str, shape: tuple[int, ...], *, stride: tuple[int, ...], start: int = 0) -> LogicalPiece:
+    """Some elements of a tensor, from the first on, as a whole stored tensor."""
+    return LogicalPiece(key, shape, stride, start, shape, (0,) * len(shape))
 
 
 def _row(key: str, shape: tuple[int, ...], *, row: int, rows: int) -> LogicalPiece:

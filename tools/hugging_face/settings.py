@@ -4,12 +4,14 @@ What single keys mean is in config_parts.py, which of them a family has in famil
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
-from tools.hugging_face.config_parts import Values, expert_layers, window_pattern
+from tools.hugging_face.config_parts import Values, window_pattern
+from tools.hugging_face.expert_parts import expert_layers
 from tools.hugging_face.families import FAMILIES, Family
+from tools.hugging_face.quantized import QUANTIZATION, require_known_quantization
 
 # Of the settings that make a model, those that config.json has no words for, or that say how it is trained.
 _NOT_COMPARED = ("seq_length", "make_vocab_size_divisible_by", "padded_vocab_size")
@@ -37,11 +39,7 @@ def settings_of_config(config: Mapping[str, Any]) -> Values:
     Raises ValueError naming the key that is missing, or whose value no setting has.
     """
     family = family_of_config(config)
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ValueError(
-            f"config.json: quantization_config is {method}: weights must be plain numbers, take the model in bf16"
-        )
+    require_known_quantization(config)
     settings: Values = {}
     for part in family.parts:
         try:
@@ -51,29 +49,48 @@ def settings_of_config(config: Mapping[str, Any]) -> Values:
     return settings
 
 
+def with_defaults(settings: Mapping[str, Any]) -> Values:
+    """`settings` over the defaults of all flags: an older checkpoint lacks what came later."""
+    return {**{name: flag.default for name, flag in flag_table().by_dest.items()}, **settings}
+
+
 def all_settings(settings: Mapping[str, Any]) -> Values:
     """`settings` over the defaults of the command line, as they are compared: one form for what can be said in two."""
     defaults = {name: flag_table().by_dest[name].default for name in _COMPARED}
     values = {**defaults, **{name: value for name, value in settings.items() if name in _COMPARED}}
-    layers = values["num_layers"]
-    values["moe_layer_freq"] = expert_layers(values)
     if values["num_experts"] is None:
         values |= {name: default for name, default in defaults.items() if name.startswith("moe_")}
-        values["moe_layer_freq"] = []
     elif values["moe_ffn_hidden_size"] is None:
         values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
+    pattern = expert_layers(values)
     # The width of dense layers is nobody's where there are none.
-    if values["num_experts"] is not None and all(values["moe_layer_freq"]):
-        values["ffn_hidden_size"] = None
+    values |= {"ffn_hidden_size": None if all(pattern) else values["ffn_hidden_size"], "moe_layer_freq": pattern}
     if not values["group_query_attention"]:
         values |= {"group_query_attention": True, "num_query_groups": values["num_attention_heads"]}
-    if values["kv_channels"] is None:
+    # Latent attention has widths of its own.
+    if values["multi_latent_attention"]:
+        values["kv_channels"] = None
+    elif values["kv_channels"] is None:
         values["kv_channels"] = values["hidden_size"] // values["num_attention_heads"]
+    values["mtp_num_layers"] = values["mtp_num_layers"] or None
+    return values | _one_window(values) | _one_rotation(values)
+
+
+def _one_window(values: Values) -> Values:
     has_window = values["window_size"] is not None and values["window_size"][0] >= 0
-    values["window_size"] = list(values["window_size"]) if has_window else None
-    pattern = window_pattern(values["window_attn_skip_freq"], num_layers=layers) if has_window else None
-    values["window_attn_skip_freq"] = pattern
-    return values
+    if not has_window:
+        return {"window_size": None, "window_attn_skip_freq": None}
+    pattern = window_pattern(values["window_attn_skip_freq"], num_layers=values["num_layers"])
+    return {"window_size": list(values["window_size"]), "window_attn_skip_freq": pattern}
+
+
+def _one_rotation(values: Values) -> Values:
+    is_yarn = values["position_embedding_type"] == "yarn" or values["rope_type"] == "yarn"
+    if is_yarn or (values["rope_type"] is None and values["multi_latent_attention"]):
+        unset = {"yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+        filled = {name: value for name, value in unset.items() if values[name] is None}
+        return {"position_embedding_type": "rope", "rope_type": "yarn", **filled}
+    return {"rope_type": "rope"}
 
 
 def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapping[str, Any] | None = None) -> Values:
@@ -84,19 +101,35 @@ def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapp
     """
     wanted = all_settings(settings)
     if carried is not None:
+        # What is written is plain numbers.
+        carried = {key: value for key, value in carried.items() if key != QUANTIZATION}
         return _with_dtype(_kept_up(carried, wanted, settings=settings), dtype)
-    sparse = wanted["num_experts"] is not None
-    families = {one: _written(one, settings) for one in FAMILIES if one.has_experts == sparse}
-    different = {family: differing(config, wanted) for family, config in families.items()}
-    family = min(different, key=lambda one: len(different[one]))
-    if different[family]:
-        raise ValueError(f"no architecture can be found: {family.architecture} has other {_words(different[family])}")
-    return _with_dtype(families[family], dtype)
+    candidates = list(_candidates(settings, wanted))
+    config, different = min(candidates, key=lambda one: len(one[1]), default=({}, {}))
+    if different or not candidates:
+        nearest = f": {config['architectures'][0]} has other {_words(different)}" if different else ""
+        raise ValueError(f"no architecture can be found{nearest}")
+    return _with_dtype(config, dtype)
+
+
+def _candidates(settings: Mapping[str, Any], wanted: Values) -> Iterator[tuple[Values, dict[str, tuple[Any, Any]]]]:
+    """For each architecture the config.json that comes nearest to the settings, and what differs all the same."""
+    for family in FAMILIES:
+        if family.has_experts == (wanted["num_experts"] is not None):
+            config = _written(family, settings)
+            try:
+                yield config, differing(config, wanted)
+            except ValueError:
+                # Its words cannot say this at all.
+                continue
 
 
 def differing(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """By setting, (of `wanted`, which are all_settings, of a config.json) where the two models differ."""
     found = all_settings(settings_of_config(config))
+    # Transformers leaves these layers out, and the number of them in config.json.
+    if wanted["mtp_num_layers"] is None:
+        found["mtp_num_layers"] = None
     return {name: (wanted[name], found[name]) for name in _COMPARED if wanted[name] != found[name]}
 
 
@@ -115,7 +148,7 @@ def _kept_up(carried: Mapping[str, Any], wanted: Mapping[str, Any], *, settings:
 
 
 def _written(family: Family, settings: Mapping[str, Any]) -> Values:
-    full = {**{name: flag.default for name, flag in flag_table().by_dest.items()}, **settings}
+    full = with_defaults(settings)
     # A value that runs derive, and files may lack.
     for name, value in all_settings(settings).items():
         if full[name] is None or name in ("group_query_attention", "num_query_groups"):

@@ -50,6 +50,28 @@ _GLM |= {"rope_theta": 1000000, "max_position_embeddings": 131072, "rms_norm_eps
 _GLM |= {"attention_dropout": 0.0, "initializer_range": 0.02, "tie_word_embeddings": False, "num_attention_heads": 96}
 _GLM |= {"num_nextn_predict_layers": 1}
 
+_DEEPSEEK: Config = {"hidden_act": "silu", "rope_theta": 10000, "rms_norm_eps": 1e-6, "attention_bias": False}
+_DEEPSEEK |= {"attention_dropout": 0.0, "initializer_range": 0.02, "tie_word_embeddings": False, "moe_layer_freq": 1}
+_DEEPSEEK |= {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_DEEPSEEK |= {"max_position_embeddings": 163840, "pretraining_tp": 1, "seq_aux": True, "aux_loss_alpha": 0.001}
+_YARN: Config = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1}
+_YARN |= {"original_max_position_embeddings": 4096}
+_DEEPSEEK_2 = {**_DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
+_DEEPSEEK_2 |= {"vocab_size": 102400, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
+_DEEPSEEK_2 |= {"norm_topk_prob": False, "scoring_func": "softmax"}
+_DEEPSEEK_2 |= {"rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}
+_OSS: Config = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
+_OSS |= {"hidden_act": "silu", "vocab_size": 201088, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128}
+_OSS |= {"num_experts_per_tok": 4, "swiglu_limit": 7.0, "rope_theta": 150000, "max_position_embeddings": 131072}
+_OSS |= {"rms_norm_eps": 1e-5, "attention_dropout": 0.0, "initializer_range": 0.02, "tie_word_embeddings": False}
+_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}}
+_OSS["rope_scaling"]["original_max_position_embeddings"] = 4096
+
+
+def _alternating(layers: int) -> Config:
+    return {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
+
+
 KNOWN_CONFIGS: dict[str, Config] = {
     "llama3-8b": {**_LLAMA, **_shape(4096, 14336, 32, 32), "max_position_embeddings": 8192, "rope_scaling": None},
     "llama3-70b": {**_LLAMA, **_shape(8192, 28672, 80, 64), "max_position_embeddings": 8192, "rope_scaling": None},
@@ -128,4 +150,52 @@ KNOWN_CONFIGS: dict[str, Config] = {
         "routed_scaling_factor": 1.0,
         "use_qk_norm": False,
     },
+    "deepseek-v2-lite": {
+        **_DEEPSEEK_2,
+        **_shape(2048, 10944, 27, 16),
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek-v2": {
+        **_DEEPSEEK_2,
+        **_shape(5120, 12288, 60, 128),
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "routed_scaling_factor": 16.0,
+        "topk_method": "group_limited_greedy",
+        "n_group": 8,
+        "topk_group": 3,
+    },
+    "deepseek-v3": {
+        **_DEEPSEEK,
+        **_shape(7168, 18432, 61, 128),
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 128,
+        "vocab_size": 129280,
+        "q_lora_rank": 1536,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": 8,
+        "topk_group": 4,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "gpt-oss-20b": {**_OSS, **_shape(2880, 2880, 24, 64), "num_local_experts": 32, **_alternating(24)},
+    "gpt-oss-120b": {**_OSS, **_shape(2880, 2880, 36, 64), "num_local_experts": 128, **_alternating(36)},
 }

@@ -26,7 +26,14 @@ _WIDTHS: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 _FEW_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
-_ORIGINAL_CONTEXT = {"original_max_position_embeddings": 8192}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 28,
+    "moe_intermediate_size": 32,
+}
 
 # By preset: what is narrower than there. What a preset leaves off and its family has is on.
 SMALL: dict[str, dict[str, Any]] = {
@@ -51,6 +58,31 @@ SMALL: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "n_group": 4,
         "topk_group": 2,
+    },
+    "deepseek-v2-lite": {**_LATENT, "num_experts_per_tok": 3, "n_routed_experts": 8},
+    "deepseek-v2": {
+        **_LATENT,
+        "q_lora_rank": 40,
+        "num_experts_per_tok": 3,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "deepseek-v3": {
+        **_LATENT,
+        "q_lora_rank": 40,
+        "num_experts_per_tok": 4,
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    },
+    "gpt-oss-20b": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "head_dim": 24,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
     },
 }
 HAS_EXPERTS = {name for name, changes in SMALL.items() if "num_experts_per_tok" in changes} | {"mixtral-8x7b"}

@@ -251,11 +251,44 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     assert list_tensors(twice / "release") == list_tensors(run / "release")
 
 
-def test_layers_of_multi_token_prediction_are_left_out_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub = saved(small_model("glm-4.5"), tmp_path / "hub", max_shard_size="5GB")
+@pytest.fixture
+def foresighted(tmp_path: Path) -> Path:
+    """A small DeepSeek-V3 with a layer of multi-token prediction, as the hub has it and transformers leaves it out."""
+    hub = saved(small_model("deepseek-v3"), tmp_path / "hub", max_shard_size="5GB")
     tensors = load_file(hub / "model.safetensors")
-    save_file({**tensors, f"model.layers.{LAYERS}.eh_proj.weight": torch.ones(2)}, hub / "model.safetensors")
-    convert(hub, tmp_path / "run")
-    assert f"left out: model.layers.{LAYERS}.eh_proj.weight" in capsys.readouterr().out
+    last, further = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    more = {
+        further + name.removeprefix(last): torch.randn_like(value)
+        for name, value in tensors.items()
+        if name.startswith(last)
+    }
+    more |= {f"{further}{name}.weight": torch.randn(64) for name in ("enorm", "hnorm", "shared_head.norm")}
+    more[f"{further}eh_proj.weight"] = torch.randn(64, 128)
+    more[f"{further}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    more[f"{further}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file({**tensors, **more}, hub / "model.safetensors", metadata={"format": "pt"})
+    return hub
+
+
+def test_layers_of_multi_token_prediction_are_converted(foresighted: Path, tmp_path: Path) -> None:
+    run = convert(foresighted, tmp_path / "run", "--verify")
+    stored = list_tensors(run / "release")
+    assert load_common(run / "release")["args"]["mtp_num_layers"] == 1
+    assert stored["mtp.layers.0.eh_proj.weight"][0] == (64, 128)
+    back = convert(run, tmp_path / "back", back=True)
+    assert contents(back) == contents(foresighted)
+    assert (back / "config.json").read_bytes() == (foresighted / "config.json").read_bytes()
+    # As transformers saves it, it has none.
+    without = convert(saved(small_model("deepseek-v3"), tmp_path / "without"), tmp_path / "run without")
+    assert load_common(without / "release")["args"]["mtp_num_layers"] is None
+
+
+def test_a_copy_that_is_none_is_named(foresighted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, copy = foresighted / "model.safetensors", f"model.layers.{LAYERS}.shared_head.head.weight"
+    tensors = load_file(file)
+    # Files may lack it.
+    save_file({name: value for name, value in tensors.items() if name != copy}, file)
+    convert(foresighted, tmp_path / "run")
+    tensors[copy][7, 7] += 1
+    save_file(tensors, file)
+    assert f"{copy} and lm_head.weight differ" in told(capsys, foresighted, tmp_path / "other")

@@ -1,0 +1,114 @@
+"""Weights that the hub has in fewer bits, as the plain numbers that they stand for: read tensor by tensor, in bf16.
+
+Two kinds are known: FP8 with a factor for each block of a matrix (DeepSeek-V3), and MXFP4 with one for each 32 numbers
+of a row (gpt-oss). Nothing is written in fewer bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.safetensors_files import TensorFiles, TensorKind
+
+QUANTIZATION = "quantization_config"
+_FACTORS = "_scale_inv"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+# The values of four bits: a sign, two bits of exponent and one of fraction.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_EXPONENT_BIAS = 127
+# Numbers that share a factor.
+_GROUP = 32
+
+
+def require_known_quantization(config: Mapping[str, Any]) -> None:
+    """Raises ValueError naming what a config.json says of its weights, where that is not known here."""
+    found = config.get(QUANTIZATION)
+    if not found:
+        return
+    method = found.get("quant_method")
+    blocks = found.get("weight_block_size")
+    if method == "mxfp4" or (method == "fp8" and isinstance(blocks, list) and len(blocks) == 2):
+        return
+    raise ValueError(
+        f"config.json: {QUANTIZATION} is {method}: weights must be plain numbers, FP8 in blocks, or MXFP4; take the "
+        "model in bf16"
+    )
+
+
+class PlainFiles:
+    """Tensors of files as plain numbers: `kinds` has what `read` gives, and neither names factors."""
+
+    def __init__(self, files: TensorFiles, config: Mapping[str, Any]) -> None:
+        """config: what config.json says."""
+        found = config.get(QUANTIZATION) or {}
+        self.folder, self._files, self.kinds = files.folder, files, dict(files.kinds)
+        self._block: list[int] = found.get("weight_block_size") or []
+        self._is_mxfp4 = found.get("quant_method") == "mxfp4"
+        for name, kind in files.kinds.items():
+            weight = self._weight_of_factors(name)
+            if weight is None:
+                continue
+            del self.kinds[name]
+            if self._is_mxfp4:
+                del self.kinds[weight + _BLOCKS]
+                experts, rows, groups = kind.shape
+                # Output before input, which plain ones have the other way round.
+                self.kinds[weight] = TensorKind((experts, _GROUP * groups, rows), torch.bfloat16)
+            else:
+                self.kinds[weight] = replace(files.kinds[weight], dtype=torch.bfloat16)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor: any shape and dtype, as `kinds` says, on the host, in memory of its own."""
+        if name not in self._files.kinds:
+            return _from_mxfp4(self._files.read(name + _BLOCKS), self._files.read(name + _SCALES))
+        values = self._files.read(name)
+        if self._block and name + _FACTORS in self._files.kinds:
+            return _from_fp8(values, self._files.read(name + _FACTORS), block=self._block)
+        return values
+
+    def file_of(self, name: str) -> Path:
+        """The file that a tensor, or its numbers in fewer bits, lies in."""
+        return self._files.file_of(name if name in self._files.kinds else name + _BLOCKS)
+
+    def have_same(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same shape, type and bytes."""
+        return self._files.have_same(name, other)
+
+    def _weight_of_factors(self, name: str) -> str | None:
+        """The weight whose factors a tensor holds, if that is what it is."""
+        suffix = _SCALES if self._is_mxfp4 else _FACTORS
+        known = self._files.kinds
+        weight = name.removesuffix(suffix)
+        stands_for = weight + _BLOCKS if self._is_mxfp4 else weight
+        return weight if (self._is_mxfp4 or self._block) and weight != name and stands_for in known else None
+
+
+def _from_fp8(values: Tensor, factors: Tensor, *, block: list[int]) -> Tensor:
+    """values: [R, C], fp8; factors: [blocks of R, blocks of C], fp32 -> [R, C], bf16."""
+    rows, columns = block
+    result = torch.empty(values.shape, dtype=torch.bfloat16)
+    # A row of blocks at a time: in fp32 the whole would take twice the memory of the result.
+    for index, of_row in enumerate(factors):
+        part = slice(index * rows, (index + 1) * rows)
+        wide = of_row.float().repeat_interleave(columns)[: values.shape[1]]
+        result[part] = values[part].float() * wide
+    return result
+
+
+def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks: [E, R, groups, 16], uint8, two numbers each, the lower half first; scales: [E, R, groups], uint8, powers
+    of two. Returns [E, 32 groups, R], bf16.
+    """
+    table = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16)
+    experts, rows, groups, width = blocks.shape
+    result = torch.empty(experts, 2 * groups * width, rows, dtype=torch.bfloat16)
+    for expert in range(experts):
+        pairs = torch.stack((table[(blocks[expert] & 15).int()], table[(blocks[expert] >> 4).int()]), dim=-1)
+        exponents = scales[expert].int() - _EXPONENT_BIAS
+        numbers = torch.ldexp(pairs.flatten(-2), exponents.unsqueeze(-1))  # [R, groups, 32]
+        result[expert] = numbers.flatten(1).t()
+    return result
