@@ -96,13 +96,13 @@ class GradChecks:
         # NOTE: reads the device, once a step.
         largest_elements, *norms = torch.cat([numbers for _, numbers in self._measured.by_bucket], dim=1).tolist()
         names = [name for names, _ in self._measured.by_bucket for name in names]
-        # A new list: a graph may keep the old one.
-        self._measured = Measured(finite_so_far=self._measured.finite_so_far)
         bad = [name for name, element in zip(names, largest_elements) if not element < float("inf")]
+        # New lists: a graph may keep the old ones. What is kept tells of late gradients, which are measured apart.
+        self._measured = Measured(finite_so_far=self._measured.finite_so_far if bad or self._each else {})
         if norms and not bad:
             for name, norm in zip(names, norms[0]):
                 self._compare(name, norm)
-        # First what says when it began: a message has room for few names. Late gradients are measured apart.
+        # First what says when it began: a message has room for few names.
         bad = sorted(dict.fromkeys(bad), key=lambda name: name not in self._measured.finite_so_far)
         return [self._since_when_sync(name) for name in bad] if self._nan else []
 
