@@ -48,10 +48,14 @@ def _check_optimizer(optimizer: Any, scheduler: Any) -> None:
     _require(isinstance(optimizer, dict), "optimizer", value=optimizer)
     _require(is_count(optimizer.get("step")), "optimizer.step", value=optimizer.get("step"))
     scaler = optimizer.get("grad_scaler")
-    is_scaler = isinstance(scaler, dict) and all(_is_number(value) and value >= 0 for value in scaler.values())
-    _require(scaler is None or is_scaler, "optimizer.grad_scaler", value=scaler)
+    _require(scaler is None or _is_scaler(scaler), "optimizer.grad_scaler", value=scaler)
     is_schedule = isinstance(scheduler, dict) and is_count(scheduler.get("num_steps"))
     _require(scheduler is None or is_schedule, "scheduler", value=scheduler)
+
+
+def _is_scaler(scaler: Any) -> bool:
+    """The trackers count down as well: hysteresis is below 0 after more bad steps than it allows."""
+    return isinstance(scaler, dict) and all(map(_is_number, scaler.values())) and scaler.get("scale", 1) > 0
 
 
 def check_arguments(args: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from megatron.training.checkpoint_folder import TRACKER_FILE
 from tests.fuzz.checkpoint_damage import Harm
 from tests.fuzz.trials import Verdict, judged
 from tests.fuzz.values import ODD_INTS, ODD_WORDS, odd_json
-from tests.unit_tests.tools.test_convert_legacy import ITERATION, whole_model, write_files
+from tests.unit_tests.tools.test_convert_legacy import ITERATION, SHAPE, whole_model, write_files
 from tools import checkpoint as checkpoint_tool
 
 _FOLDER = f"iter_{ITERATION:07d}"
@@ -38,7 +38,7 @@ class LegacyFuzzer:
     """Files of a small mixture of experts with some damage, converted by tools/checkpoint.py."""
 
     def __init__(self, shared: Path) -> None:
-        self._shared, self._model = shared, whole_model()
+        self._shared, self._model = shared, whole_model(SHAPE)
         for style in ("local", "engine", "grouped"):
             if not (shared / style).exists():
                 write_files(self._model, shared / style, style)
@@ -61,7 +61,7 @@ class LegacyFuzzer:
         words = ["--load", str(folder / "files"), "--save", str(folder / "ours"), *case.words]
         assert checkpoint_tool.main(["convert", "--from", "torch", "--to", "torch_dist", *words]) == 0
         if case.is_whole and not case.words:
-            loaded = whole_model()
+            loaded = whole_model(SHAPE)
             load(model_sharded_tensors(loaded), folder / "ours" / _FOLDER)
             expected = self._model.state_dict()
             assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
