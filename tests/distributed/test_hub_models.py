@@ -64,8 +64,6 @@ EXPERT_LAYOUTS = {
 
 # The others are other families, or further sizes of one.
 NAMES = [name if name in ("llama3.2-1b", "qwen3-30b-a3b", "deepseek-v3") else slow(name) for name in SMALL]
-# Their experts run one after the other.
-HAS_BIASES = {"gpt-oss-20b"}
 
 
 @dataclass
@@ -90,8 +88,6 @@ def run_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_gradients_agree_under_every_layout(name: str, run_folder: Path) -> None:
     layouts: dict[str, Flags] = {**DENSE_LAYOUTS, **(EXPERT_LAYOUTS if name in HAS_EXPERTS else {})}
-    if name in HAS_BIASES:
-        del layouts["stash"]
     argvs = [_argv(name, run_folder, flags) for flags in layouts.values()]
     by_rank: list[list[RankStep]] = run_on_ranks(_first_steps, 2, argvs, timeout=240)
     for kind, ranks in zip(layouts, zip(*by_rank), strict=True):
@@ -133,8 +129,6 @@ def test_twenty_steps_of_adamw_agree(name: str, run_folder: Path) -> None:
 
 def _argv(name: str, folder: Path, flags: Flags) -> list[str]:
     experts = EXPERTS if name in HAS_EXPERTS else {}
-    if name in HAS_BIASES:
-        experts = {**experts, "moe-grouped-gemm": None}
     if small_settings(name)["model_type"] in ("glm4_moe", "deepseek_v3"):
         # In transformers it stands still.
         experts = {**experts, "moe-router-bias-update-rate": 0.0}

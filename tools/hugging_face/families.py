@@ -281,7 +281,7 @@ GPT_OSS = Family(
     (
         *_DECODER,
         _HEADS_OF_THEIR_OWN,
-        Same("num_experts_per_tok", "moe_router_topk"),
+        *_EXPERTS,
         Same("num_local_experts", "num_experts"),
         ExpertWidth(),
         Heads(default_width=64),
