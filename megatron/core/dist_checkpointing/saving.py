@@ -8,6 +8,7 @@ the parts of all, sums them up in the manifest and renames the folder.
 """
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -162,7 +163,7 @@ class _Summary:
 
 @dataclass
 class _Writing:
-    """One rank's work, without collectives; any exception that is no bug ends in `error`."""
+    """One rank's work, without collectives; what ends it is in `error`."""
 
     target: Path
     temporary: Path
@@ -170,15 +171,19 @@ class _Writing:
     contents: Sequence[_Content] = field(kw_only=True)
     staging: StagingMemory | None = field(kw_only=True)
     summary: _Summary | None = field(kw_only=True)  # rank 0's
-    error: Exception | None = None
+    error: BaseException | None = None
     written: threading.Event = field(default_factory=threading.Event)
     gives_up: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         """All of it: what the thread does."""
-        self.write()
-        if self.error is None:
-            self.commit()
+        try:
+            self.write()
+            if self.error is None:
+                self.commit()
+        finally:
+            # Also what the two do not expect, as too little memory: a thread tells nobody, and the save would count.
+            self.error = self.error or sys.exception()
 
     def write(self) -> None:
         """This rank's data file, and the part that tells rank 0 of it. See [Note: Parts]"""

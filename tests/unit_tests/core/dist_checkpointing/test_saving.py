@@ -159,3 +159,16 @@ def test_what_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="o: Object of type set"):
         begin_save([ShardedObject("o", {1, 2})], tmp_path / "c", common={}, staging=StagingMemory())
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("step", ["write_pieces", "write_manifest"])
+def test_a_save_whose_thread_ends_by_any_error_is_not_reported_saved(tmp_path, monkeypatch, step):
+    def fail(*_, **__):
+        raise MemoryError("no room for a piece")
+
+    monkeypatch.setattr(saving, step, fail)
+    pending = begin_save(values(3), tmp_path / "c", common={"number": 3}, staging=StagingMemory())
+    with pytest.raises(MemoryError, match="no room for a piece"):
+        pending.finish()
+    assert not (tmp_path / "c").exists()
