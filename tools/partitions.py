@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
 from megatron.core.datasets.text_files import RawDocument, can_be_cut, read_raw_documents
+from megatron.core.replaced_file import replaced_file
 
 PLAN, LOCK = "plan.json", "lock"
 
@@ -114,12 +115,8 @@ class Workspace:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     def _store(self, name: str, facts: Any) -> None:
-        partial = self.folder / f"{name}.partial"
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump(facts, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.folder / name)
+        with replaced_file(self.folder / name) as file:
+            file.write(json.dumps(facts).encode())
 
 
 def publish(pairs: Sequence[tuple[str, str]], *, stale: Sequence[str] = ()) -> None:

@@ -5,7 +5,6 @@ Writes a tokenizer.json for --tokenizer-type HuggingFaceTokenizer; equal input g
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from megatron.core.datasets.text_files import (  # noqa: E402
     find_text_files,
     read_raw_documents,
 )
+from megatron.core.replaced_file import replaced_file  # noqa: E402
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = len(pre_tokenizers.ByteLevel.alphabet()) + 1
@@ -97,11 +97,10 @@ def output_file(output: str) -> Path:
 
 
 def write(tokenizer: Tokenizer, path: Path) -> None:
-    """Under a temporary name first, so that an interrupted run leaves no half tokenizer."""
+    """At once, so that an interrupted run leaves no half tokenizer."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    os.replace(partial, path)
+    with replaced_file(path) as file:
+        file.write(tokenizer.to_str(pretty=True).encode())
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ LAYERS = (
         1,
         "base",
         r"megatron\.core\.(activations|agreement|batch_schedule|checksum|config_field|device"
-        r"|graph_capture|graph_tape|packed_seq_params|timers|utils|weight_matrices)",
+        r"|graph_capture|graph_tape|packed_seq_params|replaced_file|timers|utils|weight_matrices)",
     ),
     Layer(1, "base", r"megatron\.core\.datasets\.(utils|splits)"),  # what the words of --split and --data-path mean
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq

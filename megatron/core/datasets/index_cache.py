@@ -6,7 +6,6 @@ descriptions give equal arrays, so that ranks, nodes and jobs may race without h
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron.core.checksum import file_crc32
+from megatron.core.replaced_file import replaced_file
 
 
 class IndexCache:
@@ -86,14 +86,6 @@ class IndexCache:
 
     def _replace(self, name: str, write: Callable[[BinaryIO], Any]) -> Path:
         path = self._path(name)
-        # Ranks of several nodes may share process ids, so the name has random bytes too.
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{os.urandom(4).hex()}")
-        try:
-            with open(partial, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replaced_file(path) as file:
+            write(file)
         return path

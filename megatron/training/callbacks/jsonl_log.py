@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron.core.replaced_file import replaced_file
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
 from megatron.training.callbacks.line_file import LineFile
 
@@ -114,13 +115,11 @@ def keep_lines_until(
     """
     if not path.exists():
         return
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as new:
+    with replaced_file(path) as new:
         for line in read(path):
             step = _iteration(line)
             if step is not None and step <= iteration:
                 new.write(encode(line.rstrip(b"\n") + b"\n"))
-    temporary.replace(path)
 
 
 def _iteration(line: bytes) -> int | None:

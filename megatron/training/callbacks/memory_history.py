@@ -9,6 +9,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.device import cuda_memory_snapshot, start_cuda_memory_history
+from megatron.core.replaced_file import replaced_file
 from megatron.training.callbacks.base import Callback, RunStart, StepReport
 from megatron.training.logging_config import ProfilingConfig
 
@@ -115,6 +116,5 @@ def _action(event: dict[str, Any], *, names: list[str]) -> dict[str, Any]:
 
 def write_snapshot(snapshot: dict[str, Any], path: Path) -> None:
     """Pickles it as the viewer reads it; a file that is there is replaced as a whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(pickle.dumps(snapshot))
-    temporary.replace(path)
+    with replaced_file(path) as file:
+        pickle.dump(snapshot, file)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import default_device, device_name
+from megatron.core.replaced_file import replaced_file
 from megatron.training.arguments import config_values
 from megatron.training.callbacks.base import Callback, RunStart
 from megatron.training.flops import num_floating_point_operations
@@ -33,10 +34,8 @@ class RunFile(Callback):
         starts.append({"started": started, "iteration": start.iteration, "environment": environment})
         record = {"started": started, "iteration": start.iteration, **self.record, "starts": starts}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        # At once: a reader sees the old or the new file.
-        temporary.replace(self.path)
+        with replaced_file(self.path) as file:
+            file.write(json.dumps(record, indent=1).encode() + b"\n")
 
 
 def describe_run(args: argparse.Namespace, size: tuple[int, int]) -> dict[str, Any]:
