@@ -12,7 +12,7 @@
 set -euo pipefail
 
 # One torchrun a node; they find each other, and who is first, at this address.
-FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r FIRST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export LAUNCH="--nnodes $SLURM_JOB_NUM_NODES --nproc-per-node 4 --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $FIRST:29500"
 
 srun --kill-on-bad-exit=1 \

@@ -1,0 +1,80 @@
+"""The layouts of examples/models fit the models that they are for; nothing is trained here."""
+
+from typing import Any
+
+import pytest
+
+from examples.models.layouts import layout_for, main, read_layouts, tiny_layout, words
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.model_presets import known_models
+
+DATA = "--mock-data --tokenizer-type NullTokenizer --save /checkpoints".split()
+
+
+def arguments_of(model: str, flags: list[str], *, world_size: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    return validate_args(parse_args(argv=["--model", model, *flags, *DATA]))
+
+
+@pytest.mark.parametrize("model", [one.name for one in known_models()])
+def test_every_named_model_has_layouts_that_fit_it(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus in read_layouts()[model]:
+        for copies in (1, 2):
+            args = arguments_of(
+                model, words(layout_for(model, copies * gpus)), world_size=copies * gpus, monkeypatch=monkeypatch
+            )
+            assert args.data_parallel_size % copies == 0
+    small = words(tiny_layout(layout_for(model, gpus), 4))
+    assert arguments_of(model, small, world_size=4, monkeypatch=monkeypatch).num_layers == 4
+
+
+def test_layouts_are_of_named_models_alone() -> None:
+    assert list(read_layouts()) == [one.name for one in known_models()]
+
+
+def test_the_largest_layout_that_divides_the_gpus_is_taken() -> None:
+    found = {gpus: "grad-reduce-in-bf16" in layout_for("qwen3-30b-a3b", gpus) for gpus in (8, 16, 24, 32)}
+    assert found == {8: True, 16: False, 24: True, 32: False}
+
+
+def test_a_tiny_layout_cuts_in_two_what_the_whole_one_cuts() -> None:
+    sizes = ["tensor", "pipeline", "expert"]
+    found = {}
+    for model, gpus in {"mixtral-8x22b": 64, "qwen3-32b": 16, "qwen3-0.6b": 1, "deepseek-v2-lite": 8}.items():
+        for processes in (1, 2, 4):
+            small = tiny_layout(layout_for(model, gpus), processes)
+            found[model, processes] = [small[f"{size}-model-parallel-size"] for size in sizes]
+    assert found == {
+        **{(model, 1): [1, 1, 1] for model, _ in found},
+        ("mixtral-8x22b", 2): [2, 1, 2],
+        ("mixtral-8x22b", 4): [2, 2, 2],
+        ("qwen3-32b", 2): [2, 1, 1],
+        ("qwen3-32b", 4): [2, 2, 1],
+        ("qwen3-0.6b", 2): [1, 1, 1],
+        ("qwen3-0.6b", 4): [1, 1, 1],
+        ("deepseek-v2-lite", 2): [1, 1, 2],
+        ("deepseek-v2-lite", 4): [1, 1, 2],
+    }
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["qwen3-30-a3b"], "error: MODEL is qwen3-30-a3b: not known; did you mean qwen3-30b-a3b?"),
+        (["gpt2", "8"], "error: MODEL is gpt2: not known: must be one of llama3-8b, llama3-70b, "),
+        (["llama3.2-3b", "0"], "error: GPUS is 0: must be a multiple of 1 or 8 for llama3.2-3b"),
+        (["llama3-8b", "12"], "error: GPUS is 12: must be a multiple of 8 for llama3-8b"),
+        (["llama3-8b", "3", "--tiny"], "error: GPUS is 3: must be 1, 2 or 4 processes with SCALE=tiny"),
+    ],
+)
+def test_what_has_no_layout_is_told(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert capsys.readouterr().err.startswith(says)
+
+
+def test_words_and_sizes_are_printed_for_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["llama3.2-3b"]) == 0 and capsys.readouterr().out == "1\n"
+    assert main(["llama3.2-3b", "3"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "--bf16" and printed[-2:] == ["--recompute-num-layers", "1"]
+    assert main([]) == 0 and "llama3.2-3b        1 or 8 GPUs\n" in capsys.readouterr().out
