@@ -23,18 +23,14 @@ from megatron.core.process_groups_config import group_rank
 from megatron.core.tokenizers import vocab_size_with_padding
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint_args import args_to_json, model_arguments
-from megatron.training.checkpoint_folder import (
-    find_checkpoint,
-    iteration_folder,
-    write_tracker,
-)
+from megatron.training.checkpoint_folder import iteration_folder, write_tracker
 from megatron.training.fake_ranks import fake_rank
 from megatron.training.gpt_builder import build_gpt
 from megatron.training.run_values import check_arguments, load_run_values
 from megatron.training.setup import model_parts
 from megatron.training.train_state import TrainState
 from tools.legacy_checkpoint import (
-    FILE,
+    MODEL_FILE,
     ChunkFacts,
     LegacyFile,
     LegacyRank,
@@ -45,6 +41,7 @@ from tools.legacy_checkpoint import (
     to_names_here,
     write_legacy,
 )
+from tools.stored_checkpoints import checkpoint_of_load
 
 # Arguments that say how a file's model is laid out.
 _LAYOUT = (
@@ -92,7 +89,7 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
     # Before any group is made of the ranks that these files say there are.
     for name in _names_of_files(args):
         if name not in files:
-            raise ValueError(f"{load} has no {name}/{FILE}, of the {_layout_in_words(args)}")
+            raise ValueError(f"{load} has no {name}/{MODEL_FILE}, of the {_layout_in_words(args)}")
     tensors: list[ShardedTensor] = []
     for rank in range(_num_files(args)):
         with _rank_of_files(args, rank) as (name, parts):
@@ -124,25 +121,24 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
 def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | None = None) -> Path:
     """Writes the weights of a canonical checkpoint as older files for a layout; returns their folder.
 
-    Raises ValueError where the model cannot be laid out so, or files of this iteration are there already.
+    Raises ValueError where the model cannot be laid out so, or files of this iteration are there already; OSError where
+    one cannot be written. Nothing is left then.
     """
-    found = find_checkpoint(str(load), step=step)
-    if found is None:
-        raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
+    found = checkpoint_of_load(load, step)
     stored = load_run_values(found.path)["args"]
     args = _args_for_layout(stored, layout)
     target = iteration_folder(save, found.iteration)
     if target.exists():
         raise ValueError(f"{target} is there already: not overwritten")
-    temporary = folders.incomplete_folder(target, folders.new_id())
+    save.mkdir(parents=True, exist_ok=True)
     values = {**stored, **{name: vars(args)[name] for name in (*_LAYOUT, "padded_vocab_size", "sequence_parallel")}}
-    for rank in range(_num_files(args)):
-        with _rank_of_files(args, rank) as (name, parts):
-            tensors = [tensor for part in parts for tensor in model_sharded_tensors(part)]
-        dist_checkpointing.load(tensors, found.path)
-        chunks = [to_legacy_names(_state(part), _facts(part, args), fused=layout.fused) for part in parts]
-        write_legacy(temporary / name / FILE, values, iteration=found.iteration, chunks=chunks)
-    temporary.rename(target)
+    with folders.written_beside(target) as temporary:
+        for rank in range(_num_files(args)):
+            with _rank_of_files(args, rank) as (name, parts):
+                tensors = [tensor for part in parts for tensor in model_sharded_tensors(part)]
+            dist_checkpointing.load(tensors, found.path)
+            chunks = [to_legacy_names(_state(part), _facts(part, args), fused=layout.fused) for part in parts]
+            write_legacy(temporary / name / MODEL_FILE, values, iteration=found.iteration, chunks=chunks)
     write_tracker(str(save), found.iteration)
     return target
 

@@ -10,8 +10,8 @@ import torch
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, StreamReader
-from megatron.training.checkpoint_folder import find_checkpoint
 from tools.safetensors_files import TensorKind, new_folder, write_tensor_files
+from tools.stored_checkpoints import checkpoint_of_load
 
 # Optimizer and generators; everything else is the model's.
 NOT_WEIGHTS = ("optimizer.", "rng.")
@@ -23,9 +23,7 @@ def export_safetensors(load: Path, save: Path, *, step: int | None = None, max_s
     One tensor at a time is in memory. Raises ValueError where there is no checkpoint, it is damaged, or `save` is
     there already.
     """
-    found = find_checkpoint(str(load), step=step)
-    if found is None:
-        raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
+    found = checkpoint_of_load(load, step)
     with new_folder(save) as temporary:
         checkpoint = dist_checkpointing.verify(found.path)
         stored = {key: kind for key, kind in sorted(checkpoint.tensors.items()) if not key.startswith(NOT_WEIGHTS)}

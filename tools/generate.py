@@ -21,11 +21,11 @@ from megatron.core.tokenizers import TokenizerConfig, build_tokenizer  # noqa: E
 from megatron.core.tokenizers.tokenizer import Tokenizer  # noqa: E402
 from megatron.training.arguments import config_from_args, parse_args  # noqa: E402
 from megatron.training.checkpoint_args import model_arguments  # noqa: E402
-from megatron.training.checkpoint_folder import find_checkpoint  # noqa: E402
 from megatron.training.command_line.flag_table import flags_of_class  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from megatron.training.gpt_builder import build_gpt  # noqa: E402
 from megatron.training.run_values import load_run_values  # noqa: E402
+from tools.stored_checkpoints import checkpoint_of_load  # noqa: E402
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}))
@@ -85,9 +85,7 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
 
     moved: where files of the tokenizer are now, by the name of their flag; None where they are still in place.
     """
-    found = find_checkpoint(folder, step=step)
-    if found is None:
-        raise ValueError(f"--load is {folder}: there is no checkpoint in it; give a folder that --save wrote")
+    found = checkpoint_of_load(Path(folder), step)
     stored = load_run_values(found.path)["args"]
     args = parse_args(argv=[])
     vars(args).update(model_arguments(stored, here=vars(args)))

@@ -24,10 +24,10 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.torch_files import load_allowed
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
-from megatron.training.checkpoint_folder import RELEASE, TRACKER_FILE, iteration_of_text
+from megatron.training.checkpoint_folder import RELEASE, TRACKER_FILE, iteration_folder, iteration_of_text, read_tracker
 from megatron.training.run_values import is_count
 
-FILE = "model_optim_rng.pt"
+MODEL_FILE = "model_optim_rng.pt"
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 # Of earlier versions rows of query, key and value come in another order.
 _VERSIONS = (2.0, 3.0)
@@ -97,21 +97,23 @@ class LegacyFile:
 def find_legacy(folder: Path, *, step: int | None) -> Path:
     """The folder of an iteration (None: the tracker's). Raises ValueError where there is none in this format."""
     if step is not None:
-        found = folder / f"iter_{step:07d}"
+        found = iteration_folder(folder, step)
     else:
-        tracker = folder / TRACKER_FILE
-        if not tracker.is_file():
+        text = read_tracker(folder)
+        if text is None:
             raise ValueError(
                 f"--load is {folder}: it has no {TRACKER_FILE}; give the folder above iter_..., or --ckpt-step"
             )
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
         iteration = iteration_of_text(text)
-        if text != RELEASE and iteration is None:
-            raise ValueError(f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}")
-        found = folder / (RELEASE if text == RELEASE else f"iter_{iteration:07d}")
-    if not any(found.glob(f"mp_rank_*/{FILE}")):
+        if text == RELEASE:
+            found = folder / RELEASE
+        elif iteration is not None:
+            found = iteration_folder(folder, iteration)
+        else:
+            raise ValueError(f"{folder / TRACKER_FILE} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}")
+    if not any(found.glob(f"mp_rank_*/{MODEL_FILE}")):
         raise ValueError(
-            f"{found} has no mp_rank_XX/{FILE}: it is no checkpoint of the older format (--ckpt-format torch)"
+            f"{found} has no mp_rank_XX/{MODEL_FILE}: it is no checkpoint of the older format (--ckpt-format torch)"
         )
     return found
 
@@ -120,7 +122,7 @@ def legacy_files(folder: Path) -> dict[str, Path]:
     """The files of an iteration by the name of their rank's folder."""
     return {
         path.parent.name: path
-        for path in sorted(folder.glob(f"mp_rank_*/{FILE}"))
+        for path in sorted(folder.glob(f"mp_rank_*/{MODEL_FILE}"))
         if _RANK_FOLDER.fullmatch(path.parent.name)
     }
 

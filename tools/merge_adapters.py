@@ -17,11 +17,11 @@ from megatron.training.checkpoint_folder import (
     RELEASE,
     carry_companions,
     complete_iterations,
-    find_checkpoint,
     write_release_tracker,
 )
 from megatron.training.run_values import load_run_values
 from tools.export_safetensors import NOT_WEIGHTS
+from tools.stored_checkpoints import checkpoint_of_load
 
 # The weights of a linear layer: as they are, gate and up apart, or queries, keys and values.
 _WEIGHT = re.compile(r"(.+\.)weight(?:\.(gate|up|q|k|v))?")
@@ -32,9 +32,7 @@ def merge_adapters(load: Path, save: Path, *, step: int | None = None) -> Path:
 
     Raises ValueError where there is no checkpoint or it has no adapters, or where `save` holds checkpoints already.
     """
-    found = find_checkpoint(str(load), step=step)
-    if found is None:
-        raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
+    found = checkpoint_of_load(load, step)
     common = load_run_values(found.path)
     arguments = common["args"]
     if arguments.get("lora_rank") is None:

@@ -161,21 +161,15 @@ def write_tensor_files(
 
 @contextmanager
 def new_folder(save: Path) -> Iterator[Path]:
-    """A folder beside `save` to fill, which becomes `save` at the end of the body, and is removed where that fails.
+    """A folder to fill, which becomes that of --save at the end of the body, and is removed where that fails.
 
     Raises ValueError where `save` is there already.
     """
     if save.exists():
         raise ValueError(f"--save is {save}: it is there already, and is not overwritten; give a new folder")
     save.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folders.incomplete_folder(save, folders.new_id())
-    temporary.mkdir()
-    try:
+    with folders.written_beside(save) as temporary:
         yield temporary
-        temporary.rename(save)
-    finally:
-        if temporary.exists():
-            folders.discard(temporary)
 
 
 def _file_names(folder: Path) -> Iterable[str]:

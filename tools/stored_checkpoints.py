@@ -23,11 +23,12 @@ from megatron.core.dist_checkpointing.manifest import (
     verify_size,
 )
 from megatron.training.checkpoint_folder import (
-    TRACKER_FILE,
+    FoundCheckpoint,
     complete_iterations,
     find_checkpoint,
     iteration_folder,
     iteration_of_text,
+    read_tracker,
 )
 
 # Of each of two tensors, what is compared at a time.
@@ -46,6 +47,14 @@ def named_checkpoint(path: Path, step: int | None) -> Path:
     return found.path
 
 
+def checkpoint_of_load(load: Path, step: int | None) -> FoundCheckpoint:
+    """The checkpoint of --ckpt-step in the folder of --load, or the latest; raises ValueError where there is none."""
+    found = find_checkpoint(str(load), step=step)
+    if found is None:
+        raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
+    return found
+
+
 def checkpoints_in(path: Path, step: int | None) -> list[Path]:
     """`path` where it is a checkpoint, or that of --ckpt-step, or all in the folder `path`, the oldest first."""
     if step is not None or (path / MANIFEST_FILE).is_file():
@@ -62,9 +71,7 @@ def checkpoints_in(path: Path, step: int | None) -> list[Path]:
 
 def tracked_iteration(root: Path) -> int | None:
     """The iteration that the tracker of a folder names, if it names one."""
-    tracker = root / TRACKER_FILE
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
-    return iteration_of_text(text)
+    return iteration_of_text(read_tracker(root) or "")
 
 
 # Damage.
@@ -223,9 +230,10 @@ def _windows(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[tuple
     """Offsets and shapes of some rows at a time, of a tensor of `shape`."""
     if not shape:
         yield (), ()
-    if not math.prod(shape) or not shape:
         return
-    rows = max(1, _WINDOW_BYTES // max(1, torch.Size(shape[1:]).numel() * dtype.itemsize))
+    if not math.prod(shape):
+        return
+    rows = max(1, _WINDOW_BYTES // (math.prod(shape[1:]) * dtype.itemsize))
     for start in range(0, shape[0], rows):
         yield (start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:])
 
@@ -245,7 +253,7 @@ def _read(
 def removable(root: Path, *, keep_latest: int, keep_interval: int | None) -> tuple[list[int], list[int]]:
     """Iterations that go and that stay: the latest ones, what the tracker names, and every `keep_interval`-th.
 
-    Raises ValueError if none of the latest that stay is undamaged: then nothing may go.
+    Raises ValueError if anything would go while the newest is damaged, or if there is none.
     """
     iterations = complete_iterations(root)
     if not iterations:

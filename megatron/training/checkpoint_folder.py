@@ -46,6 +46,12 @@ def iteration_folder(checkpoints_path: str | Path, iteration: int) -> Path:
     return Path(checkpoints_path) / f"iter_{iteration:07d}"
 
 
+def read_tracker(root: Path) -> str | None:
+    """The text of the tracker in the folder `root`, whatever it says; None where there is none."""
+    tracker = root / TRACKER_FILE
+    return tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else None
+
+
 def iteration_of_text(text: str) -> int | None:
     """The iteration that a tracker with this text names; None if it names none."""
     # Not isdecimal, which accepts digits of other scripts, nor more digits than any number of steps has.
@@ -120,9 +126,8 @@ def carry_companions(load: str, save: str) -> None:
     """Copies what lies beside the checkpoints of `load` to those of `save`, where nothing does yet."""
     source, target = Path(load) / COMPANION_FOLDER, Path(save) / COMPANION_FOLDER
     if source.is_dir() and not target.exists():
-        temporary = folders.incomplete_folder(target, folders.new_id())
-        shutil.copytree(source, temporary)
-        temporary.rename(target)
+        with folders.written_beside(target) as temporary:
+            shutil.copytree(source, temporary, dirs_exist_ok=True)
 
 
 def is_same_folder(path: str | None, other: str | None) -> bool:
@@ -141,9 +146,8 @@ def find_checkpoint(
     root, problems = _root(load), dict(damaged or {})
     if step is not None:
         return _named(root, f"--ckpt-step is {step}", iteration=step)
-    tracker = root / TRACKER_FILE
     # A copy of one iteration folder has no tracker, nor has a run that was killed within its first save.
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else None
+    tracker, text = root / TRACKER_FILE, read_tracker(root)
     if text == RELEASE:
         return FoundCheckpoint(folders.find_checkpoint(root / RELEASE), 0, is_release=True)
     wanted = None if text is None else iteration_of_text(text)

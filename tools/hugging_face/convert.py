@@ -27,7 +27,6 @@ from megatron.training.checkpoint_folder import (
     COMPANION_FOLDER,
     RELEASE,
     complete_iterations,
-    find_checkpoint,
     write_release_tracker,
 )
 from megatron.training.run_values import load_run_values
@@ -39,6 +38,7 @@ from tools.hugging_face.names import HubTensor, hub_tensors, is_further
 from tools.hugging_face.quantized import PlainFiles
 from tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config, with_defaults
 from tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_tensor_files
+from tools.stored_checkpoints import checkpoint_of_load
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Moved by steps of 1e-3, which half precision would lose: kept as it is.
@@ -119,9 +119,7 @@ def to_hub(
     taken; None: those that lie beside the checkpoint, or a new config.json. Raises ValueError where there is no
     checkpoint, or no architecture for its settings.
     """
-    found = find_checkpoint(str(load), step=step)
-    if found is None:
-        raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
+    found = checkpoint_of_load(load, step)
     arguments = load_run_values(found.path)["args"]
     if arguments.get("lora_rank") is not None:
         raise ValueError(f"--load is {load}: its checkpoint has adapters; merge them first: tools/checkpoint.py merge")

@@ -62,7 +62,7 @@ def replace_file(path: Path, content: bytes, *, temporary: Path) -> None:
     write_file(temporary, content)
     # Atomic on POSIX, unlike writing into the file that readers may have open.
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def hand_over(path: Path, content: bytes, *, temporary: Path) -> None:
@@ -91,7 +91,7 @@ def make_folder(path: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Gives a file or folder another name in the same folder, at once; on disk after sync_folder."""
+    """Gives a file or folder another name in the same folder, at once; on disk after `sync` of that folder."""
     os.rename(path, target)
 
 
@@ -110,10 +110,17 @@ def try_to_remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Waits until the names in `folder` are on disk."""
+def sync_tree(folder: Path) -> None:
+    """Waits until a folder with all that is in it is on disk."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Waits until the content of a file, or the names in a folder, are on disk."""
     # A rename is durable only when the folder that holds the name is on disk.
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

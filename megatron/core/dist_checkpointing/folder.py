@@ -10,6 +10,8 @@ back. At every moment one of the two names holds a whole checkpoint.
 
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import disk
@@ -58,16 +60,34 @@ def commit(temporary: Path, folder: Path) -> None:
     save_id = temporary.name.rpartition("-")[2]
     aside = folder.with_name(f"{folder.name}{_REPLACED}{save_id}")
     # Names before the rename, or a power cut could leave a folder without its files.
-    disk.sync_folder(temporary)
+    disk.sync(temporary)
     if folder.is_dir() and any(folder.iterdir()):
         disk.rename(folder, aside)
     # From here on the new checkpoint counts; an empty folder of that name is replaced as well.
     disk.rename(temporary, folder)
-    disk.sync_folder(folder.parent)
+    disk.sync(folder.parent)
     if aside.exists():
         # Deleting takes time; under this name a half deleted folder is recognised.
         disk.rename(aside, temporary)
         disk.remove_tree(temporary)
+
+
+@contextmanager
+def written_beside(folder: Path) -> Iterator[Path]:
+    """A folder to fill with what is no checkpoint of this format, which is not there yet: it appears after the body.
+
+    Then all of it is on disk. Where the body fails nothing is left. Raises OSError.
+    """
+    temporary = incomplete_folder(folder, new_id())
+    disk.make_folder(temporary)
+    try:
+        yield temporary
+        disk.sync_tree(temporary)
+        disk.rename(temporary, folder)
+        disk.sync(folder.parent)
+    finally:
+        if temporary.exists():
+            discard(temporary)
 
 
 def remove(folder: Path) -> None:

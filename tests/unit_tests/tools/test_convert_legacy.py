@@ -17,8 +17,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import parse_args
 from megatron.training.gpt_builder import build_gpt
+from tools import convert_legacy
 from tools.checkpoint import main
-from tools.legacy_checkpoint import read_legacy
+from tools.legacy_checkpoint import read_legacy, write_legacy
 
 # Two groups of two query heads; layers 0 and 2 dense, 1 and 3 of four experts; two padding rows on each of two ranks.
 HIDDEN, HEADS, GROUPS, WIDTH, FFN, EXPERTS, LAYERS, VOCAB, PADDED = 16, 4, 2, 4, 24, 4, 4, 61, 64
@@ -238,6 +239,23 @@ def test_files_of_every_rank_become_one_checkpoint_and_files_again(
     # What is there may be a run's own, with its optimizer's state.
     with pytest.raises(SystemExit):
         convert("torch", "torch_dist", tmp_path / "other", tmp_path / "last")
+
+
+def test_a_conversion_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(whole_model(SHAPE), tmp_path / "legacy", "local")
+    convert("torch", "torch_dist", tmp_path / "legacy", tmp_path / "ours")
+    written: list[Path] = []
+
+    def fill_the_disk(path: Path, *more: Any, **options: Any) -> None:
+        if written:
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        write_legacy(path, *more, **options)
+
+    monkeypatch.setattr(convert_legacy, "write_legacy", fill_the_disk)
+    with pytest.raises(SystemExit):
+        convert("torch_dist", "torch", tmp_path / "ours", tmp_path / "again", "--target-pipeline-parallel-size", "2")
+    assert written and not list((tmp_path / "again").iterdir())
 
 
 class _Harmful:
