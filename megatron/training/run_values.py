@@ -33,11 +33,12 @@ def load_run_values(folder: Path) -> dict[str, Any]:
 
 def _check(values: Mapping[str, Any]) -> None:
     for name, kind in _KINDS.items():
-        _require(isinstance(values[name], kind), name, value=values[name])
+        _require(isinstance(values[name], kind), name, value=values[name], right=kind.__name__)
     for name in ("optimizer", "rng"):
-        _require(isinstance(values["contents"].get(name), bool), f"contents.{name}", value=values["contents"].get(name))
+        held = values["contents"].get(name)
+        _require(isinstance(held, bool), f"contents.{name}", value=held, right="bool")
     for key in values["frozen"]:
-        _require(isinstance(key, str), "frozen", value=key)
+        _require(isinstance(key, str), "frozen", value=key, right="names of parameters")
     if values["contents"]["optimizer"]:
         _check_optimizer(values.get("optimizer"), values.get("scheduler"))
     TrainState().load_state_dict(values["train_state"])
@@ -45,12 +46,13 @@ def _check(values: Mapping[str, Any]) -> None:
 
 
 def _check_optimizer(optimizer: Any, scheduler: Any) -> None:
-    _require(isinstance(optimizer, dict), "optimizer", value=optimizer)
-    _require(is_count(optimizer.get("step")), "optimizer.step", value=optimizer.get("step"))
+    _require(isinstance(optimizer, dict), "optimizer", value=optimizer, right="dict")
+    _require(is_count(optimizer.get("step")), "optimizer.step", value=optimizer.get("step"), right="int, 0 or more")
     scaler = optimizer.get("grad_scaler")
-    _require(scaler is None or _is_scaler(scaler), "optimizer.grad_scaler", value=scaler)
-    is_schedule = isinstance(scheduler, dict) and is_count(scheduler.get("num_steps"))
-    _require(scheduler is None or is_schedule, "scheduler", value=scheduler)
+    is_right = scaler is None or _is_scaler(scaler)
+    _require(is_right, "optimizer.grad_scaler", value=scaler, right="finite numbers by name, the scale above 0")
+    is_right = scheduler is None or (isinstance(scheduler, dict) and is_count(scheduler.get("num_steps")))
+    _require(is_right, "scheduler", value=scheduler, right="dict with a num_steps of 0 or more")
 
 
 def _is_scaler(scaler: Any) -> bool:
@@ -63,9 +65,10 @@ def check_arguments(args: Mapping[str, Any]) -> None:
     for name, value in args.items():
         flag = flag_table().by_dest.get(name)
         if name in _DERIVED:
-            _require(value is None or (is_count(value) and value > 0), f"args.{name}", value=value)
+            is_right = value is None or (is_count(value) and value > 0)
+            _require(is_right, f"args.{name}", value=value, right="int, above 0")
         elif flag is not None:
-            _require(_may_be(flag, value), f"args.{name}", value=value)
+            _require(_may_be(flag, value), f"args.{name}", value=value, right=_what_may_be(flag))
 
 
 def _may_be(flag: Flag, value: Any) -> bool:
@@ -79,6 +82,15 @@ def _may_be(flag: Flag, value: Any) -> bool:
         return not isinstance(value, (dict, bool))
     items = value if flag.takes_list and isinstance(value, list) else [value]
     return all(_is_of(flag.type_name, item) for item in items)
+
+
+def _what_may_be(flag: Flag) -> str:
+    """The values that _may_be allows, in words; None is there for every flag."""
+    if flag.constant is not None:
+        return "bool"
+    if flag.type_name not in (*_NUMBERS, "str"):
+        return "neither dict nor bool"
+    return f"{flag.type_name}, or a list of them" if flag.takes_list else flag.type_name
 
 
 def _is_of(type_name: str, value: Any) -> bool:
@@ -96,6 +108,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _require(holds: bool, name: str, *, value: Any) -> None:
+def _require(holds: bool, name: str, *, value: Any, right: str) -> None:
     if not holds:
-        raise ValueError(f"{name} is {value!r:.80}")
+        raise ValueError(f"{name} is {value!r:.80}: must be {right}")
