@@ -33,7 +33,9 @@ TERMINATE_SECONDS = 30.0  # for the command to save and end after a SIGTERM
 def main(words: Sequence[str]) -> int:
     """Runs the command line `words`; returns 0, or the exit code of the command's last failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max-failures", type=int, default=3, help="Give up after so many without a new checkpoint.")
+    parser.add_argument(
+        "--max-failures", type=int, default=3, help="Give up after so many since the last new checkpoint."
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="The command, with --save DIR somewhere in it.")
     args = parser.parse_args(words)
     if args.max_failures < 1:

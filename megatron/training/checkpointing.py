@@ -122,7 +122,7 @@ def save_checkpoint(
     config: CheckpointConfig,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> Path:
-    """Writes config.save/iteration_NNNNNNN and then the tracker; returns the folder, complete and on disk.
+    """Writes config.save/iter_NNNNNNN and then the tracker; returns the folder, complete and on disk.
 
     Collective over all ranks. pg_collection: None is parallel_state's. After a failure, which every rank raises,
     earlier checkpoints and the tracker are as they were.

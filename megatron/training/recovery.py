@@ -45,6 +45,7 @@ def leave_out_batches(run: TrainingRun) -> None:
 
 def skip_step(run: TrainingRun, error: RuntimeError) -> None:
     """Drops what a step with a loss or gradient that is not finite has computed; raises `error` where it may not."""
+    run.recovery.num_skipped_in_a_row += 1
     if not run.recovery.may_skip():
         raise error
     run.steps.forget_gradients()

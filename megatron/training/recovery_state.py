@@ -20,7 +20,8 @@ class LossSpikeError(RuntimeError):
 class Recovery:
     """What a run remembers of its bad steps; the same on all ranks.
 
-    left_out: data positions, in samples, whose batches are left out when they come.
+    left_out: data positions, in samples, whose batches are left out when they come. num_skipped_in_a_row: bad steps
+    since the last good one.
     """
 
     config: FaultConfig = field(default_factory=FaultConfig)
@@ -29,8 +30,7 @@ class Recovery:
     left_out: set[int] = field(default_factory=set)
 
     def may_skip(self) -> bool:
-        """Whether one more step may be left out; counts it."""
-        self.num_skipped_in_a_row += 1
+        """Whether the last of the bad steps in a row, which is counted already, may be left out."""
         return self.config.non_finite_policy == "skip" and self.num_skipped_in_a_row <= _MOST_SKIPPED_IN_A_ROW
 
     def may_go_back(self) -> bool:

@@ -33,7 +33,8 @@ class StragglerWatch:
     """Remembers which rank was slow in the last intervals."""
 
     def __init__(self) -> None:
-        self._rank, self._intervals = -1, 0
+        self._rank: int | None = None
+        self._intervals = 0
 
     def observe(self, work_ms: Sequence[float], *, step_ms: float) -> Straggler | None:
         """Takes the mean times of an interval, by rank; the rank that has been slow for long enough, if there is one.

@@ -45,10 +45,8 @@ class DurableFile:
 
     def put(self, content: bytes | memoryview) -> None:
         """Writes all of it; somebody else sums it up."""
-        view = memoryview(content)
-        self.num_bytes += len(view)
-        while len(view):
-            view = view[os.write(self._descriptor, view[:CHUNK_BYTES]) :]
+        self.num_bytes += len(content)
+        _write_all(self._descriptor, content)
 
 
 def write_file(path: Path, content: bytes) -> int:
@@ -69,12 +67,10 @@ def hand_over(path: Path, content: bytes, *, temporary: Path) -> None:
     """Writes a small new file by way of `temporary`, at once for readers; a power cut may lose it."""
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        view = memoryview(content)
-        while len(view):
-            view = view[os.write(descriptor, view) :]
+        _write_all(descriptor, content)
     finally:
         os.close(descriptor)
-    os.rename(temporary, path)
+    rename(temporary, path)
 
 
 def json_bytes(name: str, value: Any, *, indent: int | None = 1) -> bytes:
@@ -125,3 +121,9 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _write_all(descriptor: int, content: bytes | memoryview) -> None:
+    view = memoryview(content)
+    while len(view):
+        view = view[os.write(descriptor, view[:CHUNK_BYTES]) :]

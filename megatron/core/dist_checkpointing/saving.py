@@ -197,7 +197,7 @@ class _Writing:
                 with nullcontext() if self.staging else ThreadPoolExecutor(1, "checkpoint sums") as helper:
                     entry = write_pieces(self.temporary / data_file(self.rank), contents, helper=helper)
                 content = disk.json_bytes("part", entry.to_json(), indent=None)
-                disk.hand_over(_part(self.temporary, self.rank), content, temporary=self._own_part())
+                disk.hand_over(_part(self.temporary, self.rank), content, temporary=self._unfinished_part())
         except (OSError, RuntimeError, ValueError) as error:
             self.error = error
         finally:
@@ -235,7 +235,7 @@ class _Writing:
         if self.error is not None:
             raise self.error
 
-    def _own_part(self) -> Path:
+    def _unfinished_part(self) -> Path:
         return self.temporary / f"part-{self.rank}.new"
 
     def _files(self, writers: list[int]) -> Manifest | None:
