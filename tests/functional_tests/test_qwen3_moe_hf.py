@@ -1,0 +1,87 @@
+"""examples/qwen3_moe_hf.py: the module of transformers under the wrapper, the sharded optimizers and the stash."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from examples import qwen3_moe_hf
+from tests.harness import launch_on_ranks, run_on_ranks
+
+STEPS = 4
+SMALL = ["--sequence", "32", "--steps", str(STEPS)]
+OPTIMIZERS = ["zero1", "zero2", "fused_adam"]
+STEP = re.compile(r"^step \d+: (loss \S+ grad norm \S+) \|.*?(?:pages: device (\S+) MB, host (\S+) MB)?$", re.M)
+
+
+def run_all(argvs: Sequence[Sequence[str]]) -> None:
+    """Several runs one after the other, in the process group that the harness made."""
+    for argv in argvs:
+        qwen3_moe_hf.main(argv)
+        print("run ends", flush=True)
+
+
+def printed(ranks: int, *argvs: Sequence[str]) -> list[str]:
+    """What rank 0 wrote in each run; other ranks write nothing."""
+    outcomes = launch_on_ranks(run_all, ranks, [[*SMALL, *argv] for argv in argvs], timeout=240)
+    assert [one.exit_code for one in outcomes] == [0] * ranks, [one.stderr for one in outcomes]
+    assert all("step" not in one.stdout for one in outcomes[1:])
+    return outcomes[0].stdout.split("run ends\n")[: len(argvs)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_losses_are_those_of_plain_adamw_and_the_stash_changes_no_bit(ranks: int) -> None:
+    stashed = [["--optimizer", name, "--check"] for name in OPTIMIZERS]
+    plain = [["--optimizer", name, "--no-stash"] for name in OPTIMIZERS]
+    runs = printed(ranks, *stashed, *plain)
+    for name, with_stash, without in zip(OPTIMIZERS, runs[:3], runs[3:], strict=True):
+        assert f"All {STEPS} losses are those of plain PyTorch with AdamW, within 0.0001." in with_stash, name
+        steps = STEP.findall(with_stash)
+        assert [step[0] for step in steps] == [step[0] for step in STEP.findall(without)], name
+        assert len(steps) == STEPS and all(float(device) > 0 and float(host) > 0 for _, device, host in steps), name
+        assert re.search(r"buffers: saves [1-9]\d%", with_stash) and "pages" not in without, name
+
+
+def test_what_was_saved_generates_and_is_trained_further(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save, further = ["--save", str(folder)], ["--from", str(folder), "--check"]
+    saving, going_on = printed(2, [*save, "--steps", "12"], further)
+    assert re.search(r"0 to 7 goes on with \[8, 9, 10, 11, 12, 13, 14, 15\]", saving), saving
+    losses = [[float(step.split()[1]) for step, _, _ in STEP.findall(run)] for run in (saving, going_on)]
+    assert losses[0][-1] < 0.8 * losses[0][0] and max(losses[1]) < losses[0][1]
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    fresh = qwen3_moe_hf.build_model(qwen3_moe_hf.parse_options(["--from", str(folder)]))
+    assert all(torch.equal(*pair) for pair in zip(loaded.parameters(), fresh.parameters(), strict=True))
+
+
+def test_bf16_weights_are_stashed_without_a_changed_bit() -> None:
+    words = [["--bf16", "--optimizer", name, *more] for name in OPTIMIZERS[1:] for more in ([], ["--no-stash"])]
+    zero2, zero2_plain, fused, fused_plain = ([step[0] for step in STEP.findall(run)] for run in printed(2, *words))
+    assert len(zero2) == STEPS and zero2 == zero2_plain and fused == fused_plain
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--batch 9", r"--batch 9 must be a multiple of --micro-batch x processes"),
+        ("--check --bf16", r"--check compares in fp32: leave out --bf16"),
+        ("--from /nowhere", r"--from /nowhere must be a folder with a config.json"),
+        ("--device-pages 0 --host-pages 0", r"--device-pages 0.0, --host-pages 0.0: "),
+        ("--device-pages 0.1 --host-pages 0.1", r"Pages ran out: give --device-pages or --host-pages more"),
+    ],
+)
+def test_what_cannot_be_is_said(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        qwen3_moe_hf.main([*SMALL, *words.split()])
+    assert re.search(said, f"{ended.value} {capsys.readouterr().err}")
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    Qwen3MoeConfig().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("qwen3_moe", "qwen3"))
+    with pytest.raises(SystemExit, match="has a qwen3: must be a qwen3_moe"):
+        run_on_ranks(qwen3_moe_hf.main, 1, ["--from", str(tmp_path)], backend=None)
