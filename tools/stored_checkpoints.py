@@ -165,7 +165,8 @@ def values_named(name: str, common: Mapping[str, Any]) -> dict[str, Any]:
 class TensorDifference:
     """How a tensor of two checkpoints differs. what: in words, unless values do.
 
-    num_different: elements that are not the same; largest: of their differences, absolute; relative: to the larger one.
+    num_different: elements, two for a complex one, that are not the same; largest: of their differences, absolute;
+    relative: to the larger one.
     """
 
     key: str
@@ -198,9 +199,10 @@ def _words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 def _difference(key: str, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -> TensorDifference:
     shape, dtype = a.tensors[key]
-    num_different, largest, relative = 0, 0.0, 0.0
+    num_different, num_elements, largest, relative = 0, 0, 0.0, 0.0
     for offset, window in _windows(shape, dtype):
-        one, two = (_read(checkpoint, key, offset=offset, window=window) for checkpoint in (a, other))
+        one, two = (_as_real(_read(checkpoint, key, offset=offset, window=window)) for checkpoint in (a, other))
+        num_elements += one.numel()
         parted = _as_bits(one) != _as_bits(two)
         if not parted.any():
             continue
@@ -212,7 +214,7 @@ def _difference(key: str, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -
         num_different += _to_host_sync(parted.sum())
         largest = max(largest, _to_host_sync(apart.max()))
         relative = max(relative, _to_host_sync(share.max()))
-    return TensorDifference(key, "", num_different, torch.Size(shape).numel(), largest, relative)
+    return TensorDifference(key, "", num_different, num_elements, largest, relative)
 
 
 def _to_host_sync(value: torch.Tensor) -> Any:
@@ -220,8 +222,13 @@ def _to_host_sync(value: torch.Tensor) -> Any:
     return value.item()
 
 
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """tensor: any shape and dtype -> itself, or [*shape, 2] of a complex one."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """tensor: any shape and dtype -> the same shape, integers of its size."""
+    """tensor: any shape and dtype but complex -> the same shape, integers of its size."""
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(widths[tensor.dtype.itemsize])
 

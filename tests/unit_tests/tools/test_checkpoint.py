@@ -102,6 +102,16 @@ def test_diff_tells_numbers_that_arithmetic_does_not(value: float, tmp_path: Pat
     assert main(["diff", str(other), str(again)]) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_diff_looks_at_both_parts_of_complex_numbers(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (write(tmp_path / f"{i}", 3, {"x": torch.tensor([1 + 1j, 2 + i * 1j], dtype=dtype)}) for i in (1, 3))
+    assert main(["diff", str(a), str(b)]) == 1
+    output = capsys.readouterr().out
+    assert "1 of 4" in output and "the largest difference is 2.000e+00, in x" in output
+
+
 def test_diff_of_what_cannot_be_read_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write(tmp_path / "a", 3)
     flip(a, LAYER)
