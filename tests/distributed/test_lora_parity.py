@@ -6,13 +6,26 @@ import pytest
 import torch
 
 from tests.counts import slow
-from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layout
+from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layout, run_layouts
+from tests.distributed.stash_runs import stash
 from tests.functional_tests.case import Flags
 
 ADAPTERS: Flags = {"num-layers": 2, "num-query-groups": 4, "lora-rank": 2, "lora-alpha": 8}
 MODELS: dict[str, Flags] = {
     "llama": ADAPTERS,
-    "moe": {**ADAPTERS, "moe-grouped-gemm": None, "moe-shared-expert-intermediate-size": 16},
+    # One expert after the other is the reference for grouped ones.
+    "moe": {**ADAPTERS, "lora-rank": 4, "moe-grouped-gemm": None, "moe-shared-expert-intermediate-size": 16},
+}
+GROUPED: dict[str, Flags] = {
+    "tp2, sp": {**layout(2, etp=1), "expert-tensor-parallel-size": 1},
+    "ep2, act again": {
+        **layout(ep=2),
+        "moe-token-dispatcher-type": "alltoall",
+        "recompute-granularity": "selective",
+        "recompute-modules": ["moe_act"],
+    },
+    # So few pages that gate_up is computed again.
+    "ep2, stash": {**layout(ep=2), **stash(0.3), "moe-expert-rank-capacity-factor": 8},
 }
 RECOMPUTED: Flags = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 LAYOUTS: dict[str, tuple[int, Flags]] = {
@@ -33,6 +46,14 @@ def test_training_agrees_with_one_process(base: str, kind: str) -> None:
     assert_same_run(run, reference)
     assert all(name.endswith(("lora_a", "lora_b", "lora_b.gate", "lora_b.up")) for name in run.grads[0])
     assert all(grad.any() for name, grad in run.grads[-1].items() if ".experts." not in name)
+
+
+def test_grouped_experts_agree_with_sequential_ones() -> None:
+    runs = run_layouts("moe", 2, [{**MODELS["moe"], "moe-grouped-gemm": True, **flags} for flags in GROUPED.values()])
+    for kind, run in zip(GROUPED, runs, strict=True):
+        assert_same_run(run, _reference("moe"))
+        of_experts = [name for name in run.grads[-1] if ".experts." in name]
+        assert len(of_experts) == 2 * 5, kind
 
 
 @cache

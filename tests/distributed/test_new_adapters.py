@@ -13,6 +13,7 @@ from tests.harness import run_on_ranks
 
 BASE: Flags = {**read_bases()["llama"], "eval-iters": 0}
 ADAPTERS: Flags = {**BASE, "lora-rank": 2}
+SEQUENTIAL: Flags = {**read_bases()["moe"], "eval-iters": 0, "moe-grouped-gemm": None}
 
 
 def test_adapters_begin_beside_the_weights_and_go_on(tmp_path: Path) -> None:
@@ -33,6 +34,18 @@ def test_adapters_begin_beside_the_weights_and_go_on(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             run_on_ranks(_losses, 1, command_line(flags), 1)
+
+
+def test_adapters_of_grouped_experts_begin_beside_sequential_ones_and_go_on_with_them(tmp_path: Path) -> None:
+    base, adapted = ({"save": f"{tmp_path}/{name}"} for name in ("base", "adapted"))
+    from_base = {"load": base["save"], "finetune": True}
+    run_on_ranks(_losses, 1, command_line({**SEQUENTIAL, **base}), 1)
+    [[expected]] = run_on_ranks(_losses, 1, command_line({**SEQUENTIAL, **from_base}), 1)
+    begun = {**SEQUENTIAL, **from_base, **adapted, **layout(ep=2), "moe-grouped-gemm": True, "lora-rank": 4}
+    [first, second], _ = run_on_ranks(_losses, 2, command_line(begun), 2)
+    assert first == pytest.approx(expected, rel=1e-6)
+    [[again]] = run_on_ranks(_losses, 1, command_line({**SEQUENTIAL, "lora-rank": 4, "load": adapted["save"]}), 1)
+    assert again == pytest.approx(second, rel=1e-6)
 
 
 def _losses(argv: Sequence[str], steps: int, save_after: int = 1) -> list[float]:

@@ -78,6 +78,7 @@ AROUND: dict[str, Flags] = {
         "softmax-type": "learnable",
         "window-size": "4,0",
     },
+    "adapters": {"lora-rank": 8},
     "dense layers": {"moe-layer-freq": "[0,1,1,1]", "moe-shared-expert-intermediate-size": 16},
     "ramp-up": {"global-batch-size": None},
 }
@@ -94,8 +95,12 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
 
 
 def _is_possible(choice: Choice) -> bool:
-    """Some layers must keep what the stash takes, some others what is offloaded; and one must wait for another."""
+    """Some layers must keep what the stash takes, some others what is offloaded; and one must wait for another. Experts
+    with adapters are whole.
+    """
     again, around = choice.get("recompute") == "full", choice.get("around")
+    if around == "adapters" and choice.get("layout") == "etp 2":
+        return False
     if choice.get("layout") in ONE_LAYER_A_CHUNK:
         waits = choice["layout"] != "pp 4" or choice.get("microbatches") != 1
         return waits and not again and around != "offloading"

@@ -1,9 +1,9 @@
 """Low-rank adapters of linear layers: y = W x + alpha / r * B A x, with W frozen (Hu et al., LoRA, 2021).
 
-Which layers have them is decided when a model's spec is made; what a checkpoint without adapters gives is training's.
+Which layers have them is lora_specs.py's, those of grouped experts are moe/expert_adapters.py's; what a checkpoint
+without adapters gives is training's.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient, set_tensor_model_parallel_attributes
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.lora_config import require_whole_experts
 from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
 
 ADAPTER_NAMES = ("lora_a", "lora_b")
@@ -40,18 +40,19 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         """options: as ColumnParallelLinear's. Raises ValueError for experts over expert-tensor-parallel ranks."""
         super().__init__(input_size, output_size, config=config, **options)
-        _require_whole_experts(self.tp_group, is_expert=not self.sums_input_grad)
-        rank, self.scale = _rank_and_scale(config)
+        if not self.sums_input_grad:
+            require_whole_experts(group_size(self.tp_group))
+        rank, self.scale = rank_and_scale(config)
         self.lora_a = empty_parameter(rank, input_size, config=config)
         # Under sequence parallelism each rank multiplies it by its part of the sequence.
         mark_partial_gradient(self.lora_a, partial=self.sequence_parallel)
-        initialize_weight(self.lora_a, _init_of_a(input_size), config=config)
+        initialize_weight(self.lora_a, init_of_a(input_size), config=config)
         self.lora_b = zero_parameter(self.output_size_per_partition, rank, config=config)
         set_tensor_model_parallel_attributes(self.lora_b, True, 0, 1)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the parameters start, by name."""
-        return {**super().init_methods(), "lora_a": _init_of_a(self.input_size), "lora_b": ConstantInit(0)}
+        return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """The base layer's, and this rank's rows of lora_b [output_size, r]; lora_a is stored whole."""
@@ -83,17 +84,18 @@ class LoRARowParallelLinear(RowParallelLinear):
         """options: as RowParallelLinear's. Raises ValueError for experts over expert-tensor-parallel ranks."""
         super().__init__(input_size, output_size, config=config, **options)
         is_expert = options.get("is_expert", False)
-        _require_whole_experts(self.tp_group, is_expert=is_expert)
-        rank, self.scale = _rank_and_scale(config)
+        if is_expert:
+            require_whole_experts(group_size(self.tp_group))
+        rank, self.scale = rank_and_scale(config)
         self.lora_a = empty_parameter(rank, self.input_size_per_partition, config=config)
         set_tensor_model_parallel_attributes(self.lora_a, True, 1, 1)
-        initialize_weight(self.lora_a, _init_of_a(input_size), config=config, tp_group=self.tp_group)
+        initialize_weight(self.lora_a, init_of_a(input_size), config=config, tp_group=self.tp_group)
         self.lora_b = zero_parameter(output_size, rank, config=config)
         mark_partial_gradient(self.lora_b, partial=config.sequence_parallel and not is_expert)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the parameters start, by name."""
-        return {**super().init_methods(), "lora_a": _init_of_a(self.input_size), "lora_b": ConstantInit(0)}
+        return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """The base layer's, and this rank's columns of lora_a [r, input_size]; lora_b is stored whole."""
@@ -111,23 +113,6 @@ class LoRARowParallelLinear(RowParallelLinear):
         return torch.add(output, F.linear(low, self.lora_b), alpha=self.scale), bias
 
 
-_ADAPTED = {ColumnParallelLinear: LoRAColumnParallelLinear, RowParallelLinear: LoRARowParallelLinear}
-
-
-def with_adapters(spec: Any, targets: list[str]) -> Any:
-    """A spec, or a dataclass of specs, in which the linear layers of these names have adapters; others stay."""
-    if isinstance(spec, ModuleSpec):
-        return dataclasses.replace(spec, submodules=with_adapters(spec.submodules, targets))
-    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
-        return spec
-    changed = {}
-    for part in dataclasses.fields(spec):
-        value = vars(spec)[part.name]
-        is_target = part.name in targets and isinstance(value, type)
-        changed[part.name] = _ADAPTED.get(value, value) if is_target else with_adapters(value, targets)
-    return dataclasses.replace(spec, **changed)
-
-
 def is_adapter(name: str) -> bool:
     """Whether a parameter or a key of that name is an adapter's."""
     return any(part in ADAPTER_NAMES for part in name.split("."))
@@ -139,19 +124,13 @@ def freeze_all_but_adapters(model: nn.Module) -> None:
         param.requires_grad = is_adapter(name)
 
 
-def _rank_and_scale(config: TransformerConfig) -> tuple[int, float]:
+def rank_and_scale(config: TransformerConfig) -> tuple[int, float]:
+    """The width of adapters, and what their product is multiplied by."""
     assert config.lora_rank is not None, "layers with adapters are asked for by lora_rank"
     return config.lora_rank, config.lora_alpha / config.lora_rank
 
 
-def _init_of_a(input_size: int) -> NormalInit:
+def init_of_a(input_size: int) -> NormalInit:
+    """How the narrow matrix of an adapter starts."""
     # Together with B = 0 the model begins as it was.
     return NormalInit(1 / math.sqrt(input_size))
-
-
-def _require_whole_experts(group: Any, *, is_expert: bool) -> None:
-    if is_expert and group_size(group) > 1:
-        raise ValueError(
-            f"expert_tensor_parallel_size is {group_size(group)} and lora_rank is set: experts with adapters must be "
-            "whole on their ranks, use expert_tensor_parallel_size 1"
-        )

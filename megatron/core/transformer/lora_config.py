@@ -20,7 +20,7 @@ class LoRAConfig:
     lora_alpha: float = config_field(32.0, help="What adapters add is multiplied by this over their rank.", more_than=0)
     lora_target_modules: list[str] = config_field(
         default_factory=lambda: list(ADAPTED_LINEARS),
-        help="Linear layers that have adapters, of attention and of dense and shared feed-forward layers.",
+        help="Linear layers that have adapters, of attention, feed-forward layers and experts.",
         choices=ADAPTED_LINEARS,
     )
 
@@ -33,10 +33,25 @@ class LoRAConfig:
         validate_fields(self)
 
 
-def validate_lora(config: LoRAConfig, *, grouped_experts: bool) -> None:
-    """Raises ValueError where layers are to have adapters that cannot."""
-    if grouped_experts and config.has_feed_forward_adapters:
+def validate_lora(config: LoRAConfig, *, grouped_experts: bool, expert_parts: int, itemsize: int) -> None:
+    """Raises ValueError where experts are to have adapters that they cannot; expert_parts: ranks that share the width
+    of each; itemsize: bytes of a weight.
+    """
+    if config.lora_rank is None or not config.has_feed_forward_adapters:
+        return
+    require_whole_experts(expert_parts)
+    words = max(1, 16 // itemsize)
+    if grouped_experts and config.lora_rank % words:
         raise ValueError(
-            f"lora_target_modules is {' '.join(config.lora_target_modules)} and moe_grouped_gemm is True: grouped "
-            "experts have no adapters, choose linear_qkv linear_proj"
+            f"lora_rank is {config.lora_rank}: must be a multiple of {words} with moe_grouped_gemm in this precision, "
+            "whose kernel reads 16 bytes at a time, or lora_target_modules without linear_fc1 and linear_fc2"
+        )
+
+
+def require_whole_experts(num_parts: int) -> None:
+    """Raises ValueError for adapters of experts in more than one part."""
+    if num_parts > 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size is {num_parts} and lora_rank is set: experts with adapters must be "
+            "whole on their ranks, use expert_tensor_parallel_size 1"
         )

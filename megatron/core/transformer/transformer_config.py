@@ -297,7 +297,12 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
     """Raises ValueError where the experts cannot be cut into the parts of the parallel layout, or have adapters that
     they cannot.
     """
-    validate_lora(config, grouped_experts=config.moe_grouped_gemm)
+    validate_lora(
+        config,
+        grouped_experts=config.moe_grouped_gemm,
+        expert_parts=1 if config.num_moe_experts is None else config.expert_tensor_parallel_size or 1,
+        itemsize=config.params_dtype.itemsize,
+    )
     if config.num_moe_experts is None:
         if config.expert_model_parallel_size > 1:
             raise ValueError(

@@ -14,7 +14,7 @@ from tests.unit_tests.core.models.small_models import LLAMA_LIKE, loss_of, small
 from tools import checkpoint
 from tools.merge_adapters import merge_adapters
 
-RANK, ALPHA = 2, 8.0
+RANK, ALPHA = 4, 8.0
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
 
 
@@ -38,6 +38,7 @@ def save_run(model: GPTModel, folder: Path, *, rank: int | None) -> None:
         {"num_query_groups": 2, "add_qkv_bias": True},
         {"add_bias_linear": True, "gated_linear_unit": False},
         {**EXPERTS, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16},
+        {**EXPERTS, "moe_grouped_gemm": True},
     ],
 )
 def test_a_merged_model_computes_what_the_adapted_one_does(fields: dict[str, Any], tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Specs of GPT's layers: which classes a dense or mixture-of-experts layer is made of; sizes come from the config."""
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.lora_specs import with_adapters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.lora import with_adapters
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.expert_adapters import GroupedMLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -129,8 +130,10 @@ def get_mlp_module_spec(num_experts: int | None = None, moe_grouped_gemm: bool =
     )
     if num_experts is None:
         return dense
-    # The sequential experts are dense layers; the grouped ones have no parts to choose.
-    experts = ModuleSpec(GroupedMLP) if moe_grouped_gemm else ModuleSpec(SequentialMLP, submodules=dense.submodules)
+    # The sequential experts are dense layers; the grouped ones have no parts to choose but adapters.
+    experts = ModuleSpec(SequentialMLP, submodules=dense.submodules)
+    if moe_grouped_gemm:
+        experts = ModuleSpec(GroupedMLP, submodules=GroupedMLPSubmodules())
     # Built only where the configuration gives it a width.
     shared_experts = ModuleSpec(SharedExpertMLP, submodules=dense.submodules)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared_experts))

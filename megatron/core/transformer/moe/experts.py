@@ -1,7 +1,6 @@
 """The experts of one rank: in one grouped matrix product, or one after the other; rows arrive sorted by expert."""
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,54 +10,41 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, zero_parameter
 from megatron.core.tensor_parallel.param_attributes import mark_expert, set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.expert_adapters import ExpertAdapter, GroupedMLPSubmodules
+from megatron.core.transformer.moe.expert_shard import ExpertShard
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
 from megatron.core.transformer.moe.paged_stash import StashGroup, add_expert_bias
-from megatron.core.transformer.moe.static_experts import ExpertParameters, static_activation, static_experts
+from megatron.core.transformer.moe.static_experts import ExpertParameters, LowRank, static_activation, static_experts
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from megatron.core.weight_matrices import MatrixWindow
-
-
-@dataclass(frozen=True)
-class ExpertShard:
-    """What a rank holds of a layer's experts: the local ones from first_expert on, of each one part of num_parts."""
-
-    num_experts: int
-    first_expert: int
-    part: int
-    num_parts: int
-
-    @classmethod
-    def of(cls, groups: ProcessGroupCollection, num_local_experts: int) -> "ExpertShard":
-        """This rank's, of the expert and expert-tensor groups."""
-        return cls(
-            num_experts=num_local_experts * group_size(groups.ep),
-            first_expert=num_local_experts * group_rank(groups.ep),
-            part=group_rank(groups.expt_tp),
-            num_parts=group_size(groups.expt_tp),
-        )
 
 
 class GroupedMLP(MegatronModule):
     """All experts of a rank at once: fc1 grouped product, weighted activation, fc2 grouped product.
 
     Backward keeps the rows [R, H], gate_up [R, 2F], the weights [R] and the activations [R, F]. bias1: [e, 2F], bias2:
-    [e, H], where linear layers have biases; a row's share of bias2 is its weight.
+    [e, H], where linear layers have biases; a row's share of bias2 is its weight. linear_fc1, linear_fc2: the adapters
+    of both products, or None.
     """
 
     bias1: nn.Parameter | None
     bias2: nn.Parameter | None
+    linear_fc1: ExpertAdapter | None
+    linear_fc2: ExpertAdapter | None
 
     def __init__(
         self,
         num_local_experts: int,
         config: TransformerConfig,
         *,
+        submodules: GroupedMLPSubmodules | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
@@ -82,9 +68,17 @@ class GroupedMLP(MegatronModule):
             self.bias1 = zero_parameter(num_local_experts, self.fc1_width, config=config)
             self.bias2 = zero_parameter(num_local_experts, hidden, config=config)
             set_tensor_model_parallel_attributes(self.bias1, True, 1, 1)
+        specs = submodules or GroupedMLPSubmodules()
+        self.linear_fc1 = self._adapter(specs.linear_fc1, (hidden, self.fc1_width))
+        self.linear_fc2 = self._adapter(specs.linear_fc2, (self.ffn_hidden_size, hidden))
         mark_experts(self)
         for name, init_method in self.init_methods().items():
             initialize_weight(self.get_parameter(name), init_method, config=config)
+
+    def _adapter(self, spec: Any, sizes: tuple[int, int]) -> Any:
+        if spec is None:
+            return None
+        return build_module(spec, self.shard, self.num_local_experts, config=self.config, sizes=sizes)
 
     def init_methods(self) -> dict[str, InitMethod]:
         """How the parameters start, by name."""
@@ -123,23 +117,33 @@ class GroupedMLP(MegatronModule):
         if self.bias2 is not None:
             share = 1 / self.shard.num_parts
             output = add_expert_bias(output, self.bias2, offsets=offsets, scale=permuted_probs, share=share)
+        if self.linear_fc2 is not None:
+            output = self.linear_fc2(output, act, offsets=offsets)
         release(output)
         return output, None
 
     def _fc1(self, rows: Tensor, *, offsets: Tensor) -> Tensor:
         product = grouped_gemm(rows, self.weight1, offsets=offsets)
-        return product if self.bias1 is None else add_expert_bias(product, self.bias1, offsets=offsets)
+        if self.bias1 is not None:
+            product = add_expert_bias(product, self.bias1, offsets=offsets)
+        return product if self.linear_fc1 is None else self.linear_fc1(product, rows, offsets=offsets)
 
     def _parameters_of_pass(self) -> ExpertParameters:
         # Each part adds its share of bias2: whoever takes the rows back sums the parts.
-        return ExpertParameters(self.weight1, self.weight2, self.bias1, self.bias2, 1 / self.shard.num_parts)
+        low_ranks = (
+            None if one is None else LowRank(one.lora_a, one.lora_b, one.scale)
+            for one in (self.linear_fc1, self.linear_fc2)
+        )
+        return ExpertParameters(
+            self.weight1, self.weight2, self.bias1, self.bias2, 1 / self.shard.num_parts, *low_ranks
+        )
 
     def _weighted_activation(self, gate_up: Tensor, weights: Tensor) -> Tensor:
         return self.activation(gate_up, bias=None, scale=weights)
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """The stacked tensors of all experts: fc1 [E, F, H] (gate and up apart where gated), fc2 [E, H, F]; biases
-        likewise without the input.
+        likewise without the input, and adapters.
         """
         experts, hidden, ffn = self.num_local_experts, self.config.hidden_size, self.ffn_hidden_size
         all_experts, first = self.shard.num_experts, self.shard.first_expert
@@ -170,6 +174,9 @@ class GroupedMLP(MegatronModule):
                 )
             ],
         }
+        for name, adapter, parts in (("linear_fc1.", self.linear_fc1, halves), ("linear_fc2.", self.linear_fc2, ("",))):
+            if adapter is not None:
+                pieces |= {name + own: held for own, held in adapter.pieces(prefix + name, parts).items()}
         if self.bias1 is None:
             return pieces
         bias1 = ((experts, ffn), (self.fc1_width, 1)), ((all_experts, all_ffn), (first, first_ffn))

@@ -17,11 +17,12 @@ def perturbed(model):
     return model
 
 
+@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 4}])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_experts_of_one_implementation_load_into_the_other(tmp_path, grouped):
-    saved = perturbed(small_model(small_config(**EXPERTS, moe_grouped_gemm=grouped)))
+def test_experts_of_one_implementation_load_into_the_other(tmp_path, grouped, adapters):
+    saved = perturbed(small_model(small_config(**EXPERTS, **adapters, moe_grouped_gemm=grouped)))
     save(model_sharded_tensors(saved), tmp_path / "c", common={})
-    loaded = small_model(small_config(**EXPERTS, moe_grouped_gemm=not grouped))
+    loaded = small_model(small_config(**EXPERTS, **adapters, moe_grouped_gemm=not grouped))
     load(model_sharded_tensors(loaded), tmp_path / "c")
     save(model_sharded_tensors(loaded), tmp_path / "again", common={})
     wanted, stored = (

@@ -127,6 +127,14 @@ def test_unset_fields_follow_from_others() -> None:
             "moe_ffn_hidden_size is 20: must be a multiple of 8 with moe_grouped_gemm",
         ),
         (
+            {"lora_rank": 6, "num_moe_experts": 2, "moe_grouped_gemm": True},
+            "lora_rank is 6: must be a multiple of 4 with moe_grouped_gemm",
+        ),
+        (
+            {"lora_rank": 8, "num_moe_experts": 2, "expert_tensor_parallel_size": 2},
+            "expert_tensor_parallel_size is 2 and lora_rank is set: experts with adapters must be whole",
+        ),
+        (
             {"tensor_model_parallel_size": 2, "num_moe_experts": 2},
             "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts need --sequence-parallel",
         ),

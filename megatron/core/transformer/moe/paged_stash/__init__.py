@@ -2,6 +2,7 @@
 
 from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm
 from megatron.core.transformer.moe.paged_stash.expert_biases import add_expert_bias
+from megatron.core.transformer.moe.paged_stash.low_rank import add_low_rank
 from megatron.core.transformer.moe.paged_stash.megatron_names import (
     PagedStashManager,
     check_paged_stash_overflow,
@@ -14,6 +15,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolL
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.recording import StashGroup
 from megatron.core.transformer.moe.paged_stash.rungs import (
+    Recompute,
     gated_activation,
     grouped_gemm,
     recompute_act,
@@ -31,11 +33,13 @@ __all__ = [
     "PagedStashManager",
     "PoolLayout",
     "Priority",
+    "Recompute",
     "StashEvent",
     "StashGroup",
     "StashOrder",
     "TensorSpec",
     "add_expert_bias",
+    "add_low_rank",
     "check_paged_stash_overflow",
     "gated_activation",
     "get_paged_stash_context",

@@ -1,9 +1,9 @@
 """Operators paged_stash::* that compute gate_up and act, in forward and again in backward: schemas and CPU versions.
 
-Shapes: C rows of the buffers, of which the first R are live, sorted by expert; e experts; H hidden; F ffn; O any width.
-No row from R on is read or written. act_from_gate_up and gate_up_from_x, the rungs, do nothing where needed [1], int64,
-is 0. CUDA runs triton_rungs.py, which allocates nothing and reads nothing from the device, so that a CUDA graph can
-hold it.
+Shapes: C rows of the buffers, of which the first R are live, sorted by expert; e experts; H hidden; F ffn; O any width;
+r the width of low-rank adapters. No row from R on is read or written. act_from_gate_up, gate_up_from_x, add_low_rank:
+the rungs, which do nothing where needed [1], int64, is 0. CUDA runs triton_rungs.py, which allocates nothing and reads
+nothing from the device, so that a CUDA graph can hold it.
 """
 
 import importlib.util
@@ -107,6 +107,23 @@ def gate_up_from_x(
         _multiply(x, weight, ends=_ends_sync(offsets, x), out=out)
         if bias is not None:
             add_expert_bias(out, bias, scale=None, offsets=offsets, share=1.0)
+
+
+@_operator("Tensor(a!) rows, Tensor low, *, Tensor weight, Tensor offsets, float scale, Tensor? needed=None")
+def add_low_rank(
+    rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
+) -> None:
+    """Adds to each row, in place, scale times `low` times its expert's weight, if needed; None: it is.
+
+    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype.
+    """
+    if needed is not None and not _is_set_sync(needed):
+        return
+    ends = _ends_sync(offsets, low)
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if end > start:
+            part = rows[start:end]
+            torch.addmm(part, low[start:end], weight[expert], alpha=scale, out=part)
 
 
 @_operator(f"{_GEMM}, Tensor(a!) out")

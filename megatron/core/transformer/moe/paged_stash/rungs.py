@@ -62,18 +62,24 @@ def gated_activation(
     return _GatedActivation.apply(gate_up, scale, num_rows, form)
 
 
-def recompute_gate_up(weight: Tensor, offsets: Tensor, *, bias: Tensor | None = None) -> Recompute:
-    """For StashGroup.mark with sources (x,): computes gate_up again.
+def recompute_gate_up(
+    weight: Tensor, offsets: Tensor, *, bias: Tensor | None = None, low_rank: tuple[Tensor, float] | None = None
+) -> Recompute:
+    """For StashGroup.mark with sources (x,), or (x, low): computes gate_up again.
 
-    weight: [e, H, O], x's dtype; offsets: [e], int32; bias: [e, O], x's dtype, or None; all on the device.
+    weight: [e, H, O], x's dtype; offsets: [e], int32; bias: [e, O], x's dtype, or None; low_rank: what add_low_rank
+    added, its weight [e, r, O] and its scale, or None without `low`; all on the device.
     """
     weight = weight.detach()
     if bias is not None:
         bias = bias.detach()
+    if low_rank is not None:
+        low_rank = low_rank[0].detach(), low_rank[1]
 
     def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
-        (x,) = sources
-        ops.gate_up_from_x(x, weight, offsets=offsets, needed=needed, out=out, bias=bias)
+        ops.gate_up_from_x(sources[0], weight, offsets=offsets, needed=needed, out=out, bias=bias)
+        if low_rank is not None:
+            ops.add_low_rank(out, sources[1], weight=low_rank[0], offsets=offsets, scale=low_rank[1], needed=needed)
 
     return recompute
 

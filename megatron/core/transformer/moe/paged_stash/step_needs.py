@@ -32,6 +32,8 @@ class StashSettings(Protocol):
     gated_linear_unit: bool
     expert_tensor_parallel_size: int | None
     recompute_modules: list[str] | None
+    lora_rank: int | None
+    lora_target_modules: list[str]
     params_dtype: torch.dtype
     moe_expert_rank_capacity_factor: float | None
     moe_paged_stash_page_size: int
@@ -102,7 +104,8 @@ def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows:
 def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
     """What the experts of one layer leave for backward in buffers of `rows` rows: x, weights, gate_up and act.
 
-    Routing weights are fp32. With moe_act recomputed there is no act.
+    Routing weights are fp32. With moe_act recomputed there is no act, and none where fc2 is frozen and has no adapter;
+    adapters leave the rows times their narrow half.
     """
     assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
     itemsize = config.params_dtype.itemsize
@@ -112,8 +115,13 @@ def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
         (torch.float32.itemsize, Priority.INPUT),
         (ffn * (2 if config.gated_linear_unit else 1) * itemsize, Priority.GATE_UP),
     ]
-    if "moe_act" not in (config.recompute_modules or []):
+    adapted = [] if config.lora_rank is None else config.lora_target_modules
+    reads_act = config.lora_rank is None or "linear_fc2" in adapted
+    if reads_act and "moe_act" not in (config.recompute_modules or []):
         widths.append((ffn * itemsize, Priority.ACT))
+    if config.lora_rank is not None:
+        low = (config.lora_rank * itemsize, Priority.INPUT)
+        widths += [low for name in ("linear_fc1", "linear_fc2") if name in adapted]
     return tuple(TensorSpec(width, width, rows, priority) for width, priority in widths)
 
 

@@ -17,6 +17,7 @@ def grouped_gemm_kernel(
     offsets,
     needed,
     out,
+    scale,
     num_experts,
     max_rows,
     inner,
@@ -32,7 +33,9 @@ def grouped_gemm_kernel(
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    """Tiles [ROWS, COLUMNS] of the product in turn; rows of no expert are left alone."""
+    """Tiles [ROWS, COLUMNS] of the product in turn, or, with a scale, of what is added to `out`; rows of no expert are
+    left alone.
+    """
     if tl.load(needed) == 0:
         return
     group = tl.arange(0, GROUPS)
@@ -64,6 +67,8 @@ def grouped_gemm_kernel(
             weight_at += TERMS * weight_row
         out_at = out + rows[:, None].to(tl.int64) * out_row + columns[None, :]
         is_out = (rows < end)[:, None] & (columns[None, :] < outer)
+        if scale is not None:
+            sums = tl.load(out_at, mask=is_out, other=0).to(tl.float32) + sums * scale
         tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
 
 

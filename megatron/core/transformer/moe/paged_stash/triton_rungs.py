@@ -98,6 +98,17 @@ def gate_up_from_x(
         add_bias_if(words, out, bias=bias, scale=None, offsets=offsets, share=1.0)
 
 
+def add_low_rank(
+    rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
+) -> None:
+    """Adds scale times `low` times each row's expert's weight, if needed; None: in forward.
+
+    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype.
+    """
+    words = offsets[-1:] if needed is None else needed.view(torch.int32)
+    _launch_grouped_gemm(low, weight, offsets=offsets, needed=words, out=rows, scale=scale)
+
+
 def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
     """x times each row's expert's weight in forward; x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
     _launch_grouped_gemm(x, weight, offsets=offsets, needed=offsets[-1:], out=out)
@@ -172,7 +183,10 @@ def _launch_act(
         )
 
 
-def _launch_grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor) -> None:
+def _launch_grouped_gemm(
+    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, scale: float | None = None
+) -> None:
+    """scale: of what is added to `out`; None: the product takes its place."""
     _refuse_what_no_kernel_takes(x, out)
     experts, inner, outer = weight.shape
     if experts == 0:
@@ -187,6 +201,7 @@ def _launch_grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, needed: 
             offsets,
             needed,
             out,
+            scale,
             experts,
             x.shape[0],
             inner,
@@ -228,7 +243,8 @@ def _gemm_cases(dtype: torch.dtype, name: str) -> Iterator[CompileCase]:
     options = {key: tile.pop(key) for key in ("num_warps", "num_stages")}
     data, size = f"*{name}:16", "i32:16"
     shapes = {"inner": size, "outer": size, "max_rows": "i32", "x": data, "x_row": size, "x_column": 1, **tile}
-    for row, column, words in ((size, 1, "as stored"), (1, size, "transposed")):
+    weights = ((size, 1, None, "as stored"), (1, size, None, "transposed"), (size, 1, "fp32", "added"))
+    for row, column, scale, words in weights:
         yield compile_case(
             grouped_gemm_kernel,
             f"grouped_gemm, {name}, weights {words}",
@@ -237,6 +253,7 @@ def _gemm_cases(dtype: torch.dtype, name: str) -> Iterator[CompileCase]:
             offsets="*i32:16",
             needed="*i32",
             out=data,
+            scale=scale,
             num_experts="i32",
             weight_expert=size,
             weight_row=row,

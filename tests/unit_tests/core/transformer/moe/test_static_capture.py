@@ -34,7 +34,9 @@ def checked_twice(model: torch.nn.Module, loss: Callable[[], Tensor]) -> None:
         loss().backward()
 
 
-@pytest.mark.parametrize("fields", [{}, GPT_OSS], ids=["llama", "gpt-oss"])
+@pytest.mark.parametrize(
+    "fields", [{}, GPT_OSS, {"lora_rank": 8, "add_bias_linear": True}], ids=["llama", "gpt-oss", "adapters"]
+)
 @pytest.mark.parametrize("is_fake", [False, True])
 def test_a_static_layer_and_its_model_are_capturable_on_real_and_on_fake_tensors(
     is_fake: bool, fields: dict[str, Any]

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.fusions.gated_sigmoid import GatedSigmoid
-from megatron.core.transformer.moe.paged_stash import bias_operators, rung_operators
+from megatron.core.transformer.moe.paged_stash import add_low_rank, bias_operators, rung_operators
 from megatron.core.transformer.moe.paged_stash.rungs import (
     gated_activation,
     grouped_gemm,
@@ -40,7 +40,7 @@ SET, CLEAR = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
 @pytest.fixture(params=["cpu", "triton"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The six operators' functions: those of the CPU, and the Triton kernels on CPU tensors."""
+    """The seven operators' functions: those of the CPU, and the Triton kernels on CPU tensors."""
     yield rung_operators if request.param == "cpu" else request.getfixturevalue("interpreted")("triton_rungs")
 
 
@@ -115,6 +115,42 @@ def test_gate_up_again_is_the_forwards(
     kernels.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=found)
     for one, a, b in zip(found, x[:rows].split(counts), grad[:rows].split(counts)):
         assert near(one, a.double().T @ b.double(), inner=capacity)
+
+
+@pytest.mark.parametrize(("counts", "capacity"), ROUTINGS)
+@pytest.mark.parametrize(("rank", "dtype"), [(2, torch.float32), (80, torch.float32), (8, torch.float16)])
+def test_what_adapters_add_again_is_the_forwards(
+    kernels: ModuleType, counts: list[int], capacity: int, rank: int, dtype: torch.dtype
+) -> None:
+    rows, offsets, scale, outer = sum(counts), ends_of(counts), 0.75, 70
+    low = poisoned(rows, capacity, rank, dtype=dtype)
+    product = poisoned(rows, capacity, outer, dtype=dtype) * 3
+    weight = weights(len(counts), rank, outer, dtype=dtype)
+    forward, again = product.clone(), product.clone()
+    kernels.add_low_rank(forward, low, weight=weight, offsets=offsets, scale=scale)
+    expected = product[:rows].double() + scale * by_expert(low, weight, counts)
+    assert near(forward[:rows], expected, inner=rank) and forward[rows:].isnan().all()
+    kernels.add_low_rank(again, low, weight=weight, offsets=offsets, scale=scale, needed=CLEAR)
+    assert torch.equal(again[:rows], product[:rows])
+    kernels.add_low_rank(again, low, weight=weight, offsets=offsets, scale=scale, needed=SET)
+    assert torch.equal(again[:rows], forward[:rows]) and again[rows:].isnan().all()
+
+
+def test_gradients_of_what_adapters_add_are_those_of_autograd() -> None:
+    counts, offsets = [2, 0, 3], ends_of([2, 0, 3])
+    rows, low, weight = (
+        value.double().requires_grad_()
+        for value in (poisoned(5, 5, 4), poisoned(5, 5, 2), weights(3, 2, 4, dtype=torch.float32))
+    )
+
+    def summed(rows: Tensor, low: Tensor, weight: Tensor) -> Tensor:
+        return add_low_rank(rows * 1, low, weight=weight, offsets=offsets, scale=0.5)
+
+    assert torch.autograd.gradcheck(summed, (rows, low, weight))
+    torch.testing.assert_close(summed(rows, low, weight), rows + 0.5 * by_expert(low, weight, counts))
+    for wrong, words in ((torch.zeros(3, 2, 5).double(), r"weight \[3, 2, 5\]"), (weight.float(), "float32")):
+        with pytest.raises(ValueError, match=words):
+            add_low_rank(rows * 1, low, weight=wrong, offsets=offsets, scale=0.5)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +296,9 @@ def test_operators_keep_torchs_rules() -> None:
     gate_up, scale, act, ops = torch.zeros(5, 8), torch.ones(5), torch.zeros(5, 4), torch.ops.paged_stash
     rows = {"num_rows": num_rows, "activation": "swiglu"}
     grads = {"grad_gate_up": torch.zeros(5, 8), "grad_scale": torch.zeros(5)}
+    added = {"weight": weights(2, 6, 8, dtype=torch.float32), "offsets": offsets, "scale": 0.5, "needed": SET}
     for operator, sources, named in (
+        (ops.add_low_rank, (gate_up, x), added),
         (ops.gate_up_from_x, (x, weight), {"offsets": offsets, "needed": SET, "out": gate_up}),
         (ops.grouped_gemm, (x, weight), {"offsets": offsets, "out": gate_up}),
         (ops.grouped_gemm_weight_grad, (x, gate_up), {"offsets": offsets, "out": torch.zeros(2, 6, 8)}),

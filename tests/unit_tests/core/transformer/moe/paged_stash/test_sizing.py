@@ -111,6 +111,12 @@ def test_bytes_overrule_the_factor_and_recomputed_act_takes_no_pages() -> None:
         Priority.INPUT,
         Priority.GATE_UP,
     ]
+    # Frozen weights read no act, adapters do, and keep their narrow rows.
+    of_fc1, of_both = (
+        settings(lora_rank=4, lora_target_modules=["linear_fc1", *more]) for more in ([], ["linear_fc2"])
+    )
+    assert [spec.row_bytes for spec in expert_specs(of_fc1, rows=7)] == [128, 4, 384, 16]
+    assert [spec.row_bytes for spec in expert_specs(of_both, rows=7)] == [128, 4, 384, 192, 16, 16]
     config = settings(expert_tensor_parallel_size=2, expert_model_parallel_size=2, num_attention_heads=2)
     assert [spec.row_bytes for spec in expert_specs(config, rows=7)] == [128, 4, 192, 96]
 
