@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing import folder as folders  # noqa: E402
 from megatron.training.checkpoint_folder import iteration_folder  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from tools.convert_legacy import TargetLayout, from_canonical, to_canonical  # noqa: E402
+from tools.convert_megatron_core import from_megatron_core  # noqa: E402
 from tools.export_safetensors import export_safetensors  # noqa: E402
 from tools.hugging_face.convert import DTYPES, from_hub, to_hub  # noqa: E402
 from tools.hugging_face.verify import compare_logits  # noqa: E402
@@ -38,7 +39,8 @@ from tools.stored_checkpoints import (  # noqa: E402
 )
 
 # Formats by Megatron's words of --ckpt-format: a file for each rank, and the canonical one, which has two names;
-# weights by their names; models of transformers.
+# weights by their names; models of transformers; what Megatron-Core itself writes under the name of torch_dist.
+_CORE = "torch_dist_mcore"
 _LEGACY, _CANONICAL, _SAFETENSORS, _MEGATRON, _HUB = "torch", "torch_dist", "safetensors", "megatron", "hf"
 _AXES = ("tensor", "pipeline", "expert")  # along which older files are split
 _MOST_GIGABYTES = 1e6  # of one file: more than any disk has
@@ -232,7 +234,9 @@ def _right(name: str) -> Column:
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_convert)
     both = (_LEGACY, _CANONICAL, _MEGATRON, _HUB)
-    parser.add_argument("--from", dest="source", choices=both, required=True, help="format of --load")
+    sources = (*both, _CORE)
+    source_text = f"format of --load; {_CORE} is Megatron-Core's own torch_dist"
+    parser.add_argument("--from", dest="source", choices=sources, required=True, help=source_text)
     targets = (*both, _SAFETENSORS)
     text = f"format of --save; {_MEGATRON} is {_CANONICAL}, {_HUB} a model of transformers"
     parser.add_argument("--to", dest="target", choices=targets, required=True, help=text)
@@ -240,6 +244,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, required=True, help="folder for the converted checkpoint")
     parser.add_argument("--ckpt-step", type=int, help="iteration to convert; default: the latest")
     parser.add_argument("--vocab-size", type=int, help="tokens of the tokenizer, where the files do not say")
+    parser.add_argument(
+        "--model-config", type=Path, help=f"YAML file with the model's flags, for --from {_CORE} without arguments"
+    )
     parser.add_argument(
         "--max-shard-size", type=float, default=5.0, help=f"GB of a file of --to {_SAFETENSORS} or {_HUB} (default: 5)"
     )
@@ -303,11 +310,24 @@ def _convert_hub(options: argparse.Namespace) -> int:
     return int(not report.agrees)
 
 
+def _convert_core(options: argparse.Namespace) -> None:
+    if options.target != _CANONICAL:
+        raise ValueError(f"--from {_CORE}: must be --to {_CANONICAL}, which is {options.target}")
+    folder, num_left = from_megatron_core(
+        options.load, options.save, step=options.ckpt_step, vocab_size=options.vocab_size, settings=options.model_config
+    )
+    print(f"wrote {folder}")
+    print(f"left behind: {num_left} entries that are no weights, as the optimizer's state and that of generators")
+    print("go on with --no-load-optim --no-load-rng, or --finetune")
+
+
 def _convert_files(options: argparse.Namespace) -> None:
     if options.source == options.target:
         raise ValueError(
             f"--from and --to are both {options.source}: must differ; {_CANONICAL} loads in any layout as it is"
         )
+    if options.source == _CORE:
+        return _convert_core(options)
     if options.target == _SAFETENSORS:
         if options.source != _CANONICAL:
             raise ValueError(f"--to {_SAFETENSORS}: must be --from {_CANONICAL}, which is {options.source}")

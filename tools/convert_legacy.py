@@ -100,20 +100,7 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
                 _fill(part, to_names_here(chunk, _facts(part, args)), path=file.path)
                 # Views of what is mapped from disk: nothing is read before it is written.
                 tensors += model_sharded_tensors(part)
-    state = TrainState(iteration=first.iteration)
-    state.load_state_dict(
-        {name: first.args.get(name) or 0 for name in ("consumed_train_samples", "consumed_valid_samples")}
-    )
-    stored = args_to_json(args)
-    stored |= {name: value for name, value in _json_values(first.args).items() if name in stored and name not in _OWN}
-    common = {
-        "iteration": first.iteration,
-        "train_state": state.state_dict(),
-        "args": stored,
-        "contents": {"optimizer": False, "rng": False},
-        "frozen": [],
-    }
-    dist_checkpointing.save(tensors, folder, common=common)
+    dist_checkpointing.save(tensors, folder, common=common_of_weights(args, first.args, iteration=first.iteration))
     write_tracker(str(save), first.iteration)
     return folder
 
@@ -141,6 +128,21 @@ def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | 
             write_legacy(temporary / name / MODEL_FILE, values, iteration=found.iteration, chunks=chunks)
     write_tracker(str(save), found.iteration)
     return target
+
+
+def common_of_weights(args: argparse.Namespace, found: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
+    """What a checkpoint of weights alone says beside them. found: arguments of the program that trained them."""
+    state = TrainState(iteration=iteration)
+    state.load_state_dict({name: found.get(name) or 0 for name in ("consumed_train_samples", "consumed_valid_samples")})
+    stored = args_to_json(args)
+    stored |= {name: value for name, value in json_values(found).items() if name in stored and name not in _OWN}
+    return {
+        "iteration": iteration,
+        "train_state": state.state_dict(),
+        "args": stored,
+        "contents": {"optimizer": False, "rng": False},
+        "frozen": [],
+    }
 
 
 def _names_of_files(args: argparse.Namespace) -> Iterator[str]:
@@ -195,12 +197,12 @@ def _state(part: nn.Module) -> dict[str, Tensor]:
 
 
 def _args_of_files(file: LegacyFile, vocab_size: int | None) -> argparse.Namespace:
-    stored = _json_values(file.args)
+    stored = json_values(file.args)
     try:
         check_arguments(stored)
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
-    args = _model_args(stored)
+    args = model_args(stored)
     vars(args).update({name: stored[name] for name in (*_LAYOUT, "sequence_parallel") if name in stored})
     expert_split = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     if expert_split != args.tensor_model_parallel_size:
@@ -218,7 +220,7 @@ def _args_of_files(file: LegacyFile, vocab_size: int | None) -> argparse.Namespa
 
 
 def _args_for_layout(stored: Mapping[str, Any], layout: TargetLayout) -> argparse.Namespace:
-    args = _model_args(stored)
+    args = model_args(stored)
     args.tensor_model_parallel_size = layout.tensor
     args.pipeline_model_parallel_size = layout.pipeline
     args.expert_model_parallel_size = layout.expert
@@ -231,7 +233,7 @@ def _args_for_layout(stored: Mapping[str, Any], layout: TargetLayout) -> argpars
     return args
 
 
-def _model_args(stored: Mapping[str, Any]) -> argparse.Namespace:
+def model_args(stored: Mapping[str, Any]) -> argparse.Namespace:
     """Arguments of the model, in one process, with sequential experts, whose names every kind of file has."""
     args = parse_args(argv=[])
     vars(args).update(model_arguments(stored, here=vars(args)))
@@ -241,7 +243,7 @@ def _model_args(stored: Mapping[str, Any]) -> argparse.Namespace:
     return args
 
 
-def _json_values(args: Mapping[str, Any]) -> dict[str, Any]:
+def json_values(args: Mapping[str, Any]) -> dict[str, Any]:
     """Of arguments, those that are numbers, text, or lists and dicts of them."""
     return {name: value for name, value in args.items() if _is_json(value)}
 

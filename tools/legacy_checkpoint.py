@@ -33,10 +33,10 @@ _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _VERSIONS = (2.0, 3.0)
 CHECKPOINT_VERSION = 3.0
 # What modules keep besides weights: state of kernels, counts of a step, what is computed anew.
-_NOT_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", "local_tokens_per_expert")
+NOT_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", "local_tokens_per_expert")
 
 
-class _Inert:
+class Inert:
     """Stands for an object of Megatron's that says nothing of weights."""
 
     def __init__(self, *unused: Any) -> None:
@@ -54,7 +54,7 @@ _INERT = (
     "megatron.core.transformer.enums.CudaGraphScope",
 )
 # What a file of this format may refer to besides tensors: arguments, counters and the state of generators.
-_ALLOWED: list[Any] = [
+ALLOWED: list[Any] = [
     argparse.Namespace,
     types.SimpleNamespace,
     collections.deque,
@@ -65,7 +65,7 @@ _ALLOWED: list[Any] = [
     numpy.dtype,
     type(numpy.dtype(numpy.uint32)),
     *((numpy.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
-    *((_Inert, name) for name in _INERT),
+    *((Inert, name) for name in _INERT),
 ]
 
 
@@ -132,7 +132,7 @@ def read_legacy(path: Path) -> LegacyFile:
 
     Raises ValueError naming the file where it holds other objects, is damaged, or is of an older kind of model.
     """
-    return _checked(path, load_allowed(path, path, allowed=_ALLOWED, mmap=True))
+    return _checked(path, load_allowed(path, path, allowed=ALLOWED, mmap=True))
 
 
 def write_legacy(
@@ -187,7 +187,7 @@ def _number(name: str) -> int:
 
 
 def _tensors(path: Path, chunk: Mapping[str, Any]) -> dict[str, Tensor]:
-    kept = {name: value for name, value in chunk.items() if not name.endswith(_NOT_WEIGHTS)}
+    kept = {name: value for name, value in chunk.items() if not name.endswith(NOT_WEIGHTS)}
     for name, value in kept.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{path} holds a {type(value).__name__} as {name}: must be a tensor")
@@ -201,7 +201,7 @@ def _tensors(path: Path, chunk: Mapping[str, Any]) -> dict[str, Tensor]:
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # The linear layers that a norm stands before, and may be inside of.
-_FUSED_NORMS = {
+FUSED_NORMS = {
     "self_attention.linear_qkv": "input_layernorm",
     "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
     "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
@@ -253,8 +253,8 @@ def to_legacy_names(chunk: Mapping[str, Tensor], facts: ChunkFacts, *, fused: bo
 
 
 def _parts_here(inner: str, tensor: Tensor, *, facts: ChunkFacts) -> Iterator[tuple[str, Tensor]]:
-    if (fused := _FUSED.fullmatch(inner)) and fused[1] in _FUSED_NORMS:
-        yield f"{_FUSED_NORMS[fused[1]]}.{fused[2]}", tensor
+    if (fused := _FUSED.fullmatch(inner)) and fused[1] in FUSED_NORMS:
+        yield f"{FUSED_NORMS[fused[1]]}.{fused[2]}", tensor
     elif expert := _EXPERT_OF_MANY.fullmatch(inner):
         yield f"mlp.experts.local_experts.{expert[3]}.linear_{expert[1]}.{expert[2]}", tensor
     elif stacked := _STACKED.fullmatch(inner):
@@ -275,7 +275,7 @@ def _parts_here(inner: str, tensor: Tensor, *, facts: ChunkFacts) -> Iterator[tu
 def _fused_name(inner: str, *, prefix: str, chunk: Mapping[str, Tensor]) -> str:
     if expert := _EXPERT.fullmatch(inner):
         return f"mlp.experts.linear_{expert[2]}.{expert[3]}{expert[1]}"
-    for linear, norm in _FUSED_NORMS.items():
+    for linear, norm in FUSED_NORMS.items():
         # In front of experts stands a router, before latent attention two projections: their norms stay apart.
         if inner.startswith(f"{norm}.") and f"{prefix}{linear}.weight" in chunk:
             return f"{linear}.layer_norm_{inner.removeprefix(norm + '.')}"

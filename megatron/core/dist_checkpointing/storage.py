@@ -10,7 +10,7 @@ import math
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
@@ -165,12 +165,15 @@ def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 # Reading.
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """What the checkpoint in `folder` stores; raises ValueError if the metadata file is not what torch writes."""
+def read_metadata(folder: Path, *, stand_ins: Mapping[tuple[str, str], type] | None = None) -> Metadata:
+    """What the checkpoint in `folder` stores; raises ValueError if the metadata file is not what torch writes.
+
+    stand_ins: by module and name, what is made in place of classes that another program's metadata refers to.
+    """
     content = (folder / METADATA_FILE).read_bytes()
     try:
         # From memory: what names more bytes than there are gets those that there are, and no room for the others.
-        return check_metadata(_MetadataUnpickler(io.BytesIO(content)).load())
+        return check_metadata(_MetadataUnpickler(io.BytesIO(content), stand_ins or {}).load())
     except (
         pickle.UnpicklingError,
         EOFError,
@@ -260,8 +263,14 @@ class PieceReader:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, content: IO[bytes], stand_ins: Mapping[tuple[str, str], type]) -> None:
+        super().__init__(content)
+        self._stand_ins = stand_ins
+
     # A pickle may call anything it can name; metadata needs a handful of classes.
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._stand_ins:
+            return self._stand_ins[module, name]
         if (module, name) in _METADATA_GLOBALS:
             return super().find_class(module, name)
         # torch pickles a dtype as a bare name in its own namespace.

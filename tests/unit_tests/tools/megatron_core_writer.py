@@ -1,0 +1,70 @@
+"""Writes tensors as Megatron-Core's distributed checkpoints do: boxes of stacked tensors, by torch's own writer."""
+
+import argparse
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and shape of each
+
+
+class _BoxPlanner(SavePlanner):
+    """tensors: whole tensors and their boxes; objects: bytes by key."""
+
+    def __init__(self, tensors: dict[str, tuple[Tensor, Boxes]], objects: dict[str, bytes]) -> None:
+        self._tensors, self._objects = tensors, objects
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            WriteItem(
+                MetadataIndex(key, torch.Size(offset)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)),
+                    TensorProperties(dtype=tensor.dtype),
+                    tensor.shape,
+                ),
+            )
+            for key, (tensor, boxes) in self._tensors.items()
+            for offset, shape in boxes
+        ]
+        return SavePlan(items + [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        # As Megatron-Core: to compare the plans of the next save with.
+        metadata.all_local_plans = all_plans
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        key, data = write_item.index.fqn, write_item.tensor_data
+        if data is None:
+            return io.BytesIO(self._objects[key])
+        window = tuple(slice(o, o + n) for o, n in zip(data.chunk.offsets, data.chunk.sizes, strict=True))
+        return self._tensors[key][0][window].clone()
+
+
+def write_megatron_core(
+    folder: Path, tensors: dict[str, tuple[Tensor, Boxes]], *, args: dict[str, Any] | None, iteration: int | None
+) -> None:
+    """A checkpoint in `folder`, with what a run keeps beside weights."""
+    objects = {"decoder.layers.mlp.linear_fc1._extra_state/shard_0_2": b"", "rng_state/shard_0_1": b"state"}
+    moment = {"optimizer.state.exp_avg.decoder.final_layernorm.weight": (torch.zeros(4), [((0,), (4,))])}
+    dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=_BoxPlanner({**tensors, **moment}, objects))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    common = {} if iteration is None else {"iteration": iteration}
+    torch.save(common if args is None else {**common, "args": argparse.Namespace(**args)}, folder / "common.pt")

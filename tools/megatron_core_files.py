@@ -1,0 +1,236 @@
+"""Distributed checkpoints that Megatron-Core itself writes (its `torch_dist`): found, checked, opened for reading.
+
+    DIR/latest_checkpointed_iteration.txt
+    DIR/iter_0000100/metadata.json           {"sharded_backend": "torch_dist", ...}
+                     common.pt               iteration, arguments and what else is not a tensor
+                     .metadata               torch.distributed.checkpoint's account of all tensors
+                     __0_0.distcp, ...       tensors, and objects such as generators' states
+
+Which tensor is which parameter is convert_megatron_core.py's to know.
+"""
+
+import argparse
+import io
+import os
+import re
+import types
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron.core.dist_checkpointing import VerifiedCheckpoint
+from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.dist_checkpointing.manifest import FileEntry, Manifest, Piece, read_json
+from megatron.core.dist_checkpointing.storage import METADATA_FILE, read_metadata
+from megatron.core.dist_checkpointing.stored_contents import stored_pieces
+from megatron.core.dist_checkpointing.torch_files import load_allowed
+from megatron.training.checkpoint_folder import RELEASE, TRACKER_FILE, iteration_of_text
+from megatron.training.run_values import is_count
+from tools.legacy_checkpoint import ALLOWED, NOT_WEIGHTS, Inert
+
+CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
+_BACKEND = "torch_dist"
+# Older versions keep plans of their own in torch's metadata, newer ones torch's; neither says more of the tensors.
+_PLANNER, _STRATEGY = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
+_STAND_INS: dict[tuple[str, str], type] = {
+    **{(_PLANNER, name): Inert for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")},
+    # Where it was written to.
+    **{(module, "PosixPath"): Inert for module in ("pathlib", "pathlib._local")},
+    (_STRATEGY, "MCoreSavePlan"): Inert,
+    (_STRATEGY, "MCoreMetadata"): Metadata,
+}
+# What runs keep beside weights, by the beginning of its keys.
+_RUN_STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine")
+_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CHUNK_BYTES = 8 << 20
+_LOCAL_HEADER_BYTES = 30  # of a zip archive's record, before its name
+
+
+@dataclass(frozen=True)
+class MegatronCoreFiles:
+    """A checkpoint whose weights have been checked. iteration, args: None where common.pt has none.
+
+    shapes: of all weights, by key without wrappers' prefixes. num_left: entries that are no weights.
+    """
+
+    folder: Path
+    iteration: int | None
+    args: dict[str, Any] | None
+    checkpoint: VerifiedCheckpoint
+    shapes: dict[str, tuple[int, ...]]
+    num_left: int
+
+    @classmethod
+    def open(cls, folder: Path) -> "MegatronCoreFiles":
+        """Reads everything once. Raises ValueError naming file and tensor for what is damaged, missing or of another
+        format; OSError where a file cannot be read.
+        """
+        config = read_json(folder / CONFIG_FILE)
+        backend = config.get("sharded_backend") if isinstance(config, dict) else None
+        if backend != _BACKEND:
+            raise ValueError(f"{folder / CONFIG_FILE}: sharded_backend is {backend!r:.60}: must be {_BACKEND!r}")
+        iteration, args = _common_values(folder / COMMON_FILE)
+        if not (folder / METADATA_FILE).is_file():
+            raise ValueError(f"{folder} has no {METADATA_FILE}, which says where tensors are")
+        metadata = read_metadata(folder, stand_ins=_STAND_INS)
+        num_entries = len(metadata.state_dict_metadata)
+        weights = _weights_alone(metadata, folder=folder)
+        checkpoint = _checked(folder, weights)
+        shapes = {key: shape for key, (shape, _) in checkpoint.tensors.items()}
+        return cls(folder, iteration, args, checkpoint, shapes, num_entries - len(shapes))
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The type of a stored tensor."""
+        return self.checkpoint.tensors[key][1]
+
+
+def find_megatron_core(folder: Path, *, step: int | None) -> Path:
+    """`folder` itself where it is a checkpoint, or that of an iteration in it (None: the tracker's)."""
+    if step is None and (folder / CONFIG_FILE).is_file():
+        return folder
+    if step is not None:
+        found = folder / f"iter_{step:07d}"
+    else:
+        tracker = folder / TRACKER_FILE
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
+        iteration = iteration_of_text(text)
+        if text != RELEASE and iteration is None:
+            raise ValueError(
+                f"--load is {folder}: it has neither {CONFIG_FILE} nor a {TRACKER_FILE} with an iteration; give one "
+                "checkpoint, or the folder above iter_... and --ckpt-step"
+            )
+        found = folder / (RELEASE if text == RELEASE else f"iter_{iteration:07d}")
+    if not (found / CONFIG_FILE).is_file():
+        raise ValueError(f"{found} has no {CONFIG_FILE}: it is no distributed checkpoint of Megatron-Core")
+    return found
+
+
+def _common_values(path: Path) -> tuple[int | None, dict[str, Any] | None]:
+    """Iteration and arguments, as far as there are any; of what else lies there nothing is taken."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}")
+    content = load_allowed(path, path, allowed=ALLOWED)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}: must be a dict")
+    iteration, args = content.get("iteration"), content.get("args")
+    if iteration is not None and not is_count(iteration):
+        raise ValueError(f"{path} holds {iteration!r:.60} as iteration")
+    if args is not None and not isinstance(args, (argparse.Namespace, types.SimpleNamespace)):
+        raise ValueError(f"{path} holds {args!r:.60} as args")
+    return iteration, None if args is None else dict(vars(args))
+
+
+def _weights_alone(metadata: Metadata, *, folder: Path) -> Metadata:
+    """Without what runs keep beside weights, and with keys as the model names its parameters."""
+    kept: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        name = canonical_name(key)
+        # Objects are stored under `name/shard_0_4`.
+        if _RUN_STATE.match(name) or name.split("/")[0].endswith(NOT_WEIGHTS):
+            continue
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{folder} holds an object as {key}: must be a tensor")
+        if entry.properties.dtype not in _NUMBERS:
+            raise ValueError(
+                f"{folder} holds {key} as {entry.properties.dtype}: must be fp64, fp32, bf16 or fp16; save it without "
+                "--fp8-param-gather"
+            )
+        if name in kept:
+            raise ValueError(f"{folder} holds {name} twice, with and without a wrapper's prefix")
+        kept[name] = entry
+    stored = vars(metadata).get("storage_data")
+    if not isinstance(stored, dict):
+        raise ValueError(f"{folder / METADATA_FILE} does not say where tensors are")
+    places = {
+        replace(index, fqn=canonical_name(index.fqn)): place
+        for index, place in stored.items()
+        if canonical_name(index.fqn) in kept
+    }
+    return Metadata(kept, storage_data=places)
+
+
+def _checked(folder: Path, metadata: Metadata) -> VerifiedCheckpoint:
+    files: Manifest = {path.name: FileEntry(path.stat().st_size) for path in sorted(folder.glob("*.distcp"))}
+    try:
+        found = stored_pieces(files, metadata)
+    except ValueError as error:
+        raise ValueError(f"{folder} is corrupt: {error}") from error
+    dtypes = {
+        key: entry.properties.dtype
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    pieces = {
+        key: [(name, _checked_piece(folder / name, piece, dtype=dtypes[key])) for name, piece in held]
+        for key, held in found.items()
+    }
+    return VerifiedCheckpoint(folder, files, metadata, pieces)
+
+
+def _checked_piece(path: Path, piece: Piece, *, dtype: torch.dtype) -> Piece:
+    """The piece with the place of its elements, which have been compared with the checksum that torch.save wrote."""
+    assert piece.box is not None, "an object is no weight"
+    with open(path, "rb", buffering=0) as file:
+        try:
+            data_start = piece.start + _checked_data(io.BufferedReader(_Section(file.fileno(), piece)))
+        except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError) as error:
+            raise ValueError(f"{path} is corrupt: {piece}: {error}") from error
+        section = io.BufferedReader(_Section(file.fileno(), piece))
+        # In fake mode torch makes the tensor without its elements, however many there are.
+        with FakeTensorMode():
+            tensor = load_allowed(section, f"{path}: {piece}")
+    is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.is_contiguous()
+    if not is_plain or (tuple(tensor.shape), tensor.dtype) != (piece.box.shape, dtype):
+        raise ValueError(f"{path} is corrupt: {piece} is another tensor than {METADATA_FILE} says")
+    return replace(piece, data_start=data_start + tensor.storage_offset() * dtype.itemsize)
+
+
+def _checked_data(section: io.BufferedReader) -> int:
+    """Where in an archive of torch.save the elements of its one tensor begin; all of it has its checksum."""
+    with zipfile.ZipFile(section) as archive:
+        records = [record for record in archive.infolist() if re.fullmatch(r"[^/]+/data/\d+", record.filename)]
+        if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"holds {len(records)} plain tensors: must be 1")
+        for record in archive.infolist():
+            with archive.open(record) as data:
+                while data.read(_CHUNK_BYTES):
+                    pass
+            if record.filename.endswith("/byteorder") and archive.read(record) != b"little":
+                raise ValueError("was written by a machine of another byte order")
+    section.seek(records[0].header_offset)
+    header = section.read(_LOCAL_HEADER_BYTES)
+    lengths = (int.from_bytes(header[start : start + 2], "little") for start in (26, 28))
+    return records[0].header_offset + _LOCAL_HEADER_BYTES + sum(lengths)
+
+
+class _Section(io.RawIOBase):
+    """The bytes of a piece as a file of their own."""
+
+    def __init__(self, descriptor: int, piece: Piece) -> None:
+        self._descriptor, self._piece, self._place = descriptor, piece, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._piece.num_bytes}[whence]
+        self._place = max(0, begin + offset)
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, target: Any) -> int:
+        left = max(0, self._piece.num_bytes - self._place)
+        view = memoryview(target)[:left]
+        num_read = os.preadv(self._descriptor, [view], self._piece.start + self._place) if left else 0
+        self._place += num_read
+        return num_read
