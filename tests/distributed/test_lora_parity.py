@@ -10,12 +10,22 @@ from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layo
 from tests.distributed.stash_runs import stash
 from tests.functional_tests.case import Flags
 
-ADAPTERS: Flags = {"num-layers": 2, "num-query-groups": 4, "lora-rank": 2, "lora-alpha": 8}
+RANK: Flags = {"num-layers": 2, "lora-rank": 2, "lora-alpha": 8}
+ADAPTERS: Flags = {**RANK, "num-query-groups": 4}
+LATENT_KEYS = ["linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
 MODELS: dict[str, Flags] = {
     "llama": ADAPTERS,
     # One expert after the other is the reference for grouped ones.
     "moe": {**ADAPTERS, "lora-rank": 4, "moe-grouped-gemm": None, "moe-shared-expert-intermediate-size": 16},
 }
+LATENT: dict[str, Flags] = {
+    "queries of low rank": {**RANK, "lora-target-modules": ["linear_q_down_proj", "linear_q_up_proj", *LATENT_KEYS]},
+    "whole queries": {**RANK, "q-lora-rank": None, "lora-target-modules": ["linear_q_proj", *LATENT_KEYS]},
+}
+LATENT_LAYOUTS: list[Flags] = [
+    layout(2, sequence_parallel=False),
+    layout(2, recompute_granularity="selective", recompute_modules=["mla_up_proj"]),
+]
 GROUPED: dict[str, Flags] = {
     "tp2, sp": {**layout(2, etp=1), "expert-tensor-parallel-size": 1},
     "ep2, act again": {
@@ -54,6 +64,17 @@ def test_grouped_experts_agree_with_sequential_ones() -> None:
         assert_same_run(run, _reference("moe"))
         of_experts = [name for name in run.grads[-1] if ".experts." in name]
         assert len(of_experts) == 2 * 5, kind
+
+
+@pytest.mark.parametrize("queries", ["queries of low rank", slow("whole queries")])
+def test_projections_of_latent_attention_agree_with_one_process(queries: str) -> None:
+    flags = LATENT[queries]
+    reference = run_layout("latent", 1, flags)
+    for run in run_layouts("latent", 2, [{**flags, **sizes} for sizes in LATENT_LAYOUTS]):
+        assert_same_run(run, reference)
+    adapted = {name.rsplit(".", 2)[1] for name in reference.grads[-1]}
+    assert adapted == set(flags["lora-target-modules"])
+    assert all(grad.any() for grad in reference.grads[-1].values())
 
 
 @cache

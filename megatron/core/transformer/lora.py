@@ -16,6 +16,7 @@ from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     empty_parameter,
     initialize_weight,
@@ -75,6 +76,30 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
         if self.gather_output:
             added = gather_from_tensor_model_parallel_region(added, self.tp_group)
         return torch.add(output, added, alpha=self.scale), bias
+
+
+class LoRAReplicatedLinear(ReplicatedLinear):
+    """A ReplicatedLinear with an adapter: both matrices whole on every rank."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        """options: as ReplicatedLinear's."""
+        super().__init__(input_size, output_size, config=config, **options)
+        rank, self.scale = rank_and_scale(config)
+        self.lora_a = empty_parameter(rank, input_size, config=config)
+        initialize_weight(self.lora_a, init_of_a(input_size), config=config)
+        self.lora_b = zero_parameter(output_size, rank, config=config)
+        for parameter in (self.lora_a, self.lora_b):
+            # As the weight: each rank multiplies by its part of the sequence.
+            mark_partial_gradient(parameter, partial=config.sequence_parallel)
+
+    def init_methods(self) -> dict[str, InitMethod]:
+        """How the parameters start, by name."""
+        return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """As ReplicatedLinear's: input_: [*, input_size], parameter dtype -> [*, output_size], same dtype."""
+        output, _ = super().forward(input_)
+        return torch.add(output, F.linear(F.linear(input_, self.lora_a), self.lora_b), alpha=self.scale), None
 
 
 class LoRARowParallelLinear(RowParallelLinear):

@@ -5,7 +5,10 @@ from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 
+# Those that have adapters where nothing is said. Latent attention has other projections, which are asked for by name.
 ADAPTED_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_LATENT_KEYS = ("linear_kv_down_proj", "linear_kv_up_proj")
+_LATENT_QUERIES = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj")
 
 
 @dataclass(kw_only=True)
@@ -21,7 +24,7 @@ class LoRAConfig:
     lora_target_modules: list[str] = config_field(
         default_factory=lambda: list(ADAPTED_LINEARS),
         help="Linear layers that have adapters, of attention, feed-forward layers and experts.",
-        choices=ADAPTED_LINEARS,
+        choices=(*ADAPTED_LINEARS, *_LATENT_QUERIES, *_LATENT_KEYS),
     )
 
     @property
@@ -45,6 +48,22 @@ def validate_lora(config: LoRAConfig, *, grouped_experts: bool, expert_parts: in
         raise ValueError(
             f"lora_rank is {config.lora_rank}: must be a multiple of {words} with moe_grouped_gemm in this precision, "
             "whose kernel reads 16 bytes at a time, or lora_target_modules without linear_fc1 and linear_fc2"
+        )
+
+
+def validate_lora_targets(config: LoRAConfig, *, multi_latent_attention: bool, q_lora_rank: int | None) -> None:
+    """Raises ValueError where adapters are asked for by name of layers that the model has not."""
+    if config.lora_rank is None or set(config.lora_target_modules) == set(ADAPTED_LINEARS):
+        return
+    queries = ("linear_qkv",)
+    if multi_latent_attention:
+        queries = (*(_LATENT_QUERIES[:1] if q_lora_rank is None else _LATENT_QUERIES[1:]), *_LATENT_KEYS)
+    present = (*queries, "linear_proj", "linear_fc1", "linear_fc2")
+    missing = [name for name in config.lora_target_modules if name not in present]
+    if missing:
+        raise ValueError(
+            f"lora_target_modules has {' '.join(missing)}, multi_latent_attention is {multi_latent_attention} and "
+            f"q_lora_rank is {q_lora_rank}: the model has none of that name, choose among {' '.join(present)}"
         )
 
 

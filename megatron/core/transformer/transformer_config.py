@@ -20,7 +20,7 @@ from megatron.core.pipeline_split import layers_per_part, mtp_layers_in_layout, 
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
 from megatron.core.transformer.layer_pattern import MAX_LAYERS, parse_layer_pattern
-from megatron.core.transformer.lora_config import LoRAConfig, validate_lora
+from megatron.core.transformer.lora_config import LoRAConfig, validate_lora, validate_lora_targets
 from megatron.core.transformer.mla_config import MLAConfig, validate_mla
 from megatron.core.transformer.moe.moe_config import (
     MoEConfig,
@@ -178,6 +178,7 @@ def validate_heads(config: TransformerConfig) -> None:
         add_qkv_bias=config.add_qkv_bias,
         rotary_interleaved=config.rotary_interleaved,
     )
+    validate_lora_targets(config, multi_latent_attention=config.multi_latent_attention, q_lora_rank=config.q_lora_rank)
     if config.multi_latent_attention and config.kv_channels is None:
         # What divides by heads elsewhere is a width of its own there.
         config.kv_channels = config.qk_width

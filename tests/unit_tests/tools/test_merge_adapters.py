@@ -10,11 +10,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.train_state import TrainState
-from tests.unit_tests.core.models.small_models import LLAMA_LIKE, loss_of, small_config, small_model
+from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, loss_of, small_config, small_model
 from tools import checkpoint
 from tools.merge_adapters import merge_adapters
 
 RANK, ALPHA = 4, 8.0
+LATENT_KEYS = ["linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
 
 
@@ -39,6 +40,7 @@ def save_run(model: GPTModel, folder: Path, *, rank: int | None) -> None:
         {"add_bias_linear": True, "gated_linear_unit": False},
         {**EXPERTS, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16},
         {**EXPERTS, "moe_grouped_gemm": True},
+        {**LATENT, "lora_target_modules": ["linear_q_down_proj", "linear_q_up_proj", *LATENT_KEYS]},
     ],
 )
 def test_a_merged_model_computes_what_the_adapted_one_does(fields: dict[str, Any], tmp_path: Path) -> None:

@@ -3,12 +3,16 @@
 import dataclasses
 from typing import Any
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.lora import LoRAColumnParallelLinear, LoRARowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megatron.core.transformer.lora import LoRAColumnParallelLinear, LoRAReplicatedLinear, LoRARowParallelLinear
 from megatron.core.transformer.moe.expert_adapters import ExpertAdapter, GroupedMLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-_ADAPTED = {ColumnParallelLinear: LoRAColumnParallelLinear, RowParallelLinear: LoRARowParallelLinear}
+_ADAPTED = {
+    ColumnParallelLinear: LoRAColumnParallelLinear,
+    ReplicatedLinear: LoRAReplicatedLinear,
+    RowParallelLinear: LoRARowParallelLinear,
+}
 
 
 def with_adapters(spec: Any, targets: list[str]) -> Any:

@@ -8,13 +8,24 @@ import torch
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.lora import LoRAColumnParallelLinear, freeze_all_but_adapters, is_adapter
-from tests.unit_tests.core.models.small_models import LLAMA_LIKE, gradients, loss_of, small_config, small_model
+from megatron.core.transformer.lora_config import ADAPTED_LINEARS
+from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, gradients, loss_of, small_config, small_model
 
 SCALE = 4.0
 
 
+LATENT_KEYS = ["linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
+LOW_QUERIES = ["linear_q_down_proj", "linear_q_up_proj"]
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "latent": {**LATENT, "lora_target_modules": [*LOW_QUERIES, *LATENT_KEYS]},
+    "latent, whole queries": {**LATENT, "q_lora_rank": None, "lora_target_modules": ["linear_q_proj", *LATENT_KEYS]},
+}
+
+
 def build(**fields: Any) -> GPTModel:
-    config = small_config(lora_rank=2, lora_alpha=2 * SCALE, params_dtype=torch.float64, **LLAMA_LIKE, **fields)
+    adapters = {"lora_rank": 2, "lora_alpha": 2 * SCALE}
+    config = small_config(**{**LLAMA_LIKE, **adapters, "params_dtype": torch.float64, **fields})
     model = small_model(config)
     freeze_all_but_adapters(model)
     return model
@@ -27,11 +38,15 @@ def test_a_new_adapter_adds_nothing() -> None:
     assert torch.equal(loss_of(model), loss_of(plain))
 
 
-def test_it_adds_what_its_product_says() -> None:
-    model = build()
-    plain = small_model(small_config(params_dtype=torch.float64, **LLAMA_LIKE))
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_adds_what_its_product_says(kind: str) -> None:
+    model = build(**MODELS[kind])
+    without = {name: value for name, value in MODELS[kind].items() if name != "lora_target_modules"}
+    plain = small_model(small_config(**{**LLAMA_LIKE, "params_dtype": torch.float64, **without}))
     merged = dict(model.state_dict())
-    for name in [name for name in merged if name.endswith("lora_b")]:
+    adapted = [name for name in merged if name.endswith("lora_b")]
+    assert len(adapted) == 2 * len(MODELS[kind].get("lora_target_modules", ADAPTED_LINEARS))
+    for name in adapted:
         torch.nn.init.normal_(merged[name], std=0.1)
         prefix = name.removesuffix("lora_b")
         merged[prefix + "weight"] = merged[prefix + "weight"] + SCALE * merged[name] @ merged[prefix + "lora_a"]
@@ -54,6 +69,25 @@ def test_the_layers_that_were_chosen_have_them() -> None:
     model = build(lora_target_modules=["linear_qkv"])
     adapted = [name for name, module in model.named_modules() if isinstance(module, LoRAColumnParallelLinear)]
     assert adapted == [f"decoder.layers.{index}.self_attention.linear_qkv" for index in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"lora_target_modules": ["linear_kv_up_proj", "linear_fc1"]},
+            "has linear_kv_up_proj, .* linear_qkv linear_proj",
+        ),
+        ({**LATENT, "lora_target_modules": ["linear_qkv"]}, "has linear_qkv, .* linear_q_down_proj linear_q_up_proj"),
+        (
+            {**MODELS["latent"], "q_lora_rank": None},
+            "has linear_q_down_proj linear_q_up_proj, .* linear_q_proj linear_kv",
+        ),
+    ],
+)
+def test_layers_that_the_model_has_not_are_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"lora_target_modules {words}"):
+        build(**fields)
 
 
 def test_gate_and_up_of_an_adapter_are_stored_apart() -> None:
