@@ -3,7 +3,6 @@
 The only file that asks torch.cuda anything; kernels are chosen elsewhere by the device of their tensors.
 """
 
-import ctypes
 import functools
 import gc
 import os
@@ -14,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,11 +21,12 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from megatron.core.cpu_heap import keep_cpu_heap
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-# Parameter numbers of mallopt(3) in glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEEP_BYTES = 1 << 30
+# What default_device says instead of this process's own device.
+_STAND_IN: ContextVar[torch.device | None] = ContextVar("stand_in", default=None)
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,20 @@ def cpu_alone(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
     return run_on_cpu_alone
 
 
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Inside, this process's device is torch's meta device: what is built has shapes, and takes no memory."""
+    before = _STAND_IN.set(torch.device("meta"))
+    try:
+        yield
+    finally:
+        _STAND_IN.reset(before)
+
+
 def default_device() -> torch.device:
-    """This process's device: the GPU of LOCAL_RANK where there is one, else the CPU."""
+    """This process's device: the GPU of LOCAL_RANK where there is one, else the CPU; see without_memory."""
+    if (stand_in := _STAND_IN.get()) is not None:
+        return stand_in
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
@@ -74,19 +87,6 @@ def prepare_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
     elif sys.platform == "linux":
         keep_cpu_heap()
-
-
-def keep_cpu_heap() -> bool:
-    """Lets glibc's malloc keep blocks below 1 GiB instead of returning them to the kernel; False where refused.
-
-    A training step frees and asks for the same activations again and again. By default each large one is a
-    fresh mmap whose pages the kernel zeroes anew, which costs 11 to 16% of a CPU step.
-    """
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-    except OSError:  # another C library (musl): no such knob, and nothing to lose but speed
-        return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES))
 
 
 def distributed_backend(device: torch.device) -> str:
@@ -266,6 +266,8 @@ def synchronize(device: torch.device) -> None:
 
 def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Host memory to copy to and from `device`: [num_bytes], uint8, on the CPU; with a GPU pinned."""
+    if device.type == "meta":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     # Copies from and to memory that is not pinned would make the host wait for each of them.
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 

@@ -28,6 +28,7 @@ __all__ = [
     "all_gather_single",
     "all_reduce_sum",
     "gather_objects",
+    "is_fake",
     "message_device",
     "reduce_scatter_rows",
     "reduce_scatter_single",
@@ -91,6 +92,11 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * group_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def is_fake(group: ProcessGroup | None) -> bool:
+    """Whether the group's other ranks exist in a plan alone: what they would answer is this rank's own word."""
+    return group_size(group) > 1 and "fake" in dist.get_backend(group)
 
 
 def message_device(groups: Iterable[ProcessGroup | None]) -> torch.device:

@@ -137,6 +137,11 @@ class ExpertMemory:
             return [*lines, own]
         return lines + [f"stage {stage}: {line}" for stage, (_, line) in enumerate(stages)]
 
+    def pool_layout_for(self, num_microbatches: int) -> PoolLayout | None:
+        """The pool that `prepare` opens for steps of so many microbatches where nothing is learned yet; opens none."""
+        self.needs = self._needs(num_microbatches)
+        return self._layout(None)
+
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
         """Before the passes of a step, also before those of one that runs again, or after an error."""
         self.step.begin()

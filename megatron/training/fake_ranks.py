@@ -24,8 +24,12 @@ def fake_rank(args: argparse.Namespace, rank: int, *, world_size: int) -> Iterat
     if dist.is_initialized():
         raise RuntimeError("this process is a rank of its own already: leave its process groups first")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    # It would ask the group for a backend of the tensors' device, and fake groups have none for the meta device.
+    batch_isend_irecv = dist.batch_isend_irecv
+    vars(dist)["batch_isend_irecv"] = lambda operations: []
     try:
         yield build_groups(args)
     finally:
+        vars(dist)["batch_isend_irecv"] = batch_isend_irecv
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

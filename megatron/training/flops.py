@@ -5,7 +5,7 @@ Times are measured elsewhere.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -95,18 +95,27 @@ def count_parameters(
 
     model: this rank's chunks. mp_group: the ranks that hold the other parts. Padding of the vocabulary is not counted.
     """
+    own = parameters_by_key(model)
+    everyone: list[Any] = [own]
+    if group_size(mp_group) > 1:
+        everyone = [None] * group_size(mp_group)
+        dist.all_gather_object(everyone, own, group=mp_group)
+    return count_of({key: size for part in everyone for key, size in part.items()}, args)
+
+
+def parameters_by_key(model: Sequence[nn.Module]) -> dict[str, int]:
+    """Elements of each logical tensor that these chunks have a part of; padding of the vocabulary is not counted."""
     # By logical tensor: a tied weight or a split one is one parameter, whoever holds it.
-    own = {
+    return {
         piece.key: math.prod(piece.global_shape)
         for chunk in model
         for pieces in model_logical_pieces(chunk).values()
         for piece in pieces
     }
-    everyone: list[Any] = [own]
-    if group_size(mp_group) > 1:
-        everyone = [None] * group_size(mp_group)
-        dist.all_gather_object(everyone, own, group=mp_group)
-    sizes = {key: size for part in everyone for key, size in part.items()}
+
+
+def count_of(sizes: Mapping[str, int], args: argparse.Namespace) -> tuple[int, int]:
+    """As count_parameters, of a whole model's parameters_by_key."""
     routed = sum(size for key, size in sizes.items() if ".mlp.experts." in key)
     total = sum(sizes.values())
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if args.num_experts else 0

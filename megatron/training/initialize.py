@@ -44,11 +44,10 @@ def initialize_megatron(
     Works under torchrun and in a plain process, which becomes a group of one. board: where ranks tell each other of
     failures from the moment that they have met. Raises ValueError for bad arguments, and for ranks whose differ.
     """
-    args = parse_args(extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv))
-    notices = [continue_after_restart(args), keep_global_batch_size(args)]
-    if args.use_checkpoint_args and args.load is not None:
-        load_args_from_checkpoint(args)
-    validate_args(args, args_defaults or {})
+    notices: list[str | None] = []
+    args = read_arguments(
+        extra_args_provider, args_defaults, ignore_unknown_args=ignore_unknown_args, argv=argv, notices=notices
+    )
     silence_library_notices()
     if args.deterministic_mode:
         use_deterministic_kernels()
@@ -62,6 +61,27 @@ def initialize_megatron(
     _seed(args.seed, groups)
     publish_run(args)
     return args
+
+
+def read_arguments(
+    extra_args_provider: Callable[[Any], Any] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    *,
+    ignore_unknown_args: bool = False,
+    argv: Sequence[str] | None = None,
+    notices: list[str | None] | None = None,
+) -> argparse.Namespace:
+    """The arguments of the run, with those of its checkpoint where flags ask for them, checked on this rank alone.
+
+    notices: takes what the first rank is to say of them, or None. Raises ValueError for bad arguments.
+    """
+    args = parse_args(extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv))
+    found = [continue_after_restart(args), keep_global_batch_size(args)]
+    if notices is not None:
+        notices.extend(found)
+    if args.use_checkpoint_args and args.load is not None:
+        load_args_from_checkpoint(args)
+    return validate_args(args, args_defaults or {})
 
 
 def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:

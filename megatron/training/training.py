@@ -4,6 +4,7 @@ The parts are built in setup.py; schedules, optimizer and checkpoints are called
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,12 +21,14 @@ from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback, RunStart, StepReport
 from megatron.training.config import TrainingConfig
 from megatron.training.console import print_rank_0
+from megatron.training.dry_run import plan_run
+from megatron.training.dry_run_table import plan_lines
 from megatron.training.errors import message_for_other_ranks
 from megatron.training.evaluation import evaluate_test, evaluate_validation
 from megatron.training.exit_conditions import ExitConditions, ExitReason
 from megatron.training.failure_board import FailureBoard
 from megatron.training.flops import num_floating_point_operations
-from megatron.training.initialize import initialize_megatron, leave_process_group
+from megatron.training.initialize import initialize_megatron, leave_process_group, read_arguments
 from megatron.training.recovery import (
     NON_FINITE,
     check_weight_hashes,
@@ -57,10 +60,19 @@ def pretrain(
 
     train_valid_test_dataset_provider: numbers of train, valid and test samples to as many datasets. model_provider:
     (pre_process, post_process) to a module. forward_step_func: (data_iterator, model) to (output, loss function).
-    config_overrides: other rates and weight decays for some parameters.
+    config_overrides: other rates and weight decays for some parameters. Under --dry-run it prints a plan.
     """
     if model_type is not ModelType.encoder_or_decoder:
         raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
+    # Looked for in the words themselves: a plan joins no group of processes.
+    if "--dry-run" in (sys.argv[1:] if argv is None else argv):
+        args = read_arguments(extra_args_provider, args_defaults, argv=argv)
+        if args.rank == 0:
+            plan = plan_run(
+                args, model_provider, forward_step_func=forward_step_func, config_overrides=config_overrides
+            )
+            print("\n".join(plan_lines(plan, args)))
+        return
     with ExitStack() as afterwards, FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
         args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, board=board)
         exits = ExitConditions(config_from_args(TrainingConfig, args))

@@ -77,7 +77,8 @@ def mutate_pair(rng: random.Random, pair: Pair) -> None:
     if values:
         place = rng.randrange(len(values))
         limit = {"lengths": 31, "modes": 7}.get(name, 63)
-        odd = [0, -1, 1 << (limit - 1), (1 << limit) - 1, -(1 << limit), len(pair.content), rng.randint(-5, 60)]
+        odd = [0, -1, 1 << (limit - 1), (1 << limit) - 1, -(1 << limit), rng.randint(-5, 60)]
+        odd.insert(5, min(len(pair.content), (1 << limit) - 1))
         match rng.choice(["set", "set", "shift", "drop", "double", "sort"]):
             case "set":
                 values[place] = rng.choice(odd)

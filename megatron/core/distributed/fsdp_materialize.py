@@ -56,6 +56,8 @@ class DeferredValues:
 
     def __init__(self, module: nn.Module, param_init_fn: InitFn | None = None) -> None:
         self._param_init_fn = param_init_fn
+        # Where nothing has memory, nothing gets values.
+        self._is_planned = default_device().type == "meta"
         self._names = {inside: canonical_name(name) for name, inside in module.named_modules()}
         self._dtypes = {
             (inside, name): param.dtype
@@ -75,7 +77,7 @@ class DeferredValues:
 
     def check(self) -> None:
         """Raises ValueError where nothing says what a parameter or buffer on the meta device starts as."""
-        if self._param_init_fn is not None:
+        if self._param_init_fn is not None or self._is_planned:
             return
         for inside, names in self._turns.items():
             first = self._name(inside, [*names, *_meta_buffers(inside)][0])
@@ -95,6 +97,8 @@ class DeferredValues:
 
     def fill(self, shards: Sequence[ParamShard]) -> None:
         """Gives values to what was on the meta device. shards: of all parameters; trained ones have their memory."""
+        if self._is_planned:
+            return
         for shard in shards:
             if shard.local.is_meta:
                 shard.leave_meta()

@@ -16,6 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from megatron.core.device import default_device
+
 __all__ = [
     "ParamShard",
     "PassWatcher",
@@ -50,7 +52,9 @@ def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh
     if group is None:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     # Named, or it would equal that of an earlier group of these ranks, which torch's caches may still have.
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"shards {group.group_name}",))
+    # torch asks a mesh's device which of its kind is current; in a plan, on the meta device, there is none to ask.
+    kind = "cpu" if device.type == "meta" else device.type
+    return DeviceMesh.from_group(group, kind, mesh_dim_names=(f"shards {group.group_name}",))
 
 
 class ParamShard:
@@ -83,7 +87,7 @@ class ParamShard:
     @property
     def device(self) -> torch.device:
         """Where the rows lie; where they are to lie while they are on the meta device."""
-        if not self.local.is_meta:
+        if not self.local.is_meta or default_device().type == "meta":
             return self.local.device
         return torch.device("cpu") if self._state.offload_to_cpu else torch.device(self._state.device)
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from torch import nn
 
 from megatron.core.agreement import all_ranks_agree
-from megatron.core.group_collectives import gather_objects, union_over_model
+from megatron.core.group_collectives import gather_objects, is_fake, union_over_model
 from megatron.core.optimizer.param_groups import GroupKey, ParamGrouping
 from megatron.core.optimizer.param_runs import PlacedParam
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -31,7 +31,7 @@ def agree_on_groups(
         if copies and group_size(groups.embd) == 1:
             raise ValueError(f"pg_collection.embd is {groups.embd}: {copies[0]} is the copy of another stage's weight")
         keys = {e.param: grouping.key_of(e.name, e.param) for e in entries if not param_facts(e.param).shared}
-    keys |= _owners_keys(entries, keys, groups=groups)
+    keys |= _owners_keys(entries, keys, grouping=grouping, groups=groups)
     grouping.check_all_used(union_over_model(grouping.used, groups))
     return keys
 
@@ -54,10 +54,18 @@ def check_patterns_match(patterns: Sequence[str], names: Sequence[str], *, group
 
 
 def _owners_keys(
-    entries: Sequence[PlacedParam], keys: dict[nn.Parameter, GroupKey], *, groups: ProcessGroupCollection
+    entries: Sequence[PlacedParam],
+    keys: dict[nn.Parameter, GroupKey],
+    *,
+    grouping: ParamGrouping,
+    groups: ProcessGroupCollection,
 ) -> dict[nn.Parameter, GroupKey]:
-    """The groups of the tied weights that this rank has a copy of, as their owner sees them."""
+    """The groups of the tied weights that this rank has a copy of, as their owner sees them; in a plan, where no owner
+    answers, as the copies' own names say.
+    """
     copies = [entry.param for entry in entries if param_facts(entry.param).shared]
+    if is_fake(groups.embd):
+        return {e.param: grouping.key_of(e.name, e.param) for e in entries if param_facts(e.param).shared}
     owned = [keys[e.param] for e in entries if param_facts(e.param).shared_embedding and e.param in keys]
     # Asked of the owner and not found by its name: attributes and predicates see a parameter that only it has.
     of_first_stage = gather_objects(owned, groups.embd)[0]

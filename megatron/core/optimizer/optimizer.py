@@ -289,6 +289,13 @@ class MegatronOptimizer:
                 run.take_model()
         self._updates.make_whole()
 
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """Memory of what it keeps beside parameters and gradients, of this rank: of `masters` and of `moments`."""
+        masters = sum(run.main.num_bytes for run in self._runs if run.is_copy)
+        moments = [stored for rule in self._rules for run in rule.runs for stored in rule.flat_state(run).values()]
+        return {"masters": masters, "moments": sum(stored.num_bytes for stored in moments)}
+
     def _flat_states(self) -> list[_FlatState]:
         states = []
         by_run = {run: rule.flat_state(run) for rule in self._rules for run in rule.runs}

@@ -188,8 +188,9 @@ class CheckpointWithoutOutput:
             output = run_function(*args)
         self._outputs = [tensor.untyped_storage() for tensor in _as_tuple(output)]
         self._output_bytes = [storage.nbytes() for storage in self._outputs]
-        arguments = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
-        if any(storage.data_ptr() in arguments for storage in self._outputs):
+        # By object: without memory all addresses are one.
+        arguments = {value.untyped_storage()._cdata for value in args if isinstance(value, Tensor)}
+        if any(storage._cdata in arguments for storage in self._outputs):
             # An identity: its output is kept with its arguments, there is nothing to drop.
             self._outputs, self._output_bytes = [], []
         return output

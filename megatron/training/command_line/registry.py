@@ -25,6 +25,7 @@ from megatron.training.config import (
     TrainingConfig,
     VirtualStagesConfig,
 )
+from megatron.training.dry_run_config import DryRunConfig
 from megatron.training.fault_config import FaultConfig
 from megatron.training.logging_config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
 
@@ -50,6 +51,7 @@ CONFIG_CLASSES: tuple[type, ...] = (
     GradientReductionConfig,
     ShardedParametersConfig,
     FullyShardConfig,
+    DryRunConfig,
 )
 
 # What --use-checkpoint-args takes over: names in the parsed arguments that decide the shape of the weights.

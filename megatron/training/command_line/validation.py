@@ -325,7 +325,13 @@ def derive_run_state(args: argparse.Namespace) -> None:
 def read_launcher(args: argparse.Namespace) -> None:
     """Sets what torchrun tells through the environment; one process alone is rank 0 of 1."""
     args.rank = _launcher_number("RANK", default=0)
-    args.world_size = _launcher_number("WORLD_SIZE", default=1)
+    started = _launcher_number("WORLD_SIZE", default=1)
+    if args.world_size not in (None, started) and not args.dry_run:
+        raise CommandLineError(
+            f"--world-size is {args.world_size} where {started} ranks were started: it is for --dry-run; how many "
+            "train is said by torchrun"
+        )
+    args.world_size = args.world_size or started
     args.local_rank = _launcher_number("LOCAL_RANK", default=0)
 
 

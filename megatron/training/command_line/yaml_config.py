@@ -18,7 +18,7 @@ from megatron.training.command_line.values import value_of_yaml, yaml_of_value
 from megatron.training.command_line.yaml_values import plain_values
 
 # They say what to do with a configuration and are not part of one.
-NOT_IN_FILES = ("config", "print_config", "list_models")
+NOT_IN_FILES = ("config", "print_config", "list_models", "dry_run", "world_size")
 
 
 class _InlineListDumper(yaml.SafeDumper):

@@ -1,0 +1,147 @@
+"""Bytes that a microbatch leaves for its backward, by kind, found by a forward of the model without memory.
+
+The model runs on the meta device, and autograd says what it saves; see megatron/core/device.py, without_memory.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+
+# The first that is found in a module's name says whose tensors its saved ones are.
+_KINDS = (
+    (re.compile(r"\b(self|cross)_attention\b"), "attention"),
+    (re.compile(r"\bshared_experts\b"), "shared experts"),
+    (re.compile(r"\bexperts\b"), "experts"),
+    (re.compile(r"\brouter\b"), "router"),
+    (re.compile(r"\bmlp\b"), "feed-forward"),
+    (re.compile(r"\bembedding\b"), "embedding"),
+    (re.compile(r"\boutput_layer\b"), "output and loss"),
+)
+EXPERTS, REST = "experts", "norms and residuals"
+
+
+class SavedBytes:
+    """Counts what autograd keeps while `counting`; memory that several tensors share counts once.
+
+    What was freed again by the time of `by_kind` is left out.
+    """
+
+    def __init__(self, model: nn.Module, *, standing: Iterable[Tensor]) -> None:
+        """standing: tensors, any shape and dtype, whose memory is there before and after, as that of parameters."""
+        self._model = model
+        self._standing = {tensor.untyped_storage()._cdata for tensor in standing}
+        self._inside: list[str] = []
+        self._saved: list[tuple[str, ref[Tensor]]] = []
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, saved tensors are noted with the module that runs."""
+        handles = []
+        for name, module in self._model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._enter(name)))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def by_kind(self) -> Counter[str]:
+        """Bytes that are still kept, by kind."""
+        found: Counter[str] = Counter()
+        seen = set(self._standing)
+        for kind, saved in self._saved:
+            kept = saved()
+            if kept is not None and kept.untyped_storage()._cdata not in seen:
+                seen.add(kept.untyped_storage()._cdata)
+                found[kind] += kept.untyped_storage().nbytes()
+        return found
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._inside.append(name)
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        # A tensor of its own: the graph alone keeps it, so that it ends with the graph.
+        kept = tensor.detach()
+        self._saved.append((_kind_of(self._inside), ref(kept)))
+        return kept
+
+
+def _kind_of(inside: Sequence[str]) -> str:
+    name = inside[-1] if inside else ""
+    return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Shapes of what fused kernels save: query, key and value, the output, and a number for each query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise NotImplementedError("a plan has no backward")
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Shapes of what one kernel for RMSNorm saves: its input, the weight, and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise NotImplementedError("a plan has no backward")
+
+
+class AsFusedKernels(TorchFunctionMode):
+    """Inside, torch's attention and RMSNorm keep what their fused kernels keep: on the meta device torch itself takes
+    those that keep all scores and every intermediate result, which no training would.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchFunctionMode."""
+        if func is F.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args[:3])
+        if func is F.rms_norm:
+            return _FusedNorm.apply(args[0], args[2] if len(args) > 2 else (kwargs or {}).get("weight"))
+        return func(*args, **(kwargs or {}))
+
+
+def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> Counter[str]:
+    """What waits for backward at the fullest moment of a stage's schedule, by kind.
+
+    by_chunk: of one microbatch of each model chunk, by kind.
+    """
+    alive: dict[int, int] = defaultdict(int)
+    peak: Counter[str] = Counter()
+    sizes = [sum(kinds.values()) for kinds in by_chunk]
+    for action in actions:
+        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
+        if sum(sizes[chunk] * number for chunk, number in alive.items()) > sum(peak.values()):
+            peak = Counter()
+            for chunk, number in alive.items():
+                peak.update({kind: size * number for kind, size in by_chunk[chunk].items()})
+    return peak

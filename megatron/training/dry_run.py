@@ -1,0 +1,275 @@
+"""Plans a run on one process without training it: what a rank of each pipeline stage would hold, by kind.
+
+The code of the run itself builds the rank's model, buffers and optimizer, over process groups that send nothing and on
+a device that has no memory; see fake_ranks.py and megatron/core/device.py, without_memory.
+"""
+
+import argparse
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.device import without_memory
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.param_groups import ConfigOverrides
+from megatron.core.pipeline_parallel.schedule import Action, Pipeline, stage_orders
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator
+from megatron.core.timers import Timers
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.activation_plan import EXPERTS, AsFusedKernels, SavedBytes, peak_bytes
+from megatron.training.command_line.validation import batch_sizes
+from megatron.training.expert_memory import build_expert_memory
+from megatron.training.fake_ranks import fake_rank
+from megatron.training.flops import count_of, parameters_by_key
+from megatron.training.global_vars import publish_run, publish_timers, publish_tokenizer
+from megatron.training.initialize import seed_ranks
+from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
+
+ForwardStep = Callable[..., Any]
+# What a plan does not know, said wherever one is shown.
+NOT_PLANNED = "messages under way, what kernels and the allocator take for themselves, and data"
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Of one rank: bytes by kind. layers: the numbers of its layers, from 1 over the model.
+
+    parameters, gradients: of the buffers they lie in, with padding. masters, moments: the optimizer's. pages: of the
+    paged stash, on the device; host_pages: in the host's memory. activations: at the fullest moment of the schedule.
+    sizes: elements of each logical tensor that the rank has a part of, as parameters_by_key.
+    """
+
+    rank: int
+    stage: int
+    layers: tuple[int, ...]
+    parameters: int
+    gradients: int
+    masters: int
+    moments: int
+    pages: int
+    host_pages: int
+    activations: dict[str, int]
+    sizes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All that is on the device."""
+        standing = self.parameters + self.gradients + self.masters + self.moments + self.pages
+        return standing + sum(self.activations.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of a rank of each pipeline stage. num_microbatches: of the last, largest step. is_balanced: whether
+    activations are those of experts that are all chosen equally often, as the number of their rows is not fixed.
+    """
+
+    stages: list[RankPlan]
+    num_parameters: int
+    active_parameters: int
+    num_microbatches: int
+    is_balanced: bool
+
+
+def plan_run(
+    args: argparse.Namespace,
+    model_provider: Callable[..., nn.Module],
+    *,
+    forward_step_func: ForwardStep,
+    config_overrides: ConfigOverrides | None = None,
+    rank_in_stage: int = 0,
+) -> Plan:
+    """Plans the run of validated args, whose world_size says how many ranks there are.
+
+    forward_step_func: the script's, which is given made-up batches without memory. rank_in_stage: which rank of each
+    stage; the first holds most, as the last parts of what ranks share may be shorter. Raises as the run itself would,
+    for sizes that do not fit and for models that cannot be built.
+    """
+    stages, is_balanced = [], False
+    args = copy.copy(args)
+    args.ddp_debug = False  # it watches what is sent
+    for stage, rank in enumerate(_pipeline_of(args, rank_in_stage)):
+        with _as_rank(args, rank) as groups:
+            build = _Build(args, model_provider, config_overrides=config_overrides)
+            stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func))
+            is_balanced = is_balanced or build.is_balanced
+    total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
+    return Plan(stages, total, active, batch_sizes(args).final_num_microbatches, is_balanced)
+
+
+def _pipeline_of(args: argparse.Namespace, number: int) -> list[int]:
+    """That rank of each stage, of those that are in its place in the stages before and behind."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER
+    return RankGenerator(tp, 1, args.world_size // (tp * pp * cp), pp, cp, order).get_ranks("pp")[number]
+
+
+@contextmanager
+def _as_rank(args: argparse.Namespace, rank: int) -> Iterator[ProcessGroupCollection]:
+    """Inside, this process is that rank, without memory, and the run's arguments and timers are published."""
+    with fake_rank(args, rank, world_size=args.world_size) as groups, without_memory(), torch.device("meta"):
+        try:
+            _publish(args)
+            setup_batches(args)
+            seed_ranks(args.seed, groups)
+            yield groups
+        finally:
+            publish_run(None)
+            destroy_num_microbatches_calculator()
+
+
+def _publish(args: argparse.Namespace) -> None:
+    publish_run(args)
+    publish_timers(Timers(0, "minmax"))
+    publish_tokenizer(setup_tokenizer(args))
+
+
+class _Build:
+    """One rank's model, wrapper and optimizer, and what they hold."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        model_provider: Callable[..., nn.Module],
+        *,
+        config_overrides: ConfigOverrides | None,
+    ) -> None:
+        self._args, self._provider = args, model_provider
+        optimizer: MegatronOptimizer | None = None
+        if args.skip_train:
+            model = get_model(model_provider, ModelType.encoder_or_decoder, args=args)
+        else:
+            model, optimizer, _ = setup_model_and_optimizer(
+                model_provider, ModelType.encoder_or_decoder, args=args, config_overrides=config_overrides
+            )
+        self.model, self._optimizer = model, optimizer
+        # The number of rows of an expert is known in advance where buffers have a fixed size.
+        self.is_balanced = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
+
+    def plan(self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep) -> RankPlan:
+        """What the rank holds; stage: which it is of."""
+        chunks = unwrap_model(self.model)
+        num_microbatches = batch_sizes(self._args).final_num_microbatches
+        pages = self._pages(groups, num_microbatches)
+        state = {"masters": 0, "moments": 0} if self._optimizer is None else self._optimizer.state_bytes
+        config = get_model_config(self.model[0])
+        orders = stage_orders(
+            Pipeline(self._args.pipeline_model_parallel_size, len(chunks)),
+            num_microbatches,
+            group_size=config.microbatch_group_size_per_vp_stage,
+        )
+        return RankPlan(
+            rank,
+            stage,
+            layers=tuple(
+                sorted(m.layer_number for c in chunks for m in c.modules() if isinstance(m, TransformerLayer))
+            ),
+            parameters=_bytes_of(_parameters(self.model)),
+            gradients=_bytes_of(_gradients(self.model)),
+            **state,
+            pages=pages[0],
+            host_pages=pages[1],
+            activations=self._activations(orders[stage], forward_step, stashes=sum(pages) > 0),
+            sizes=parameters_by_key(self.model),
+        )
+
+    def _pages(self, groups: ProcessGroupCollection, num_microbatches: int) -> tuple[int, int]:
+        """Bytes of the stash's pages, on the device and on the host."""
+        memory = build_expert_memory(self.model, self._args, groups=groups)
+        layout = None if memory is None else memory.pool_layout_for(num_microbatches)
+        if layout is None:
+            return 0, 0
+        return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
+
+    def _activations(self, actions: Sequence[Action], forward_step: ForwardStep, *, stashes: bool) -> dict[str, int]:
+        """At the fullest moment, by kind. stashes: whether what experts save waits in pages."""
+        args, model = self._args, self.model
+        if self.is_balanced or args.use_torch_fsdp2:
+            args = _runs_without_memory(args)
+            _publish(args)
+            model = get_model(self._provider, ModelType.encoder_or_decoder, args=args)
+        saved = [_saved_by(chunk, args, forward_step=forward_step) for chunk in model]
+        of_layers = [
+            kinds[EXPERTS] // max(1, sum(isinstance(part, MoELayer) for part in chunk.modules()))
+            for chunk, kinds in zip(model, saved, strict=True)
+        ]
+        if stashes:
+            # One layer's rows are outside of pages, between its experts and its copy.
+            peak = peak_bytes(actions, [Counter({**kinds, EXPERTS: 0}) for kinds in saved])
+            return {**peak, EXPERTS: max(of_layers)}
+        return dict(peak_bytes(actions, saved))
+
+
+def _runs_without_memory(args: argparse.Namespace) -> argparse.Namespace:
+    """The same run with whole parameters, as passes save the same of gathered ones, and with buffers that hold just the
+    rows of experts that are all chosen equally often, where the number of rows would be read from the device.
+    """
+    args = copy.copy(args)
+    args.use_torch_fsdp2 = False
+    if args.num_experts is not None and args.moe_expert_rank_capacity_factor is None:
+        # Where experts drop what they have no room for there are fewer rows; where they are padded, perhaps more.
+        room = args.moe_expert_capacity_factor if args.moe_pad_expert_input_to_capacity else None
+        args.moe_expert_rank_capacity_factor, args.moe_grouped_gemm = max(1.0, room or 1.0), True
+        args.moe_expert_capacity_factor, args.moe_pad_expert_input_to_capacity = None, False
+    return args
+
+
+def _saved_by(chunk: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> Counter[str]:
+    """Bytes that a microbatch of the chunk leaves for its backward, by kind."""
+    inner = unwrap_model(chunk)
+    for part in inner.modules():
+        if isinstance(part, MoELayer) and part.expert_step is not None:
+            part.expert_step.begin()
+    if not inner.pre_process:
+        parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+        shape = args.seq_length // parts, args.micro_batch_size, args.hidden_size
+        inner.set_input_tensor(torch.zeros(shape, dtype=args.params_dtype, requires_grad=True))
+    saved = SavedBytes(chunk, standing=[*_parameters([chunk]), *_gradients([chunk])])
+    with saved.counting(), AsFusedKernels():
+        output, loss_function = forward_step(repeat(_batch(args)), chunk)
+        kept = loss_function(output) if inner.post_process else output
+    found = saved.by_kind()
+    del kept
+    return found
+
+
+def _batch(args: argparse.Namespace) -> dict[str, Tensor]:
+    """A microbatch as datasets give it: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32, no memory."""
+    shape = args.micro_batch_size, args.seq_length
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
+    return {**batch, "loss_mask": torch.zeros(shape)}
+
+
+def _parameters(model: Sequence[nn.Module]) -> Iterator[Tensor]:
+    for chunk in model:
+        yield from chunk.parameters()
+        yield from unwrap_model(chunk).buffers()
+        if isinstance(chunk, _BaseDataParallel):
+            yield from (buffer.param_data for buffer in chunk.all_buffers)
+
+
+def _gradients(model: Sequence[nn.Module]) -> Iterator[Tensor]:
+    for chunk in model:
+        if isinstance(chunk, _BaseDataParallel):
+            yield from (buffer.grad_data for buffer in chunk.all_buffers)
+
+
+def _bytes_of(tensors: Iterator[Tensor]) -> int:
+    """Of the memory behind them, each once; of a tensor that is spread over ranks, this one's part."""
+    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    memory = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+    return sum(memory.values())

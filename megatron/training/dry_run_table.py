@@ -1,0 +1,72 @@
+"""A plan in words: a line for each pipeline stage, and what it does not know. What is planned is dry_run.py's."""
+
+import argparse
+from collections.abc import Sequence
+
+from megatron.training.dry_run import NOT_PLANNED, Plan, RankPlan
+
+_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total")
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
+    """The plan of a run with these arguments, line by line."""
+    unit, size = next(
+        ((unit, size) for unit, size in _UNITS if max(stage.total for stage in plan.stages) >= size), ("bytes", 1)
+    )
+    rows: list[tuple[str, ...]] = [("stage", "rank", "layers", *_COLUMNS)]
+    for stage in plan.stages:
+        values = [_value(stage, column) / size for column in _COLUMNS]
+        rows.append((str(stage.stage), str(stage.rank), _range(stage.layers), *(f"{value:.2f}" for value in values)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    fullest = max(plan.stages, key=lambda stage: stage.total)
+    return [
+        f"plan of {args.world_size} ranks: {_layout(args)}; {plan.num_microbatches} microbatches of "
+        f"{args.micro_batch_size} x {args.seq_length} tokens a step",
+        f"parameters: {plan.num_parameters:,}, of which a token meets {plan.active_parameters:,}",
+        f"memory of the first rank of each stage, in {unit}:",
+        *table,
+        f"activations of stage {fullest.stage}, which holds most: {_kinds(fullest, unit=unit, size=size)}",
+        *_notes(plan, unit=unit, size=size),
+    ]
+
+
+def _value(stage: RankPlan, column: str) -> int:
+    value = sum(stage.activations.values()) if column == "activations" else getattr(stage, column)
+    assert isinstance(value, int)
+    return value
+
+
+def _layout(args: argparse.Namespace) -> str:
+    sizes = {
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "virtual": args.virtual_pipeline_model_parallel_size or 1,
+        "context": args.context_parallel_size,
+        "expert": args.expert_model_parallel_size,
+        "data": args.data_parallel_size,
+    }
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+
+
+def _range(layers: Sequence[int]) -> str:
+    """Numbers that follow each other as first-last."""
+    starts = [n for n in layers if n - 1 not in layers]
+    ends = [n for n in layers if n + 1 not in layers]
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"
+
+
+def _kinds(stage: RankPlan, *, unit: str, size: int) -> str:
+    kinds = sorted(stage.activations.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in kinds if count) or "none"
+
+
+def _notes(plan: Plan, *, unit: str, size: int) -> list[str]:
+    notes = [f"not in it: {NOT_PLANNED}"]
+    if plan.is_balanced:
+        notes.append("rows of experts are those of tokens that choose all experts equally often")
+    host = max(stage.host_pages for stage in plan.stages)
+    if host:
+        notes.append(f"pages in the host's memory: up to {host / size:.2f} {unit} a rank")
+    return notes

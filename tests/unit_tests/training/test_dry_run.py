@@ -1,0 +1,58 @@
+"""Plans of runs: what passes save, peaks of schedules, words. Against runs: tests/distributed/test_dry_run.py."""
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+import pretrain_gpt
+from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule, one_forward_one_backward
+from megatron.training.activation_plan import SavedBytes, peak_bytes
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.dry_run import Plan, plan_run
+from megatron.training.dry_run_table import plan_lines
+from tests.functional_tests.case import Flags, command_line, read_bases
+
+
+def _planned(base: str, flags: Flags, *, ranks: int = 1) -> tuple[Plan, list[str]]:
+    argv = command_line({**read_bases()[base], **flags})
+    args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(ranks)]))
+    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    return plan, plan_lines(plan, args)
+
+
+def test_what_is_freed_before_backward_is_not_counted() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    saved = SavedBytes(model, standing=model.parameters())
+    with saved.counting():
+        kept = model(torch.zeros(2, 4, requires_grad=True))
+        model(torch.zeros(100, 4, requires_grad=True))
+    # Of the first pass the input and what the last layer returned; nobody has kept the second.
+    assert saved.by_kind() == {"norms and residuals": 2 * 2 * 4 * 4}
+    del kept
+    assert not saved.by_kind()
+
+
+def test_peaks_are_those_of_the_schedule() -> None:
+    of_one = [Counter(attention=3, experts=4)]
+    assert peak_bytes(no_pipelining_schedule(5), of_one) == {"attention": 3, "experts": 4}
+    for stage in range(4):
+        actions = one_forward_one_backward(stage, 4, num_microbatches=6)
+        assert peak_bytes(actions, of_one) == {"attention": 3 * (4 - stage), "experts": 4 * (4 - stage)}
+
+
+def test_a_plan_says_how_many_ranks_and_what_it_assumes() -> None:
+    plan, lines = _planned("moe", {"expert-model-parallel-size": 2, "global-batch-size": 8}, ranks=4)
+    assert lines[0].startswith("plan of 4 ranks: expert 2, data 4; 1 microbatches of 2 x ")
+    assert "equally often" in lines[-1] and plan.is_balanced
+    assert plan.num_parameters > plan.active_parameters > 0
+    stage = plan.stages[0]
+    assert stage.total == sum([stage.parameters, stage.gradients, stage.masters, stage.moments, stage.pages]) + sum(
+        stage.activations.values()
+    )
+
+
+def test_parameters_of_a_plan_are_those_of_the_whole_model() -> None:
+    one, _ = _planned("moe", {})
+    cut, _ = _planned("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}, ranks=4)
+    assert (one.num_parameters, one.active_parameters) == (cut.num_parameters, cut.active_parameters)
