@@ -67,11 +67,9 @@ def without_memory() -> Iterator[None]:
 
 def default_device() -> torch.device:
     """This process's device: the GPU of LOCAL_RANK where there is one, else the CPU; see without_memory."""
-    if (stand_in := _STAND_IN.get()) is not None:
-        return stand_in
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and _STAND_IN.get() is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
+    return _STAND_IN.get() or torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:
@@ -266,10 +264,9 @@ def synchronize(device: torch.device) -> None:
 
 def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Host memory to copy to and from `device`: [num_bytes], uint8, on the CPU; with a GPU pinned."""
-    if device.type == "meta":
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     # Copies from and to memory that is not pinned would make the host wait for each of them.
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    place = device if device.type == "meta" else None
+    return torch.empty(num_bytes, dtype=torch.uint8, device=place, pin_memory=device.type == "cuda")
 
 
 class CopyStream:

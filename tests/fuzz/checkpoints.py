@@ -14,7 +14,7 @@ from megatron.training.checkpoint_folder import find_checkpoint
 from megatron.training.errors import exit_on_user_error
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.fuzz.checkpoint_damage import DAMAGES, LATEST, Damaged
-from tests.fuzz.trials import Verdict, judged
+from tests.fuzz.trials import Verdict, judged, note_of
 from tools import checkpoint as checkpoint_tool
 from tools import generate as generate_tool
 
@@ -58,7 +58,8 @@ class CheckpointFuzzer:
         shutil.copytree(self._shared / kind, folder / "saved")
         for _ in range(rng.choice([0, 1, 1, 1, 1, 2])):
             damage = rng.choice(DAMAGES)
-            case.notes.append(f"{damage.__name__}: {damage(rng, folder / 'saved', case)}")
+            note = note_of(partial(damage, rng, folder / "saved", case), earlier=case.notes)
+            case.notes.append(f"{damage.__name__}: {note}")
         case.is_plain &= len(case.notes) == 1
         return case
 

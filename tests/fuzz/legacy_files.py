@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing import load, model_sharded_tensors
 from megatron.training.checkpoint_folder import TRACKER_FILE
 from tests.fuzz.checkpoint_damage import Harm
-from tests.fuzz.trials import Verdict, judged
+from tests.fuzz.trials import Verdict, judged, note_of
 from tests.fuzz.values import ODD_INTS, ODD_WORDS, odd_json
 from tests.unit_tests.tools.test_convert_legacy import ITERATION, SHAPE, whole_model, write_files
 from tools import checkpoint as checkpoint_tool
@@ -49,7 +49,8 @@ class LegacyFuzzer:
         for _ in range(rng.choice([0, 1, 1, 1, 2])):
             path = rng.choice(sorted((folder / "files" / _FOLDER).glob("*/*.pt")))
             damage = rng.choice([_content, _content, _content, _content, _bytes, _hostile, _places])
-            case.notes.append(f"{path.parent.name}: {damage(rng, path, case)}")
+            note = note_of(partial(damage, rng, path, case), earlier=case.notes)
+            case.notes.append(f"{path.parent.name}: {note}")
         return case
 
     def judge(self, case: Files, folder: Path) -> Verdict:

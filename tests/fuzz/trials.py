@@ -14,7 +14,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,3 +153,13 @@ def _as_it_was() -> Iterator[None]:
             torch.use_deterministic_algorithms(False)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+
+def note_of(damage: Callable[[], str], *, earlier: Sequence[str]) -> str:
+    """What a damage did. After earlier damage of the same input it may find nothing that it could work on."""
+    try:
+        return damage()
+    except (AttributeError, LookupError, TypeError, ValueError, OSError):
+        if not earlier:
+            raise
+        return "nothing, as other damage came first"
