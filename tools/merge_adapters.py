@@ -41,7 +41,9 @@ def merge_adapters(load: Path, save: Path, *, step: int | None = None) -> Path:
         raise ValueError(f"--save is {save}: there are checkpoints in it already; give a new folder")
     merged = _Merged(dist_checkpointing.verify(found.path), arguments["lora_alpha"] / arguments["lora_rank"])
     contents = {"optimizer": False, "rng": False}
-    values = {**common, "args": {**arguments, "lora_rank": None}, "contents": contents, "frozen": []}
+    # Their other settings say nothing of a model without them.
+    others = {name: value for name, value in arguments.items() if not name.startswith("lora_")}
+    values = {**common, "args": {**others, "lora_rank": None}, "contents": contents, "frozen": []}
     values = {name: value for name, value in values.items() if name not in ("optimizer", "scheduler")}
     save_stream(merged.tensors(), save / RELEASE, common=values)
     carry_companions(str(load), str(save))

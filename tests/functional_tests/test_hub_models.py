@@ -79,6 +79,26 @@ def test_a_model_is_trained_further_and_given_back(
     assert _text_here(run, capsys) == _text_there(hub) != _text_there(back)
 
 
+def test_adapters_are_trained_beside_a_model_and_merged_when_it_is_given_back(
+    hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, trained, back = (tmp_path / name for name in ("run", "trained", "back"))
+    assert checkpoint_tool(_convert("hf", "megatron", source=hub, target=run)) == 0
+    flags: Flags = {**FLAGS, **MODEL, "tokenizer-model": str(run / "hugging_face"), "load": str(run), "finetune": True}
+    adapted: Flags = {"lora-rank": 4, "lora-alpha": 64, "lr": 0.05, "save": str(trained)}
+    done = run_program(command_line({**flags, **adapted}), 2, folder=tmp_path / "log")
+    assert done.exit_codes == [0, 0] and list(done.steps) == [1, 2, 3], done.written()
+    assert checkpoint_tool([*_convert("megatron", "hf", source=trained, target=back), "--verify"]) == 0
+    assert "random tokens agree" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.glob(".merged-*")] == []
+    before, after = contents(hub), contents(back)
+    changed = {name for name in before if before[name] != after[name]}
+    assert {name.split(".")[-2] for name in changed} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    assert _text_there(back) != _text_there(hub)
+
+
 def _convert(kind: str, other: str, *, source: Path, target: Path) -> list[str]:
     return ["convert", "--from", kind, "--to", other, "--load", str(source), "--save", str(target)]
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from tools.hugging_face.families import Family
 from tools.hugging_face.names import HubTensor, hub_tensors, is_further
 from tools.hugging_face.quantized import PlainFiles
 from tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config, with_defaults
+from tools.merge_adapters import merge_adapters
 from tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_tensor_files
 from tools.stored_checkpoints import checkpoint_of_load
 
@@ -115,6 +117,7 @@ def to_hub(
 ) -> Path:
     """Writes the weights of a checkpoint as a model that transformers loads, into the new folder `save`; returns it.
 
+    Low-rank adapters are added to the weights beside them, in a checkpoint of its own that is deleted afterwards.
     dtype: of its tensors; None: as they are stored. reference: a folder of the hub whose config.json and tokenizer are
     taken; None: those that lie beside the checkpoint, or a new config.json. Raises ValueError where there is no
     checkpoint, or no architecture for its settings.
@@ -122,7 +125,11 @@ def to_hub(
     found = checkpoint_of_load(load, step)
     arguments = load_run_values(found.path)["args"]
     if arguments.get("lora_rank") is not None:
-        raise ValueError(f"--load is {load}: its checkpoint has adapters; merge them first: tools/checkpoint.py merge")
+        # Beside the result, as it is as large.
+        with TemporaryDirectory(dir=save.parent, prefix=".merged-") as folder:
+            merged = Path(folder) / "merged"
+            merge_adapters(load, merged, step=step)
+            return to_hub(merged, save, dtype=dtype, max_shard_bytes=max_shard_bytes, reference=reference)
     settings = _model_settings(arguments)
     companions = reference or companions_of(found.path)
     with new_folder(save) as temporary:
