@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE
 
 COMMON_FILE = "common.json"
 _OWN_FILES = r"common\.json|\.metadata|__\d+_0\.distcp"
+# Files of Megatron's own formats, and what tools/checkpoint.py calls them.
+_OF_OTHERS = {"metadata.json": "torch_dist_mcore", "mp_rank_*": "torch"}
 _INCOMPLETE = ".incomplete-"
 _REPLACED = ".replaced-"
 _ID = r"[0-9a-f]{12}"
@@ -129,8 +131,16 @@ def find_checkpoint(folder: Path) -> Path:
         left = folder.parent.is_dir() and any(folder.parent.glob(f"{folder.name}{_INCOMPLETE}*"))
         raise ValueError(f"checkpoint {folder} {'was never completed' if left else 'does not exist'}")
     if not (folder / MANIFEST_FILE).is_file():
-        raise ValueError(f"{folder} is no complete checkpoint: it has no {MANIFEST_FILE}")
+        raise ValueError(f"{folder} is no complete checkpoint: it has no {MANIFEST_FILE}{_hint(folder)}")
     return folder
+
+
+def _hint(folder: Path) -> str:
+    """What to do with a checkpoint that another program wrote, by a file that each of its kind has."""
+    for pattern, kind in _OF_OTHERS.items():
+        if any(folder.glob(pattern)):
+            return f"; Megatron wrote it: tools/checkpoint.py convert --from {kind} --to torch_dist makes one of it"
+    return ""
 
 
 def is_complete(folder: Path) -> bool:

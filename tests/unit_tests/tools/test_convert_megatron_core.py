@@ -116,6 +116,45 @@ def test_checkpoints_in_the_layouts_of_the_real_package_load_bit_for_bit(
     assert (tmp_path / "ours" / "latest_checkpointed_iteration.txt").read_text() == str(ITERATION)
 
 
+INSIDE = {
+    "decoder.layers.self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "decoder.layers.self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "decoder.layers.pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+@pytest.mark.parametrize("case", ["experts, tensor-parallel 2", "latent attention, multi-token prediction"])
+def test_norms_are_found_under_the_names_of_either_implementation_of_layers(case: str, tmp_path: Path) -> None:
+    """Transformer Engine's layers have norms inside the linear layer behind them, but for that before a router."""
+    model = model_of(case)
+    tensors = stored_tensors(model, case)
+    if case.startswith("experts"):
+        key = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+        tensors["decoder.layers.pre_mlp_layernorm.weight"] = tensors.pop(key)
+    else:
+        layers = ("decoder.layers.", "mtp.layers.0.transformer_layer.")
+        for key, inner in INSIDE.items():
+            if key in tensors:
+                prefix = next(one for one in layers if key.startswith(one))
+                tensors[prefix + inner] = tensors.pop(key)
+    write_megatron_core(tmp_path / "theirs", tensors, args=FACTS[case]["args"], iteration=ITERATION)
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    state = loaded(case, tmp_path / "ours" / f"iter_{ITERATION:07d}")
+    assert [name for name, tensor in model.state_dict().items() if not torch.equal(state[name], tensor)] == []
+
+
+def test_a_run_that_loads_such_files_as_they_are_is_told_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / f"iter_{ITERATION:07d}"
+    write_megatron_core(folder, stored_tensors(model_of(GATED), GATED), args=None, iteration=ITERATION)
+    with pytest.raises(ValueError, match="has no manifest.json; Megatron wrote it: .* --from torch_dist_mcore"):
+        dist_checkpointing.verify(folder)
+    legacy = tmp_path / "legacy"
+    (legacy / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(ValueError, match="tools/checkpoint.py convert --from torch --to torch_dist"):
+        dist_checkpointing.verify(legacy)
+
+
 def test_without_arguments_the_flags_of_the_model_come_from_a_file(tmp_path: Path) -> None:
     """As programs write it that have Megatron-Core alone: no iteration, keys of a wrapped model, bf16."""
     model = model_of(GATED).bfloat16()
