@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from types import TracebackType
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -159,7 +160,7 @@ def note_of(damage: Callable[[], str], *, earlier: Sequence[str]) -> str:
     """What a damage did. After earlier damage of the same input it may find nothing that it could work on."""
     try:
         return damage()
-    except (AttributeError, LookupError, TypeError, ValueError, OSError):
+    except (AttributeError, EOFError, LookupError, MemoryError, TypeError, UnpicklingError, ValueError, OSError):
         if not earlier:
             raise
         return "nothing, as other damage came first"
