@@ -85,6 +85,35 @@ ROUTER: Flags = {
     "moe-router-enable-expert-bias": True,
 }
 JITTER: Flags = {"moe-input-jitter-eps": 0.1}
+# All that these models have, with a part of their layers windowed, or without experts.
+GPT_OSS: Flags = {
+    "disable-bias-linear": None,
+    "swiglu": None,
+    "quick-geglu": True,
+    "activation-func-clamp-value": 0.5,
+    "glu-linear-offset": 1.0,
+    "softmax-type": "learnable",
+    "window-size": "4,0",
+    "window-attn-skip-freq": "[1,0]",
+    "rope-type": "yarn",
+    "rotary-scaling-factor": 4,
+    "yarn-original-max-position-embeddings": 8,
+}
+DEEPSEEK: Flags = LATENT | {
+    "num-layers": 3,
+    "moe-layer-freq": "[0,1,1]",
+    "num-query-groups": None,
+    "group-query-attention": None,
+    "yarn-original-max-position-embeddings": 8,
+    "mtp-num-layers": 1,
+    "moe-shared-expert-intermediate-size": 16,
+    "moe-router-score-function": "sigmoid",
+    "moe-router-enable-expert-bias": True,
+    "moe-router-num-groups": 2,
+    "moe-router-group-topk": 1,
+    "moe-router-topk-scaling-factor": 2.5,
+    "moe-router-load-balancing-type": "seq_aux_loss",
+}
 FLEX: Flags = STATIC | EP | {"moe-token-dispatcher-type": "flex", "bf16": True}
 
 
@@ -191,6 +220,8 @@ _EXPERTS = {
     "stash with dropout, losses and a bias": _experts(STASH | DROPOUT | ROUTER, modules="attn moe"),
     "stash, recompute of parts": _experts(STASH | SHARED | PARTS),
     "stash, optimizer in the graph": _experts(STASH | UPDATE, modules=""),
+    "stash, as gpt-oss": _experts(STASH | GPT_OSS),
+    "stash, as DeepSeek-V3": _experts(STASH | DEEPSEEK),
 }
 _EXPERTS_RANKS = {
     "dropless over ranks, all-gather": _experts(ALLGATHER, ranks=2, is_whole=False, modules="attn moe_router"),

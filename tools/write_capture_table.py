@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import multiprocessing
@@ -95,10 +96,15 @@ def table(verdicts: dict[str, Verdict]) -> str:
     return BEGIN + _HEAD + "".join(row(name, verdicts[name]) for name in CONFIGURATIONS) + END
 
 
+def _shown(flag: str, value: Any) -> str:
+    """A flag of a configuration; None takes one away that its base has."""
+    return f"without `--{flag}`" if value is None else f"`{' '.join(words_of({flag: value}))}`"
+
+
 def row(name: str, verdict: Verdict) -> str:
     """The line of a configuration."""
     configuration = CONFIGURATIONS[name]
-    flags = " ".join(f"`{' '.join(words_of({flag: value}))}`" for flag, value in configuration.flags.items())
+    flags = " ".join(_shown(flag, value) for flag, value in configuration.flags.items())
     whole = "no" if verdict.whole else "?" if configuration.needs_gpu else "yes"
     modules = "?" if configuration.needs_gpu else " ".join(f"`{module}`" for module in verdict.modules) or "no"
     why = re.sub(r"--[a-z][\w-]*", r"`\g<0>`", _reasons(verdict))

@@ -147,7 +147,8 @@ class _Recorder(TorchDispatchMode):
             self._keep(tensor)
         results = func(*args, **kwargs)
         for place, leaf in enumerate(tree_leaves(results)):
-            if isinstance(leaf, Tensor) and _key(leaf) not in launch.storages:
+            # What only tells a layout has no memory to keep.
+            if isinstance(leaf, Tensor) and not leaf.is_meta and _key(leaf) not in launch.storages:
                 # Another tensor than the caller's, which may come to stand for other memory.
                 launch.made.append((place, leaf.detach()))
                 self._made[_key(leaf)] = (_bytes(leaf), leaf.untyped_storage().nbytes())

@@ -2,6 +2,7 @@
 
 from unittest.mock import patch
 
+import pytest
 from torch import Tensor
 
 from megatron.core.transformer.mlp import MLP
@@ -15,6 +16,14 @@ def test_a_stash_over_ranks_is_replayed_with_the_same_bits() -> None:
     ends = launch_on_ranks(main, 2, argv, backend=None)
     assert [end.exit_code for end in ends] == [0, 0], ends[0].stderr
     assert ends[0].stdout.splitlines()[-1] == "REPLAYED: 2 steps on a tape have the bits of the eager ones"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stash, as gpt-oss", "stash, as DeepSeek-V3"])
+def test_a_model_with_all_that_published_ones_have_is_replayed_with_the_same_bits(name: str) -> None:
+    (end,) = launch_on_ranks(main, 1, ["--replay", "2", *CONFIGURATIONS[name].argv], backend=None)
+    assert end.exit_code == 0, end.stderr
+    assert end.stdout.splitlines()[-1] == "REPLAYED: 2 steps on a tape have the bits of the eager ones"
 
 
 def replay_with_a_counter(argv: list[str]) -> None:

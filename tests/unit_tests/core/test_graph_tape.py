@@ -51,6 +51,14 @@ def test_a_number_of_the_host_stays_what_it_was() -> None:
     assert torch.equal(result, x * 3)
 
 
+def test_what_only_tells_a_layout_is_on_no_tape() -> None:
+    x = torch.ones(2)
+    tape, result = _on_tape(lambda: torch.full_like(torch.empty_like(x, device="meta"), 2.0, device="cpu") * x)
+    x.fill_(3.0)
+    tape.replay()
+    assert torch.equal(result, torch.full((2,), 6.0))
+
+
 def test_backward_is_part_of_it_and_views_stay_views() -> None:
     weight, x = torch.randn(3, 3, requires_grad=True), torch.randn(5, 3)
 
