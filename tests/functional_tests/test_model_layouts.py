@@ -1,13 +1,25 @@
 """The layouts of examples/models fit the models that they are for; nothing is trained here."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.models.layouts import layout_for, main, read_layouts, tiny_layout, words
+from examples.models.layouts import Layout, layout_for, main, read_layouts, tiny_layout, words
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.model_presets import known_models
+from tests.counts import long_count
+from tests.functional_tests.launch import ROOT, run_program
 
+SIZES = {
+    "tensor-model-parallel-size": "tensor",
+    "pipeline-model-parallel-size": "stages",
+    "num-virtual-stages-per-pipeline-rank": "chunks",
+    "expert-model-parallel-size": "experts",
+}
+# Planned in seconds; the others, most of whose stages are many, under `make soak`.
+PLANNED = ["llama3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b"]
 DATA = "--mock-data --tokenizer-type NullTokenizer --save /checkpoints".split()
 
 
@@ -33,8 +45,8 @@ def test_layouts_are_of_named_models_alone() -> None:
 
 
 def test_the_largest_layout_that_divides_the_gpus_is_taken() -> None:
-    found = {gpus: "grad-reduce-in-bf16" in layout_for("qwen3-30b-a3b", gpus) for gpus in (8, 16, 24, 32)}
-    assert found == {8: True, 16: False, 24: True, 32: False}
+    found = {gpus: "grad-reduce-in-bf16" in layout_for("qwen3-30b-a3b", gpus) for gpus in (8, 32, 40, 64)}
+    assert found == {8: True, 32: False, 40: True, 64: False}
 
 
 def test_a_tiny_layout_cuts_in_two_what_the_whole_one_cuts() -> None:
@@ -78,3 +90,34 @@ def test_words_and_sizes_are_printed_for_a_script(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "--bf16" and printed[-2:] == ["--recompute-num-layers", "1"]
     assert main([]) == 0 and "llama3.2-3b        1 or 8 GPUs\n" in capsys.readouterr().out
+
+
+def table_rows() -> dict[tuple[str, int], tuple[str, float]]:
+    """By model and GPUs, the layout and the GiB that the page about models tells."""
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.-]+)` \| (\d+) \| ([^|]*) \| (\d+) \|$", page, re.MULTILINE)
+    return {(model, int(gpus)): (layout, float(size)) for model, gpus, layout, size in rows}
+
+
+def test_the_page_has_every_layout() -> None:
+    rows = {key: layout for key, (layout, _) in table_rows().items()}
+    assert rows == {(model, gpus): summary(one) for model, by in read_layouts().items() for gpus, one in by.items()}
+
+
+def summary(layout: Layout) -> str:
+    sizes = [f"{name} {layout[flag]}" for flag, name in SIZES.items() if flag in layout]
+    return ", ".join(sizes) or ("data" if "recompute-method" not in layout else "data, layers recomputed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", PLANNED if not long_count(0, soak=1) else [one.name for one in known_models()])
+def test_the_page_tells_what_is_planned(model: str, tmp_path: Path) -> None:
+    for (name, gpus), (_, told) in table_rows().items():
+        if name != model:
+            continue
+        argv = ["--model", model, *words(layout_for(model, gpus)), *DATA, "--dry-run", "--world-size", str(gpus)]
+        run = run_program(argv, 1, folder=tmp_path)
+        assert run.exit_codes == [0], run.written()
+        table = run.outcomes[0].stdout.partition("memory of the first rank of each stage, in GiB:")[2]
+        totals = [float(line.split()[-1]) for line in table.splitlines() if re.match(r" +\d+ +\d+ ", line)]
+        assert totals and max(totals) == pytest.approx(told, abs=0.51), (gpus, table)

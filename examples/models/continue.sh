@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Trains a Hugging Face model further and gives it back: its folder is converted, trained by pretrain.sh (which prints
+# first what each GPU will hold), and converted back, for transformers to load. Started again, it goes on where it was.
+#
+#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER                 made-up data
+#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER text.jsonl      your text (.txt or .jsonl), by its tokenizer
+#   examples/models/continue.sh qwen3-30b-a3b HF_FOLDER --lr 1e-6       further flags go to pretrain_gpt.py and win
+#
+# HF_FOLDER: config.json, safetensors and tokenizer, as the hub or save_pretrained has them; nothing is downloaded. What
+# the model is says its config.json; MODEL says in which layout it is trained.
+# OUT: folder that every machine sees, gets converted/, checkpoints/ and hugging_face-ITERATION/. STEPS: of "convert train export".
+# GPUS, DATA, LAUNCH, NODE_RANK, SCALE: as for pretrain.sh.
+set -euo pipefail
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(cd "$HERE/../.." && pwd)
+PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+STEPS=${STEPS:-convert train export}
+
+MODEL=${1:-} HUB=${2:-}
+if [[ -z $MODEL || -z $HUB || $MODEL$HUB == -* ]]; then
+    echo "usage: examples/models/continue.sh MODEL HF_FOLDER [TEXT] [flags of pretrain_gpt.py]; MODEL is one of:" >&2
+    "$PYTHON" "$HERE/layouts.py" >&2
+    exit 2
+fi
+shift 2
+"$PYTHON" "$HERE/layouts.py" "$MODEL" >/dev/null
+if [[ ! -f $HUB/config.json ]]; then
+    echo "error: HF_FOLDER is $HUB: has no config.json; give a folder as the hub or save_pretrained has it" >&2
+    exit 2
+fi
+OUT=${OUT:-$ROOT/runs/$MODEL-continued}
+export OUT
+CONVERTED=$OUT/converted CHECKPOINTS=$OUT/checkpoints TRACKER=latest_checkpointed_iteration.txt
+FIRST_NODE=$((${NODE_RANK:-${SLURM_NODEID:-0}} == 0))
+step() { [[ " $STEPS " == *" $1 "* ]]; }
+
+TEXT=
+if [[ -f ${1:-} ]]; then
+    TEXT=$1
+    shift
+fi
+TOKENIZER="--tokenizer-type HuggingFaceTokenizer --tokenizer-model $CONVERTED/hugging_face"
+
+if step convert && ((FIRST_NODE)) && [[ ! -f $CONVERTED/$TRACKER ]]; then
+    echo "== Converting $HUB"
+    "$PYTHON" "$ROOT/tools/checkpoint.py" convert --from hf --to megatron --load "$HUB" --save "$CONVERTED"
+fi
+if step convert && ((FIRST_NODE)) && [[ -n $TEXT && ! -f $OUT/tokens_text_document.idx ]]; then
+    echo "== Turning the text into tokens"
+    # shellcheck disable=SC2086
+    "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$TEXT" --output-prefix "$OUT/tokens" $TOKENIZER --append-eod
+fi
+
+if step train; then
+    # The first machine converts; the others wait for what it writes last.
+    until [[ -f $CONVERTED/$TRACKER && (-z $TEXT || -f $OUT/tokens_text_document.idx) ]]; do
+        ((FIRST_NODE)) && echo "error: STEPS is $STEPS: there is nothing in $OUT to train; convert first" >&2 && exit 2
+        sleep 5
+    done
+    if [[ -n $TEXT ]]; then
+        DATA="--data-path $OUT/tokens_text_document --split 98,2,0 $TOKENIZER"
+    fi
+    export DATA=${DATA:---mock-data $TOKENIZER}
+    # The weights alone have no optimizer; later checkpoints go on with theirs.
+    LOAD=$CONVERTED
+    [[ ! -f $CHECKPOINTS/$TRACKER ]] || LOAD=$CHECKPOINTS
+    RUN=("$HERE/pretrain.sh" "$MODEL" --load "$LOAD" --use-checkpoint-args --lr 1e-5 --min-lr 1e-6 "$@")
+    # In the place of this shell, if it has nothing left to do: signals of a cluster's end then reach the run.
+    step export || exec "${RUN[@]}"
+    "${RUN[@]}"
+fi
+
+if step export && ((FIRST_NODE)); then
+    BACK=$OUT/hugging_face-$(cat "$CHECKPOINTS/$TRACKER")
+    echo "== Giving it back to Hugging Face"
+    [[ -d $BACK ]] ||
+        "$PYTHON" "$ROOT/tools/checkpoint.py" convert --from megatron --to hf --load "$CHECKPOINTS" --save "$BACK"
+    echo "For AutoModelForCausalLM.from_pretrained and AutoTokenizer: $BACK"
+fi

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Trains a published model from scratch, in the layout that layouts.yaml has for it: first what each GPU will hold, then
+# the run. Started again, it goes on from its last checkpoint.
+#
+#   examples/models/pretrain.sh                                the models, and the GPUs that they take
+#   examples/models/pretrain.sh qwen3-30b-a3b                  made-up data, the fewest GPUs it has a layout for
+#   SCALE=tiny examples/models/pretrain.sh qwen3-30b-a3b       a tiny one with the same features, two processes, no GPU
+#   examples/models/pretrain.sh qwen3-30b-a3b --lr 1e-4        further flags go to pretrain_gpt.py and win
+#
+# GPUS: processes in all. DATA: flags that name data and tokenizer. OUT: folder of the checkpoints.
+# Several machines: slurm.sh and kubernetes.yaml run this on each, with LAUNCH, torchrun's words, and NODE_RANK.
+set -euo pipefail
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(cd "$HERE/../.." && pwd)
+PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+MODEL=${1:-}
+if [[ -z $MODEL || $MODEL == -* ]]; then
+    echo "usage: examples/models/pretrain.sh MODEL [flags of pretrain_gpt.py]; MODEL is one of:" >&2
+    "$PYTHON" "$HERE/layouts.py" >&2
+    exit 2
+fi
+shift
+case ${SCALE:-full} in
+full)
+    SMALLEST=$("$PYTHON" "$HERE/layouts.py" "$MODEL")
+    GPUS=${GPUS:-$SMALLEST}
+    LAYOUT=$("$PYTHON" "$HERE/layouts.py" "$MODEL" "$GPUS")
+    ;;
+tiny)
+    GPUS=${GPUS:-2}
+    LAYOUT=$("$PYTHON" "$HERE/layouts.py" "$MODEL" "$GPUS" --tiny)
+    ;;
+*)
+    echo "error: SCALE is $SCALE: must be full or tiny" >&2
+    exit 2
+    ;;
+esac
+mapfile -t LAYOUT <<<"$LAYOUT"
+if [[ -z ${LAUNCH:-} ]] && ((GPUS > 8)); then
+    echo "error: $MODEL on $GPUS GPUs takes several machines: start it by examples/models/slurm.sh or kubernetes.yaml" >&2
+    exit 2
+fi
+LAUNCH=${LAUNCH:---standalone --nproc-per-node $GPUS}
+DATA=${DATA:---mock-data --tokenizer-type NullTokenizer}
+OUT=${OUT:-$ROOT/runs/$MODEL${SCALE:+-$SCALE}}
+
+# A warm-up for any number of steps, unless another is given.
+[[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.01
+# Several words.
+# shellcheck disable=SC2206
+FLAGS=(--model "$MODEL" "${LAYOUT[@]}" $DATA --save "$OUT/checkpoints" --load "$OUT/checkpoints" "$@")
+
+if [[ ${NODE_RANK:-${SLURM_NODEID:-0}} == 0 ]]; then
+    echo "== What each of $GPUS GPUs will hold"
+    "$PYTHON" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" --dry-run --world-size "$GPUS"
+    echo "== Training; checkpoints and log: $OUT/checkpoints"
+fi
+# shellcheck disable=SC2086
+exec "$PYTHON" -m torch.distributed.run $LAUNCH "$ROOT/pretrain_gpt.py" "${FLAGS[@]}"

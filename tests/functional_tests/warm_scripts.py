@@ -1,0 +1,110 @@
+"""Runs shell scripts whose $PYTHON is a client of this process: what they start runs on warm ranks. No test here.
+
+A script costs then what its programs compute, not what they import; it is the script that users run, word for word.
+"""
+
+import importlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.distributed.run import get_args_parser
+
+from tests.functional_tests.launch import ROOT
+from tests.harness import launch_on_ranks
+
+# Without site and the user's settings, which it needs none of: it starts in a few milliseconds.
+_CLIENT = """#!{python} -SE
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as link:
+    link.connect({address!r})
+    link.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
+    code, out, err = json.loads(link.makefile().read())
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(code)
+"""
+_TORCHRUN = ["-m", "torch.distributed.run"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A program that a script started by torchrun: torchrun's words, and the program's."""
+
+    torchrun: list[str]
+    argv: list[str]
+    environment: Mapping[str, str]
+
+
+@dataclass
+class Finished:
+    """A script that has ended."""
+
+    exit_code: int = 0
+    stdout: str = ""
+    stderr: str = ""
+    launches: list[Launch] = field(default_factory=list)
+
+
+def run_script(
+    command: Sequence[str], *, env: Mapping[str, str], launching: bool = True, timeout: float = 300
+) -> Finished:
+    """Runs `command` in the repository's folder with PYTHON as described above.
+
+    launching: False: what is started by torchrun is not run but only told in `launches`, as for other machines.
+    """
+    finished = Finished()
+    with tempfile.TemporaryDirectory(prefix="script-") as name, socket.socket(socket.AF_UNIX) as listener:
+        folder = Path(name)
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        client = folder / "python"
+        client.write_text(_CLIENT.format(python=sys.executable, address=str(folder / "socket")))
+        client.chmod(0o755)
+        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+            process = subprocess.Popen(
+                list(command), cwd=ROOT, env={**os.environ, **env, "PYTHON": str(client)}, stdout=out, stderr=err
+            )
+            try:
+                while process.poll() is None:
+                    if select.select([listener], [], [], 0.02)[0]:
+                        _answer(listener, finished, launching=launching, timeout=timeout)
+            finally:
+                process.kill()
+                finished.exit_code = process.wait()
+        finished.stdout, finished.stderr = ((folder / one).read_text() for one in ("stdout", "stderr"))
+    return finished
+
+
+def _answer(listener: socket.socket, finished: Finished, *, launching: bool, timeout: float) -> None:
+    """Runs what a client was called with, and tells it what came of that."""
+    link, _ = listener.accept()
+    with link:
+        words, folder, environment = json.loads(link.makefile().readline())
+        processes = 1
+        if words[:2] == _TORCHRUN:
+            launcher = words[len(_TORCHRUN) :]
+            options = get_args_parser().parse_args(launcher)
+            words = [options.training_script, *options.training_script_args]
+            finished.launches.append(Launch(launcher[: -len(words)], words[1:], environment))
+            processes = int(options.nproc_per_node) if launching else 0
+        module = ".".join(Path(words[0]).resolve().relative_to(ROOT).with_suffix("").parts)
+        outcomes = launch_on_ranks(
+            _main, processes, module, words[1:], folder, backend=None, env=environment, timeout=timeout
+        )
+        code = max((outcome.exit_code or outcome.value for outcome in outcomes), default=0)
+        written = ("".join(vars(outcome)[name] for outcome in outcomes) for name in ("stdout", "stderr"))
+        link.sendall(json.dumps([code, *written]).encode())
+
+
+def _main(module: str, argv: list[str], folder: str) -> int:
+    """Calls the main function of a program, as its file would if it were run."""
+    os.chdir(folder)
+    return int(vars(importlib.import_module(module))["main"](argv) or 0)
