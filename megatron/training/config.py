@@ -89,7 +89,11 @@ class TrainingConfig:
     use_mcore_models: bool = config_field(
         False, dest="deprecated_use_mcore_models", help="Accepted for old scripts: the model is always of this kind."
     )
-    transformer_impl: str = config_field("local", choices=("local",), help="Which implementation of the layers to use.")
+    transformer_impl: str = config_field(
+        "local",
+        choices=("local", "transformer_engine"),
+        help="Whose layers to use: this project's, or those of the package transformer_engine, which needs a GPU.",
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)

@@ -41,7 +41,7 @@ from megatron.training.setup import get_model, setup_batches, setup_model_and_op
 
 ForwardStep = Callable[..., Any]
 # What a plan does not know, said wherever one is shown.
-NOT_PLANNED = "messages under way, what kernels and the allocator take for themselves, and data"
+NOT_PLANNED = "messages under way, what passes take and free again, as logits, what the allocator keeps, and data"
 
 
 @dataclass(frozen=True)

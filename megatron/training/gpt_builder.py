@@ -20,7 +20,9 @@ def build_gpt(
     config = core_transformer_config_from_args(args)
     with flags_named_in_errors():
         check_weights_fit(config, args.padded_vocab_size)
-    layers = get_gpt_decoder_block_spec(config)
+        # Tools have arguments of their own, which say nothing of it.
+        by_engine = vars(args).get("transformer_impl") == "transformer_engine"
+        layers = get_gpt_decoder_block_spec(config, use_transformer_engine=by_engine)
     model = GPTModel(
         config=config,
         transformer_layer_spec=layers,

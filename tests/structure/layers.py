@@ -53,13 +53,13 @@ LAYERS = (
     Layer(4, "transformer", r"megatron\.core\.transformer\.multi_token_prediction", step=4),
     Layer(4, "transformer", r"megatron\.core\.transformer", step=5),  # the package itself re-exports
     Layer(4, "transformer", r"megatron\.core\.transformer\..+"),
+    Layer(4, "extensions", r"megatron\.core\.extensions(\..+)?"),
     Layer(4, "distributed", r"megatron\.core\.distributed(\..+)?"),
     Layer(4, "pipeline_parallel", r"megatron\.core\.pipeline_parallel(\..+)?"),
     Layer(4, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),
     Layer(4, "graph_safety", r"megatron\.core\.graph_(safety|refusals)"),
     Layer(5, "models", r"megatron\.core\.models(\..+)?"),
     Layer(5, "optimizer", r"megatron\.core\.optimizer(_param_scheduler|\..+)?", never=("transformer",)),
-    Layer(5, "extensions", r"megatron\.core\.extensions(\..+)?"),
     Layer(6, "core", r"megatron(\.core)?"),  # re-exports for users; nothing inside imports from it
     Layer(6, "training", r"megatron\.training(\..+)?"),
     Layer(7, "programs", r"(pretrain_gpt|tools|benchmarks|examples)(\..+)?"),

@@ -129,7 +129,7 @@ def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, table: FlagTabl
 def _argparse_type(flag: Flag, table: FlagTable) -> Callable[[str], Any]:
     def convert(word: str) -> Any:
         try:
-            return value_of_word(flag, word, table=table)
+            return value_of_word(flag, word)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -9,10 +9,6 @@ from typing import Any
 from megatron.training.command_line.flag_table import Flag, FlagTable
 from megatron.training.command_line.refusals import VALUE_REFUSALS
 
-# Values that Megatron's flag takes and a later issue brings. Megatron's other values are never available.
-CHOICE_OWNERS: dict[str, dict[str, str]] = {
-    "--transformer-impl": {"transformer_engine": "models"},
-}
 _KIND_NAMES = {"int": "an integer", "float": "a number"}
 
 
@@ -21,7 +17,7 @@ def not_yet(owner: str, table: FlagTable) -> str:
     return f"not yet in this version (planned: {table.owner_titles[owner]!r})"
 
 
-def value_of_word(flag: Flag, word: str, *, table: FlagTable) -> Any:
+def value_of_word(flag: Flag, word: str) -> Any:
     """The value of one word; ValueError with text for the user, without the flag's name, if it is not one."""
     try:
         value = flag.parse(word)
@@ -29,21 +25,14 @@ def value_of_word(flag: Flag, word: str, *, table: FlagTable) -> Any:
         kind = _KIND_NAMES.get(flag.type_name)
         # A field's parser names itself first; the flag's name is said already.
         reason = str(error).removeprefix(f"{flag.dest} is ")
-        raise ValueError(
-            f"{word!r} is not {kind}" if kind else _choice_error(flag, word, table=table) or reason
-        ) from None
+        raise ValueError(f"{word!r} is not {kind}" if kind else _choice_error(flag, word) or reason) from None
     if flag.choices is not None and value not in flag.choices:
-        raise ValueError(
-            _choice_error(flag, word, table=table) or f"{word!r} is not one of {', '.join(choice_names(flag))}"
-        )
+        raise ValueError(_choice_error(flag, word) or f"{word!r} is not one of {', '.join(choice_names(flag))}")
     return value
 
 
-def _choice_error(flag: Flag, word: str, *, table: FlagTable) -> str | None:
+def _choice_error(flag: Flag, word: str) -> str | None:
     """Why a value that Megatron users know is not accepted; None for a value that nobody knows."""
-    owner = CHOICE_OWNERS.get(flag.flags[0], {}).get(word)
-    if owner is not None:
-        return f"{word!r} is {not_yet(owner, table)}"
     advice = VALUE_REFUSALS.get((flag.flags[0], word))
     if advice is not None:
         return f"{word!r} is not available here; {advice}"
@@ -79,7 +68,7 @@ def yaml_of_value(value: Any) -> Any:
     return value
 
 
-def value_of_yaml(flag: Flag, data: Any, *, table: FlagTable) -> Any:
+def value_of_yaml(flag: Flag, data: Any) -> Any:
     """The value of a flag from YAML data; ValueError with text for the user if the type is wrong."""
     # An empty value in a file is how --print-config writes "not set".
     if data is None and flag.default is None:
@@ -89,17 +78,17 @@ def value_of_yaml(flag: Flag, data: Any, *, table: FlagTable) -> Any:
             raise ValueError(f"{data!r} is not true or false")
         return data
     if flag.takes_list:
-        return _list_of_yaml(flag, data if isinstance(data, list) else [data], table=table)
-    return value_of_word(flag, _word_of_yaml(flag, data), table=table)
+        return _list_of_yaml(flag, data if isinstance(data, list) else [data])
+    return value_of_word(flag, _word_of_yaml(flag, data))
 
 
-def _list_of_yaml(flag: Flag, items: list[Any], *, table: FlagTable) -> Any:
+def _list_of_yaml(flag: Flag, items: list[Any]) -> Any:
     # argparse counts the words of the command line; nobody counts those of a file.
     if isinstance(flag.nargs, int) and len(items) != flag.nargs:
         raise ValueError(f"{len(items)} values instead of {flag.nargs}")
     # A list of strings may hold numbers: `data_path: [0.3, books, 0.7, web]`.
     words = [str(item) if _is_number(item) else _word_of_yaml(flag, item) for item in items]
-    return flag.unwrapped([value_of_word(flag, word, table=table) for word in words])
+    return flag.unwrapped([value_of_word(flag, word) for word in words])
 
 
 def _word_of_yaml(flag: Flag, data: Any) -> str:

@@ -114,7 +114,7 @@ def _flag_of_key(name: str, table: FlagTable, *, aliases: dict[str, Flag], path:
 
 def _value(flag: Flag, data: Any, *, path: str, table: FlagTable) -> Any:
     try:
-        return value_of_yaml(flag, data, table=table)
+        return value_of_yaml(flag, data)
     except ValueError as error:
         raise CommandLineError(f"{path}: {flag.dest}: {error}") from None
 

@@ -1,5 +1,8 @@
 """Specs of GPT's layers: which classes a dense or mixture-of-experts layer is made of; sizes come from the config."""
 
+from dataclasses import replace
+
+from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.lora_specs import with_adapters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -28,18 +31,24 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 def get_gpt_decoder_block_spec(
     config: TransformerConfig, use_transformer_engine: bool = False
 ) -> TransformerBlockSubmodules:
-    """One layer spec per layer, dense or with experts as moe_layer_freq says, and the final norm."""
-    if use_transformer_engine:
-        raise ValueError("use_transformer_engine is True: layers are torch's only, must be False")
+    """One layer spec per layer, dense or with experts as moe_layer_freq says, and the final norm.
+
+    use_transformer_engine: see get_gpt_layer_with_transformer_engine_spec; raises ValueError for what it does not have.
+    """
     # Two specs serve all layers: a spec is a description, building copies nothing from it.
     attention = config.qk_layernorm, config.multi_latent_attention
-    dense = get_gpt_layer_local_spec(None, False, *attention)
-    experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, *attention)
+    layer = get_gpt_layer_local_spec
+    if use_transformer_engine:
+        transformer_engine.check_supported(config)
+        layer = get_gpt_layer_with_transformer_engine_spec
+    dense = layer(None, False, *attention)
+    experts = layer(config.num_moe_experts, config.moe_grouped_gemm, *attention)
     if config.lora_rank is not None:
         dense, experts = (with_adapters(spec, config.lora_target_modules) for spec in (dense, experts))
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     return TransformerBlockSubmodules(
-        layer_specs=[experts if with_experts else dense for with_experts in has_experts], layer_norm=Norm
+        layer_specs=[experts if with_experts else dense for with_experts in has_experts],
+        layer_norm=transformer_engine.TENorm if use_transformer_engine else Norm,
     )
 
 
@@ -48,9 +57,10 @@ def get_gpt_mtp_block_spec(
     spec: TransformerBlockSubmodules | ModuleSpec,
     use_transformer_engine: bool = False,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The layers of multi-token prediction, of the kind of the last layer of `spec`; None where there are none."""
-    if use_transformer_engine:
-        raise ValueError("use_transformer_engine is True: layers are torch's only, must be False")
+    """The layers of multi-token prediction, of the kind of the last layer of `spec`; None where there are none.
+
+    use_transformer_engine: as old scripts give it; what their transformer layers are is said by `spec`.
+    """
     if not config.mtp_num_layers:
         return None
     last = spec.layer_specs[-1] if isinstance(spec, TransformerBlockSubmodules) else spec
@@ -71,6 +81,39 @@ def get_gpt_layer_local_spec(
     """
     submodules = get_gpt_layer_local_submodules(num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+) -> ModuleSpec:
+    """As get_gpt_layer_local_spec, with Transformer Engine's norms, attention core and linear layers; experts and
+    shared experts are this project's own. Raises ValueError, an ImportError too, where the package is missing.
+
+    multi_latent_attention: must be False.
+    """
+    if multi_latent_attention:
+        raise ValueError("multi_latent_attention is True: layers of Transformer Engine do not have it here")
+    submodules = get_gpt_layer_local_submodules(num_experts, moe_grouped_gemm, qk_layernorm)
+    norm = transformer_engine.TENorm
+    linear = transformer_engine.TEColumnParallelLinear, transformer_engine.TERowParallelLinear
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=linear[0],
+            core_attention=transformer_engine.TEDotProductAttention,
+            linear_proj=linear[1],
+            q_layernorm=norm if qk_layernorm else None,
+            k_layernorm=norm if qk_layernorm else None,
+        ),
+    )
+    parts = {"input_layernorm": norm, "self_attention": attention, "pre_mlp_layernorm": norm}
+    if num_experts is None:
+        parts["mlp"] = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=linear[0], linear_fc2=linear[1]))
+    return ModuleSpec(module=TransformerLayer, submodules=replace(submodules, **parts))
 
 
 def get_gpt_layer_local_submodules(

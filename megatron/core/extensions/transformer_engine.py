@@ -1,0 +1,301 @@
+"""NVIDIA's Transformer Engine in the place of local layers: linear layers, norms and the attention core.
+
+    from megatron.core.extensions.transformer_engine import TELinear, TEColumnParallelLinear, TERowParallelLinear
+    from megatron.core.extensions.transformer_engine import TENorm, TEDotProductAttention
+
+The classes are made when they are first asked for, which needs the package transformer_engine and raises
+TransformerEngineMissingError without it. Parameters have the names, shapes, first values and pieces of the local
+layers, so that either loads the other's checkpoints; what Transformer Engine adds to state dicts (`_extra_state`) is
+left out. Its API: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
+"""
+
+import functools
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import existing_process_groups, group_or_existing
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LayerConfig,
+    RowParallelLinear,
+    empty_values,
+    initialize_weight,
+    split_size,
+)
+from megatron.core.tensor_parallel.param_attributes import (
+    mark_partial_gradient,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class TransformerEngineMissingError(ImportError, ValueError):
+    """The package transformer_engine cannot be imported."""
+
+
+def __getattr__(name: str) -> Any:
+    """The classes of this module; see its docstring."""
+    if name not in _BUILDERS:
+        raise AttributeError(f"{__name__} has no {name!r}: it has {', '.join(_BUILDERS)}")
+    return _class_of(name, _engine())
+
+
+def check_supported(config: TransformerConfig) -> None:
+    """Raises ValueError for settings of layers that these do not have, and where the package is missing."""
+    refused = {
+        "lora_rank": config.lora_rank is not None,
+        "multi_latent_attention": config.multi_latent_attention,
+        "context_parallel_size": config.context_parallel_size > 1,
+        "softmax_type": config.softmax_type != "vanilla",
+        "init_model_with_meta_device": config.init_model_with_meta_device,
+    }
+    for name in (name for name, is_set in refused.items() if is_set):
+        raise ValueError(
+            f"{name} is {getattr(config, name)} and transformer_impl is transformer_engine, whose layers do not have "
+            "it here: give transformer_impl local"
+        )
+    _engine()
+
+
+def _engine() -> Any:
+    try:
+        import transformer_engine.pytorch as engine
+    except ImportError as error:
+        raise TransformerEngineMissingError(
+            f"transformer_impl is transformer_engine, and the package transformer_engine cannot be imported ({error}): "
+            "install transformer-engine[pytorch], which needs a GPU, or give transformer_impl local"
+        ) from error
+    return engine
+
+
+@functools.lru_cache(maxsize=32)
+def _class_of(name: str, engine: Any) -> type:
+    return _BUILDERS[name](engine)
+
+
+class _WithoutExtraState:
+    """What Transformer Engine adds to state dicts is of eight-bit numbers, which are not used: there is none of it."""
+
+    get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
+
+
+def _linear(engine: Any) -> type:
+    class TELinear(_WithoutExtraState, engine.Linear):
+        """y = x W^T (+ b) with W split as parallel_mode says: "column", "row" or None. Returns (y, bias or None)."""
+
+        def __init__(
+            self,
+            input_size: int,
+            output_size: int,
+            *,
+            config: LayerConfig,
+            init_method: InitMethod,
+            parallel_mode: str | None = None,
+            bias: bool = True,
+            skip_bias_add: bool = False,
+            tp_group: dist.ProcessGroup | None = None,
+        ) -> None:
+            """skip_bias_add: leave adding the bias to the caller. tp_group: ranks that hold parts; as local layers."""
+            group = group_or_existing(tp_group)
+            ranks = group_size(group)
+            split = {"column": output_size, "row": input_size}
+            if parallel_mode is not None:
+                name = "output_size" if parallel_mode == "column" else "input_size"
+                split_size(split[parallel_mode], group, name=name)
+            is_partial = config.sequence_parallel and ranks > 1
+            super().__init__(
+                input_size,
+                output_size,
+                sequence_parallel=is_partial and parallel_mode is not None,
+                # Gradients are moved by this project's own hooks, from where autograd puts them.
+                fuse_wgrad_accumulation=False,
+                tp_group=group if ranks > 1 else None,
+                tp_size=ranks,
+                init_method=_left_as_it_is,
+                bias=bias,
+                return_bias=skip_bias_add,
+                params_dtype=config.params_dtype,
+                parallel_mode=parallel_mode,
+                device=empty_values(0, config=config).device,
+            )
+            self.input_size, self.output_size, self.init_method = input_size, output_size, init_method
+            self.tp_group, self.skip_bias_add = group, skip_bias_add
+            if not bias:
+                # There, a tensor without elements.
+                self.bias = None
+            self._mark(parallel_mode, is_partial=is_partial)
+            drawn_apart = group if parallel_mode is not None else None
+            initialize_weight(self.weight, init_method, config=config, tp_group=drawn_apart)
+
+        def _mark(self, parallel_mode: str | None, *, is_partial: bool) -> None:
+            dim = {"column": 0, "row": 1, None: -1}[parallel_mode]
+            set_tensor_model_parallel_attributes(self.weight, dim >= 0, dim, 1)
+            mark_partial_gradient(self.weight, partial=is_partial and dim < 0)
+            if self.bias is not None:
+                self.bias.data.zero_()
+                set_tensor_model_parallel_attributes(self.bias, dim == 0, 0 if dim == 0 else -1, 1)
+                mark_partial_gradient(self.bias, partial=is_partial and dim != 0)
+
+        def init_methods(self) -> dict[str, InitMethod]:
+            """How the parameters start, by name."""
+            names = ["weight"] if self.bias is None else ["weight", "bias"]
+            return {name: self.init_method if name == "weight" else ConstantInit(0) for name in names}
+
+        def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+            """input_: [*, this rank's input columns], parameter dtype. Returns [*, its output columns], same dtype, and
+            the skipped bias.
+            """
+            output = super().forward(input_)
+            if not self.skip_bias_add:
+                return output, None
+            # Without a bias to skip, there is one without elements.
+            return output[0], None if self.bias is None else output[1]
+
+    return TELinear
+
+
+def _column(engine: Any) -> type:
+    linear: Any = _class_of("TELinear", engine)
+
+    class TEColumnParallelLinear(linear):
+        """ColumnParallelLinear of Transformer Engine: W's rows are split; see there."""
+
+        logical_pieces = ColumnParallelLinear.logical_pieces
+
+        def __init__(self, input_size: int, output_size: int, *, gather_output: bool = False, **settings: Any) -> None:
+            """gather_output, is_expert: must be False. settings: as of TELinear."""
+            _require_unset(gather_output=gather_output, is_expert=settings.pop("is_expert", False))
+            super().__init__(input_size, output_size, parallel_mode="column", **settings)
+
+    return TEColumnParallelLinear
+
+
+def _row(engine: Any) -> type:
+    linear: Any = _class_of("TELinear", engine)
+
+    class TERowParallelLinear(linear):
+        """RowParallelLinear of Transformer Engine: W's columns are split; see there."""
+
+        logical_pieces = RowParallelLinear.logical_pieces
+
+        def __init__(
+            self, input_size: int, output_size: int, *, input_is_parallel: bool = True, **settings: Any
+        ) -> None:
+            """input_is_parallel: must be True; is_expert: must be False. settings: as of TELinear."""
+            _require_unset(not_input_is_parallel=not input_is_parallel, is_expert=settings.pop("is_expert", False))
+            super().__init__(input_size, output_size, parallel_mode="row", **settings)
+
+    return TERowParallelLinear
+
+
+def _norm(engine: Any) -> type:
+    kinds = {
+        name: type(f"TE{name}", (_WithoutExtraState, getattr(engine, name)), {}) for name in ("LayerNorm", "RMSNorm")
+    }
+
+    class TENorm:
+        """Builds the norm that config.normalization names, of Transformer Engine: TENorm(config, hidden_size)."""
+
+        def __new__(cls, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> Any:
+            is_rms = config.normalization == "RMSNorm"
+            norm = kinds["RMSNorm" if is_rms else "LayerNorm"](
+                hidden_size,
+                eps=eps,
+                params_dtype=config.params_dtype,
+                zero_centered_gamma=False,
+                device=empty_values(0, config=config).device,
+            )
+            for param in norm.parameters():
+                set_tensor_model_parallel_attributes(param, False, -1, 1)
+                # A rank of a split sequence sees its own tokens alone.
+                mark_partial_gradient(param, partial=config.sequence_parallel)
+            first = {"weight": ConstantInit(1)} if is_rms else {"weight": ConstantInit(1), "bias": ConstantInit(0)}
+            norm.init_methods = lambda: first
+            return norm
+
+    return TENorm
+
+
+def _attention(engine: Any) -> type:
+    class TEDotProductAttention(_WithoutExtraState, engine.DotProductAttention):
+        """DotProductAttention of Transformer Engine; see there. Samples are not packed, and there are no sinks."""
+
+        def __init__(
+            self,
+            config: TransformerConfig,
+            layer_number: int,
+            *,
+            attn_mask_type: AttnMaskType = AttnMaskType.causal,
+            attention_dropout: float | None = None,
+            softmax_scale: float | None = None,
+            pg_collection: ProcessGroupCollection | None = None,
+        ) -> None:
+            group = or_alone((pg_collection or existing_process_groups()).tp)
+            super().__init__(
+                config.num_attention_heads,
+                config.kv_channels,
+                num_gqa_groups=config.num_query_groups,
+                attention_dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
+                qkv_format="sbhd",
+                attn_mask_type=attn_mask_type.name,
+                window_size=config.window_of_layer(layer_number),
+                sequence_parallel=config.sequence_parallel,
+                tp_size=group_size(group),
+                get_rng_state_tracker=get_cuda_rng_tracker,
+                tp_group=group if group_size(group) > 1 else None,
+                layer_number=layer_number,
+                softmax_scale=softmax_scale,
+            )
+            self.mask_name = attn_mask_type.name
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None = None,
+            attn_mask_type: AttnMaskType | None = None,
+            *,
+            packed_seq_params: PackedSeqParams | None = None,
+            first_head: int = 0,
+        ) -> Tensor:
+            """query: [S, B, N, D]; key, value: [S, B, G, D], any float dtype; attention_mask: bool, [B, 1, S, S], True
+            where attention is forbidden, or None for what the mask type says. Returns [S, B, N * D], same dtype.
+            """
+            if packed_seq_params is not None:
+                raise ValueError(
+                    "packed_seq_params is given and transformer_impl is transformer_engine, whose samples are not "
+                    "packed here: give transformer_impl local"
+                )
+            name = self.mask_name if attn_mask_type is None else attn_mask_type.name
+            name = name if attention_mask is None else AttnMaskType.arbitrary.name
+            output: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type=name)
+            return output
+
+    return TEDotProductAttention
+
+
+def _left_as_it_is(weight: Tensor) -> Tensor:
+    # Drawn afterwards, from the generators that local layers use.
+    return weight
+
+
+def _require_unset(**settings: bool) -> None:
+    for name in (name for name, is_set in settings.items() if is_set):
+        raise ValueError(f"{name} is True: layers of Transformer Engine do not have it here, must be False")
+
+
+_BUILDERS = {
+    "TELinear": _linear,
+    "TEColumnParallelLinear": _column,
+    "TERowParallelLinear": _row,
+    "TENorm": _norm,
+    "TEDotProductAttention": _attention,
+}

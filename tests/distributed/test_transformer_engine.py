@@ -1,0 +1,128 @@
+"""Transformer Engine's layers in the place of local ones, by a stand-in with its published signatures."""
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.gpt_builder import build_gpt
+from tests.distributed.tiny_runs import parameters, started_run, train_steps
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.harness import run_on_ranks
+from tests.unit_tests.core.extensions.fake_engine import CLASSES, bound, fake_engine
+from tests.unit_tests.core.extensions.write_engine_signatures import SIGNATURES_FILE, signatures
+
+ENGINE: Flags = {"transformer-impl": "transformer_engine"}
+TP: Flags = {"tensor-model-parallel-size": 2}
+RUNS: dict[str, tuple[str, Flags]] = {
+    "biases, LayerNorm": ("dense", {}),
+    "tensor parallel": ("dense", TP),
+    "RMSNorm, groups, sequence parallel": (
+        "llama",
+        {**TP, "sequence-parallel": True, "use-distributed-optimizer": True},
+    ),
+    "window, norms of heads, stages": (
+        "llama",
+        {"window-size": "9,0", "qk-layernorm": True, "pipeline-model-parallel-size": 2},
+    ),
+    "experts": ("moe", {"expert-model-parallel-size": 2, "moe-shared-expert-intermediate-size": 32}),
+}
+
+
+def _argv(name: str, more: Flags) -> list[str]:
+    base, flags = RUNS[name]
+    return command_line({**read_bases()[base], "attention-backend": "unfused", **flags, **more})
+
+
+def _trained(folder: str) -> dict[str, list[Any]]:
+    """Of each run: local, by the engine, and each gone on from the other's checkpoint."""
+    found = {}
+    for number, name in enumerate(RUNS):
+        found[name] = []
+        for kind in (False, True):
+            saved, other = (f"{folder}/{number}-{side}" for side in (kind, not kind))
+            found[name].append(_run(_argv(name, {"save": saved}), by_engine=kind, saves=True))
+        for kind in (False, True):
+            other = f"{folder}/{number}-{not kind}"
+            found[name].append(_run(_argv(name, {"load": other}), by_engine=kind, saves=False))
+    return found
+
+
+def _run(argv: list[str], *, by_engine: bool, saves: bool) -> Any:
+    engine = command_line(ENGINE) if by_engine else []
+    with fake_engine() if by_engine else nullcontext(), started_run([*argv, *engine]) as run:
+        classes = {type(module).__name__ for chunk in run.model for module in chunk.modules()}
+        assert ("TEColumnParallelLinear" in classes) == by_engine
+        names = parameters(*run.model)
+        steps = train_steps(run, 2)
+        if saves:
+            run.save_checkpoint()
+        return list(names), [step["losses"] | {"norm": float(step["grad_norm"])} for step in steps]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]]:
+    return run_on_ranks(_trained, 2, str(tmp_path_factory.mktemp("engine")), timeout=240)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_are_those_of_local_layers_and_go_on_from_each_others_checkpoints(
+    name: str, trained: list[dict[str, list[Any]]]
+) -> None:
+    for of_rank in trained:
+        local, engine, after_engine, after_local = of_rank[name]
+        assert local[0] == engine[0], "names of parameters"
+        for one, other in ((local, engine), (after_engine, after_local)):
+            for step, reference in zip(other[1], one[1], strict=True):
+                assert step == pytest.approx(reference, rel=2e-5)
+        assert local[1] != after_local[1], "went on, and did not begin anew"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"lora-rank": 2}, "--lora-rank is 2"),
+        ({"softmax-type": "learnable"}, "--softmax-type is learnable"),
+        ({"init-model-with-meta-device": True, "use-torch-fsdp2": True}, "--init-model-with-meta-device is True"),
+    ],
+)
+def test_what_its_layers_do_not_have_is_refused(flags: Flags, named: str) -> None:
+    args = validate_args(parse_args(argv=command_line({**read_bases()["llama"], **ENGINE, **flags})))
+    args.padded_vocab_size = args.unpadded_vocab_size = 128
+    with fake_engine(), pytest.raises(ValueError, match=named):
+        build_gpt(args)
+
+
+def test_without_the_package_the_error_says_what_to_install() -> None:
+    args = validate_args(parse_args(argv=command_line({**read_bases()["llama"], **ENGINE})))
+    args.padded_vocab_size = args.unpadded_vocab_size = 128
+    with pytest.raises(ValueError, match=r"--transformer-impl is transformer_engine, .*transformer-engine\[pytorch\]"):
+        build_gpt(args)
+    with pytest.raises(ImportError, match="transformer_engine cannot be imported"):
+        get_gpt_layer_with_transformer_engine_spec()
+
+
+def test_the_stand_in_refuses_what_the_published_classes_do_not_take() -> None:
+    with pytest.raises(TypeError, match="unknown .'no_such'"):
+        bound("Linear", "__init__", (1, 2), {"no_such": 3})
+    with pytest.raises(TypeError, match="missing .'out_features'"):
+        bound("Linear", "__init__", (1,), {})
+    assert set(CLASSES) == {"Linear", "LayerNorm", "RMSNorm", "DotProductAttention"}
+
+
+@pytest.mark.slow
+def test_signatures_are_those_of_the_published_package(tmp_path: Path) -> None:
+    version = re.search(r'"version": "(.+)"', SIGNATURES_FILE.read_text())
+    assert version is not None
+    words = ["download", "--quiet", "--no-deps", f"transformer-engine=={version[1]}", "--dest", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip(f"the package registry cannot be reached: {done.stderr[-200:]}")
+    assert signatures(next(tmp_path.glob("*.whl"))) == json.loads(SIGNATURES_FILE.read_text())
