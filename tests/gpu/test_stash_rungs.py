@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.moe.paged_stash.low_rank import add_low_rank
 from megatron.core.transformer.moe.paged_stash.rungs import (
     Recompute,
     gated_activation,
@@ -63,6 +64,10 @@ def test_captured_rungs_give_forwards_bits_when_needed(dtype: torch.dtype) -> No
     offsets = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32).cuda()
     again: list[tuple[Recompute, tuple[Tensor, ...], Tensor]]
     again = [(recompute_gate_up(parts["fc1"], offsets), (parts["x"].detach(),), gate_up)]
+    low, wide = made(CAPACITY, 16, dtype=dtype, rows=ROWS).detach(), made(5, 16, 2 * FFN, dtype=dtype).detach()
+    adapted = add_low_rank(gate_up.clone(), low, weight=wide, offsets=offsets, scale=0.5)
+    adapter = recompute_gate_up(parts["fc1"], offsets, low_rank=(wide, 0.5))
+    again += [(adapter, (parts["x"].detach(), low), adapted)]
     again += [(recompute_act(offsets[-1:].long()), (gate_up, parts["scale"].detach().squeeze(1)), act)]
     for recompute, sources, forward in again:
         out, needed = torch.empty_like(forward), torch.zeros(2, dtype=torch.int64, device="cuda")[1:]
