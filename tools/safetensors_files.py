@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.storage import bytes_of
 
 ONE_FILE = "model.safetensors"
 INDEX_FILE = f"{ONE_FILE}.index.json"
+_METADATA = "__metadata__"  # of a header: not a tensor
 _LENGTH_BYTES = 8
 _CHUNK_BYTES = 1 << 20
 # Readers refuse longer headers, so that a file of another kind is not taken for a huge one.
@@ -110,18 +111,19 @@ class TensorFiles:
     def _add(self, path: Path) -> None:
         header, begin = _read_header(path)
         size = path.stat().st_size
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] not in _DTYPES:
-                raise ValueError(f"{path}: {name} is {entry['dtype']}: must be one of {', '.join(_DTYPES)}")
-            kind = TensorKind(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-            first, last = entry["data_offsets"]
-            if last - first != kind.num_bytes:
-                raise ValueError(f"{path} is corrupt: {name} has {last - first} bytes for {list(kind.shape)}")
-            if begin + last > size:
-                raise ValueError(f"{path} is truncated: {size} bytes, {name} ends at {begin + last}")
+        end, entries = (
+            0,
+            {name: _read_entry(entry, name, path=path) for name, entry in header.items() if name != _METADATA},
+        )
+        for name, (kind, first) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].num_bytes)):
+            if first != end:
+                raise ValueError(f"{path} is corrupt: {name} begins at byte {first} of the tensors: must be {end}")
+            end += kind.num_bytes
+            if begin + end > size:
+                raise ValueError(f"{path} is truncated: {size} bytes, {name} ends at {begin + end}")
             self.kinds[name], self._places[name] = kind, _Place(path, begin + first)
+        if begin + end < size:
+            raise ValueError(f"{path} is corrupt: {size} bytes, its tensors end at {begin + end}")
 
     def _check_index(self) -> None:
         for name, file in _index(self.folder).items():
@@ -188,9 +190,13 @@ def _index(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of safetensors files: {error}") from error
+    for name, file in files.items():
+        if not isinstance(file, str) or file != Path(file).name:
+            raise ValueError(f"{path}: {name} is in {file!r}: must be the name of a file beside it")
+    return files
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -200,9 +206,25 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         if not 0 < length <= min(_MAX_HEADER_BYTES, path.stat().st_size - _LENGTH_BYTES):
             raise ValueError(f"{path} is no safetensors file, or is truncated")
         try:
-            return json.loads(file.read(length)), _LENGTH_BYTES + length
-        except ValueError as error:
+            return dict(json.loads(file.read(length))), _LENGTH_BYTES + length
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from error
+
+
+def _read_entry(entry: Any, name: str, *, path: Path) -> tuple[TensorKind, int]:
+    """What a header says of a tensor: its kind, and where it begins behind the header."""
+    try:
+        code, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is corrupt: the header has no type, shape and place of {name}") from error
+    if code not in _DTYPES:
+        raise ValueError(f"{path}: {name} is {code}: must be one of {', '.join(_DTYPES)}")
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, first, last)):
+        raise ValueError(f"{path} is corrupt: {name} has shape {list(shape)} and lies at {[first, last]}")
+    kind = TensorKind(shape, _DTYPES[code])
+    if last - first != kind.num_bytes:
+        raise ValueError(f"{path} is corrupt: {name} has {last - first} bytes for {list(shape)}")
+    return kind, first
 
 
 def _shards(kinds: Mapping[str, TensorKind], max_bytes: int) -> list[list[str]]:
@@ -221,7 +243,7 @@ def _shards(kinds: Mapping[str, TensorKind], max_bytes: int) -> list[list[str]]:
 def _write_file(path: Path, kinds: Mapping[str, TensorKind], *, read: Callable[[str], torch.Tensor]) -> None:
     # Wide elements first: then each begins at a multiple of its width, as readers that map files want it.
     order = sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for name in order:
         kind, end = kinds[name], offset + kinds[name].num_bytes

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.checkpoint_folder import COMPANION_FOLDER
+from tools.hugging_face.config_kinds import require_known_kinds
 
 CONFIG_FILE = "config.json"
 # Weights in any format, and what says where they are.
@@ -16,14 +17,16 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder; ValueError where there is none, or no JSON object in it."""
+    """The config.json of a folder; ValueError where there is none, no JSON object in it, or a value of a wrong kind."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{folder} has no {CONFIG_FILE}: give the folder of a model of transformers")
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON object: {error}") from error
+    require_known_kinds(config)
+    return config
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:

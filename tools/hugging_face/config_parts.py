@@ -6,6 +6,7 @@ expert_parts.py, tensors in names.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, Protocol
 
 Values = dict[str, Any]
@@ -20,6 +21,7 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "yarn_correction_range_round_to_int",
 }
+_MAX_WINDOW_LAYERS = 28  # of a config.json that does not say
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -241,40 +243,51 @@ def _yarn(rotation: Mapping[str, Any]) -> Values:
         raise ValueError(f"config.json: rope_scaling has no {error.args[0]}: yarn must have it") from error
 
 
+class WindowRule(Enum):
+    """Which layers have a sliding window, where transformers goes by more than the window's size."""
+
+    EVERY = auto()  # all; layer_types is not read
+    FROM_A_LAYER = auto()  # layer_types; without it from max_window_layers on
+    BELOW_A_LAYER = auto()  # layer_types; without it every other layer from the first, up to max_window_layers
+    ALTERNATING = auto()  # layer_types; without it every other layer from the first
+
+
 @dataclass(frozen=True)
 class Windows:
-    """Sliding windows. switch: whether the family has use_sliding_window, without which there is none. alternating:
-    without layer_types every other layer has one, from the first.
-    """
+    """Sliding windows. switch: whether the family has use_sliding_window, without which there is none."""
 
+    rule: WindowRule = WindowRule.FROM_A_LAYER
     switch: bool = True
-    alternating: bool = False
 
     def read(self, config: Mapping[str, Any]) -> Values:
         none = {"window_size": None, "window_attn_skip_freq": None}
-        size, num_layers = config.get("sliding_window"), config["num_hidden_layers"]
+        size = config.get("sliding_window")
         if not size or (self.switch and not config.get("use_sliding_window", False)):
             return none
-        kinds, first = config.get("layer_types"), config.get("max_window_layers", 0)
-        if kinds is not None:
-            pattern = [int(kind == "sliding_attention") for kind in kinds]
-        elif self.alternating:
-            pattern = [(layer + 1) % 2 for layer in range(num_layers)]
-        else:
-            pattern = [int(layer >= first) for layer in range(num_layers)]
+        pattern = self._pattern(config)
         if not any(pattern):
             return none
         # Theirs counts the token itself.
         return {"window_size": (size - 1, 0), "window_attn_skip_freq": None if all(pattern) else pattern}
 
+    def _pattern(self, config: Mapping[str, Any]) -> list[int]:
+        layers, kinds = range(config["num_hidden_layers"]), config.get("layer_types")
+        if self.rule is WindowRule.EVERY:
+            return [1 for _ in layers]
+        if kinds is not None:
+            return [int(kind == "sliding_attention") for kind in kinds]
+        border = config.get("max_window_layers", _MAX_WINDOW_LAYERS)
+        if self.rule is WindowRule.FROM_A_LAYER:
+            return [int(layer >= border) for layer in layers]
+        end = border if self.rule is WindowRule.BELOW_A_LAYER else len(layers)
+        return [int(layer % 2 == 0 and layer < end) for layer in layers]
+
     def write(self, settings: Mapping[str, Any]) -> Values:
         window, skip = settings["window_size"], settings["window_attn_skip_freq"]
         has_window = window is not None and window[0] >= 0
         size: Values = {"sliding_window": window[0] + 1 if has_window else None}
-        if not self.switch and not self.alternating:
-            return size
         switch = {"use_sliding_window": has_window} if self.switch else {}
-        if not has_window:
+        if not has_window or self.rule is WindowRule.EVERY:
             return {**size, **switch}
         pattern = window_pattern(skip, num_layers=settings["num_layers"])
         kinds = ["sliding_attention" if one else "full_attention" for one in pattern]

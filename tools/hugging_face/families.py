@@ -5,7 +5,18 @@ How one is found from settings, and config.json kept up with them, is in setting
 
 from dataclasses import dataclass, field
 
-from tools.hugging_face.config_parts import Fixed, Heads, LatentHeads, Only, Part, Rotation, Same, Tied, Windows
+from tools.hugging_face.config_parts import (
+    Fixed,
+    Heads,
+    LatentHeads,
+    Only,
+    Part,
+    Rotation,
+    Same,
+    Tied,
+    WindowRule,
+    Windows,
+)
 from tools.hugging_face.expert_parts import (
     ExpertGroups,
     ExpertWidth,
@@ -143,16 +154,15 @@ _QWEN: tuple[Part, ...] = (
     _HEADS_OF_THEIR_OWN,
     Rotation(),
     _WHOLE_HEADS,
-    Windows(),
     Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
 )
 _QWEN_2 = Fixed({"add_qkv_bias": True, "qk_layernorm": False})
 _QWEN_3 = Fixed({"add_qkv_bias": False, "qk_layernorm": True})
-QWEN_2 = Family("qwen2", "Qwen2ForCausalLM", (*_DECODER, *_DENSE, Heads(has_width=False), *_QWEN, _QWEN_2))
+QWEN_2 = Family("qwen2", "Qwen2ForCausalLM", (*_DECODER, *_DENSE, Heads(has_width=False), *_QWEN, _QWEN_2, Windows()))
 QWEN_3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
-    (*_DECODER, *_DENSE, Heads(default_width=128), *_QWEN, _QWEN_3, Only("attention_bias", False)),
+    (*_DECODER, *_DENSE, Heads(default_width=128), *_QWEN, _QWEN_3, Windows(), Only("attention_bias", False)),
 )
 _QWEN_EXPERTS: tuple[Part, ...] = (
     *_EXPERTS,
@@ -173,6 +183,7 @@ QWEN_2_MOE = Family(
         Heads(has_width=False),
         *_QWEN,
         _QWEN_2,
+        Windows(WindowRule.BELOW_A_LAYER),
         Only("qkv_bias", True),
         Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", None),
         Fixed({"moe_shared_expert_gate": True}),
@@ -189,6 +200,7 @@ QWEN_3_MOE = Family(
         Heads(),
         *_QWEN,
         _QWEN_3,
+        Windows(WindowRule.EVERY),
         _NO_SHARED,
         Only("attention_bias", False),
     ),
@@ -206,7 +218,7 @@ MIXTRAL = Family(
         Heads(),
         Rotation(default_base=1e6),
         _WHOLE_HEADS,
-        Windows(switch=False),
+        Windows(WindowRule.EVERY, switch=False),
         Same("rms_norm_eps", "layernorm_epsilon", 1e-5),
         _PLAIN_ATTENTION,
         _SOFTMAX,
@@ -287,7 +299,7 @@ GPT_OSS = Family(
         Heads(default_width=64),
         Rotation(default_base=150000.0),
         _WHOLE_HEADS,
-        Windows(switch=False, alternating=True),
+        Windows(WindowRule.ALTERNATING, switch=False),
         Same("rms_norm_eps", "layernorm_epsilon", 1e-5),
         Same("swiglu_limit", "activation_func_clamp_value", 7.0),
         Only("swiglu_alpha", 1.702),

@@ -47,7 +47,8 @@ def hub_tensors(family: Family, settings: Mapping[str, Any]) -> Iterator[HubTens
 def is_further(name: str, settings: Mapping[str, Any]) -> bool:
     """Whether a tensor is of a layer beyond the last, which multi-token prediction has."""
     words = name.split(".")
-    return words[:2] == ["model", "layers"] and int(words[2]) >= settings["num_layers"]
+    number = words[2] if words[:2] == ["model", "layers"] and len(words) > 2 else ""
+    return number.isdecimal() and int(number) >= settings["num_layers"]
 
 
 def _further_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNames) -> Iterator[HubTensor]:

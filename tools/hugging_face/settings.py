@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+from tools.hugging_face.config_kinds import without_unset_counts
 from tools.hugging_face.config_parts import Values, window_pattern
 from tools.hugging_face.expert_parts import expert_layers
 from tools.hugging_face.families import FAMILIES, Family
@@ -40,6 +41,7 @@ def settings_of_config(config: Mapping[str, Any]) -> Values:
     """
     family = family_of_config(config)
     require_known_quantization(config)
+    config = without_unset_counts(config)
     settings: Values = {}
     for part in family.parts:
         try:

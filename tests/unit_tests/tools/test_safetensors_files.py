@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,36 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         TensorFiles(tmp_path)
     (tmp_path / INDEX_FILE).write_text("{}")
     with pytest.raises(ValueError, match="is no index of safetensors files"):
+        TensorFiles(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tail", "error"),
+    [
+        ({"dtype": ["F32"]}, b"", "b is .*F32.*: must be one of F64"),
+        ({"shape": 2}, b"", "is corrupt: the header has no type, shape and place of b"),
+        ({"data_offsets": [8]}, b"", "is corrupt: the header has no type, shape and place of b"),
+        ({"data_offsets": [-8, 0]}, b"", r"is corrupt: b has shape \[2\] and lies at \[-8, 0\]"),
+        ({"data_offsets": [0, 8]}, b"", "is corrupt: b begins at byte 0 of the tensors: must be 8"),
+        ({"data_offsets": [12, 20]}, bytes(4), "is corrupt: b begins at byte 12 of the tensors: must be 8"),
+        ({}, b"x", "is corrupt: .* bytes, its tensors end at"),
+    ],
+)
+def test_a_header_that_cannot_be_is_named(tmp_path: Path, changes: dict[str, Any], tail: bytes, error: str) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = json.dumps({"a": entry, "b": {**entry, "data_offsets": [8, 16], **changes}}).encode()
+    (tmp_path / ONE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(16) + tail)
+    with pytest.raises(ValueError, match=error):
+        TensorFiles(tmp_path)
+
+
+@pytest.mark.parametrize("file", [5, None, f"../{ONE_FILE}"])
+def test_an_index_names_files_beside_it(tmp_path: Path, file: object) -> None:
+    write(tmp_path, max_shard_bytes=1)
+    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    index["weight_map"]["a"] = file
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="a is in .*: must be the name of a file beside it"):
         TensorFiles(tmp_path)
 
 

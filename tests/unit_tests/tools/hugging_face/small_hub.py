@@ -48,7 +48,16 @@ SMALL: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
         "mlp_only_layers": [1],
     },
-    "qwen3-30b-a3b": {**_FEW_EXPERTS, "num_experts": 8, "head_dim": 24, "mlp_only_layers": [2]},
+    "qwen3-30b-a3b": {
+        **_FEW_EXPERTS,
+        "num_experts": 8,
+        "head_dim": 24,
+        "mlp_only_layers": [2],
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        # Not read there, unlike in the dense one.
+        "max_window_layers": 2,
+    },
     "glm-4.5": {
         **_FEW_EXPERTS,
         "head_dim": 24,

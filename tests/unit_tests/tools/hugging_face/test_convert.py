@@ -208,6 +208,15 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
         ({"num_local_experts": 4}, "mlp.gate.weight has shape [8, 64]: must be [4, 64]"),
         ({"architectures": ["LlamaForCausalLM"]}, "there is no model.layers.0.mlp.gate_proj.weight"),
         ({"architectures": ["BertModel"]}, "the architecture is BertModel: must be one of"),
+        ({"architectures": 1}, "architectures is 1: must be a list of names"),
+        ({"hidden_size": "64"}, "hidden_size is '64': must be a whole number, 1 or more"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0: must be a whole number, 1 or more"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1: must be true or false"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan: must be a number above 0"),
+        ({"mlp_only_layers": 2}, "mlp_only_layers is 2: must be a list of layers"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor is '4': must be a number above 0"),
+        ({"layer_types": ["chunked_attention"] * LAYERS}, "must be a list of full_attention and sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers: num_hidden_layers is 4"),
     ],
 )
 def test_a_config_json_of_another_model_is_named(
@@ -218,6 +227,14 @@ def test_a_config_json_of_another_model_is_named(
     (hub / "config.json").write_text(json.dumps({**config, **changes}))
     assert error in told(capsys, hub, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["model.layers", "model.layers.x.weight", "model.layers.0.foo"])
+def test_a_tensor_too_many_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hub = saved(small_model(TIED), tmp_path / "hub", max_shard_size="1GB")
+    tensors = load_file(hub / "model.safetensors")
+    save_file({**tensors, name: torch.zeros(1)}, hub / "model.safetensors")
+    assert f"nothing takes {name}" in told(capsys, hub, tmp_path / "run")
 
 
 def test_wrong_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.training.arguments import parse_args
 from megatron.training.gpt_builder import build_gpt
 from megatron.training.model_presets import known_models
 from tests.unit_tests.tools.hugging_face.known_configs import KNOWN_CONFIGS
-from tests.unit_tests.tools.hugging_face.small_hub import SMALL, model_on, small_settings
+from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, model_on, small_settings
 from tools.hugging_face.names import hub_tensors
 from tools.hugging_face.settings import (
     all_settings,
@@ -93,6 +94,18 @@ def test_both_forms_of_positions_are_understood() -> None:
 def test_what_cannot_be_converted_is_named(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         settings_of_config({**KNOWN_CONFIGS["llama3-8b"], **changes})
+
+
+@pytest.mark.parametrize("border", [None, 1, 3])
+@pytest.mark.parametrize("name", ["qwen2-7b", "qwen3-8b", "qwen2-57b-a14b", "gpt-oss-20b"])
+def test_layers_without_a_kind_have_windows_as_in_transformers(name: str, border: int | None) -> None:
+    config = {**small_settings(name), "use_sliding_window": True, "sliding_window": 7, "max_window_layers": border}
+    said = {key: value for key, value in config.items() if value is not None and key != "layer_types"}
+    theirs = AutoConfig.for_model(**{key: value for key, value in said.items() if key != "architectures"})
+    values = all_settings(settings_of_config(said))
+    assert [bool(has) for has in values["window_attn_skip_freq"] or [0] * LAYERS] == [
+        kind == "sliding_attention" for kind in theirs.layer_types
+    ]
 
 
 def test_a_config_json_is_kept_where_it_says_the_same_and_put_right_where_not() -> None:

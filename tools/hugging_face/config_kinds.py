@@ -1,0 +1,73 @@
+"""Which kind of value a key of config.json has, so that a wrong one is named before anything is computed from it.
+
+What keys mean is in config_parts.py and expert_parts.py; keys that are not here are compared there or not read.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Whole numbers from 1, and from 0.
+_COUNTS = """vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim num_experts num_local_experts n_routed_experts num_experts_per_tok
+    max_position_embeddings kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim decoder_sparse_step
+    n_group topk_group"""
+_COUNTS_FROM_0 = """n_shared_experts shared_expert_intermediate_size first_k_dense_replace
+    num_nextn_predict_layers max_window_layers sliding_window"""
+_POSITIVE = """rms_norm_eps rope_theta partial_rotary_factor swiglu_limit factor low_freq_factor high_freq_factor
+    original_max_position_embeddings beta_fast beta_slow attention_factor"""
+_FROM_0 = "attention_dropout initializer_range routed_scaling_factor mscale mscale_all_dim"
+_SWITCHES = """tie_word_embeddings use_sliding_window norm_topk_prob attention_bias mlp_bias qkv_bias use_qk_norm
+    rope_interleave truncate"""
+_OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
+_KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_list(value: Any, is_element: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(is_element(element) for element in value)
+
+
+# By key: whether a value will do, and what would.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_COUNTS.split(), (lambda value: _is_whole(value, 1), "a whole number, 1 or more")),
+    **dict.fromkeys(_COUNTS_FROM_0.split(), (lambda value: _is_whole(value, 0), "a whole number, 0 or more")),
+    **dict.fromkeys(_POSITIVE.split(), (lambda value: _is_number(value) and value > 0, "a number above 0")),
+    **dict.fromkeys(_FROM_0.split(), (lambda value: _is_number(value) and value >= 0, "a number, 0 or more")),
+    **dict.fromkeys(_SWITCHES.split(), (lambda value: isinstance(value, bool), "true or false")),
+    **dict.fromkeys(_OBJECTS, (lambda value: isinstance(value, dict), "an object")),
+    "architectures": (lambda value: _is_list(value, lambda one: isinstance(one, str)), "a list of names"),
+    "mlp_only_layers": (lambda value: _is_list(value, lambda one: _is_whole(one, 0)), "a list of layers"),
+    "layer_types": (
+        lambda value: _is_list(value, lambda one: one in _KINDS_OF_LAYERS),
+        f"a list of {' and '.join(_KINDS_OF_LAYERS)}",
+    ),
+}
+
+
+def require_known_kinds(config: Mapping[str, Any]) -> None:
+    """Raises ValueError naming a value of a config.json that is of another kind than its key's; null is no value."""
+    for key, value in config.items():
+        if value is None or key not in _RULES:
+            continue
+        will_do, words = _RULES[key]
+        if not will_do(value):
+            raise ValueError(f"config.json: {key} is {value!r}: must be {words}")
+        if key in ("rope_scaling", "rope_parameters"):
+            require_known_kinds(value)
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds is not None and layers is not None and len(kinds) != layers:
+        raise ValueError(f"config.json: layer_types names {len(kinds)} layers: num_hidden_layers is {layers}")
+
+
+def without_unset_counts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without sizes and counts that are null, which say no more than those that are not there."""
+    counts = (_COUNTS + _COUNTS_FROM_0.removesuffix("sliding_window")).split()
+    return {key: value for key, value in config.items() if value is not None or key not in counts}
