@@ -24,14 +24,17 @@ fi
 # A warm-up for any number of steps, unless another is given.
 [[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.1
 
-"$PYTHON" "$ROOT/pretrain_gpt.py" \
-    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2 \
-    --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope \
-    --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights \
-    --seq-length 128 --max-position-embeddings 128 --micro-batch-size 8 --global-batch-size 8 \
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 \
-    --train-iters 100 --log-interval 20 --eval-iters 4 --num-workers 0 \
+FLAGS=(
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
+    --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights
+    --seq-length 128 --max-position-embeddings 128 --micro-batch-size 8 --global-batch-size 8
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
+    --train-iters 100 --log-interval 20 --eval-iters 4 --num-workers 0
     "${DATA[@]}" --save "$OUT/checkpoints" "$@"
+)
+"$PYTHON" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" --dry-run
+"$PYTHON" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}"
 
 echo "A continuation of '$PROMPT':"
 "$PYTHON" "$ROOT/tools/generate.py" --load "$OUT/checkpoints" --prompt "$PROMPT" --max-new-tokens 24 --temperature 0.5

@@ -23,14 +23,18 @@ fi
 # A warm-up for any number of steps, unless another is given.
 [[ " $* " == *" --lr-warmup-"* ]] || set -- "$@" --lr-warmup-fraction 0.1
 
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "${PROCESSES:-2}" "$ROOT/pretrain_gpt.py" \
-    --num-layers 4 --hidden-size 128 --num-attention-heads 4 \
-    --num-experts 8 --moe-layer-freq "[0,1]*2" --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-grouped-gemm \
-    --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 \
-    --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope \
-    --hidden-dropout 0 --attention-dropout 0 \
-    --seq-length 128 --max-position-embeddings 128 --micro-batch-size 4 --global-batch-size 8 \
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 \
-    --train-iters 100 --log-interval 20 --eval-iters 4 --num-workers 0 \
+PROCESSES=${PROCESSES:-2}
+FLAGS=(
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4
+    --num-experts 8 --moe-layer-freq "[0,1]*2" --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-grouped-gemm
+    --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
+    --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
+    --hidden-dropout 0 --attention-dropout 0
+    --seq-length 128 --max-position-embeddings 128 --micro-batch-size 4 --global-batch-size 8
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
+    --train-iters 100 --log-interval 20 --eval-iters 4 --num-workers 0
     "${DATA[@]}" --save "$OUT/checkpoints" "$@"
+)
+"$PYTHON" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" --dry-run --world-size "$PROCESSES"
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$PROCESSES" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}"
 echo "Checkpoint and steps.jsonl: $OUT/checkpoints"

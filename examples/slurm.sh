@@ -14,6 +14,7 @@ set -euo pipefail
 # One torchrun a node; they find each other, and who is first, at this address.
 read -r FIRST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export LAUNCH="--nnodes $SLURM_JOB_NUM_NODES --nproc-per-node 4 --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $FIRST:29500"
+export RANKS=$((4 * SLURM_JOB_NUM_NODES))
 
 srun --kill-on-bad-exit=1 \
     examples/moe_8ranks.sh --bf16 --save /checkpoints/moe --load /checkpoints/moe --save-interval 50 --exit-signal-handler "$@"

@@ -162,15 +162,15 @@ def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
     step(f"Training a mixture-of-experts GPT on {processes} processes for {minutes} minutes (Ctrl-C: stop)")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
     folders = ("--save", workspace.checkpoints, "--load", workspace.checkpoints)
-    run(
-        *torchrun,
-        "pretrain_gpt.py",
+    flags = (
         *shlex.split(MODEL + SCHEDULE),
         *("--expert-model-parallel-size", gcd(processes, NUM_EXPERTS)),
         *tokenizer_flags(workspace),
         *("--data-path", workspace.tokens, *folders, "--tensorboard-dir", workspace.checkpoints),
         *("--exit-duration-in-mins", minutes, "--split", split),
     )
+    run("pretrain_gpt.py", *flags, "--dry-run", "--world-size", processes)
+    run(*torchrun, "pretrain_gpt.py", *flags)
 
 
 def tokenizer_flags(workspace: Workspace) -> list[object]:

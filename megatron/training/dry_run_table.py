@@ -22,7 +22,8 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
     fullest = max(plan.stages, key=lambda stage: stage.total)
     return [
-        f"plan of {args.world_size} ranks: {_layout(args)}; {plan.num_microbatches} microbatches of "
+        f"plan of {_number(args.world_size, 'rank')}: {_layout(args)}; "
+        f"{_number(plan.num_microbatches, 'microbatch', several='microbatches')} of "
         f"{args.micro_batch_size} x {args.seq_length} tokens a step",
         f"parameters: {plan.num_parameters:,}, of which a token meets {plan.active_parameters:,}",
         f"memory of the first rank of each stage, in {unit}:",
@@ -30,6 +31,10 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         f"activations of stage {fullest.stage}, which holds most: {_kinds(fullest, unit=unit, size=size)}",
         *_notes(plan, unit=unit, size=size),
     ]
+
+
+def _number(count: int, one: str, *, several: str | None = None) -> str:
+    return f"{count} {one if count == 1 else several or one + 's'}"
 
 
 def _value(stage: RankPlan, column: str) -> int:

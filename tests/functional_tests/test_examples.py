@@ -204,12 +204,13 @@ def test_clusters_start_the_command_of_eight_ranks(name: str, monkeypatch: pytes
     command, launch = _cluster_command(name)
     assert launch == "" or command == _cluster_command("slurm.sh")[0], "more than the launcher differs"
     environment = {**os.environ, "PYTHON": "echo", "LAUNCH": launch}
-    words = subprocess.run(
-        command.split(), cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    ).stdout.split()
+    done = subprocess.run(command.split(), cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    # The plan of the same flags comes first.
+    plan, words = (line.split() for line in done.stdout.splitlines())
     script = words.index(str(ROOT / "pretrain_gpt.py"))
     torchrun = get_args_parser().parse_args([*words[2:script], "script"])
     monkeypatch.setenv("WORLD_SIZE", str(int(torchrun.nnodes.partition(":")[0]) * int(torchrun.nproc_per_node)))
+    assert plan[1:] == [*words[script + 1 :], "--dry-run", "--world-size", "8"]
     args = validate_args(parse_args(argv=words[script + 1 :]))
     assert (args.world_size, args.tensor_model_parallel_size, args.data_parallel_size) == (8, 2, 4)
 

@@ -31,6 +31,8 @@ from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.optimizer_checks import check_optimizer
 from megatron.training.command_line.registry import flag_table
 
+_MOST_PLANNED_RANKS = 1 << 20
+
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
     """Completes and checks the arguments in place; `defaults` fill arguments that are None.
@@ -331,6 +333,9 @@ def read_launcher(args: argparse.Namespace) -> None:
             f"--world-size is {args.world_size} where {started} ranks were started: it is for --dry-run; how many "
             "train is said by torchrun"
         )
+    # Before anything is made of it; more ranks than this no layout was thought of for, and tables of them take minutes.
+    if args.world_size is not None and not 1 <= args.world_size <= _MOST_PLANNED_RANKS:
+        raise CommandLineError(f"--world-size is {args.world_size}: must be from 1 to {_MOST_PLANNED_RANKS}")
     args.world_size = args.world_size or started
     args.local_rank = _launcher_number("LOCAL_RANK", default=0)
 

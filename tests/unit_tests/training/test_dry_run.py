@@ -43,7 +43,7 @@ def test_peaks_are_those_of_the_schedule() -> None:
 
 def test_a_plan_says_how_many_ranks_and_what_it_assumes() -> None:
     plan, lines = _planned("moe", {"expert-model-parallel-size": 2, "global-batch-size": 8}, ranks=4)
-    assert lines[0].startswith("plan of 4 ranks: expert 2, data 4; 1 microbatches of 2 x ")
+    assert lines[0].startswith("plan of 4 ranks: expert 2, data 4; 1 microbatch of 2 x ")
     assert "equally often" in lines[-1] and plan.is_balanced
     assert plan.num_parameters > plan.active_parameters > 0
     stage = plan.stages[0]
