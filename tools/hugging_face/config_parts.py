@@ -258,10 +258,12 @@ class Windows:
 
     rule: WindowRule = WindowRule.FROM_A_LAYER
     switch: bool = True
+    # Of transformers, where config.json has no sliding_window at all.
+    default_size: int | None = 4096
 
     def read(self, config: Mapping[str, Any]) -> Values:
         none = {"window_size": None, "window_attn_skip_freq": None}
-        size = config.get("sliding_window")
+        size = config.get("sliding_window", self.default_size)
         if not size or (self.switch and not config.get("use_sliding_window", False)):
             return none
         pattern = self._pattern(config)

@@ -125,3 +125,11 @@ def test_settings_without_an_architecture_are_named() -> None:
         ValueError, match=r"no architecture can be found: .* has other --normalization \(RMSNorm, LayerN"
     ):
         config_of_settings(settings, dtype="float32")
+
+
+@pytest.mark.parametrize(("name", "given"), [("qwen3-8b", {"use_sliding_window": True}), ("gpt-oss-20b", {})])
+def test_a_width_of_windows_that_is_not_given_is_transformers_own(name: str, given: dict[str, Any]) -> None:
+    config = {key: value for key, value in KNOWN_CONFIGS[name].items() if key != "sliding_window"} | given
+    config["max_window_layers"] = 1
+    expected = AutoConfig.for_model(**config).sliding_window
+    assert expected > 1 and settings_of_config(config)["window_size"] == (expected - 1, 0)
