@@ -155,7 +155,7 @@ def test_a_run_that_is_stopped_leaves_the_old_files_and_no_process(tmp_path: Pat
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     deadline = time.monotonic() + 60
-    while not any(path.stat().st_size for path in tmp_path.rglob("*.partial-*")):
+    while not any(path.stat().st_size for path in tmp_path.rglob("*.bin.partial-*")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(number)
