@@ -12,6 +12,7 @@ from megatron.training.checkpoint_folder import find_checkpoint
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
 from megatron.training.run_values import load_run_values
 
+_ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules")
 # Of MODEL_SHAPE_DESTS, those that are neither a shape nor a meaning of stored weights.
 _NOT_IN_WEIGHTS = (
     "group_query_attention",  # num_query_groups says it
@@ -41,9 +42,7 @@ _NOT_IN_WEIGHTS = (
     "moe_router_topk_scaling_factor",
     "untie_embeddings_and_output_weights",  # tied_weights.py makes one of two, or two of one
     # A model without adapters may begin some: check_adapters.
-    "lora_rank",
-    "lora_alpha",
-    "lora_target_modules",
+    *_ADAPTERS,
 )
 # A model with another value of one of these has other weights, or weights of another meaning.
 _SAME_MODEL = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_IN_WEIGHTS), "unpadded_vocab_size")
@@ -81,13 +80,17 @@ def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> di
     """Of a checkpoint's arguments, those that make a run with the arguments `here` compute its model.
 
     MODEL_SHAPE_DESTS, the vocabulary of a model that knows more ids than its tokenizer, and the way of balancing where
-    only one of the two uses Sinkhorn. An older checkpoint lacks what came later: it was trained with the defaults.
+    only one of the two uses Sinkhorn. Adapters that the run begins stay its own. An older checkpoint lacks what came
+    later: it was trained with the defaults.
     """
     different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
     names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS
     # Of a tokenizer without a file it is no more than its size, which the run gives.
     if stored.get("tokenizer_type") != "NullTokenizer" and stored.get("vocab_size") is not None:
         names = (*names, "vocab_size")
+    # Taken over, a checkpoint without adapters would turn --lora-rank off, and the run would train every weight.
+    if here.get("lora_rank") is not None and stored.get("lora_rank") is None:
+        names = tuple(name for name in names if name not in _ADAPTERS)
     return {name: stored[name] for name in names if name in stored}
 
 
@@ -121,7 +124,7 @@ def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
     here = args_to_json(args)
     if stored.get("lora_rank") is None:
         return
-    names = ("lora_rank", "lora_alpha", "lora_target_modules") if here.get("lora_rank") is not None else ("lora_rank",)
+    names = _ADAPTERS if here.get("lora_rank") is not None else ("lora_rank",)
     differences = _differences({"lora_rank": None, **here}, stored, names=names)
     if differences:
         raise ValueError(

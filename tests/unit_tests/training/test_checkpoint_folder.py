@@ -179,3 +179,11 @@ def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
     assert [model_arguments(sinkhorn, here=here) for here in (plain, sinkhorn)] == [sinkhorn, {}]
     with pytest.raises(ValueError, match="--use-checkpoint-args: there is no checkpoint in --load"):
         load_args_from_checkpoint(Args(load=str(tmp_path / "empty"), ckpt_step=None))
+
+
+def test_adapters_that_a_run_begins_stay_beside_the_arguments_of_a_checkpoint_without_any() -> None:
+    asked = {"lora_rank": 4, "lora_alpha": 8, "lora_target_modules": ["linear_qkv"]}
+    plain = {"lora_rank": None, "lora_alpha": 32, "lora_target_modules": ["linear_fc1"], "hidden_size": 64}
+    assert model_arguments(plain, here=asked) == {"hidden_size": 64}
+    other = {**plain, "lora_rank": 16}
+    assert model_arguments(other, here=asked) == other and model_arguments(plain, here=plain) == plain
