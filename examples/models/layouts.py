@@ -49,7 +49,8 @@ def layouts_of(model: str) -> dict[int, Layout]:
     """The layouts of one model; ValueError, with the nearest name, for one that has none."""
     models = read_layouts()
     if model not in models:
-        near = get_close_matches(model, models, n=1)
+        begun = [name for name in models if name.startswith(model)]
+        near = get_close_matches(model, begun, n=1) or get_close_matches(model, models, n=1)
         meant = f"; did you mean {near[0]}?" if near else f": must be one of {', '.join(models)}"
         raise ValueError(f"MODEL is {model}: not known{meant}")
     return models[model]

@@ -163,5 +163,8 @@ def _known_words(parser: argparse.ArgumentParser, table: FlagTable) -> list[str]
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """The end of an error about an unknown name: the nearest candidate, or nothing."""
-    nearest = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    names = list(candidates)
+    # A name that was left off in the middle is that one, even if another has fewer letters that differ.
+    begun = difflib.get_close_matches(name, [one for one in names if one.startswith(name)], n=1)
+    nearest = begun or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {nearest[0]}?" if nearest else ""
