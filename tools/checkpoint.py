@@ -7,6 +7,7 @@ format is, its module knows; this is the command line and what it prints.
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -44,6 +45,18 @@ _CORE = "torch_dist_mcore"
 _LEGACY, _CANONICAL, _SAFETENSORS, _MEGATRON, _HUB = "torch", "torch_dist", "safetensors", "megatron", "hf"
 _AXES = ("tensor", "pipeline", "expert")  # along which older files are split
 _MOST_GIGABYTES = 1e6  # of one file: more than any disk has
+# Options of convert that say something with some formats of --from, or of --to, alone.
+_OF_SOURCE = {
+    "--ckpt-step": (_LEGACY, _CANONICAL, _MEGATRON, _CORE),
+    "--vocab-size": (_LEGACY, _CORE),
+    "--model-config": (_CORE,),
+}
+_OF_TARGET = {
+    "--max-shard-size": (_SAFETENSORS, _HUB),
+    "--hf-reference": (_HUB,),
+    **{f"--target-{axis}-parallel-size": (_LEGACY,) for axis in _AXES},
+    "--target-transformer-impl": (_LEGACY,),
+}
 # Of the arguments inside a checkpoint, those that say how it was made.
 _LAYOUT = (
     "world_size",
@@ -232,7 +245,7 @@ def _right(name: str) -> Column:
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_convert)
+    parser.set_defaults(run=partial(_convert, parser))
     both = (_LEGACY, _CANONICAL, _MEGATRON, _HUB)
     sources = (*both, _CORE)
     source_text = f"format of --load; {_CORE} is Megatron-Core's own torch_dist"
@@ -272,7 +285,8 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _convert(options: argparse.Namespace) -> int:
+def _convert(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    _require_taken(parser, options)
     for side in ("source", "target"):
         if vars(options)[side] == _MEGATRON:
             vars(options)[side] = _CANONICAL
@@ -286,6 +300,20 @@ def _convert(options: argparse.Namespace) -> int:
         return _convert_hub(options)
     _convert_files(options)
     return 0
+
+
+def _require_taken(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Raises ValueError for an option that this conversion would not look at."""
+    sides = (("--from", options.source, _OF_SOURCE), ("--to", options.target, _OF_TARGET))
+    for side, found, taken in sides:
+        for flag, formats in taken.items():
+            name = flag[2:].replace("-", "_")
+            value = vars(options)[name]
+            if found not in formats and value != parser.get_default(name):
+                raise ValueError(f"{flag} is {value}: belongs to {side} {' or '.join(formats)}, which is {found} here")
+    for flag, value in (("--dtype", options.dtype), ("--verify", options.verify)):
+        if value and _HUB not in (options.source, options.target):
+            raise ValueError(f"{flag} is {value}: belongs to --from {_HUB} or --to {_HUB} alone")
 
 
 def _convert_hub(options: argparse.Namespace) -> int:

@@ -141,3 +141,26 @@ def test_prune_deletes_nothing_while_the_newest_is_damaged(tmp_path: Path, capsy
         main(["prune", str(tmp_path), "--keep-latest", "1"])
     assert "nothing is deleted while the newest checkpoint is damaged" in capsys.readouterr().err
     assert complete_iterations(tmp_path) == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            "--from hf --to megatron --target-tensor-parallel-size 2",
+            "--target-tensor-parallel-size is 2: belongs to --to torch, which is megatron here",
+        ),
+        (
+            "--from hf --to megatron --vocab-size 300",
+            "--vocab-size is 300: belongs to --from torch or torch_dist_mcore",
+        ),
+        ("--from hf --to megatron --hf-reference x", "--hf-reference is x: belongs to --to hf, which is megatron here"),
+        ("--from torch --to torch_dist --dtype bf16", "--dtype is bf16: belongs to --from hf or --to hf alone"),
+    ],
+)
+def test_an_option_of_another_conversion_is_refused(
+    words: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["convert", *words.split(), "--load", str(tmp_path), "--save", str(tmp_path / "new")])
+    assert f"error: {error}" in capsys.readouterr().err
