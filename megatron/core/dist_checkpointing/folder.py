@@ -58,7 +58,11 @@ def begin(temporary: Path, folder: Path) -> None:
 
 
 def commit(temporary: Path, folder: Path) -> None:
-    """Gives the finished temporary folder its final name, replacing a checkpoint of that name."""
+    """Gives the finished temporary folder its final name, replacing a checkpoint of that name, and nothing else.
+
+    Raises FileExistsError where something else has come to have that name since `begin`, which may be minutes ago.
+    """
+    refuse_foreign(folder)
     save_id = temporary.name.rpartition("-")[2]
     aside = folder.with_name(f"{folder.name}{_REPLACED}{save_id}")
     # Names before the rename, or a power cut could leave a folder without its files.

@@ -79,6 +79,18 @@ def test_what_changes_after_the_begin_is_stored_as_it_was(tmp_path, held_back):
     pending.finish()
 
 
+@pytest.mark.parametrize("beside_training", [False, True])
+def test_what_takes_the_name_while_a_save_runs_is_not_touched(tmp_path, held_back, beside_training):
+    pending = begin_save(values(1), tmp_path / "c", common={}, staging=StagingMemory() if beside_training else None)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "notes").write_text("a day of work")
+    held_back.set()
+    with pytest.raises(CheckpointError, match="c holds something that is not a checkpoint of this format"):
+        pending.finish()
+    assert (tmp_path / "c" / "notes").read_text() == "a day of work"
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def test_a_save_is_complete_without_a_call_that_waits_for_it(tmp_path):
     pending = begin_save(values(3), tmp_path / "c", common={"number": 3}, staging=StagingMemory())
     pending._thread.join(60)
