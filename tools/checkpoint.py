@@ -29,6 +29,7 @@ from tools.hugging_face.verify import compare_logits  # noqa: E402
 from tools.merge_adapters import merge_adapters  # noqa: E402
 from tools.stored_checkpoints import (  # noqa: E402
     StoredTensor,
+    TensorDifference,
     checkpoints_in,
     damages,
     differences,
@@ -202,9 +203,17 @@ def _diff(options: argparse.Namespace) -> int:
         sizes = ("", "") if one.what else (f"{one.largest:.3e}", f"{one.relative:.3e}")
         table.add_row(one.key, share, *sizes)
     console.print(table)
-    worst = max(found, key=lambda one: one.largest)
-    console.print(f"{len(found)} tensors differ; the largest difference is {worst.largest:.3e}, in {worst.key}")
+    console.print(_summary_of(found))
     return 1
+
+
+def _summary_of(found: Sequence[TensorDifference]) -> str:
+    # A tensor of one side, or of another shape, has no difference: 0 for it would say that its values are the same.
+    by_value, words = [one for one in found if not one.what], f"{len(found)} tensors differ"
+    if not by_value:
+        return f"{words}, none in its values alone"
+    worst = max(by_value, key=lambda one: one.largest)
+    return f"{words}; the largest difference is {worst.largest:.3e}, in {worst.key}"
 
 
 def _print_values(console: Console, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -> None:

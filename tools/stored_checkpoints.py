@@ -262,6 +262,8 @@ def removable(root: Path, *, keep_latest: int, keep_interval: int | None) -> tup
 
     Raises ValueError if anything would go while the newest is damaged, or if there is none.
     """
+    if (root / MANIFEST_FILE).is_file():
+        raise ValueError(f"{root} is one checkpoint: give the folder that holds it")
     iterations = complete_iterations(root)
     if not iterations:
         raise ValueError(f"{root} holds no complete checkpoint")

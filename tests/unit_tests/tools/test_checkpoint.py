@@ -92,6 +92,10 @@ def test_diff_names_tensors_and_the_largest_difference(tmp_path: Path, capsys: p
     assert "only in B" in output and "A has [4] float32, B [5] float32" in output
     assert f"3 tensors differ; the largest difference is 5.000e-01, in {LAYER}" in output
     assert main(["diff", str(a), str(b), "--ignore", "rng.*", "--ignore", "more", "--ignore", "decoder.*"]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(a), str(b), "--ignore", "decoder.*"]) == 1
+    output = capsys.readouterr().out
+    assert "2 tensors differ, none in its values alone" in output and "largest difference is" not in output
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0])
@@ -132,6 +136,15 @@ def test_prune_keeps_the_latest_and_what_divides(tmp_path: Path, capsys: pytest.
     assert main(command) == 0
     assert "left: 4, 5, 8, 9" in capsys.readouterr().out
     assert complete_iterations(tmp_path) == [4, 5, 8, 9]
+
+
+def test_prune_of_one_checkpoint_asks_for_the_folder_that_holds_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path, 3)
+    with pytest.raises(SystemExit):
+        main(["prune", str(folder), "--keep-latest", "1"])
+    assert f"{folder} is one checkpoint: give the folder that holds it" in capsys.readouterr().err
 
 
 def test_prune_deletes_nothing_while_the_newest_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
