@@ -4,6 +4,7 @@ Two kinds are known: FP8 with a factor for each block of a matrix (DeepSeek-V3),
 of a row (gpt-oss). Nothing is written in fewer bits.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,10 @@ def require_known_quantization(config: Mapping[str, Any]) -> None:
         return
     method = found.get("quant_method")
     blocks = found.get("weight_block_size")
-    if method == "mxfp4" or (method == "fp8" and isinstance(blocks, list) and len(blocks) == 2):
+    has_blocks = (
+        isinstance(blocks, list) and len(blocks) == 2 and all(type(size) is int and size > 0 for size in blocks)
+    )
+    if method == "mxfp4" or (method == "fp8" and has_blocks):
         return
     raise ValueError(
         f"config.json: {QUANTIZATION} is {method}: weights must be plain numbers, FP8 in blocks, or MXFP4; take the "
@@ -43,22 +47,21 @@ class PlainFiles:
     """Tensors of files as plain numbers: `kinds` has what `read` gives, and neither names factors."""
 
     def __init__(self, files: TensorFiles, config: Mapping[str, Any]) -> None:
-        """config: what config.json says."""
+        """config: what config.json says. Raises ValueError naming factors that do not fit their weight."""
         found = config.get(QUANTIZATION) or {}
         self.folder, self._files, self.kinds = files.folder, files, dict(files.kinds)
         self._block: list[int] = found.get("weight_block_size") or []
         self._is_mxfp4 = found.get("quant_method") == "mxfp4"
-        for name, kind in files.kinds.items():
+        for name in files.kinds:
             weight = self._weight_of_factors(name)
             if weight is None:
                 continue
             del self.kinds[name]
             if self._is_mxfp4:
                 del self.kinds[weight + _BLOCKS]
-                experts, rows, groups = kind.shape
-                # Output before input, which plain ones have the other way round.
-                self.kinds[weight] = TensorKind((experts, _GROUP * groups, rows), torch.bfloat16)
+                self.kinds[weight] = self._kind_of_mxfp4(weight)
             else:
+                self._check_fp8_factors(weight)
                 self.kinds[weight] = replace(files.kinds[weight], dtype=torch.bfloat16)
 
     def read(self, name: str) -> Tensor:
@@ -77,6 +80,29 @@ class PlainFiles:
     def have_same(self, name: str, other: str) -> bool:
         """Whether two tensors have the same shape, type and bytes."""
         return self._files.have_same(name, other)
+
+    def _kind_of_mxfp4(self, weight: str) -> TensorKind:
+        """Shape and type of what blocks and scales stand for."""
+        blocks, scales = (self._files.kinds[weight + suffix] for suffix in (_BLOCKS, _SCALES))
+        wanted = TensorKind((*scales.shape, _GROUP // 2), torch.uint8)
+        if len(scales.shape) != 3 or scales.dtype != torch.uint8 or blocks != wanted:
+            raise ValueError(
+                f"{self.file_of(weight)}: {weight}{_SCALES} is {scales.dtype} {list(scales.shape)} and "
+                f"{weight}{_BLOCKS} {blocks.dtype} {list(blocks.shape)}: must be uint8 [experts, rows, groups], and "
+                f"{_GROUP // 2} bytes for each of these"
+            )
+        experts, rows, groups = scales.shape
+        # Output before input, which plain ones have the other way round.
+        return TensorKind((experts, _GROUP * groups, rows), torch.bfloat16)
+
+    def _check_fp8_factors(self, weight: str) -> None:
+        values, found = (self._files.kinds[name].shape for name in (weight, weight + _FACTORS))
+        wanted = [math.ceil(size / length) for size, length in zip(values, self._block)]
+        if len(values) != len(self._block) or list(found) != wanted:
+            raise ValueError(
+                f"{self.file_of(weight)}: {weight}{_FACTORS} has shape {list(found)}: must be {wanted}, a factor for "
+                f"each block of {self._block} of {weight}, {list(values)}"
+            )
 
     def _weight_of_factors(self, name: str) -> str | None:
         """The weight whose factors a tensor holds, if that is what it is."""

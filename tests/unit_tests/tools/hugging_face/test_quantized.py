@@ -91,10 +91,35 @@ def test_mxfp4_of_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "quantization",
-    [{"quant_method": "gptq"}, {"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": None}],
+    [{"quant_method": "gptq"}, {"quant_method": "fp8"}, *({**FP8, "weight_block_size": b} for b in (None, [BLOCK, 0]))],
 )
 def test_other_kinds_are_refused(tmp_path: Path, quantization: dict, capsys: pytest.CaptureFixture[str]) -> None:
     hub = saved(small_model("deepseek-v3"), tmp_path / "hub", max_shard_size="5GB")
     rewritten(hub, load_file(hub / ONE_FILE), quantization)
     words = f"quantization_config is {quantization['quant_method']}: weights must be plain numbers, FP8 in blocks"
     assert words in told(capsys, hub, tmp_path / "run")
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (3,)])
+def test_factors_of_other_blocks_are_named(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    tensors = {"a": torch.zeros(60, 70, dtype=torch.float8_e4m3fn), "a_scale_inv": torch.ones(shape)}
+    save_file(tensors, tmp_path / ONE_FILE)
+    with pytest.raises(ValueError, match=r"a_scale_inv has shape .*: must be \[3, 3\], .* \[24, 24\] of a, \[60, 70\]"):
+        PlainFiles(TensorFiles(tmp_path), {"quantization_config": FP8})
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales"),
+    [
+        (torch.zeros(3, 6, 2, 8, dtype=torch.uint8), torch.zeros(3, 6, 2, dtype=torch.uint8)),
+        (torch.zeros(3, 6, 2, 16, dtype=torch.uint8), torch.zeros(3, 6, 1, dtype=torch.uint8)),
+        (torch.zeros(6, 2, 16, dtype=torch.uint8), torch.zeros(6, 2, dtype=torch.uint8)),
+        (torch.zeros(3, 6, 2, 16, dtype=torch.uint8), torch.zeros(3, 6, 2)),
+    ],
+)
+def test_mxfp4_of_other_shapes_or_types_is_named(tmp_path: Path, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    save_file({"a_blocks": blocks, "a_scales": scales}, tmp_path / ONE_FILE)
+    with pytest.raises(
+        ValueError, match="a_scales is .* and a_blocks .*: must be uint8 .experts, rows, groups., and 16"
+    ):
+        PlainFiles(TensorFiles(tmp_path), {"quantization_config": {"quant_method": "mxfp4"}})
