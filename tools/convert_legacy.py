@@ -84,7 +84,7 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
     folder = iteration_folder(save, first.iteration)
     if folder.exists():
         # It may be a run's own, with the optimizer's state that older files do not give.
-        raise ValueError(f"{folder} is there already: not overwritten")
+        raise ValueError(f"--save is {save}: {folder} is there already, and is not overwritten; give a new folder")
     args = _args_of_files(first, vocab_size)
     # Before any group is made of the ranks that these files say there are.
     for name in _names_of_files(args):
@@ -116,7 +116,7 @@ def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | 
     args = _args_for_layout(stored, layout)
     target = iteration_folder(save, found.iteration)
     if target.exists():
-        raise ValueError(f"{target} is there already: not overwritten")
+        raise ValueError(f"--save is {save}: {target} is there already, and is not overwritten; give a new folder")
     save.mkdir(parents=True, exist_ok=True)
     values = {**stored, **{name: vars(args)[name] for name in (*_LAYOUT, "padded_vocab_size", "sequence_parallel")}}
     with folders.written_beside(target) as temporary:

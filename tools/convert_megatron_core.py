@@ -80,7 +80,7 @@ def from_megatron_core(
     files = MegatronCoreFiles.open(find_megatron_core(load, step=step))
     folder = save / RELEASE if files.iteration is None else iteration_folder(save, files.iteration)
     if folder.exists():
-        raise ValueError(f"{folder} is there already: not overwritten")
+        raise ValueError(f"--save is {save}: {folder} is there already, and is not overwritten; give a new folder")
     args = _args_of_files(files, vocab_size=vocab_size, settings=settings)
     common = common_of_weights(args, files.args or {}, iteration=files.iteration or 0)
     with fake_rank(args, 0, world_size=1):
@@ -105,7 +105,7 @@ def _args_of_files(files: MegatronCoreFiles, *, vocab_size: int | None, settings
     stored = json_values(found)
     for name in _OTHER_MODELS:
         if stored.get(name):
-            raise ValueError(f"{where}: {name} is {stored[name]!r:.60}: such models are not known here")
+            raise ValueError(f"{where}: {name} is {stored[name]!r:.60}: such models are not known here, must be unset")
     try:
         check_arguments(stored)
     except ValueError as error:

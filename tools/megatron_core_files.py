@@ -119,9 +119,9 @@ def _common_values(path: Path) -> tuple[int | None, dict[str, Any] | None]:
         raise ValueError(f"{path} holds a {type(content).__name__}: must be a dict")
     iteration, args = content.get("iteration"), content.get("args")
     if iteration is not None and not is_count(iteration):
-        raise ValueError(f"{path} holds {iteration!r:.60} as iteration")
+        raise ValueError(f"{path} holds {iteration!r:.60} as iteration: must be a whole number from 0")
     if args is not None and not isinstance(args, (argparse.Namespace, types.SimpleNamespace)):
-        raise ValueError(f"{path} holds {args!r:.60} as args")
+        raise ValueError(f"{path} holds {args!r:.60} as args: must be the Namespace of a run's arguments")
     return iteration, None if args is None else dict(vars(args))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.gpt_builder import build_gpt
@@ -47,7 +48,7 @@ def _trained(folder: str) -> dict[str, list[Any]]:
     for number, name in enumerate(RUNS):
         found[name] = []
         for kind in (False, True):
-            saved, other = (f"{folder}/{number}-{side}" for side in (kind, not kind))
+            saved = f"{folder}/{number}-{kind}"
             found[name].append(_run(_argv(name, {"save": saved}), by_engine=kind, saves=True))
         for kind in (False, True):
             other = f"{folder}/{number}-{not kind}"
@@ -98,6 +99,20 @@ def test_what_its_layers_do_not_have_is_refused(flags: Flags, named: str) -> Non
     args.padded_vocab_size = args.unpadded_vocab_size = 128
     with fake_engine(), pytest.raises(ValueError, match=named):
         build_gpt(args)
+
+
+@pytest.mark.parametrize(
+    ("layer", "setting"),
+    [
+        ("TERowParallelLinear", {"input_is_parallel": False}),
+        ("TERowParallelLinear", {"is_expert": True}),
+        ("TEColumnParallelLinear", {"gather_output": True}),
+    ],
+)
+def test_a_linear_layer_names_the_setting_that_it_does_not_have(layer: str, setting: dict[str, bool]) -> None:
+    [(name, value)] = setting.items()
+    with fake_engine(), pytest.raises(ValueError, match=f"{name} is {value}: .*must be {not value}"):
+        getattr(transformer_engine, layer)(4, 4, config=None, init_method=None, **setting)
 
 
 def test_without_the_package_the_error_says_what_to_install() -> None:

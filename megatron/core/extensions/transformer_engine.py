@@ -56,11 +56,12 @@ def check_supported(config: TransformerConfig) -> None:
         "softmax_type": config.softmax_type != "vanilla",
         "init_model_with_meta_device": config.init_model_with_meta_device,
     }
-    for name in (name for name, is_set in refused.items() if is_set):
-        raise ValueError(
-            f"{name} is {getattr(config, name)} and transformer_impl is transformer_engine, whose layers do not have "
-            "it here: give transformer_impl local"
-        )
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"{name} is {getattr(config, name)} and transformer_impl is transformer_engine, whose layers do not "
+                "have it here: give transformer_impl local"
+            )
     _engine()
 
 
@@ -189,7 +190,11 @@ def _row(engine: Any) -> type:
             self, input_size: int, output_size: int, *, input_is_parallel: bool = True, **settings: Any
         ) -> None:
             """input_is_parallel: must be True; is_expert: must be False. settings: as of TELinear."""
-            _require_unset(not_input_is_parallel=not input_is_parallel, is_expert=settings.pop("is_expert", False))
+            if not input_is_parallel:
+                raise ValueError(
+                    "input_is_parallel is False: TERowParallelLinear takes its part of the input alone, must be True"
+                )
+            _require_unset(is_expert=settings.pop("is_expert", False))
             super().__init__(input_size, output_size, parallel_mode="row", **settings)
 
     return TERowParallelLinear
@@ -267,7 +272,8 @@ def _attention(engine: Any) -> type:
             first_head: int = 0,
         ) -> Tensor:
             """query: [S, B, N, D]; key, value: [S, B, G, D], any float dtype; attention_mask: bool, [B, 1, S, S], True
-            where attention is forbidden, or None for what the mask type says. Returns [S, B, N * D], same dtype.
+            where attention is forbidden, or None for what the mask type says; first_head: counts for sinks alone, of
+            which there are none. Returns [S, B, N * D], same dtype. Raises ValueError for packed samples.
             """
             if packed_seq_params is not None:
                 raise ValueError(
@@ -288,8 +294,9 @@ def _left_as_it_is(weight: Tensor) -> Tensor:
 
 
 def _require_unset(**settings: bool) -> None:
-    for name in (name for name, is_set in settings.items() if is_set):
-        raise ValueError(f"{name} is True: layers of Transformer Engine do not have it here, must be False")
+    for name, is_set in settings.items():
+        if is_set:
+            raise ValueError(f"{name} is True: layers of Transformer Engine do not have it here, must be False")
 
 
 _BUILDERS = {

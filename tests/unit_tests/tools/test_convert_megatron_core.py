@@ -259,6 +259,13 @@ def test_damaged_files_and_other_formats_are_named(
     assert f"refers to {os.mkdir.__module__}.mkdir" in refused_with(account, pickle.dumps(_Harmful()))
     assert f"{common} cannot be read" in refused_with(common, pickle.dumps(_Harmful()))
     assert not (tmp_path / "harm").exists()
+    # What is in common.pt.
+    for content, message in (
+        ({"iteration": -1}, "holds -1 as iteration: must be a whole number from 0"),
+        ({"iteration": ITERATION, "args": 3}, "holds 3 as args: must be the Namespace"),
+    ):
+        torch.save(content, common)
+        assert message in refused_with(common, common.read_bytes())
     # Arguments.
     for changes, message in (
         ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma is True: such models are not known"),
@@ -276,7 +283,7 @@ def test_damaged_files_and_other_formats_are_named(
     convert(folder, tmp_path / "ours")
     with pytest.raises(SystemExit):
         convert(folder, tmp_path / "ours")
-    assert "is there already: not overwritten" in capsys.readouterr().err
+    assert "is there already, and is not overwritten; give a new folder" in capsys.readouterr().err
 
 
 def write_common(path: Path, args: dict[str, Any] | None) -> None:
