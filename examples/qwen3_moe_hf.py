@@ -260,9 +260,7 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 
 def report(step: int, *, loss: float, norm: float, stash: PagedStash | None, device: torch.device) -> None:
-    """Prints the losses' mean and, of rank 0, the device's peak so far, and what the stash had in pages at
-    most.
-    """
+    """Prints a step on rank 0: loss, gradient norm, this device's peak so far, and the most that pages have held."""
     if rank_and_size()[0]:
         return
     memory = f"peak {peak_memory_bytes(device) / 1e6:.1f} MB"

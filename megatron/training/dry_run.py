@@ -112,7 +112,7 @@ def plan_run(
 
 
 def _pipeline_of(args: argparse.Namespace, number: int) -> list[int]:
-    """That rank of each stage, of those that are in its place in the stages before and behind."""
+    """The ranks of one pipeline, stage by stage; number: which of the pipelines that the layout has."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER
     return RankGenerator(tp, 1, args.world_size // (tp * pp * cp), pp, cp, order).get_ranks("pp")[number]

@@ -35,7 +35,7 @@ from megatron.training.train_state import TrainState
 from tools.export_safetensors import NOT_WEIGHTS
 from tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
 from tools.hugging_face.families import Family
-from tools.hugging_face.names import HubTensor, hub_tensors, is_further
+from tools.hugging_face.names import HubTensor, hub_tensors, is_mtp_tensor
 from tools.hugging_face.quantized import PlainFiles
 from tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config, with_defaults
 from tools.merge_adapters import merge_adapters
@@ -67,7 +67,7 @@ class HubModel:
         config = read_config(folder)
         family, settings = family_of_config(config), settings_of_config(config)
         files = PlainFiles(TensorFiles(folder), config)
-        if not any(is_further(name, settings) for name in files.kinds):
+        if not any(is_mtp_tensor(name, settings) for name in files.kinds):
             # Transformers leaves them out.
             settings["mtp_num_layers"] = None
         every = tuple(hub_tensors(family, settings))

@@ -45,7 +45,7 @@ class ExpertWidth:
         return {"intermediate_size": settings["moe_ffn_hidden_size"]}
 
 
-class WeightsOfExperts:
+class TopKNormalization:
     """Softmax scores: of the chosen alone (normalised), or of all experts."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
@@ -87,7 +87,7 @@ class ExpertGroups:
         return {"n_group": groups, "topk_group": settings["moe_router_group_topk"] or 1}
 
 
-class GreedyGroups:
+class GroupLimitedGreedy:
     """Groups of DeepSeek-V2, which are as good as their best expert, and which it uses where topk_method says so."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
@@ -106,7 +106,7 @@ class GreedyGroups:
         return {"topk_method": method, "n_group": groups or 1, "topk_group": settings["moe_router_group_topk"] or 1}
 
 
-class FurtherLayers:
+class MTPLayers:
     """Layers beyond the last that predict tokens further ahead."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
@@ -116,7 +116,7 @@ class FurtherLayers:
         return {"num_nextn_predict_layers": settings["mtp_num_layers"] or 0}
 
 
-class ScaledWeights:
+class RoutedScaling:
     """A factor of all routing weights; 1 is none."""
 
     def read(self, config: Mapping[str, Any]) -> Values:

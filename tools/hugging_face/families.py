@@ -20,13 +20,13 @@ from tools.hugging_face.config_parts import (
 from tools.hugging_face.expert_parts import (
     ExpertGroups,
     ExpertWidth,
-    FurtherLayers,
-    GreedyGroups,
+    GroupLimitedGreedy,
     LeadingDenseLayers,
-    ScaledWeights,
+    MTPLayers,
+    RoutedScaling,
     SharedExperts,
     SparseLayers,
-    WeightsOfExperts,
+    TopKNormalization,
 )
 
 
@@ -35,8 +35,8 @@ class FeedForwardNames:
     """What tensors below model.layers.I are called, where families differ.
 
     block: what holds the router and the experts. gate, up, down: the matrices of an expert. bias: of the router's
-    choice. shared, shared_gate: the shared expert and its gate. interleaved: tensors are of all experts at once, their
-    columns gate and up in turn.
+    choice. shared, shared_gate: the shared expert and its gate. router: what chooses. interleaved: tensors are of all
+    experts at once, their columns gate and up in turn.
     """
 
     block: str = "mlp"
@@ -96,14 +96,15 @@ _DENSE: tuple[Part, ...] = (
 )
 # Given for every model with experts; computing them together changes no value.
 _EXPERTS: tuple[Part, ...] = (Same("num_experts_per_tok", "moe_router_topk"), Fixed({"moe_grouped_gemm": True}))
-_MANY_EXPERTS: tuple[Part, ...] = (
+# DeepSeek's way, which GLM-4.5 has too: many narrow experts, shared ones, dense layers first.
+_FINE_GRAINED_EXPERTS: tuple[Part, ...] = (
     *_EXPERTS,
     Same("n_routed_experts", "num_experts"),
     Same("intermediate_size", "ffn_hidden_size"),
     Same("moe_intermediate_size", "moe_ffn_hidden_size"),
     LeadingDenseLayers(),
     SharedExperts(),
-    ScaledWeights(),
+    RoutedScaling(),
     Fixed({"moe_shared_expert_gate": False, "moe_router_dtype": "fp32"}),
     Only("moe_layer_freq", 1),
 )
@@ -171,7 +172,7 @@ _QWEN_EXPERTS: tuple[Part, ...] = (
     Same("intermediate_size", "ffn_hidden_size"),
     Same("moe_intermediate_size", "moe_ffn_hidden_size"),
     SparseLayers(),
-    WeightsOfExperts(),
+    TopKNormalization(),
     _SOFTMAX,
 )
 QWEN_2_MOE = Family(
@@ -234,7 +235,7 @@ GLM_4_MOE = Family(
         *_DECODER,
         _PLAIN,
         _HEADS_OF_THEIR_OWN,
-        *_MANY_EXPERTS,
+        *_FINE_GRAINED_EXPERTS,
         _SIGMOID,
         ExpertGroups(),
         Heads(),
@@ -244,13 +245,13 @@ GLM_4_MOE = Family(
         Same("use_qk_norm", "qk_layernorm", False),
         Only("norm_topk_prob", True),
         _NO_WINDOW,
-        FurtherLayers(),
+        MTPLayers(),
     ),
 )
 _DEEPSEEK: tuple[Part, ...] = (
     *_DECODER,
     _PLAIN,
-    *_MANY_EXPERTS,
+    *_FINE_GRAINED_EXPERTS,
     LatentHeads(),
     # Latent attention would take YaRN by itself.
     Rotation(unstretched="rope"),
@@ -266,7 +267,7 @@ DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     (
         *_DEEPSEEK,
-        GreedyGroups(),
+        GroupLimitedGreedy(),
         Only("norm_topk_prob", False),
         Only("mlp_bias", False),
         Only("scoring_func", "softmax"),
@@ -284,7 +285,7 @@ DEEPSEEK_V3 = Family(
         Only("rope_interleave", True),
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
-        FurtherLayers(),
+        MTPLayers(),
     ),
 )
 GPT_OSS = Family(

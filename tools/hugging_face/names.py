@@ -34,24 +34,23 @@ def hub_tensors(family: Family, settings: Mapping[str, Any]) -> Iterator[HubTens
     vocabulary = (settings["vocab_size"], settings["hidden_size"])
     yield _same("model.embed_tokens.weight", _EMBEDDING, *vocabulary)
     for number, has_experts in enumerate(expert_layers(settings)):
-        yield from _Layer(f"model.layers.{number}.", f"decoder.layers.{number}.", settings, family.names).all(
-            has_experts
-        )
+        layer = _Layer(f"model.layers.{number}.", f"decoder.layers.{number}.", settings, family.names)
+        yield from layer.tensors(bool(has_experts))
     yield _same("model.norm.weight", "decoder.final_layernorm.weight", vocabulary[1])
     if settings["untie_embeddings_and_output_weights"]:
         yield _same("lm_head.weight", _OUTPUT, *vocabulary)
     for depth in range(settings.get("mtp_num_layers") or 0):
-        yield from _further_layer(depth, settings, names=family.names)
+        yield from _mtp_layer(depth, settings, names=family.names)
 
 
-def is_further(name: str, settings: Mapping[str, Any]) -> bool:
+def is_mtp_tensor(name: str, settings: Mapping[str, Any]) -> bool:
     """Whether a tensor is of a layer beyond the last, which multi-token prediction has."""
     words = name.split(".")
     number = words[2] if words[:2] == ["model", "layers"] and len(words) > 2 else ""
     return number.isdecimal() and int(number) >= settings["num_layers"]
 
 
-def _further_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNames) -> Iterator[HubTensor]:
+def _mtp_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNames) -> Iterator[HubTensor]:
     """A layer of multi-token prediction, with the vocabulary's tables as files have them again."""
     theirs, ours = f"model.layers.{settings['num_layers'] + depth}.", f"mtp.layers.{depth}."
     hidden, vocabulary = settings["hidden_size"], (settings["vocab_size"], settings["hidden_size"])
@@ -61,8 +60,8 @@ def _further_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwar
         yield _same(f"{theirs}{norm}.weight", f"{ours}{norm}.weight", hidden)
     yield _same(f"{theirs}eh_proj.weight", f"{ours}eh_proj.weight", hidden, 2 * hidden)
     # Of the last layer's kind.
-    has_experts = expert_layers(settings)[-1]
-    yield from _Layer(theirs, f"{ours}transformer_layer.", settings, names).all(has_experts)
+    has_experts = bool(expert_layers(settings)[-1])
+    yield from _Layer(theirs, f"{ours}transformer_layer.", settings, names).tensors(has_experts)
     yield _same(f"{theirs}shared_head.norm.weight", f"{ours}final_layernorm.weight", hidden)
     whole = _whole(_OUTPUT, vocabulary)
     yield HubTensor(f"{theirs}shared_head.head.weight", vocabulary, (whole,), copy_of="lm_head.weight")
@@ -77,7 +76,7 @@ class _Layer:
     settings: Mapping[str, Any]
     names: FeedForwardNames
 
-    def all(self, has_experts: int) -> Iterator[HubTensor]:
+    def tensors(self, has_experts: bool) -> Iterator[HubTensor]:
         """Attention, and a feed-forward layer with or without experts."""
         yield self._same("input_layernorm.weight", "input_layernorm.weight", self.settings["hidden_size"])
         yield from self._latent_attention() if self.settings["multi_latent_attention"] else self._attention()
@@ -113,12 +112,12 @@ class _Layer:
     def _latent_attention(self) -> Iterator[HubTensor]:
         settings = self.settings
         hidden, heads, latent = settings["hidden_size"], settings["num_attention_heads"], settings["kv_lora_rank"]
-        still, turning, value = (settings[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
-        queries, rank = heads * (still + turning), settings["q_lora_rank"]
+        nope, rope, value = (settings[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
+        queries, rank = heads * (nope + rope), settings["q_lora_rank"]
         matrices = [
-            ("kv_a_proj_with_mqa", "linear_kv_down_proj", (latent + turning, hidden)),
+            ("kv_a_proj_with_mqa", "linear_kv_down_proj", (latent + rope, hidden)),
             ("kv_a_layernorm", "kv_layernorm", (latent,)),
-            ("kv_b_proj", "linear_kv_up_proj", (heads * (still + value), latent)),
+            ("kv_b_proj", "linear_kv_up_proj", (heads * (nope + value), latent)),
             ("o_proj", "linear_proj", (hidden, heads * value)),
         ]
         if rank is None:

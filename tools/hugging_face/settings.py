@@ -56,7 +56,7 @@ def with_defaults(settings: Mapping[str, Any]) -> Values:
     return {**{name: flag.default for name, flag in flag_table().by_dest.items()}, **settings}
 
 
-def all_settings(settings: Mapping[str, Any]) -> Values:
+def comparable_settings(settings: Mapping[str, Any]) -> Values:
     """`settings` over the defaults of the command line, as they are compared: one form for what can be said in two."""
     defaults = {name: flag_table().by_dest[name].default for name in _COMPARED}
     values = {**defaults, **{name: value for name, value in settings.items() if name in _COMPARED}}
@@ -101,7 +101,7 @@ def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapp
     settings: those of a run, by name in its arguments. dtype: of the tensors, as "bfloat16". carried: of the model that
     the run began with. Raises ValueError naming the settings that no family, or not that of `carried`, has.
     """
-    wanted = all_settings(settings)
+    wanted = comparable_settings(settings)
     if carried is not None:
         # What is written is plain numbers.
         carried = {key: value for key, value in carried.items() if key != QUANTIZATION}
@@ -127,8 +127,8 @@ def _candidates(settings: Mapping[str, Any], wanted: Values) -> Iterator[tuple[V
 
 
 def differing(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """By setting, (of `wanted`, which are all_settings, of a config.json) where the two models differ."""
-    found = all_settings(settings_of_config(config))
+    """By setting, (of `wanted`, which are comparable, of a config.json) where the two models differ."""
+    found = comparable_settings(settings_of_config(config))
     # Transformers leaves these layers out, and the number of them in config.json.
     if wanted["mtp_num_layers"] is None:
         found["mtp_num_layers"] = None
@@ -152,7 +152,7 @@ def _kept_up(carried: Mapping[str, Any], wanted: Mapping[str, Any], *, settings:
 def _written(family: Family, settings: Mapping[str, Any]) -> Values:
     full = with_defaults(settings)
     # A value that runs derive, and files may lack.
-    for name, value in all_settings(settings).items():
+    for name, value in comparable_settings(settings).items():
         if full[name] is None or name in ("group_query_attention", "num_query_groups"):
             full[name] = value
     if full["ffn_hidden_size"] is None:

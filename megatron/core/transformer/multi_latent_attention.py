@@ -162,8 +162,8 @@ class MLASelfAttention(Attention):
         key, value = self._keys_and_values(latent)
         key_pos = apply_rotary_pos_emb(self._for_own_heads(key_pos).unsqueeze(2), rotary_pos_emb)  # [S, B, 1, P]
         key = torch.cat((key, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1)
-        still, turning = self._queries(query).split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
-        query = torch.cat((still, apply_rotary_pos_emb(turning, rotary_pos_emb)), dim=-1)
+        query_nope, query_rope = self._queries(query).split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        query = torch.cat((query_nope, apply_rotary_pos_emb(query_rope, rotary_pos_emb)), dim=-1)
         # Of its own memory: as a view it would keep the keys that were copied.
         return query, key, value.contiguous()
 

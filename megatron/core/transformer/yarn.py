@@ -1,4 +1,7 @@
-"""YaRN: frequencies and lengths of queries and keys for contexts longer than a model was made for; no tables here."""
+"""YaRN (Peng et al., 2023): frequencies and lengths of queries and keys for contexts longer than a model was made for.
+
+Tables are made of them in rope.py. The weights mscale and mscale_all_dim are DeepSeek-V2's addition.
+"""
 
 import math
 

@@ -14,7 +14,7 @@ from tests.unit_tests.tools.hugging_face.known_configs import KNOWN_CONFIGS
 from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, model_on, small_settings
 from tools.hugging_face.names import hub_tensors
 from tools.hugging_face.settings import (
-    all_settings,
+    comparable_settings,
     config_of_settings,
     family_of_config,
     settings_of_config,
@@ -24,7 +24,7 @@ from tools.hugging_face.settings import (
 @pytest.mark.parametrize("name", KNOWN_CONFIGS)
 def test_presets_are_what_config_json_says(name: str) -> None:
     preset, settings = vars(parse_args(argv=["--model", name])), settings_of_config(KNOWN_CONFIGS[name])
-    assert all_settings(preset) == all_settings(settings)
+    assert comparable_settings(preset) == comparable_settings(settings)
     # Those that no checkpoint is compared by, too.
     assert {key: preset[key] for key in settings if key not in ("window_size", "moe_layer_freq")} == {
         key: value for key, value in settings.items() if key not in ("window_size", "moe_layer_freq")
@@ -43,7 +43,7 @@ def test_a_new_config_json_says_the_same(name: str) -> None:
     config = small_settings(name.removeprefix("small ")) if name.startswith("small ") else KNOWN_CONFIGS[name]
     written = config_of_settings(settings_of_config(config), dtype="bfloat16")
     assert written["architectures"] == config["architectures"] and written["dtype"] == "bfloat16"
-    assert all_settings(settings_of_config(written)) == all_settings(settings_of_config(config))
+    assert comparable_settings(settings_of_config(written)) == comparable_settings(settings_of_config(config))
     # Transformers understands every key of it, and builds the same model.
     assert {key: tuple(tensor.shape) for key, tensor in model_on("meta", written).state_dict().items()} == {
         key: tuple(tensor.shape) for key, tensor in model_on("meta", config).state_dict().items()
@@ -102,7 +102,7 @@ def test_layers_without_a_kind_have_windows_as_in_transformers(name: str, border
     config = {**small_settings(name), "use_sliding_window": True, "sliding_window": 7, "max_window_layers": border}
     said = {key: value for key, value in config.items() if value is not None and key != "layer_types"}
     theirs = AutoConfig.for_model(**{key: value for key, value in said.items() if key != "architectures"})
-    values = all_settings(settings_of_config(said))
+    values = comparable_settings(settings_of_config(said))
     assert [bool(has) for has in values["window_attn_skip_freq"] or [0] * LAYERS] == [
         kind == "sliding_attention" for kind in theirs.layer_types
     ]
