@@ -80,8 +80,8 @@ def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> di
     """Of a checkpoint's arguments, those that make a run with the arguments `here` compute its model.
 
     MODEL_SHAPE_DESTS, the vocabulary of a model that knows more ids than its tokenizer, and the way of balancing where
-    only one of the two uses Sinkhorn. Adapters that the run begins stay its own. An older checkpoint lacks what came
-    later: it was trained with the defaults.
+    only one of the two uses Sinkhorn. Adapters that the run begins stay its own, and so do experts that it makes of a
+    dense model. An older checkpoint lacks what came later: it was trained with the defaults.
     """
     different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
     names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS
@@ -91,6 +91,9 @@ def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> di
     # Taken over, a checkpoint without adapters would turn --lora-rank off, and the run would train every weight.
     if here.get("lora_rank") is not None and stored.get("lora_rank") is None:
         names = tuple(name for name in names if name not in _ADAPTERS)
+    # And a dense one the experts that are to begin as its feed-forward layers.
+    if here.get("moe_use_upcycling") and stored.get("num_experts") is None:
+        names = tuple(name for name in names if name != "num_experts" and not name.startswith("moe_"))
     return {name: stored[name] for name in names if name in stored}
 
 

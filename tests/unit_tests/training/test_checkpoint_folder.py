@@ -187,3 +187,12 @@ def test_adapters_that_a_run_begins_stay_beside_the_arguments_of_a_checkpoint_wi
     assert model_arguments(plain, here=asked) == {"hidden_size": 64}
     other = {**plain, "lora_rank": 16}
     assert model_arguments(other, here=asked) == other and model_arguments(plain, here=plain) == plain
+
+
+def test_experts_that_a_run_makes_of_a_dense_checkpoint_stay_beside_its_arguments() -> None:
+    asked = {"moe_use_upcycling": True, "num_experts": 4, "moe_ffn_hidden_size": 16}
+    dense = {"num_experts": None, "moe_ffn_hidden_size": None, "hidden_size": 64}
+    assert model_arguments(dense, here=asked) == {"hidden_size": 64}
+    assert model_arguments(dense, here={**asked, "moe_use_upcycling": False}) == dense
+    experts = {**dense, "num_experts": 8, "moe_ffn_hidden_size": 16}
+    assert model_arguments(experts, here=asked) == experts
