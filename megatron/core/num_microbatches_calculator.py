@@ -40,7 +40,11 @@ class NumMicroBatches:
         if size < 1 or (self.decrease_if_needed and size < self.samples_per_round):
             raise ValueError(f"{which} {size}: must be at least {wanted if size >= 1 else 1}")
         if size % self.samples_per_round and not self.decrease_if_needed:
-            raise ValueError(f"{which} {size}: must be a multiple of {wanted}")
+            above = -(-size // self.samples_per_round) * self.samples_per_round
+            near = " or ".join(str(one) for one in (above - self.samples_per_round, above) if one)
+            raise ValueError(
+                f"{which} {size}: must be a multiple of {wanted}, as {near}; or give decrease_batch_size_if_needed"
+            )
 
     @property
     def samples_per_round(self) -> int:

@@ -58,7 +58,15 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ("--save=", "", ["--save is empty"]),
         ("--group-query-attention --num-query-groups 3", "", ["--num-attention-heads is 4", "--num-query-groups (3)"]),
         ("--num-query-groups 2", "", ["--num-query-groups is 2", "--group-query-attention"]),
-        ("--global-batch-size 3", "", ["--global-batch-size is 3", "--micro-batch-size (2)", "data-parallel size (1)"]),
+        (
+            "--global-batch-size 3",
+            "",
+            [
+                "--global-batch-size is 3",
+                "--micro-batch-size (2)",
+                "data-parallel size (1), as 2 or 4; or give --decrease",
+            ],
+        ),
         ("--max-position-embeddings 16", "", ["--seq-length is 32", "--max-position-embeddings (16)"]),
         ("", "--position-embedding-type", ["learned_absolute", "--max-position-embeddings"]),
         ("--no-position-embedding", "--position-embedding-type", ["add --position-embedding-type none"]),
