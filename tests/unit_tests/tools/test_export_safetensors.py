@@ -48,9 +48,13 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
             ["--from", "torch_dist", "--max-shard-size", "inf"],
             "--max-shard-size is inf: must be above 0 and at most",
         ),
-        (["--from", "torch_dist", "--vocab-size", "0"], "--vocab-size is 0: must be 1 or more"),
-        (["--from", "torch_dist", "--target-tensor-parallel-size", "0"], "--target-tensor-parallel-size is 0: must be"),
+        (["--from", "torch_dist", "--vocab-size", "1"], "--vocab-size is 1: belongs to --from torch or"),
+        (["--from", "torch", "--to", "torch_dist", "--vocab-size", "0"], "--vocab-size is 0: must be 1 or more"),
+        (
+            ["--from", "torch_dist", "--to", "torch", "--target-tensor-parallel-size", "0"],
+            "--target-tensor-parallel-size is 0: must be",
+        ),
     ):
         with pytest.raises(SystemExit):
-            main(["convert", *words, "--to", "safetensors", "--load", str(tmp_path), "--save", str(tmp_path / "out")])
+            main(["convert", "--to", "safetensors", *words, "--load", str(tmp_path), "--save", str(tmp_path / "out")])
         assert told in capsys.readouterr().err
