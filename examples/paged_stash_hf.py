@@ -29,6 +29,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.live_bytes import LiveBytes  # noqa: E402
+from megatron.core.device import use_deterministic_kernels  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, PagePool, PoolLayout  # noqa: E402
 
 BATCH, SEQUENCE = 4, 64
@@ -127,6 +128,8 @@ def main() -> None:
     parser.add_argument("--device-pages", type=float, default=0.2, help="device tier / bytes of the plain run (0.2)")
     parser.add_argument("--host-pages", type=float, default=0.6, help="host tier, likewise (0.6)")
     options = parser.parse_args()
+    # This model adds up some gradients in an order that depends on threads, and its losses differ from run to run.
+    use_deterministic_kernels()
     plain = train(options.steps, options.device)
     pages = max(plain.bytes_outside) / options.page_bytes
     try:

@@ -166,6 +166,7 @@ def test_a_paged_stash_holds_less_and_changes_no_loss(
 ) -> None:
     torch.set_num_threads(2)  # as users have it: sums must not depend on the order of threads
     request.addfinalizer(lambda: torch.set_num_threads(1))
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     monkeypatch.setattr(sys, "argv", [name, "--steps", "3", *words.split()])
     import_module(f"examples.paged_stash_{name}").main()
     printed = capsys.readouterr().out
