@@ -24,7 +24,7 @@ from megatron.core.tokenizers import vocab_size_with_padding
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint_args import args_to_json, model_arguments
 from megatron.training.checkpoint_folder import iteration_folder, write_tracker
-from megatron.training.fake_ranks import fake_rank
+from megatron.training.dry_run.fake_ranks import fake_rank
 from megatron.training.gpt_builder import build_gpt
 from megatron.training.run_values import check_arguments, load_run_values
 from megatron.training.setup import model_parts

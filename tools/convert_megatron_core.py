@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint_folder import RELEASE, iteration_folder, write_release_tracker, write_tracker
-from megatron.training.fake_ranks import fake_rank
+from megatron.training.dry_run.fake_ranks import fake_rank
 from megatron.training.gpt_builder import build_gpt
 from megatron.training.run_values import check_arguments
 from tools.convert_legacy import common_of_weights, json_values, model_args

@@ -21,8 +21,8 @@ from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback, RunStart, StepReport
 from megatron.training.config import TrainingConfig
 from megatron.training.console import print_rank_0
-from megatron.training.dry_run import plan_run
-from megatron.training.dry_run_table import plan_lines
+from megatron.training.dry_run.plan import plan_run
+from megatron.training.dry_run.table import plan_lines
 from megatron.training.errors import message_for_other_ranks
 from megatron.training.evaluation import evaluate_test, evaluate_validation
 from megatron.training.exit_conditions import ExitConditions, ExitReason

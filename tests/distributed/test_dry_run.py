@@ -8,9 +8,9 @@ import torch
 
 import pretrain_gpt
 from megatron.core.utils import unwrap_model
-from megatron.training.activation_plan import SavedBytes
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.dry_run import Plan, plan_run
+from megatron.training.dry_run.activations import SavedBytes
+from megatron.training.dry_run.plan import Plan, plan_run
 from megatron.training.run import TrainingRun
 from tests.distributed.tiny_runs import SHARDED, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases

@@ -1,9 +1,9 @@
-"""A plan in words: a line for each pipeline stage, and what it does not know. What is planned is dry_run.py's."""
+"""A plan in words: a line for each pipeline stage, and what it does not know. What is planned is plan.py's."""
 
 import argparse
 from collections.abc import Sequence
 
-from megatron.training.dry_run import NOT_PLANNED, Plan, RankPlan
+from megatron.training.dry_run.plan import NOT_PLANNED, Plan, RankPlan
 
 _COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total")
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))

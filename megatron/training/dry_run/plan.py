@@ -30,10 +30,10 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.training.activation_plan import EXPERTS, AsFusedKernels, SavedBytes, peak_bytes
 from megatron.training.command_line.validation import batch_sizes
+from megatron.training.dry_run.activations import EXPERTS, AsFusedKernels, SavedBytes, peak_bytes
+from megatron.training.dry_run.fake_ranks import fake_rank
 from megatron.training.expert_memory import build_expert_memory
-from megatron.training.fake_ranks import fake_rank
 from megatron.training.flops import count_of, parameters_by_key
 from megatron.training.global_vars import publish_run, publish_timers, publish_tokenizer
 from megatron.training.initialize import seed_ranks

@@ -7,10 +7,10 @@ from torch import nn
 
 import pretrain_gpt
 from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule, one_forward_one_backward
-from megatron.training.activation_plan import SavedBytes, peak_bytes
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.dry_run import Plan, plan_run
-from megatron.training.dry_run_table import plan_lines
+from megatron.training.dry_run.activations import SavedBytes, peak_bytes
+from megatron.training.dry_run.plan import Plan, plan_run
+from megatron.training.dry_run.table import plan_lines
 from tests.functional_tests.case import Flags, command_line, read_bases
 
 
