@@ -32,7 +32,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.dry_run.activations import EXPERTS, AsFusedKernels, SavedBytes, peak_bytes
+from megatron.training.dry_run.buffers import BufferLayout, buffer_layouts
 from megatron.training.dry_run.fake_ranks import fake_rank
+from megatron.training.dry_run.traffic import Traffic
 from megatron.training.expert_memory import build_expert_memory
 from megatron.training.flops import count_of, parameters_by_key
 from megatron.training.global_vars import publish_run, publish_timers, publish_tokenizer
@@ -50,7 +52,8 @@ class RankPlan:
 
     parameters, gradients: of the buffers they lie in, with padding. masters, moments: the optimizer's. pages: of the
     paged stash, on the device; host_pages: in the host's memory. activations: at the fullest moment of the schedule.
-    sizes: elements of each logical tensor that the rank has a part of, as parameters_by_key.
+    sizes: elements of each logical tensor that the rank has a part of, as parameters_by_key. links: what it sends in a
+    step. buffers: how its parameters lie.
     """
 
     rank: int
@@ -64,6 +67,8 @@ class RankPlan:
     host_pages: int
     activations: dict[str, int]
     sizes: dict[str, int]
+    links: tuple[Traffic, ...] = ()
+    buffers: tuple[BufferLayout, ...] = ()
 
     @property
     def total(self) -> int:
@@ -180,11 +185,13 @@ class _Build:
             ),
             parameters=_bytes_of(_parameters(self.model)),
             gradients=_bytes_of(_gradients(self.model)),
-            **state,
+            masters=state["masters"],
+            moments=state["moments"],
             pages=pages[0],
             host_pages=pages[1],
             activations=self._activations(orders[stage], forward_step, stashes=sum(pages) > 0),
             sizes=parameters_by_key(self.model),
+            buffers=tuple(buffer_layouts(self.model)),
         )
 
     def _pages(self, groups: ProcessGroupCollection, num_microbatches: int) -> tuple[int, int]:
