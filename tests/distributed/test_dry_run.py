@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.core.distributed.data_parallel_base import WrappedBuffer
+from megatron.core.distributed.transient_grads import TransientBuffer
 from megatron.core.utils import unwrap_model
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.dry_run.activations import SavedBytes
@@ -108,12 +110,18 @@ def _held(run: TrainingRun, activations: dict[str, int]) -> Held:
     return Held(
         torch.distributed.get_rank(run.groups.pp),
         _memory([*params, *buffers, *(flat.param_data for flat in flats)]),
-        _memory([flat.grad_data for flat in flats]),
+        _memory([grads for flat in flats for grads in _standing_grads(flat)]),
         **run.optimizer.state_bytes,
         pages=0 if pool is None else pool.layout.device_pages * pool.layout.page_bytes,
         host_pages=0 if pool is None else pool.layout.host_pages * pool.layout.page_bytes,
         activations=activations,
     )
+
+
+def _standing_grads(buffer: WrappedBuffer) -> list[torch.Tensor]:
+    """What of a buffer's gradients has memory from step to step."""
+    sums = [buffer.shard_grads] if isinstance(buffer, TransientBuffer) else []
+    return [grads for grads in (buffer.grad_data, *sums) if not grads.is_meta]
 
 
 def _memory(tensors: Iterable[torch.Tensor]) -> int:

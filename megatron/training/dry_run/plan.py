@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.device import without_memory
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.transient_grads import SumMemory, TransientBuffer
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
@@ -271,8 +272,12 @@ def _parameters(model: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 def _gradients(model: Sequence[nn.Module]) -> Iterator[Tensor]:
     for chunk in model:
-        if isinstance(chunk, _BaseDataParallel):
-            yield from (buffer.grad_data for buffer in chunk.all_buffers)
+        for buffer in chunk.all_buffers if isinstance(chunk, _BaseDataParallel) else ():
+            # Where whole gradients come and go, their sums alone stand; grad_data is a size without memory then.
+            if not isinstance(buffer, TransientBuffer):
+                yield buffer.grad_data
+            elif buffer.memory.sums is SumMemory.STANDING:
+                yield buffer.shard_grads
 
 
 def _bytes_of(tensors: Iterator[Tensor]) -> int:
