@@ -36,9 +36,14 @@ class SavedBytes:
     What was freed again by the time of `by_kind` is left out.
     """
 
-    def __init__(self, model: nn.Module, *, standing: Iterable[Tensor]) -> None:
-        """standing: tensors, any shape and dtype, whose memory is there before and after, as that of parameters."""
-        self._model = model
+    def __init__(
+        self, model: nn.Module, *, standing: Iterable[Tensor], kind_of: Callable[[str], str] | None = None
+    ) -> None:
+        """standing: tensors, any shape and dtype, whose memory is there before and after, as that of parameters.
+
+        kind_of: from the name of the module that runs, "" outside of all; unset: what kind of module it is.
+        """
+        self._model, self._kind_of = model, kind_of or kind_of_module
         self._standing = {tensor.untyped_storage()._cdata for tensor in standing}
         self._inside: list[str] = []
         self._saved: list[tuple[str, ref[Tensor]]] = []
@@ -80,12 +85,12 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         # A tensor of its own: the graph alone keeps it, so that it ends with the graph.
         kept = tensor.detach()
-        self._saved.append((_kind_of(self._inside), ref(kept)))
+        self._saved.append((self._kind_of(self._inside[-1] if self._inside else ""), ref(kept)))
         return kept
 
 
-def _kind_of(inside: Sequence[str]) -> str:
-    name = inside[-1] if inside else ""
+def kind_of_module(name: str) -> str:
+    """What the tensors of the module of that name belong to."""
     return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
 
 

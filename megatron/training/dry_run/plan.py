@@ -108,8 +108,8 @@ def plan_run(
     stages, is_balanced = [], False
     args = copy.copy(args)
     args.ddp_debug = False  # it watches what is sent
-    for stage, rank in enumerate(_pipeline_of(args, rank_in_stage)):
-        with _as_rank(args, rank) as groups:
+    for stage, rank in enumerate(pipeline_of(args, rank_in_stage)):
+        with as_rank(args, rank) as groups:
             build = _Build(args, model_provider, config_overrides=config_overrides)
             stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func))
             is_balanced = is_balanced or build.is_balanced
@@ -117,7 +117,7 @@ def plan_run(
     return Plan(stages, total, active, batch_sizes(args).final_num_microbatches, is_balanced)
 
 
-def _pipeline_of(args: argparse.Namespace, number: int) -> list[int]:
+def pipeline_of(args: argparse.Namespace, number: int) -> list[int]:
     """The ranks of one pipeline, stage by stage; number: which of the pipelines that the layout has."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER
@@ -125,7 +125,7 @@ def _pipeline_of(args: argparse.Namespace, number: int) -> list[int]:
 
 
 @contextmanager
-def _as_rank(args: argparse.Namespace, rank: int) -> Iterator[ProcessGroupCollection]:
+def as_rank(args: argparse.Namespace, rank: int) -> Iterator[ProcessGroupCollection]:
     """Inside, this process is that rank, without memory, and the run's arguments and timers are published."""
     with fake_rank(args, rank, world_size=args.world_size) as groups, without_memory(), torch.device("meta"):
         try:
@@ -207,10 +207,10 @@ class _Build:
         """At the fullest moment, by kind. stashes: whether what experts save waits in pages."""
         args, model = self._args, self.model
         if self.is_balanced or args.use_torch_fsdp2:
-            args = _runs_without_memory(args)
+            args = with_known_rows(args)
             _publish(args)
             model = get_model(self._provider, ModelType.encoder_or_decoder, args=args)
-        saved = [_saved_by(chunk, args, forward_step=forward_step) for chunk in model]
+        saved = [saved_by(chunk, args, forward_step=forward_step) for chunk in model]
         of_layers = [
             kinds[EXPERTS] // max(1, sum(isinstance(part, MoELayer) for part in chunk.modules()))
             for chunk, kinds in zip(model, saved, strict=True)
@@ -222,7 +222,7 @@ class _Build:
         return dict(peak_bytes(actions, saved))
 
 
-def _runs_without_memory(args: argparse.Namespace) -> argparse.Namespace:
+def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:
     """The same run with whole parameters, as passes save the same of gathered ones, and with buffers that hold just the
     rows of experts that are all chosen equally often, where the number of rows would be read from the device.
     """
@@ -236,8 +236,14 @@ def _runs_without_memory(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def _saved_by(chunk: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> Counter[str]:
-    """Bytes that a microbatch of the chunk leaves for its backward, by kind."""
+def saved_by(
+    chunk: nn.Module,
+    args: argparse.Namespace,
+    *,
+    forward_step: ForwardStep,
+    kind_of: Callable[[str], str] | None = None,
+) -> Counter[str]:
+    """Bytes that a microbatch of the chunk leaves for its backward, by kind; kind_of: as SavedBytes has it."""
     inner = unwrap_model(chunk)
     for part in inner.modules():
         if isinstance(part, MoELayer) and part.expert_step is not None:
@@ -246,7 +252,7 @@ def _saved_by(chunk: nn.Module, args: argparse.Namespace, *, forward_step: Forwa
         parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         shape = args.seq_length // parts, args.micro_batch_size, args.hidden_size
         inner.set_input_tensor(torch.zeros(shape, dtype=args.params_dtype, requires_grad=True))
-    saved = SavedBytes(chunk, standing=[*_parameters([chunk]), *_gradients([chunk])])
+    saved = SavedBytes(chunk, standing=[*_parameters([chunk]), *_gradients([chunk])], kind_of=kind_of)
     with saved.counting(), AsFusedKernels():
         output, loss_function = forward_step(repeat(_batch(args)), chunk)
         kept = loss_function(output) if inner.post_process else output
