@@ -99,7 +99,9 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        # In memory a token's heads lie side by side, as the layer behind wants them.
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return output
 
@@ -121,8 +123,12 @@ class _FusedNorm(torch.autograd.Function):
         raise NotImplementedError("a plan has no backward")
 
 
+def _dropout_of(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Tensor, float, bool]:
+    return x, p, training
+
+
 class AsFusedKernels(TorchFunctionMode):
-    """Inside, torch's attention and RMSNorm keep what their fused kernels keep: on the meta device torch itself takes
+    """Inside, torch's attention, dropout and RMSNorm keep what their fused kernels keep: on the meta device torch itself takes
     those that keep all scores and every intermediate result, which no training would.
     """
 
@@ -132,6 +138,10 @@ class AsFusedKernels(TorchFunctionMode):
             return _FusedAttention.apply(*args[:3])
         if func is F.rms_norm:
             return _FusedNorm.apply(args[0], args[2] if len(args) > 2 else (kwargs or {}).get("weight"))
+        if func is F.dropout:
+            x, rate, training = _dropout_of(*args, **(kwargs or {}))
+            # Its mask has a byte for each element; what torch takes elsewhere has one of the element's own type.
+            return torch.native_dropout(x, rate, training)[0] if training and 0 < rate < 1 else func(x, rate, training)
         return func(*args, **(kwargs or {}))
 
 
