@@ -8,7 +8,7 @@ import torch
 
 import pretrain_gpt
 from megatron.core.distributed.data_parallel_base import WrappedBuffer
-from megatron.core.distributed.transient_grads import TransientBuffer
+from megatron.core.distributed.transient_buffer import TransientBuffer
 from megatron.core.utils import unwrap_model
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.dry_run.activations import SavedBytes
@@ -109,7 +109,7 @@ def _held(run: TrainingRun, activations: dict[str, int]) -> Held:
     assert run.optimizer is not None
     return Held(
         torch.distributed.get_rank(run.groups.pp),
-        _memory([*params, *buffers, *(flat.param_data for flat in flats)]),
+        _memory([*params, *buffers, *(flat.param_data for flat in flats if not flat.param_data.is_meta)]),
         _memory([grads for flat in flats for grads in _standing_grads(flat)]),
         **run.optimizer.state_bytes,
         pages=0 if pool is None else pool.layout.device_pages * pool.layout.page_bytes,

@@ -27,7 +27,8 @@ from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.distributed.synced_group import SyncedGroup
-from megatron.core.distributed.transient_grads import MemoryPolicy, SumMemory, TransientBuffer, TransientGroup
+from megatron.core.distributed.transient_buffer import MemoryPolicy, SumMemory, TransientBuffer
+from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import is_wrapped, param_facts

@@ -26,6 +26,16 @@ class WrappedBuffer(Protocol):
     grad_data: torch.Tensor
 
     @property
+    def standing_params(self) -> list[torch.Tensor]:
+        """Memory that parameters lie in from step to step: [N] each, param_data's dtype."""
+        ...
+
+    @property
+    def standing_grads(self) -> list[torch.Tensor]:
+        """Memory that their gradients lie in from step to step: [N] each, grad_data's dtype."""
+        ...
+
+    @property
     def entries(self) -> Sequence[Entry]: ...
     @property
     def model_dtype(self) -> torch.dtype: ...

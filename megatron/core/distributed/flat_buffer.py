@@ -143,6 +143,16 @@ class _ParamAndGradBuffer:
         return self.layout.numel
 
     @property
+    def standing_params(self) -> list[torch.Tensor]:
+        """Memory that parameters lie in from step to step: [N] each, their dtype."""
+        return [self.param_data]
+
+    @property
+    def standing_grads(self) -> list[torch.Tensor]:
+        """Memory that gradients lie in from step to step: [N] each, their dtype."""
+        return [self.grad_data]
+
+    @property
     def data_parallel_group(self) -> ProcessGroup | None:
         """The ranks that shards are spread over, and gradients summed over first; None is this rank alone."""
         return self.settings.group

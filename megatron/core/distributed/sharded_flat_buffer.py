@@ -78,6 +78,16 @@ class ShardedFlatBuffer:
         self._entry_of = {entry.param: entry for entry in self.entries}
         self.attach()
 
+    @property
+    def standing_params(self) -> list[torch.Tensor]:
+        """Memory that this rank's shards lie in from step to step: [N] each, param_data's dtype."""
+        return [self.param_data]
+
+    @property
+    def standing_grads(self) -> list[torch.Tensor]:
+        """Memory that their gradients lie in from step to step: [N] each, grad_data's dtype."""
+        return [self.grad_data]
+
     def owned_spans(self) -> list[Span]:
         """What this rank's optimizer steps: all of it, unit by unit."""
         return [bucket.span for bucket in self.layout.buckets]
@@ -183,6 +193,11 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         super().__init__(kind, units, group=group, pin_memory=pin_memory)
         for entry in self.entries:
             mark_gradients_pass(entry.param)
+
+    @property
+    def standing_grads(self) -> list[torch.Tensor]:
+        """See ShardedFlatBuffer, [N], grad_data's dtype: none."""
+        return []
 
     def open_grads(self, bucket: int) -> None:
         """See ShardedFlatBuffer: they begin as zeros, once in an iteration."""

@@ -5,10 +5,8 @@ that. What is launched when is launch_order.py's, see [Note: passes] in passes.p
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -16,139 +14,18 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.device import Writers, keep_for_current_stream
-from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.bucket_observer import Traffic
 from megatron.core.distributed.collectives import Handle, reduce_bucket_, shard_of
 from megatron.core.distributed.dense_memory import flat_view, in_order_of, shaped_view
 from megatron.core.distributed.flat_buffer import (
-    BufferKind,
-    BufferSettings,
-    Entry,
     _ParamAndGradBucket,
-    _ParamAndGradBuffer,
     plain_grad,
 )
 from megatron.core.distributed.grad_checks import GradChecks
-from megatron.core.distributed.layout import Fragment, Span, locate
-from megatron.core.distributed.message_memory import MessageMemory
+from megatron.core.distributed.layout import Fragment, Span
 from megatron.core.distributed.synced_group import GradState, SyncedGroup
+from megatron.core.distributed.transient_buffer import GradMemory, SumMemory, TransientBuffer
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
-
-
-class GradMemory(Enum):
-    """Whether the memory in which a bucket's gradients are collected stands, for kernels that write to it."""
-
-    TRANSIENT = "transient"
-    STANDING = "standing"
-
-
-class ParamMemory(Enum):
-    """Whether parameters become views of a flat tensor, or stay in their own memory and are copied to from messages."""
-
-    FLAT = "flat"
-    OWN = "own"
-
-
-class SumMemory(Enum):
-    """Whether the sums stand, or have memory only until hooks and an optimizer in backward have had them."""
-
-    STANDING = "standing"
-    RELEASED = "released"
-
-
-@dataclass(frozen=True)
-class MemoryPolicy:
-    """wire_dtype: in which parameters are gathered; None: their own."""
-
-    grads: GradMemory = GradMemory.TRANSIENT
-    params: ParamMemory = ParamMemory.FLAT
-    sums: SumMemory = SumMemory.STANDING
-    wire_dtype: torch.dtype | None = None
-
-
-class TransientBuffer(_ParamAndGradBuffer):
-    """Parameters of one kind whose gradients have no standing memory; shard_grads: [owned elements], their sums, on the
-    meta device where these are released.
-
-    Parameters lie in the order of their own memory, whatever their layout; see dense_memory.py. param_data without flat
-    parameters, and grad_data without standing gradients, are only sizes and dtypes, on the meta device.
-    """
-
-    def __init__(
-        self,
-        kind: BufferKind,
-        named_params: Sequence[tuple[str, nn.Parameter]],
-        *,
-        settings: BufferSettings,
-        memory: MemoryPolicy,
-    ) -> None:
-        self.memory = memory
-        super().__init__(kind, named_params, settings=settings)
-        self._owned = self.owned_spans()
-        # Of each bucket's sums among all of them.
-        self._sum_starts = [0, *accumulate(span.numel for span in self._owned)]
-        device = torch.device("meta") if memory.sums is SumMemory.RELEASED else named_params[0][1].device
-        self.shard_grads = torch.zeros(sum(span.numel for span in self._owned), dtype=kind.grad_dtype, device=device)
-        self.messages = MessageMemory(
-            kind.grad_dtype,
-            named_params[0][1].device,
-            # Else what is given away may be a part of a message.
-            is_kept=memory.sums is not SumMemory.RELEASED,
-        )
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether gathered parameters are copied from a message to their places."""
-        return self.memory.params is ParamMemory.OWN or self.wire_dtype != self.kind.param_dtype
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """In which parameters are gathered."""
-        return self.memory.wire_dtype or self.kind.param_dtype
-
-    def shard_grad(self, bucket: int) -> torch.Tensor:
-        """The sums of this rank's shard of a bucket, a view: [shard elements], the gradients' dtype."""
-        return self.shard_grads[self._sum_starts[bucket] : self._sum_starts[bucket + 1]]
-
-    def grad_of(self, span: Span) -> torch.Tensor:
-        """The sums of elements of one owned span, a view: [span.numel], the gradients' dtype."""
-        bucket, part = locate(span, self._owned)
-        return self.shard_grad(bucket)[part]
-
-    def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
-        """See _ParamAndGradBuffer: of the sums of all passes, each [N], the gradients' dtype."""
-        parts = [entry.span.intersection(owned) for owned in self._owned]
-        return [self.grad_of(part) for part in parts if part.numel]
-
-    def zero_grads(self) -> None:
-        """Forgets gradients that nobody has taken; the groups' `reset` forgets the others."""
-        for entry in self.entries:
-            entry.param.grad = None
-
-    def scale_grads(self, factor: float | torch.Tensor) -> None:
-        """Multiplies the sums; factor: a number or a tensor [], any float dtype."""
-        if self.memory.sums is SumMemory.RELEASED:
-            raise RuntimeError(
-                "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and optimizer have had "
-                f"the gradient of {self.entries[0].name} by then; scale the loss"
-            )
-        self.shard_grads.mul_(factor)
-
-    def _new_flats(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        of_params = device if self.memory.params is ParamMemory.FLAT else torch.device("meta")
-        of_grads = device if self.memory.grads is GradMemory.STANDING else torch.device("meta")
-        return (
-            torch.zeros(self.layout.numel, dtype=self.kind.param_dtype, device=of_params),
-            torch.zeros(self.layout.numel, dtype=self.kind.grad_dtype, device=of_grads),
-        )
-
-    def _move_in(self, name: str, param: nn.Parameter, *, span: Span) -> Entry:
-        if self.memory.params is ParamMemory.FLAT:
-            place = shaped_view(self.param_data[span.start : span.end], param)
-            place.copy_(param.detach())
-            param.data = place
-        grad = shaped_view(self.grad_data[span.start : span.end], param)
-        return Entry(canonical_name(name), param, span, grad, grad)
 
 
 @dataclass(frozen=True)

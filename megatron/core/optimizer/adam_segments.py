@@ -15,7 +15,8 @@ from megatron.core.distributed.dense_memory import flat_view
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
 from megatron.core.distributed.layout import Span
 from megatron.core.distributed.run_params import RunParam
-from megatron.core.distributed.transient_grads import ParamMemory, TransientGroup
+from megatron.core.distributed.transient_buffer import ParamMemory
+from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters, write_parameters
 from megatron.core.optimizer.fused_adam_settings import AdamMemory
 from megatron.core.optimizer.late_buffer import LateBuffer

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.transient_grads import GradMemory, MemoryPolicy, ParamMemory
+from megatron.core.distributed.transient_buffer import GradMemory, MemoryPolicy, ParamMemory
 from megatron.core.optimizer.flat_adam import Masters, StateForm
 
 # What torch.optim.Optimizer takes.

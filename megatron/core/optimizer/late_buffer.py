@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.core.distributed.dense_memory import shaped_view
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
-from megatron.core.distributed.transient_grads import MemoryPolicy, ParamMemory, TransientBuffer
+from megatron.core.distributed.transient_buffer import MemoryPolicy, ParamMemory, TransientBuffer
 
 
 class LateBuffer(TransientBuffer):

@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 from weakref import ref
 
@@ -28,6 +29,7 @@ _KINDS = (
     (re.compile(r"\boutput_layer\b"), "output and loss"),
 )
 EXPERTS, REST = "experts", "norms and residuals"
+_DROPOUT = signature(F.dropout)
 
 
 class SavedBytes:
@@ -123,13 +125,11 @@ class _FusedNorm(torch.autograd.Function):
         raise NotImplementedError("a plan has no backward")
 
 
-def _dropout_of(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Tensor, float, bool]:
-    return x, p, training
-
-
 class AsFusedKernels(TorchFunctionMode):
-    """Inside, torch's attention, dropout and RMSNorm keep what their fused kernels keep: on the meta device torch itself takes
-    those that keep all scores and every intermediate result, which no training would.
+    """Inside, torch's attention, dropout and RMSNorm keep what their fused kernels keep.
+
+    On the meta device torch itself takes those that keep all scores and every intermediate result, which no training
+    would.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,9 +139,10 @@ class AsFusedKernels(TorchFunctionMode):
         if func is F.rms_norm:
             return _FusedNorm.apply(args[0], args[2] if len(args) > 2 else (kwargs or {}).get("weight"))
         if func is F.dropout:
-            x, rate, training = _dropout_of(*args, **(kwargs or {}))
-            # Its mask has a byte for each element; what torch takes elsewhere has one of the element's own type.
-            return torch.native_dropout(x, rate, training)[0] if training and 0 < rate < 1 else func(x, rate, training)
+            given = {"p": 0.5, "training": True, **_DROPOUT.bind(*args, **(kwargs or {})).arguments}
+            if given["training"] and 0 < given["p"] < 1:
+                # Its mask has a byte for each element; what torch takes elsewhere has one of the element's own type.
+                return torch.native_dropout(given["input"], given["p"], True)[0]
         return func(*args, **(kwargs or {}))
 
 

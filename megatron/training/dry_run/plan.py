@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.device import without_memory
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.distributed.transient_grads import SumMemory, TransientBuffer
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
@@ -273,17 +272,13 @@ def _parameters(model: Sequence[nn.Module]) -> Iterator[Tensor]:
         yield from chunk.parameters()
         yield from unwrap_model(chunk).buffers()
         if isinstance(chunk, _BaseDataParallel):
-            yield from (buffer.param_data for buffer in chunk.all_buffers)
+            yield from (flat for buffer in chunk.all_buffers for flat in buffer.standing_params)
 
 
 def _gradients(model: Sequence[nn.Module]) -> Iterator[Tensor]:
     for chunk in model:
-        for buffer in chunk.all_buffers if isinstance(chunk, _BaseDataParallel) else ():
-            # Where whole gradients come and go, their sums alone stand; grad_data is a size without memory then.
-            if not isinstance(buffer, TransientBuffer):
-                yield buffer.grad_data
-            elif buffer.memory.sums is SumMemory.STANDING:
-                yield buffer.shard_grads
+        if isinstance(chunk, _BaseDataParallel):
+            yield from (flat for buffer in chunk.all_buffers for flat in buffer.standing_grads)
 
 
 def _bytes_of(tensors: Iterator[Tensor]) -> int:
