@@ -15,7 +15,18 @@ import numpy as np
 LOG_NAME = "steps.jsonl"
 RECORD_NAME = "run.json"
 # Fields of time and place, which no two runs share; those that end in a slash hold several.
-TIMINGS = ("seconds", "tokens_per_second", "tflops", "mfu", "timers/", "rank_times/", "overlap/", "memory/", "stash/")
+TIMINGS = (
+    "seconds",
+    "tokens_per_second",
+    "tflops",
+    "mfu",
+    "timers/",
+    "rank_times/",
+    "overlap/",
+    "memory/",
+    "held/",
+    "stash/",
+)
 MAX_BINS = 128
 # Megatron-LM's console log: the line of a step, the line of an evaluation, and fields that have another name or unit.
 STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
@@ -101,6 +112,7 @@ class RunLog:
     """A run as its files tell it.
 
     series: by field, those of nested objects as "memory/allocated". overlap: the last step's, with its iteration.
+    held: bytes by kind that ranks hold, the last that was logged, see held_memory.py.
     stash: what is no series of numbers of it.
     per_layer: by loss; expert_load: tokens per expert.
     record: run.json, empty where there is none. num_unreadable: lines that are no JSON objects with an iteration.
@@ -111,6 +123,7 @@ class RunLog:
     expert_load: LayerTable
     per_layer: dict[str, LayerTable]
     overlap: dict[str, Any]
+    held: dict[str, Any]
     stash: StashLog
     record: dict[str, Any]
     num_unreadable: int
@@ -144,6 +157,7 @@ def read_run(place: Path) -> RunLog:
         expert_load=reader.expert_load,
         per_layer=reader.per_layer,
         overlap=reader.overlap,
+        held=reader.held,
         stash=reader.stash,
         record=record,
         num_unreadable=reader.num_unreadable,
@@ -192,6 +206,7 @@ class _Reader:
     expert_load: LayerTable = field(default_factory=LayerTable)
     per_layer: dict[str, LayerTable] = field(default_factory=dict)
     overlap: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, Any] = field(default_factory=dict)
     stash: StashLog = field(default_factory=StashLog)
     num_unreadable: int = 0
 
@@ -220,6 +235,8 @@ class _Reader:
                     table = self.per_layer.get(loss) or LayerTable()
                     table.add(step, rows)
                     self.per_layer[loss] = table
+            elif name == "held":
+                self.held = {"iteration": step, **value}
             elif name == "stash":
                 self._add_stash(value, step=step)
             elif name != "iteration":

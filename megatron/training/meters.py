@@ -20,11 +20,13 @@ from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.timers import Timers, format_times
 from megatron.training.callbacks import RankTimes, StepReport
+from megatron.training.expert_memory import ExpertMemory
 from megatron.training.flops import num_floating_point_operations, peak_bf16_tflops
+from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.overlap_meter import OverlapMeter
 from megatron.training.routing_meter import RoutingMeter
-from megatron.training.stash_meter import KnowsLastStep, StashMeter
+from megatron.training.stash_meter import StashMeter
 from megatron.training.stragglers import StragglerWatch
 
 # The timers of a step in the order of the log; a timer that never ran is not shown.
@@ -66,7 +68,7 @@ def build_meters(
     optimizer: MegatronOptimizer | None,
     timers: Timers,
     device: torch.device,
-    expert_memory: KnowsLastStep | None = None,
+    expert_memory: ExpertMemory | None = None,
 ) -> list[Meter]:
     """The meters that the flags ask for; memory is always measured, at log lines.
 
@@ -75,6 +77,18 @@ def build_meters(
     chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
     state = None if optimizer is None else state_bytes_of(chunks, optimizer.config)
     meters: list[Meter] = [MemoryMeter(device, logging.log_interval, state=state)]
+    groups = get_process_groups()
+    if optimizer is not None:
+        meters.append(
+            HeldMemoryMeter(
+                model,
+                optimizer,
+                memory=expert_memory,
+                groups=groups,
+                device=device,
+                interval=logging.log_interval,
+            )
+        )
     if logging.log_throughput:
         meters.append(ThroughputMeter(args, device_name(device), world_size=dist.get_world_size()))
     if logging.log_params_norm and optimizer is not None:
@@ -87,7 +101,7 @@ def build_meters(
         meters.append(StashMeter(expert_memory, args, device=device))
     if logging.record_routing is not None and optimizer is not None:
         samples = args.micro_batch_size * args.data_parallel_size
-        meters.append(RoutingMeter(model, get_process_groups(), samples_of_microbatch=samples))
+        meters.append(RoutingMeter(model, groups, samples_of_microbatch=samples))
     return meters
 
 

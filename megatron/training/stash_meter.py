@@ -35,6 +35,15 @@ class _Totals(NamedTuple):
     dropped_act: int = 0
 
 
+class _Rungs(NamedTuple):
+    """Where a step of a rank had to give way, lightest first."""
+
+    spilled_pages: int = 0
+    dropped_act: int = 0
+    dropped_gate_up: int = 0
+    void_steps: int = 0
+
+
 class _Pool(NamedTuple):
     """A pool in the step in which it was fullest; all 0 on a rank without one."""
 
@@ -67,7 +76,7 @@ class _Buffers(NamedTuple):
 
 @dataclass
 class _Interval:
-    """Of one rank, since the last log line: as much as there are layers, and two numbers a step."""
+    """Of one rank, since the last log line: as much as there are layers, and six numbers a step."""
 
     totals: _Totals = _Totals()
     pool: _Pool = _Pool()
@@ -75,6 +84,7 @@ class _Interval:
     fullest: StepFigures | None = None
     most_rows: dict[int, int] = field(default_factory=dict)
     rows_factors: list[float] = field(default_factory=list)
+    rungs: list[_Rungs] = field(default_factory=list)
     pages_factors: list[float] = field(default_factory=list)
 
     def add(self, step: StepFigures) -> None:
@@ -100,6 +110,7 @@ class _Interval:
             self.most_rows[layer] = max(rows, self.most_rows.get(layer, 0))
         self.rows_factors.append(step.factor_needed)
         self.pages_factors.append(step.pages_wanted / max(1, step.balanced_pages))
+        self.rungs.append(_Rungs(own.spilled_pages, own.dropped_act, own.dropped_gate_up, step.voids))
         self._keep_fullest(step, counters)
 
     def _keep_fullest(self, step: StepFigures, counters: Multiset[Counter]) -> None:
@@ -119,7 +130,15 @@ class _Interval:
     def numbers(self, num_layers: int) -> list[float]:
         """All of it but `fullest`, as many numbers on every rank."""
         rows = [self.most_rows.get(layer, 0) for layer in range(1, num_layers + 1)]
-        return [*self.totals, *self.pool, *self.buffers, *rows, *self.rows_factors, *self.pages_factors]
+        return [
+            *self.totals,
+            *self.pool,
+            *self.buffers,
+            *rows,
+            *self.rows_factors,
+            *self.pages_factors,
+            *sum(self.rungs, ()),
+        ]
 
 
 @dataclass(frozen=True)
@@ -132,6 +151,7 @@ class _Rank:
     most_rows: list[int]
     rows_factors: list[float]
     pages_factors: list[float]
+    rungs: list[_Rungs]
 
     @classmethod
     def of(cls, numbers: list[float], num_layers: int) -> "_Rank":
@@ -143,9 +163,12 @@ class _Rank:
 
         totals, pool = _Totals(*take(len(_Totals._fields))), _Pool(*take(len(_Pool._fields)))
         buffers = _Buffers(next(rest), *take(len(_Buffers._fields) - 1))
-        rows, factors = take(num_layers), list(rest)
-        steps = len(factors) // 2
-        return cls(totals, pool, buffers, rows, factors[:steps], factors[steps:])
+        rows, by_step = take(num_layers), list(rest)
+        width = len(_Rungs._fields)
+        steps = len(by_step) // (2 + width)
+        counts = [int(count) for count in by_step[2 * steps :]]
+        rungs = [_Rungs(*counts[start : start + width]) for start in range(0, len(counts), width)]
+        return cls(totals, pool, buffers, rows, by_step[:steps], by_step[steps : 2 * steps], rungs)
 
 
 class StashMeter:
@@ -183,6 +206,7 @@ class StashMeter:
             factors_needed=_most_by_step([rank.rows_factors for rank in ranks]),
             balanced_rows=buffers.balanced_rows,
             buffer_rows=buffers.buffer_rows,
+            rungs=_rungs_by_kind([rank.rungs for rank in ranks]),
             rows={layer: rows for layer, rows in enumerate(most_rows, 1) if rows},
             pool=self._with_timeline(_pool_report(ranks), ranks, own=since.fullest),
         )
@@ -204,6 +228,16 @@ class StashMeter:
 def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
     """Of each step the largest of all ranks, to seven digits, as the log has one for every step."""
     return tuple(float(f"{max(step):.7g}") for step in zip(*ranks, strict=True))
+
+
+def _rungs_by_kind(ranks: list[list[_Rungs]]) -> dict[str, list[int]]:
+    """Of each kind that occurred, how often in each step: over ranks, which run steps again together."""
+    steps = [
+        _Rungs(*map(sum, zip(*step, strict=True)))._replace(void_steps=max(one.void_steps for one in step))
+        for step in zip(*ranks, strict=True)
+    ]
+    kinds = {name: list(counts) for name, counts in zip(_Rungs._fields, zip(*steps, strict=True), strict=True)}
+    return {name: counts for name, counts in kinds.items() if any(counts)}
 
 
 def _pool_report(ranks: list[_Rank]) -> PoolReport | None:

@@ -131,7 +131,13 @@ class StepRunner:
         def judge(reports: Reports, void_flags: torch.Tensor | None) -> StepStatistics:
             # Anew after each run: a signal may come in one that is void.
             reasons = exit_reasons()
-            return self.statistics.reduce_step_sync(reports, self.model, exit_reasons=reasons, void_flags=void_flags)
+            return self.statistics.reduce_step_sync(
+                reports,
+                self.model,
+                exit_reasons=reasons,
+                void_flags=void_flags,
+                with_load=iteration % self.args.log_interval == 0,
+            )
 
         return self._run_sync(iterator, judge, num_microbatches=num_microbatches, iteration=iteration)
 

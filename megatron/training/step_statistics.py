@@ -61,7 +61,7 @@ class StepStatistics:
     """Mean losses over the global batch, and why any rank wants to stop; None: go on.
 
     overflow: if it is void, so is the rest. per_layer: name to layer number, from 1, to value. expert_load: layer
-    number to tokens per expert over all ranks. Both are None where they were not asked for.
+    number to tokens per expert of this step over all ranks. Both are None where they were not asked for.
     """
 
     losses: dict[str, float]
@@ -106,13 +106,15 @@ class StatisticsExchange:
         *,
         exit_reasons: Sequence[bool],
         void_flags: torch.Tensor | None = None,
+        with_load: bool = False,
     ) -> StepStatistics:
         """The statistics of a training step, with what the model's layers recorded, which is taken from them.
 
+        with_load: experts' loads too, as under --moe-per-layer-logging; alike on all ranks.
         reports: as for total_reports, fp32. void_flags: as for reduce_sync, [2], fp64. NOTE: reads the device, see
         there.
         """
-        auxiliary, layers = _take_auxiliary_losses(model)
+        auxiliary, layers = _take_auxiliary_losses(model, with_load=with_load)
         totals = {**total_reports(reports), **auxiliary}
         return self.reduce_sync(
             totals, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers, void_flags=void_flags
@@ -199,16 +201,19 @@ class StatisticsExchange:
         self._names = tuple(dict.fromkeys([*self._names, *every]))
 
 
-def _take_auxiliary_losses(model: Sequence[nn.Module]) -> tuple[Totals, LayerTotals | None]:
-    """What layers recorded since the last call, over all of them and, under --moe-per-layer-logging, of each."""
+def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tuple[Totals, LayerTotals | None]:
+    """What layers recorded since the last call, over all of them and, under --moe-per-layer-logging, of each;
+    with_load: at any rate the tokens of each.
+    """
     totals: Totals = {}
     layers: LayerTotals | None = None
     for chunk in unwrap_model(list(model)):
         if not isinstance(chunk, RecordsAuxLosses):
             continue
         # Before the totals are taken, which starts both anew. A chunk's rows of other chunks' layers are zero.
-        if chunk.config.moe_per_layer_logging:
-            its = chunk.aux_losses.layer_totals()
+        wants_losses = chunk.config.moe_per_layer_logging
+        if wants_losses or (with_load and chunk.config.num_moe_experts):
+            its = chunk.aux_losses.layer_totals() if wants_losses else chunk.aux_losses.load_totals()
             layers = its if layers is None else layers.plus(its)
         for name, total in chunk.aux_losses.take_totals().items():
             totals[name] = totals[name] + total if name in totals else total
@@ -217,8 +222,11 @@ def _take_auxiliary_losses(model: Sequence[nn.Module]) -> tuple[Totals, LayerTot
 
 def _layer_figures(
     layers: LayerTotals, values: list[float]
-) -> tuple[dict[str, dict[int, float]], dict[int, list[int]]]:
-    """Mean losses and tokens per expert by layer, of those that have them; values: `layers` summed and flattened."""
+) -> tuple[dict[str, dict[int, float]] | None, dict[int, list[int]]]:
+    """Mean losses, None where they were not asked for, and tokens per expert by layer, of those that have them.
+
+    values: `layers` summed and flattened.
+    """
     num_layers, num_experts = layers.tokens_per_expert.shape
     per_layer: dict[str, dict[int, float]] = {}
     for index, (total, count) in enumerate(zip(values[0 : layers.losses.numel() : 2], values[1::2])):
@@ -226,7 +234,7 @@ def _layer_figures(
             per_layer.setdefault(layers.names[index // num_layers], {})[index % num_layers + 1] = total / count
     tokens = [int(value) for value in values[layers.losses.numel() :]]
     rows = {number: tokens[(number - 1) * num_experts : number * num_experts] for number in range(1, num_layers + 1)}
-    return per_layer, {number: row for number, row in rows.items() if any(row)}
+    return per_layer if layers.names else None, {number: row for number, row in rows.items() if any(row)}
 
 
 def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, iteration: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from megatron.core.utils import unwrap_model
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.dry_run.activations import SavedBytes
 from megatron.training.dry_run.plan import Plan, plan_run
+from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
 from tests.distributed.tiny_runs import SHARDED, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
+from tests.unit_tests.training.test_callbacks import STEP
 
 RANKS = 4
 KINDS = ("parameters", "gradients", "masters", "moments", "pages", "host_pages")
@@ -55,7 +58,9 @@ RUNS: dict[str, tuple[str, Flags]] = {
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank, as RankPlan has them. activations: of one microbatch of a rank's only chunk."""
+    """Bytes of one rank, as RankPlan has them. activations: of one microbatch of a rank's only chunk.
+    logged: as the log has it.
+    """
 
     stage: int
     parameters: int
@@ -65,6 +70,7 @@ class Held:
     pages: int
     host_pages: int
     activations: dict[str, int]
+    logged: dict[str, Any]
 
 
 def _argv(name: str) -> list[str]:
@@ -115,6 +121,7 @@ def _held(run: TrainingRun, activations: dict[str, int]) -> Held:
         pages=0 if pool is None else pool.layout.device_pages * pool.layout.page_bytes,
         host_pages=0 if pool is None else pool.layout.host_pages * pool.layout.page_bytes,
         activations=activations,
+        logged=_logged(run),
     )
 
 
@@ -122,6 +129,13 @@ def _standing_grads(buffer: WrappedBuffer) -> list[torch.Tensor]:
     """What of a buffer's gradients has memory from step to step."""
     sums = [buffer.shard_grads] if isinstance(buffer, TransientBuffer) else []
     return [grads for grads in (buffer.grad_data, *sums) if not grads.is_meta]
+
+
+def _logged(run: TrainingRun) -> dict[str, Any]:
+    (meter,) = (meter for meter in run.meters if isinstance(meter, HeldMemoryMeter))
+    held = meter.measure(STEP).held
+    assert held is not None, "after the first step"
+    return held
 
 
 def _memory(tensors: Iterable[torch.Tensor]) -> int:
@@ -144,6 +158,20 @@ def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: list[dict[str,
         for kind in KINDS:
             assert getattr(planned[rank], kind) == getattr(of_rank[name], kind), (rank, kind)
             assert getattr(planned[rank], kind) <= getattr(planned[rank // (RANKS // stages) * (RANKS // stages)], kind)
+
+
+@pytest.mark.parametrize("name", ["stages", "experts", "pages", "shards", "in backward"])
+def test_the_log_has_what_the_first_rank_and_the_fullest_of_each_stage_hold(
+    name: str, held: list[dict[str, Held]]
+) -> None:
+    ranks, logged = [of_rank[name] for of_rank in held], held[0][name].logged
+    assert all(one.logged == logged for one in ranks) and set(logged) == {"rank_0", "max", "stages"}
+    for kind in KINDS:
+        assert logged["rank_0"][kind] == getattr(ranks[0], kind)
+        assert logged["max"][kind] == max(getattr(one, kind) for one in ranks)
+        by_stage = {one.stage: max(getattr(own, kind) for own in ranks if own.stage == one.stage) for one in ranks}
+        assert {stage: row[kind] for stage, row in logged["stages"].items()} == by_stage
+    assert logged["max"]["peak_rss"] >= logged["rank_0"]["peak_rss"] > sum(logged["rank_0"][kind] for kind in KINDS)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("saved")])

@@ -46,10 +46,11 @@ def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) 
     num_ranks = flags.get("expert-model-parallel-size", 1)
     planned = demands(read_routing(tmp_path / "trace.jsonl"), PLANNED[layout])
     for step in range(3):
-        (first, report, routing), (second, other, _) = ranks[0][step], ranks[1][step]
+        (first, report, routing, load), (second, other, *_) = ranks[0][step], ranks[1][step]
         assert report == other and first["pool"] == first["timeline"] and second["pool"] == second["timeline"]
         assert first["dropped"] + first["pool"]["spilled"] > 0
         expected = {layer: _rows_by_rank(counts, num_ranks) for layer, counts in routing.items()}
+        assert load == {layer: _tokens_of_experts(counts) for layer, counts in routing.items()}
         passes = first["rows"] | second["rows"] if layout == "stages" else first["rows"]
         assert passes == {layer: [ranks[0] for ranks in rows] for layer, rows in expected.items()}
         most = {layer: max(map(max, rows)) for layer, rows in expected.items()}
@@ -66,6 +67,11 @@ def _rows_by_rank(counts: list[Any], num_ranks: int) -> list[list[int]]:
     return [[sum(row[rank * num_local : (rank + 1) * num_local]) for rank in range(num_ranks)] for row in sums]
 
 
+def _tokens_of_experts(counts: list[Any]) -> list[int]:
+    """counts: [M][R][E] -> [E]: the sum over micro-batches and ranks."""
+    return [sum(column) for column in zip(*(rank for microbatch in counts for rank in microbatch))]
+
+
 # On the ranks.
 
 
@@ -78,7 +84,7 @@ def _figures_of_steps(argv: list[str]) -> list[Any]:
             report = run.measured(train_step(run)[0])
             run.callbacks.on_step_end(report)
             routing = {layer: counts.tolist() for layer, counts in (report.routing or {}).items()}
-            found.append((_compared(run.expert_memory.last_step), report.stash, routing))
+            found.append((_compared(run.expert_memory.last_step), report.stash, routing, report.expert_load))
         return found
 
 

@@ -61,7 +61,14 @@ def started_run(
 
 def comparable(report: StepReport) -> dict[str, Any]:
     """Every number of a step that two equal runs share: not time or memory. The norm as text: NaN equals no NaN."""
-    return {**vars(report), "seconds": None, "memory": None, "notes": None, "grad_norm": repr(report.grad_norm)}
+    return {
+        **vars(report),
+        "seconds": None,
+        "memory": None,
+        "held": None,
+        "notes": None,
+        "grad_norm": repr(report.grad_norm),
+    }
 
 
 def train_steps(run: TrainingRun, count: int) -> list[dict[str, Any]]:

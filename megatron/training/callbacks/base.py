@@ -58,7 +58,8 @@ class StashReport:
     steps: how many these are. void_steps: runs of them that had to be done again. capacity_factor: of the buffers now;
     factors_needed: the least that would have done, of each step, oldest first. balanced_rows: of a pass, if all experts
     were chosen equally often; buffer_rows: room for them; rows: layer number to the most live rows of a pass on any
-    rank. pool: None without the paged stash.
+    rank. rungs: of each of spilled_pages, dropped_act, dropped_gate_up and void_steps that occurred, how often in each
+    step, oldest first. pool: None without the paged stash.
     """
 
     steps: int
@@ -68,6 +69,7 @@ class StashReport:
     balanced_rows: int
     buffer_rows: int
     rows: dict[int, int]
+    rungs: dict[str, list[int]]
     pool: PoolReport | None
 
 
@@ -85,6 +87,7 @@ class StepReport:
     is_last: the run ends with this step, early or not. stash: of expert buffers, at log lines and at the last step.
     routing: layer number to tokens per expert of each micro-batch and rank of a stage, [M, R, E] int64, ranks that
     share experts next to each other; on the first rank alone.
+    held: bytes by kind that ranks hold, see held_memory.py.
     notes: lines for the console below that of the step.
     """
 
@@ -113,6 +116,7 @@ class StepReport:
     per_layer: dict[str, dict[int, float]] | None = None
     stash: StashReport | None = None
     routing: dict[int, Tensor] | None = None
+    held: dict[str, Any] | None = None
     straggler: dict[str, Any] | None = None
     is_last: bool = False
     notes: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ _OPTIONAL = (
     "tflops",
     "mfu",
     "memory",
+    "held",
     "timers",
     "overlap",
     "expert_load",

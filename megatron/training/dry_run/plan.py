@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron.core.device import without_memory
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
@@ -38,6 +36,7 @@ from megatron.training.dry_run.traffic import Traffic
 from megatron.training.expert_memory import build_expert_memory
 from megatron.training.flops import count_of, parameters_by_key
 from megatron.training.global_vars import publish_run, publish_timers, publish_tokenizer
+from megatron.training.held_memory import bytes_of, gradient_tensors, parameter_tensors
 from megatron.training.initialize import seed_ranks
 from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
 
@@ -183,8 +182,8 @@ class _Build:
             layers=tuple(
                 sorted(m.layer_number for c in chunks for m in c.modules() if isinstance(m, TransformerLayer))
             ),
-            parameters=_bytes_of(_parameters(self.model)),
-            gradients=_bytes_of(_gradients(self.model)),
+            parameters=bytes_of(parameter_tensors(self.model)),
+            gradients=bytes_of(gradient_tensors(self.model)),
             masters=state["masters"],
             moments=state["moments"],
             pages=pages[0],
@@ -251,7 +250,7 @@ def saved_by(
         parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         shape = args.seq_length // parts, args.micro_batch_size, args.hidden_size
         inner.set_input_tensor(torch.zeros(shape, dtype=args.params_dtype, requires_grad=True))
-    saved = SavedBytes(chunk, standing=[*_parameters([chunk]), *_gradients([chunk])], kind_of=kind_of)
+    saved = SavedBytes(chunk, standing=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=kind_of)
     with saved.counting(), AsFusedKernels():
         output, loss_function = forward_step(repeat(_batch(args)), chunk)
         kept = loss_function(output) if inner.post_process else output
@@ -265,24 +264,3 @@ def _batch(args: argparse.Namespace) -> dict[str, Tensor]:
     shape = args.micro_batch_size, args.seq_length
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
     return {**batch, "loss_mask": torch.zeros(shape)}
-
-
-def _parameters(model: Sequence[nn.Module]) -> Iterator[Tensor]:
-    for chunk in model:
-        yield from chunk.parameters()
-        yield from unwrap_model(chunk).buffers()
-        if isinstance(chunk, _BaseDataParallel):
-            yield from (flat for buffer in chunk.all_buffers for flat in buffer.standing_params)
-
-
-def _gradients(model: Sequence[nn.Module]) -> Iterator[Tensor]:
-    for chunk in model:
-        if isinstance(chunk, _BaseDataParallel):
-            yield from (flat for buffer in chunk.all_buffers for flat in buffer.standing_grads)
-
-
-def _bytes_of(tensors: Iterator[Tensor]) -> int:
-    """Of the memory behind them, each once; of a tensor that is spread over ranks, this one's part."""
-    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    memory = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
-    return sum(memory.values())

@@ -1,12 +1,15 @@
 """What meters add to a step's report: norms against fp64, operations a second, memory, and the slowest rank."""
 
 import argparse
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.flops import num_floating_point_operations
+from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.meters import MemoryMeter, ParamsNormMeter, ThroughputMeter, TimerMeter, memory_line, rank_times
 from tests.unit_tests.training.small_run import SmallRun
 from tests.unit_tests.training.test_callbacks import STEP
@@ -54,6 +57,19 @@ def test_memory_is_measured_at_log_lines_and_told_once() -> None:
         "[Rank 0] (after 3 iterations) memory (MB) | allocated: 1.0 | max allocated: 2.0 | "
         "reserved: 4.0 | max reserved: 8.0"
     )
+
+
+def test_held_memory_is_told_after_the_first_step_at_log_lines_and_after_the_last() -> None:
+    run, groups = SmallRun(dtype=torch.bfloat16), ProcessGroupCollection()
+    device = torch.device("cpu")
+    meter = HeldMemoryMeter([run.model], run.optimizer, memory=None, groups=groups, device=device, interval=5)
+    reports = [meter.measure(replace(STEP, iteration=step, is_last=step == 7)) for step in range(3, 8)]
+    assert [report.iteration for report in reports if report.held is not None] == [3, 5, 7]
+    held = reports[0].held
+    assert held is not None and held["rank_0"].keys() == held["max"].keys() == held["stages"][0].keys()
+    size = sum(param.numel() for param in run.model.parameters())
+    assert held["max"]["parameters"] >= 2 * size and held["max"]["masters"] >= 4 * size and held["max"]["pages"] == 0
+    assert held["rank_0"]["peak_rss"] > 2**20
 
 
 def test_timers_are_means_over_the_steps_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,9 @@ def figures_of_step(rank: int, step: int, *, device_pages: int = 60, host_pages:
     return sizes, most
 
 
+HELD = {"rank_0": {"parameters": 3}, "max": {"parameters": 4}, "stages": {0: {"parameters": 4}}}
+
+
 class Memory:
     last_step: StepFigures | None = None
 
@@ -106,6 +109,20 @@ def counted(steps: list[StepFigures]) -> list[int]:
     return [sum(step.counters[counter] for step in steps) for counter in COUNTED]
 
 
+def rungs_of(ranks: list[list[StepFigures]], steps: range) -> dict[str, list[int]]:
+    counters = {
+        "spilled_pages": Counter.SPILLED_PAGES,
+        "dropped_act": Counter.DROPPED_ACT,
+        "dropped_gate_up": Counter.DROPPED_GATE_UP,
+    }
+    found = {
+        name: [sum(of_rank[step].counters[counter] for of_rank in ranks) for step in steps]
+        for name, counter in counters.items()
+    }
+    found["void_steps"] = [int(step == 1) for step in steps]
+    return {name: counts for name, counts in found.items() if any(counts)}
+
+
 def test_a_report_covers_all_ranks_and_steps_since_the_last() -> None:
     ranks = [[figures_of_step(rank, step)[0] for step in range(1, 6)] for rank in (0, 1)]
     seen = run_on_ranks(on_rank, 2, ranks)
@@ -119,6 +136,7 @@ def test_a_report_covers_all_ranks_and_steps_since_the_last() -> None:
         torch.testing.assert_close(report.factors_needed, tuple(factors), rtol=1e-5, atol=0)
         assert pool.factors_needed == tuple((100 + step + 1) / 50 for step in steps)
         assert [pool.spilled_pages, pool.planned_pages, pool.dropped_gate_up, pool.dropped_act] == counted(own)
+        assert report.rungs == rungs_of(ranks, steps) != {}
         assert pool.tail_bytes == 2 * sum(step + 1 for step in steps)
         fullest = max(own, key=held_at_most)
         high_waters = [fullest.counters[tier] for tier in HIGH_WATERS]
@@ -170,7 +188,14 @@ def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:
 
 def test_every_field_of_a_line_and_every_name_of_its_readers_stands_in_the_page(tmp_path: Path) -> None:
     one = {field.name: 1.0 for field in fields(StepReport) if vars(STEP).get(field.name) is None}
-    tables = {"expert_load": {1: [2]}, "per_layer": {"z_loss": {1: 0.5}}, "timers": {}, "overlap": {}, "routing": {}}
+    tables = {
+        "held": HELD,
+        "expert_load": {1: [2]},
+        "per_layer": {"z_loss": {1: 0.5}},
+        "timers": {},
+        "overlap": {},
+        "routing": {},
+    }
     tables |= {
         "memory": memory_bytes(torch.device("cpu")),
         "rank_times": RankTimes(min_ms=1, min_rank=0, max_ms=2, max_rank=1),

@@ -204,6 +204,10 @@ class AuxLossRecorder(Recorder, nn.Module):
         losses = torch.stack([self.sums.double(), self.counts.double()], dim=2)  # [names, L, 2]
         return LayerTotals(self.names, losses, self.tokens_per_expert)
 
+    def load_totals(self) -> LayerTotals:
+        """The same without losses: tokens alone."""
+        return LayerTotals((), self.sums.new_zeros(0, len(self.tokens_per_expert), 2).double(), self.tokens_per_expert)
+
     def take_totals(self) -> dict[str, Tensor]:
         """Each loss's (sum, count) over layers and microbatches since the last call: [2], fp64, on the device."""
         # [names, 2]; fp64, because these are summed over ranks next.

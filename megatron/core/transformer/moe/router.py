@@ -109,7 +109,6 @@ class TopKRouter(Router):
         self.balancing = LoadBalancing(config)
         self.z_loss_coeff = config.moe_z_loss_coeff or 0.0
         self.forces_balance = config.moe_router_force_load_balancing
-        self.counts_tokens = config.moe_router_enable_expert_bias or config.moe_per_layer_logging
         bias = None
         if config.moe_router_enable_expert_bias:
             # fp32 in any model: steps of 1e-3 would be lost in half precision.
@@ -139,7 +138,6 @@ class TopKRouter(Router):
 
     def keep_passes(self) -> None:
         """Has the recorder keep the tokens of each microbatch from now on, of what is learned from."""
-        self.counts_tokens = True
         self.aux_losses.keep_passes()
 
     def update_expert_bias(self, tokens_per_expert: Tensor) -> None:
@@ -166,8 +164,7 @@ class TopKRouter(Router):
         if learning:
             routed = Routed(logits, indices, num_sequences, self.sequence_group, self._average_counts)
             weights = self._add_balancing_losses(weights, routed)
-            if self.counts_tokens:
-                self.aux_losses.count_tokens(routed.tokens_per_expert, layer_number=self.layer_number)
+            self.aux_losses.count_tokens(routed.tokens_per_expert, layer_number=self.layer_number)
         return weights, indices
 
     def _add_z_loss(self, logits: Tensor) -> Tensor:

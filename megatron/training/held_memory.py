@@ -1,0 +1,117 @@
+"""Bytes that a rank really holds, by kind, and their largest over ranks: a meter of the first step and of log lines.
+
+What a run will hold, before it is started, is dry_run/plan.py's; its kinds are the same.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.device import peak_memory_bytes
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.utils import unwrap_model
+from megatron.training.callbacks import StepReport
+from megatron.training.expert_memory import ExpertMemory
+
+
+def parameter_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """What the parameters of the chunks and the buffers of their modules lie in: any shape, any dtype."""
+    for chunk in model:
+        yield from chunk.parameters()
+        yield from unwrap_model(chunk).buffers()
+        if isinstance(chunk, _BaseDataParallel):
+            yield from (flat for buffer in chunk.all_buffers for flat in buffer.standing_params)
+
+
+def gradient_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """What the gradients of the chunks lie in from step to step: any shape, any dtype."""
+    for chunk in model:
+        if isinstance(chunk, _BaseDataParallel):
+            yield from (flat for buffer in chunk.all_buffers for flat in buffer.standing_grads)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of the memory behind them, each once; of a tensor that is spread over ranks, this one's part.
+
+    tensors: any shape, any dtype.
+    """
+    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    memory = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+    return sum(memory.values())
+
+
+def held_bytes(
+    model: Sequence[nn.Module], optimizer: MegatronOptimizer, *, memory: ExpertMemory | None = None
+) -> dict[str, int]:
+    """Of this rank, by kind, as RankPlan has them; memory: of experts, whose stash may have pages."""
+    pages = {"device_pages": 0, "host_pages": 0}
+    if memory is not None and memory.stash is not None:
+        pages = memory.stash.pool.num_bytes
+    return {
+        "parameters": bytes_of(parameter_tensors(model)),
+        "gradients": bytes_of(gradient_tensors(model)),
+        **optimizer.state_bytes,
+        "pages": pages["device_pages"],
+        "host_pages": pages["host_pages"],
+    }
+
+
+class HeldMemoryMeter:
+    """Measures after the first step of a start, at log lines and after the last step: a pool of pages may grow."""
+
+    def __init__(
+        self,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        *,
+        memory: ExpertMemory | None,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+        interval: int,
+    ) -> None:
+        self._model, self._optimizer, self._memory = model, optimizer, memory
+        self._device, self._interval = device, interval
+        self._stage, self._num_stages = group_rank(groups.pp), group_size(groups.pp)
+        self._is_first = True
+
+    def measure(self, report: StepReport) -> StepReport:
+        """Sets held: "rank_0", "max" over ranks and "stages", the largest of each stage's, each kind to bytes.
+
+        Beside what held_bytes gives there is the most that was in use so far: peak_allocated of a GPU's memory, as
+        torch's allocator counts it, or peak_rss of the process on a CPU.
+        """
+        is_due = self._is_first or report.is_last or report.iteration % self._interval == 0
+        if not is_due:
+            return report
+        self._is_first = False
+        own = held_bytes(self._model, self._optimizer, memory=self._memory)
+        peak = "peak_allocated" if self._device.type == "cuda" else "peak_rss"
+        own[peak] = peak_memory_bytes(self._device)
+        first, *stages = self._largest_sync(list(own.values()))
+        largest = [max(column) for column in zip(*stages, strict=True)]
+        held = {
+            "rank_0": dict(zip(own, first, strict=True)),
+            "max": dict(zip(own, largest, strict=True)),
+            "stages": {stage: dict(zip(own, row, strict=True)) for stage, row in enumerate(stages)},
+        }
+        return replace(report, held=held)
+
+    def _largest_sync(self, own: list[int]) -> list[list[int]]:
+        """The first rank's numbers, then the largest of each stage's ranks.
+
+        NOTE: reads the device, once a log line. Collective.
+        """
+        rows = torch.zeros(1 + self._num_stages, len(own), dtype=torch.int64)
+        rows[1 + self._stage] = torch.tensor(own)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            rows[0] = torch.tensor(own)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            rows = rows.to(self._device)
+            dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+        return rows.tolist()
