@@ -32,7 +32,7 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
             TorchFullyShardedDataParallel(get_model_config(part), config, part, pg_collection=get_process_groups())
             for part in parts
         ]
-    ddp_config = _with_flags_of_gradients(config_from_args(DistributedDataParallelConfig, args), args)
+    ddp_config = ddp_config_of(args)
     order = build_launch_order(get_process_groups(), ddp_config)
     return [
         DistributedDataParallel(
@@ -47,6 +47,11 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
         )
         for chunk, part in enumerate(parts)
     ]
+
+
+def ddp_config_of(args: argparse.Namespace) -> DistributedDataParallelConfig:
+    """How the flags have the chunks of a run wrapped."""
+    return _with_flags_of_gradients(config_from_args(DistributedDataParallelConfig, args), args)
 
 
 def _with_flags_of_gradients(config: _ConfigT, args: argparse.Namespace) -> _ConfigT:

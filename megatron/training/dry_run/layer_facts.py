@@ -1,0 +1,295 @@
+"""What each kind of layer of a model costs on a rank, found once by building a short model of them without memory.
+
+The code of the run builds it, as for a dry run (plan.py); how layers add up to stages is stage_memory.py's.
+"""
+
+import argparse
+import copy
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.distributed.flat_buffer import BufferKind, buffer_kind
+from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.transformer.attention_config import AttentionConfig
+from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
+from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
+from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.rope import RotaryEmbedding
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.arguments import config_from_args
+from megatron.training.dry_run.activations import kind_of_module
+from megatron.training.dry_run.plan import ForwardStep, as_rank, pipeline_of, saved_by, with_known_rows
+from megatron.training.setup import get_model
+
+_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
+_EMBEDDING, _END, _CHUNK = "embedding", "end", "chunk"
+# Chunks save some tensors once that all their layers read: the second layer of a kind has its own alone.
+_OF_EACH_KIND = 2
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What makes layers of a model differ."""
+
+    has_experts: bool = False
+    has_window: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter that is trained. buffer: of which flat buffer it is, if experts' are reduced apart. own_bucket: it
+    shares its bucket with no other.
+    """
+
+    numel: int
+    buffer: BufferKind
+    own_bucket: bool = False
+
+
+@dataclass(frozen=True)
+class PartFacts:
+    """Of a part of a chunk. params: in their order. other: bytes of frozen parameters and of modules' buffers. saved:
+    bytes that a microbatch leaves for its backward, by kind.
+    """
+
+    params: tuple[Place, ...] = ()
+    other: int = 0
+    saved: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class StaticRows:
+    """Of experts in buffers of a fixed size. max_rows: of a buffer; balanced: that come if all ranks get as many."""
+
+    max_rows: int
+    balanced: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Of one rank of a layout. embedding: of the first chunk; copies: of the last one's own copy of it, if it has one;
+    end: norm, layers of multi-token prediction and output layer; chunk: what each chunk has once. rows: None where
+    experts have as many rows as come.
+    """
+
+    config: TransformerConfig
+    embedding: PartFacts
+    copies: PartFacts
+    layers: Mapping[LayerKind, PartFacts]
+    end: PartFacts
+    chunk: PartFacts
+    mtp_expert_layers: int
+    rows: StaticRows | None
+
+    def chunk_parts(self, layers: Sequence[LayerKind], *, is_first: bool, is_last: bool) -> list[PartFacts]:
+        """The parts of a chunk with these layers, in the order of its parameters."""
+        # A pipeline of one stage has no second table.
+        start = [self.embedding] if is_first else [self.copies] if is_last else []
+        return [*start, *(self.layers[kind] for kind in layers), *([self.end] if is_last else []), self.chunk]
+
+
+def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
+    """Of each layer of the model of these arguments, in order; those of multi-token prediction left out."""
+    experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+    attention = config_from_args(AttentionConfig, args)
+    windows = [attention.window_of_layer(number) is not None for number in range(1, args.num_layers + 1)]
+    return [LayerKind(bool(has), window) for has, window in zip(experts, windows, strict=True)]
+
+
+def model_facts(
+    args: argparse.Namespace, model_provider: Callable[..., nn.Module], *, forward_step: ForwardStep
+) -> ModelFacts:
+    """Of the run of validated args. Raises ValueError as the run would for a layer that cannot be built so."""
+    every = layer_kinds(args)
+    # The last layer's kind at the end: those of multi-token prediction are of it.
+    kinds = [*(kind for kind in dict.fromkeys(every) if kind != every[-1]), every[-1]]
+    probe = _probe_args(args, kinds)
+    pipeline = pipeline_of(probe, 0)
+    parts: dict[str, PartFacts] = {}
+    for stage, rank in enumerate(pipeline):
+        with as_rank(probe, rank):
+            # Wrapped: layers whose weight gradients are added where they are computed save other tensors.
+            model = get_model(model_provider, ModelType.encoder_or_decoder, args=probe)[0]
+            found = _parts_of(model, probe, forward_step=forward_step)
+            rows = _static_rows(model, probe)
+            # Short of the table that stages with an embedding share, everything is alike in all of them.
+            names = {_EMBEDDING: "copies"} if stage > 0 else {}
+            parts |= {names.get(name, name): part for name, part in found.items()}
+    inner = unwrap_model(model)
+    mtp = sum(isinstance(part, MoELayer) for part in inner.mtp.modules()) if inner.mtp is not None else 0
+    numbers = [number * _OF_EACH_KIND + 1 for number in range(len(kinds))]
+    layers = {kind: parts[f"layer {number}"] for kind, number in zip(kinds, numbers, strict=True)}
+    return ModelFacts(
+        get_model_config(model),
+        parts[_EMBEDDING],
+        parts.get("copies", PartFacts()),
+        layers,
+        parts[_END],
+        _chunk(parts, inner, args=args, probe=probe, numbers=numbers),
+        mtp_expert_layers=mtp,
+        rows=rows,
+    )
+
+
+def with_expert_size(facts: ModelFacts, factor: int, *, divisor: int) -> ModelFacts:
+    """The same where each rank has factor / divisor times as many experts."""
+
+    def scaled(part: PartFacts) -> PartFacts:
+        params = (
+            replace(place, numel=place.numel * factor // divisor) if place.buffer.is_expert else place
+            for place in part.params
+        )
+        return replace(part, params=tuple(params))
+
+    layers = {kind: scaled(part) for kind, part in facts.layers.items()}
+    return replace(facts, layers=layers, end=scaled(facts.end))
+
+
+def _probe_args(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> argparse.Namespace:
+    """Those of a short model with the layers of each kind, on as few ranks as the layout can have; with stages the
+    first has the embedding alone.
+    """
+    args = copy.copy(with_known_rows(args))
+    args.ddp_debug = False
+    pattern = [kind for kind in kinds for _ in range(_OF_EACH_KIND)]
+    args.num_layers = len(pattern)
+    if args.num_experts is not None:
+        args.moe_layer_freq = [int(kind.has_experts) for kind in pattern]
+    if args.window_size is not None:
+        args.window_attn_skip_freq = [int(kind.has_window) for kind in pattern]
+    if args.position_embedding_type == "rope":
+        # Long tables take a while to compute, and their size is known.
+        args.max_position_embeddings = args.seq_length
+    if args.recompute_num_layers is not None:
+        args.recompute_num_layers = min(args.recompute_num_layers, args.num_layers)
+    stages = min(2, args.pipeline_model_parallel_size)
+    further = "m" * (args.mtp_num_layers or 0)
+    args.pipeline_model_parallel_layout = f"E|{'t' * len(pattern)}{further}L" if stages > 1 else None
+    args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size = stages, None
+    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+    args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    expert_ranks = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tp)
+    args.world_size = stages * math.lcm(tp * cp, expert_ranks)
+    args.data_parallel_size = args.world_size // (stages * tp * cp)
+    args.num_distributed_optimizer_instances = 1
+    args.rampup_batch_size = args.step_batch_size_schedule = None
+    args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+    return args
+
+
+def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> dict[str, PartFacts]:
+    """By part: the embedding, each layer by its number, and the end."""
+    params: dict[str, list[Place]] = {}
+    other: Counter[str] = Counter()
+    for name, param in model.named_parameters():
+        part = _part_of(name) or _END
+        if param.requires_grad:
+            params.setdefault(part, []).append(_place(param, args))
+        else:
+            other[part] += _bytes(param)
+    for name, buffer in model.named_buffers():
+        if not _is_of_chunk(model, name):
+            other[_part_of(name) or _END] += _bytes(buffer)
+    saved: dict[str, dict[str, int]] = {}
+    for label, size in _saved(model, args, forward_step=forward_step).items():
+        part, _, kind = label.partition(": ")
+        saved.setdefault(part, {})[kind] = size
+    return {
+        part: PartFacts(tuple(params.get(part, ())), other[part], saved.get(part, {}))
+        for part in {_EMBEDDING, _END, *params, *other, *saved}
+    }
+
+
+def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> Counter[str]:
+    """Saved bytes by "part: kind"; what is saved between two layers, as by recompute, is the later one's."""
+    layers = list(unwrap_model(model).decoder.layers)
+    reached = [0]
+    handles = [layer.register_forward_pre_hook(lambda *_: reached.append(len(reached))) for layer in layers]
+
+    def label(name: str) -> str:
+        part = _part_of(name)
+        if part is None:
+            part = f"layer {reached[-1]}" if reached[-1] < len(layers) else _END
+        # The embedding of tokens further ahead.
+        part = _END if part == _EMBEDDING and reached[-1] else part
+        return f"{part}: {kind_of_module(name)}"
+
+    try:
+        return saved_by(model, args, forward_step=forward_step, kind_of=label)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _part_of(name: str) -> str | None:
+    """Of a module or a tensor; None for what is around the layers."""
+    layer = _LAYER.search(name)
+    if layer is not None:
+        return f"layer {layer[1]}"
+    if re.search(r"\bembedding\b", name):
+        return _EMBEDDING
+    return _END if re.search(r"\b(mtp|final_layernorm|output_layer)\b", name) else None
+
+
+def _place(param: nn.Parameter, args: argparse.Namespace) -> Place:
+    kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
+    return Place(param.numel(), kind, own_bucket=param_facts(param).shared_embedding)
+
+
+def _is_of_chunk(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), (AuxLossRecorder, RotaryEmbedding))
+
+
+def _chunk(
+    parts: Mapping[str, PartFacts],
+    model: nn.Module,
+    *,
+    args: argparse.Namespace,
+    probe: argparse.Namespace,
+    numbers: Sequence[int],
+) -> PartFacts:
+    """What a chunk has once, whatever its layers. numbers: of the layers whose own share is known."""
+    saved: Counter[str] = Counter()
+    for number in numbers:
+        first, own = parts[f"layer {number - 1}"].saved or {}, parts[f"layer {number}"].saved or {}
+        saved.update({kind: first.get(kind, 0) - own.get(kind, 0) for kind in {**first, **own}})
+    other, further = 0, args.mtp_num_layers or 0
+    for part in _once(model.modules()):
+        size = sum(_bytes(buffer) for buffer in part.buffers(recurse=False))
+        if isinstance(part, RotaryEmbedding):
+            other += size * args.max_position_embeddings // probe.max_position_embeddings
+        elif isinstance(part, AuxLossRecorder):
+            # Tables with a row for each layer of the model, and one number.
+            alone = _bytes(part.backward_scale)
+            other += alone + (size - alone) // (probe.num_layers + further) * (args.num_layers + further)
+    return PartFacts((), other, {kind: size for kind, size in saved.items() if size})
+
+
+def _once(modules: Iterator[Any]) -> Iterator[Any]:
+    yield from dict.fromkeys(modules)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _static_rows(model: nn.Module, args: argparse.Namespace) -> StaticRows | None:
+    dispatchers = [part.token_dispatcher for part in model.modules() if isinstance(part, MoELayer)]
+    if not dispatchers:
+        return None
+    assert isinstance(dispatchers[0], MoEStaticTokenDispatcher), "a plan counts rows in buffers of a fixed size"
+    budget = dispatchers[0].budget
+    shared = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    tokens = args.seq_length * args.micro_batch_size // shared
+    balanced = tokens * budget.topk * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    return StaticRows(budget.rows_of_rank(tokens), balanced)

@@ -1,0 +1,281 @@
+"""Layouts that a model could be trained in on a number of GPUs, as data, and the flags of each; pure.
+
+What they hold and how long they take is not known here. What the run's own checks refuse they say themselves: here are
+only the rules that keep the list short.
+"""
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+# Chunks of sequences shorter than this are better made by tensor parallelism.
+_LEAST_CONTEXT_PART = 4096
+_MOST_STAGES = 64
+_MOST_CHUNKS = 4
+_MICRO_BATCHES = (1, 2, 4, 8)
+
+
+class Sharding(enum.Enum):
+    """What data-parallel ranks share beside the data."""
+
+    NOTHING = "plain"
+    STATES = "ZeRO-1"
+    GRADIENTS = "ZeRO-2"
+
+
+class Experts(enum.Enum):
+    """Rows of experts: as many as come, or in buffers of a fixed size and from there in pages."""
+
+    DYNAMIC = "dynamic"
+    PAGED = "paged"
+
+
+class Recompute(enum.Enum):
+    """What backward computes again: nothing, what is cheap, feed-forward layers and experts, or whole layers."""
+
+    NOTHING = "none"
+    CHEAP = "cheap"
+    FEED_FORWARD = "ffn"
+    LAYERS = "full"
+
+
+SHARDING_FLAGS: Mapping[Sharding, tuple[str, ...]] = {
+    Sharding.NOTHING: (),
+    Sharding.STATES: ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    Sharding.GRADIENTS: ("--optimizer", "distributed_fused_adam", "--overlap-grad-reduce", "--overlap-param-gather"),
+}
+EXPERT_FLAGS: Mapping[Experts, tuple[str, ...]] = {
+    Experts.DYNAMIC: (),
+    Experts.PAGED: ("--moe-expert-rank-capacity-factor", "2", "--moe-paged-stash"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of one layout. counts: layers of each part of the pipeline, in the order of the model; chunks: of a stage.
+
+    None of sharding, recompute and experts: as the flags of the user have it.
+    """
+
+    tensor: int
+    stages: int
+    chunks: int
+    context: int
+    expert: int
+    expert_tensor: int
+    micro_batch: int
+    counts: tuple[int, ...]
+    sharding: Sharding | None = None
+    recompute: Recompute | None = None
+    experts: Experts | None = None
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that a microbatch is spread over, and its context's."""
+        return self.tensor * self.stages * self.context
+
+
+@dataclass(frozen=True)
+class Space:
+    """What layouts are of. layer_costs: of each layer, in any unit, and end_cost of what follows them, for an even cut.
+
+    recompute_modules: by choice, what --recompute-modules takes. further_layers: of multi-token prediction. fixed: by
+    field of Layout, the one value it may have; its value None: what the user's flags say goes, and none is added.
+    """
+
+    world_size: int
+    num_layers: int
+    num_heads: int
+    num_experts: int | None
+    seq_length: int
+    global_batch: int
+    devices_per_node: int
+    layer_costs: tuple[float, ...]
+    end_cost: float
+    recompute_modules: Mapping[Recompute, tuple[str, ...]]
+    further_layers: int = 0
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Every layout that ranks, batch, layers and experts can be divided into."""
+        for tensor, stages, context in product(self._tensor_sizes(), self._stage_sizes(), self._context_sizes()):
+            if self.world_size % (tensor * stages * context):
+                continue
+            data = self.world_size // (tensor * stages * context)
+            shardings = self._choices("sharding", self._shardings(data * context))
+            for chunks, micro_batch in product(self._chunk_sizes(stages), self._micro_batches(data)):
+                counts = self._counts(stages * chunks)
+                if counts is None or not self._fills(stages, chunks, samples=data * micro_batch):
+                    continue
+                for expert, expert_tensor in self._expert_sizes(tensor, stages):
+                    for sharding, (experts, recompute) in product(shardings, self._activations()):
+                        yield Layout(
+                            *(tensor, stages, chunks, context, expert, expert_tensor, micro_batch),
+                            counts=counts,
+                            sharding=sharding,
+                            recompute=recompute,
+                            experts=experts,
+                        )
+
+    def flags(self, layout: Layout) -> list[str]:
+        """The words of a command line that choose the layout; what the user has fixed is not among them."""
+        found = {
+            "tensor": _size("--tensor-model-parallel-size", layout.tensor),
+            "sequence": ["--sequence-parallel"] if layout.tensor > 1 else [],
+            "stages": _size("--pipeline-model-parallel-size", layout.stages),
+            "counts": self._cut_flags(layout),
+            "context": _size("--context-parallel-size", layout.context),
+            "expert": _size("--expert-model-parallel-size", layout.expert),
+            "expert_tensor": []
+            if layout.tensor == 1 or self.num_experts is None
+            else ["--expert-tensor-parallel-size", str(layout.expert_tensor)],
+            "micro_batch": ["--micro-batch-size", str(layout.micro_batch)],
+            "sharding": SHARDING_FLAGS[layout.sharding] if layout.sharding else (),
+            "experts": EXPERT_FLAGS[layout.experts] if layout.experts else (),
+            "recompute": self._recompute_flags(layout.recompute),
+        }
+        return [word for name, words in found.items() if name not in self.fixed for word in words]
+
+    def _cut_flags(self, layout: Layout) -> list[str]:
+        if layout.stages == 1:
+            return []
+        if len(set(layout.counts)) == 1:
+            return ["--num-virtual-stages-per-pipeline-rank", str(layout.chunks)] if layout.chunks > 1 else []
+        return ["--pipeline-model-parallel-layout", layout_text(layout.counts, further_layers=self.further_layers)]
+
+    def _recompute_flags(self, choice: Recompute | None) -> list[str]:
+        if choice is None or choice is Recompute.NOTHING:
+            return []
+        if choice is Recompute.LAYERS:
+            return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+        return ["--recompute-granularity", "selective", "--recompute-modules", *self.recompute_modules[choice]]
+
+    def _counts(self, parts: int) -> tuple[int, ...] | None:
+        given = self.fixed.get("counts")
+        if isinstance(given, tuple):
+            return given if len(given) == parts else None
+        return even_parts(self.layer_costs, end_cost=self.end_cost, parts=parts)
+
+    def _choices(self, name: str, usual: Sequence[Any]) -> Sequence[Any]:
+        return [self.fixed[name]] if name in self.fixed else usual
+
+    def _sizes(self, name: str, usual: Sequence[int]) -> list[int]:
+        return [int(size) for size in self._choices(name, usual)]
+
+    def _tensor_sizes(self) -> list[int]:
+        largest = min(self.devices_per_node, self.num_heads)
+        return self._sizes("tensor", [size for size in powers_of_2(largest) if self.num_heads % size == 0])
+
+    def _stage_sizes(self) -> list[int]:
+        largest = min(self.num_layers, _MOST_STAGES)
+        return self._sizes("stages", [n for n in range(1, largest + 1) if self.world_size % n == 0])
+
+    def _context_sizes(self) -> list[int]:
+        return self._sizes("context", powers_of_2(max(1, self.seq_length // _LEAST_CONTEXT_PART)))
+
+    def _chunk_sizes(self, stages: int) -> list[int]:
+        most = min(_MOST_CHUNKS, self.num_layers // stages) if stages > 1 else 1
+        return self._sizes("chunks", powers_of_2(most))
+
+    def _micro_batches(self, data: int) -> list[int]:
+        sizes = self._sizes("micro_batch", _MICRO_BATCHES)
+        return [size for size in sizes if self.global_batch % (size * data) == 0]
+
+    def _fills(self, stages: int, chunks: int, *, samples: int) -> bool:
+        # With fewer microbatches than stages some of them are never busy together.
+        return self.global_batch // samples >= stages or chunks == 1
+
+    def _expert_sizes(self, tensor: int, stages: int) -> list[tuple[int, int]]:
+        if self.num_experts is None:
+            return [(1, tensor)]
+        divisors = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+        pairs = product(self._sizes("expert", divisors), self._sizes("expert_tensor", sorted({1, tensor})))
+        return [(expert, own) for expert, own in pairs if self.world_size % (expert * own * stages) == 0]
+
+    def _shardings(self, ranks: int) -> list[Sharding]:
+        # Beside more than one rank, whole states take memory and save no message.
+        return [Sharding.STATES, Sharding.GRADIENTS] if ranks > 1 else [Sharding.NOTHING]
+
+    def _activations(self) -> Iterator[tuple[Any, Any]]:
+        experts = self._choices("experts", [*Experts] if self.num_experts else [None])
+        recompute = self._choices("recompute", [Recompute.NOTHING, *self.recompute_modules, Recompute.LAYERS])
+        for pair in product(experts, recompute):
+            # These leave a stash nothing to keep.
+            if not (pair[0] is Experts.PAGED and pair[1] in (Recompute.FEED_FORWARD, Recompute.LAYERS)):
+                yield pair
+
+
+def _size(flag: str, size: int) -> list[str]:
+    return [flag, str(size)] if size > 1 else []
+
+
+def powers_of_2(largest: int) -> list[int]:
+    """1, 2, 4 and so on up to `largest`."""
+    return [1 << power for power in range(largest.bit_length())]
+
+
+def even_parts(costs: Sequence[float], *, end_cost: float, parts: int) -> tuple[int, ...] | None:
+    """Numbers of neighbouring layers, one for each part, whose costliest part is as cheap as can be; None: too few.
+
+    costs: of each layer. end_cost: of what the last part has besides, which may have no layer. Where several cuts are
+    as good, early parts get fewer layers: their activations wait longest.
+    """
+    if len(costs) < parts - 1 or parts < 1:
+        return None
+    if parts == 1:
+        return (len(costs),)
+    if len(costs) % parts == 0:
+        equal = (len(costs) // parts,) * parts
+        equal_cost = _costliest(costs, equal, end_cost=end_cost)
+    else:
+        equal, equal_cost = None, float("inf")
+    low, high = max([end_cost, *costs]), sum(costs) + end_cost
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _filled(costs, middle, end_cost=end_cost, parts=parts) else (middle, high)
+    found = _filled(costs, high, end_cost=end_cost, parts=parts)
+    # Equal parts are plainer to write down, and to read.
+    if equal is not None and (found is None or equal_cost <= high * (1 + 1e-9)):
+        return equal
+    return found
+
+
+def _costliest(costs: Sequence[float], counts: Sequence[int], *, end_cost: float) -> float:
+    sums, first = [], 0
+    for count in counts:
+        sums.append(sum(costs[first : first + count]))
+        first += count
+    sums[-1] += end_cost
+    return max(sums)
+
+
+def _filled(costs: Sequence[float], limit: float, *, end_cost: float, parts: int) -> tuple[int, ...] | None:
+    """Parts filled from the last up to `limit`; None where layers are left over."""
+    counts, left, room = [], len(costs), limit - end_cost
+    for part in reversed(range(parts)):
+        count = 0
+        # Each part before it needs a layer.
+        while left - count > part and costs[left - count - 1] <= room:
+            room -= costs[left - count - 1]
+            count += 1
+        if count == 0 and part < parts - 1:
+            return None
+        counts.append(count)
+        left, room = left - count, limit
+    return tuple(reversed(counts)) if left == 0 else None
+
+
+def layout_text(counts: Sequence[int], *, further_layers: int) -> str:
+    """The cut as --pipeline-model-parallel-layout takes it; further_layers: of multi-token prediction."""
+    parts = [f"{'t' * count}" for count in counts]
+    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * further_layers + "L"
+    words: list[tuple[str, int]] = []
+    for part in parts:
+        if words and words[-1][0] == part:
+            words[-1] = (part, words[-1][1] + 1)
+        else:
+            words.append((part, 1))
+    texts = [part if times == 1 else "|".join([f"({part}|)*{times - 1}{part}"]) for part, times in words]
+    return "|".join(texts)

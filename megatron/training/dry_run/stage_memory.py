@@ -1,0 +1,274 @@
+"""What a rank of each pipeline stage holds, added up from the facts of single layers; see layer_facts.py.
+
+The same arithmetic that buffers, optimizers, schedules and the stash use themselves; no model is built here.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.flat_buffer import BufferKind
+from megatron.core.distributed.layout import ALIGNMENT, BufferLayout, lay_out, resolve_bucket_size, round_up
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.state_memory import state_bytes
+from megatron.core.pipeline_parallel.expansion import expand, kept_events
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
+from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.sizing import pool_layout
+from megatron.core.transformer.moe.paged_stash.step_needs import step_needs
+from megatron.training.dry_run.activations import EXPERTS
+from megatron.training.dry_run.layer_facts import LayerKind, ModelFacts, PartFacts, Place
+from megatron.training.expert_schedule import stash_events
+
+# Rounds of microbatches after which a schedule only repeats itself, until its end.
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that stages follow from. layers: of each part of the pipeline, chunk c of stage s at c * stages + s.
+
+    num_microbatches: of a step. group_size: of interleaved schedules; None: as many as stages.
+    """
+
+    world_size: int
+    tensor: int
+    stages: int
+    chunks: int
+    context: int
+    expert: int
+    expert_tensor: int
+    layers: tuple[tuple[LayerKind, ...], ...]
+    num_microbatches: int
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.layers) == self.stages * self.chunks, "one entry a chunk of each stage"
+
+    @property
+    def dense_ranks(self) -> int:
+        """That share dense parameters: data-parallel and context-parallel ones."""
+        return self.world_size // (self.tensor * self.stages)
+
+    @property
+    def expert_ranks(self) -> int:
+        """That share an expert."""
+        return self.world_size // (self.expert * self.expert_tensor * self.stages)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Its stages and chunks."""
+        return Pipeline(self.stages, self.chunks)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Bytes that the first rank of a stage holds from step to step, as RankPlan has them."""
+
+    parameters: int
+    gradients: int
+    masters: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.masters + self.moments
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of the first rank of a stage, as RankPlan has them."""
+
+    standing: Standing
+    pages: int
+    host_pages: int
+    activations: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All that is on the device."""
+        return self.standing.total + self.pages + sum(self.activations.values())
+
+
+def stage_chunks(facts: ModelFacts, shape: Shape, *, stage: int) -> list[list[PartFacts]]:
+    """The parts of each chunk of a stage."""
+    numbers = range(stage, len(shape.layers), shape.stages)
+    return [
+        facts.chunk_parts(shape.layers[number], is_first=number == 0, is_last=number == len(shape.layers) - 1)
+        for number in numbers
+    ]
+
+
+def standing_bytes(
+    facts: ModelFacts,
+    shape: Shape,
+    *,
+    stage: int,
+    ddp_config: DistributedDataParallelConfig,
+    optimizer_config: OptimizerConfig,
+) -> Standing:
+    """What the first rank of a stage holds from step to step; parts of it that the rest of a stage holds are smaller.
+
+    Padding is that of the run's own buffers. States in fp16 have a scale for each block of elements, which is counted
+    over all of them: less than a block a run of neighbours too few.
+    """
+    parameters = gradients = 0
+    masters = moments = 0.0
+    instances = ddp_config.num_distributed_optimizer_instances
+    apart = shape.dense_ranks != shape.expert_ranks
+    for number, parts in enumerate(stage_chunks(facts, shape, stage=stage)):
+        parameters += sum(part.other for part in parts)
+        single = number > 0 or stage > 0
+        is_whole = (single and not ddp_config.gradients_are_transient) or not ddp_config.cuts_buckets
+        for kind, places in _by_buffer(parts, apart=apart).items():
+            ranks = (shape.expert_ranks if kind.is_expert else shape.dense_ranks) // instances
+            layout = _laid_out(
+                tuple(place.numel for place in places),
+                tuple(index for index, place in enumerate(places) if place.own_bucket),
+                ranks=ranks,
+                bucket_size=resolve_bucket_size(
+                    ddp_config.bucket_size, ddp_config.num_buckets, num_ranks=ranks, single_bucket=is_whole
+                ),
+                num_buckets=None if is_whole else ddp_config.num_buckets,
+                high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
+            )
+            stepped = _stepped_elements(layout, is_sharded=ddp_config.use_distributed_optimizer)
+            states = state_bytes(stepped, optimizer_config, params_dtype=kind.param_dtype, grads_dtype=kind.grad_dtype)
+            owned = layout.numel // ranks if ddp_config.shard_gradients else layout.numel
+            parameters += layout.numel * kind.param_dtype.itemsize
+            gradients += 0 if ddp_config.release_gradients else owned * kind.grad_dtype.itemsize
+            masters, moments = masters + states.masters, moments + states.moments
+    return Standing(parameters, gradients, int(masters), int(moments))
+
+
+def saved_by_chunk(facts: ModelFacts, shape: Shape, *, stage: int) -> list[Counter[str]]:
+    """Bytes that a microbatch of each chunk of a stage leaves for its backward, by kind."""
+    found = []
+    for parts in stage_chunks(facts, shape, stage=stage):
+        saved: Counter[str] = Counter()
+        for part in parts:
+            saved.update(part.saved or {})
+        found.append(saved)
+    return found
+
+
+def peak_activations(facts: ModelFacts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
+    """At the fullest moment of the stage's schedule, by kind. stashes: whether what experts save waits in pages."""
+    saved = saved_by_chunk(facts, shape, stage=stage)
+    in_buffers = 0
+    if stashes:
+        layers = [expert_layers(facts, shape, part=number) for number in range(stage, len(shape.layers), shape.stages)]
+        # One layer's rows are outside of pages, between its experts and its copy.
+        in_buffers = max(kinds[EXPERTS] // max(1, count) for kinds, count in zip(saved, layers, strict=True))
+        saved = [Counter({**kinds, EXPERTS: 0}) for kinds in saved]
+    moments = fullest_moments(
+        shape.pipeline, stage, num_microbatches=shape.num_microbatches, group_size=shape.group_size
+    )
+    sizes = [sum(kinds.values()) for kinds in saved]
+    fullest = max(moments, key=lambda alive: sum(map(int.__mul__, alive, sizes)))
+    peak: Counter[str] = Counter()
+    for count, kinds in zip(fullest, saved, strict=True):
+        peak.update({kind: size * count for kind, size in kinds.items()})
+    return {**peak, EXPERTS: in_buffers} if stashes else dict(peak)
+
+
+def expert_layers(facts: ModelFacts, shape: Shape, *, part: int) -> int:
+    """How many layers with experts a part of the pipeline has, those of multi-token prediction with it."""
+    further = facts.mtp_expert_layers if part == len(shape.layers) - 1 else 0
+    return sum(kind.has_experts for kind in shape.layers[part]) + further
+
+
+@lru_cache(maxsize=1 << 14)
+def fullest_moments(
+    pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """Of each chunk, the microbatches between forward and backward, at the moments of a stage that no other exceeds.
+
+    Of a long step a shorter one stands for it, which has as many rounds as it takes to fill the pipeline.
+    """
+    alive = [0] * pipeline.num_chunks
+    found: set[tuple[int, ...]] = set()
+    for action in _orders(pipeline, num_microbatches, group_size=group_size)[stage]:
+        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
+        if action.kind is ActionKind.FORWARD:
+            found.add(tuple(alive))
+    return tuple(one for one in found if not any(one != other and all(map(int.__le__, one, other)) for other in found))
+
+
+def short_step(num_microbatches: int, group_size: int) -> int:
+    """Microbatches of the shortest step that fills the pipeline as much, and ends alike."""
+    rest = _ROUNDS * group_size + num_microbatches % group_size
+    return min(num_microbatches, rest)
+
+
+@lru_cache(maxsize=256)
+def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None) -> list[list[Action]]:
+    """Of a step that is no longer than it takes to fill the pipeline."""
+    length = short_step(num_microbatches, group_size or pipeline.num_stages)
+    return stage_orders(pipeline, length, group_size=group_size)
+
+
+def stash_bytes(facts: ModelFacts, shape: Shape, *, stage: int) -> tuple[int, int]:
+    """Bytes of the stash's pages of a stage, on the device and on the host, before anything is learned."""
+    if facts.rows is None or not facts.config.moe_paged_stash:
+        return 0, 0
+    layers = _expert_layer_numbers(facts, shape)[stage :: shape.stages]
+    order = _orders(shape.pipeline, shape.num_microbatches, group_size=shape.group_size)[stage]
+    events = stash_events(kept_events(expand(order, layers)))
+    max_rows = facts.rows.max_rows if events else 0
+    needs = step_needs(facts.config, events, max_rows=max_rows, balanced_rows=facts.rows.balanced)
+    layout = pool_layout(facts.config, needs, learned=LearnedSizes())
+    if layout is None:
+        return 0, 0
+    return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
+
+
+def _expert_layer_numbers(facts: ModelFacts, shape: Shape) -> list[list[int]]:
+    """Of each part, the numbers of its layers with experts, from 1 over the model."""
+    numbers, first = [], 1
+    for part, kinds in enumerate(shape.layers):
+        found = [first + index for index, kind in enumerate(kinds) if kind.has_experts]
+        first += len(kinds)
+        further = facts.mtp_expert_layers if part == len(shape.layers) - 1 else 0
+        numbers.append([*found, *range(first, first + further)])
+    return numbers
+
+
+def _by_buffer(parts: Sequence[PartFacts], *, apart: bool) -> dict[BufferKind, list[Place]]:
+    found: dict[BufferKind, list[Place]] = {}
+    for part in parts:
+        for place in part.params:
+            found.setdefault(place.buffer if apart else replace(place.buffer, is_expert=False), []).append(place)
+    return found
+
+
+# Stages in the middle of a pipeline have the same sizes.
+@lru_cache(maxsize=1 << 12)
+def _laid_out(
+    sizes: tuple[int, ...],
+    own_bucket: tuple[int, ...],
+    *,
+    ranks: int,
+    bucket_size: int | None,
+    num_buckets: int | None,
+    high_busbw: bool,
+) -> BufferLayout:
+    return lay_out(
+        sizes,
+        num_shards=ranks,
+        bucket_size=bucket_size,
+        own_bucket=own_bucket,
+        num_buckets=num_buckets,
+        high_busbw=high_busbw,
+    )
+
+
+def _stepped_elements(layout: BufferLayout, *, is_sharded: bool) -> int:
+    """Elements that the first rank steps: its shard of each bucket, up to the padding at the end."""
+    return sum(
+        min(round_up(bucket.numel_unpadded, ALIGNMENT), bucket.span.numel // (layout.num_shards if is_sharded else 1))
+        for bucket in layout.buckets
+    )

@@ -1,0 +1,93 @@
+"""Memory that is added up from single layers, against plans of the same runs that build all of each stage."""
+
+import random
+
+import pytest
+
+import pretrain_gpt
+from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.training.arguments import CommandLineError, parse_args, validate_args
+from megatron.training.dry_run.activations import peak_bytes
+from megatron.training.dry_run.layer_facts import model_facts
+from megatron.training.dry_run.layout_space import Layout, Recompute, Space
+from megatron.training.dry_run.plan import plan_run
+from megatron.training.dry_run.quick_plan import quick_stages
+from megatron.training.dry_run.stage_memory import fullest_moments
+
+RANKS, LAYERS, LAYOUTS = 16, 4, 5
+ALWAYS = (
+    "--model-scale tiny --bf16 --mock-data --tokenizer-type NullTokenizer --seq-length 64 --global-batch-size 32 "
+    f"--lr 1e-3 --train-iters 2 --dry-run --world-size {RANKS}"
+)
+DISPATCH = ("--moe-token-dispatcher-type", "alltoall")
+MODELS = {"llama3.2-1b": None, "mixtral-8x7b": 8, "deepseek-v3": 16, "gpt-oss-20b": 8}
+
+
+def _layouts(model: str) -> list[tuple[Layout, list[str]]]:
+    """Some layouts of a tiny model, with flags that the run itself does not refuse."""
+    latent, experts = model.startswith("deepseek"), MODELS[model]
+    parts = {
+        Recompute.CHEAP: ("layernorm", *(["moe_act"] if experts else []), *(["mla_up_proj"] if latent else [])),
+        Recompute.FEED_FORWARD: (*(["mlp"] if latent or not experts else []), *(["moe"] if experts else [])),
+    }
+    space = Space(
+        RANKS,
+        num_layers=LAYERS,
+        num_heads=4,
+        num_experts=experts,
+        seq_length=64,
+        global_batch=32,
+        devices_per_node=4,
+        layer_costs=(1.0,) * LAYERS,
+        end_cost=0.7,
+        recompute_modules=parts,
+        further_layers=1 if latent else 0,
+    )
+    found = []
+    every = list(space.layouts())
+    random.Random(model).shuffle(every)
+    for layout in every:
+        words = ["--model", model, *ALWAYS.split(), *(DISPATCH if experts else ()), *space.flags(layout)]
+        try:
+            validate_args(parse_args(argv=words))
+        except CommandLineError:
+            continue
+        found.append((layout, words))
+        if len(found) == LAYOUTS:
+            return found
+    raise AssertionError(f"{model} has only {len(found)} layouts")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_single_layers_add_up_to_what_whole_stages_hold(model: str) -> None:
+    for layout, words in _layouts(model):
+        args = validate_args(parse_args(argv=words))
+        provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
+        planned = plan_run(args, provider, forward_step_func=step).stages
+        quick = quick_stages(args, model_facts(args, provider, forward_step=step))
+        for whole, added in zip(planned, quick, strict=True):
+            for kind in ("parameters", "gradients", "masters", "moments"):
+                assert getattr(added.standing, kind) == getattr(whole, kind), (layout, whole.stage, kind)
+            assert (added.pages, added.host_pages) == (whole.pages, whole.host_pages), layout
+            kept = {kind: size for kind, size in whole.activations.items() if size}
+            assert {kind: size for kind, size in added.activations.items() if size} == kept, layout
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("num_microbatches", [3, 8, 41])
+def test_a_long_step_is_as_full_as_the_short_one_that_stands_for_it(chunks: int, num_microbatches: int) -> None:
+    pipeline = Pipeline(4, chunks)
+    sizes = [{"a": 7, "b": 1}, {"a": 2, "b": 5}, {"a": 3, "b": 0}][:chunks]
+    for stage, order in enumerate(stage_orders(pipeline, num_microbatches)):
+        moments = fullest_moments(pipeline, stage, num_microbatches=num_microbatches, group_size=None)
+        peak = peak_bytes(order, sizes)
+        sums = [sum(count * sum(kinds.values()) for count, kinds in zip(one, sizes)) for one in moments]
+        assert max(sums) == sum(peak.values())
+
+
+def test_memory_that_single_layers_do_not_tell_is_refused() -> None:
+    words = ["--model", "llama3.2-1b", *ALWAYS.split(), "--micro-batch-size", "1", "--optimizer", "muon"]
+    args = validate_args(parse_args(argv=words))
+    facts = model_facts(args, pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step)
+    with pytest.raises(CommandLineError, match="--optimizer is muon: .* must be one of adam, sgd"):
+        quick_stages(args, facts)
