@@ -1,6 +1,6 @@
-"""How much arithmetic a model's matrix products are: per training step, and of a parameter per token; peaks of devices.
+"""How much arithmetic a model's matrix products are: per training step, and of a parameter per token.
 
-Times are measured elsewhere.
+Times are measured elsewhere; peaks of devices are device_table.py's.
 """
 
 import argparse
@@ -19,21 +19,6 @@ from megatron.core.transformer.mtp_config import with_mtp_layers
 # A multiply-add is two operations; backward makes a product for the input and one for the weights.
 _FLOPS_PER_MULTIPLY_ADD = 2
 _PASSES = 3
-# Dense bf16 operations a second by product name, from the makers' data sheets; the first that the name contains counts.
-_PEAK_TFLOPS = (
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.4),
-    ("H200", 989.4),
-    ("H800", 989.4),
-    ("H20", 148.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("L40S", 362.0),
-    ("MI300X", 1307.4),
-)
 
 
 def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> float:
@@ -120,8 +105,3 @@ def count_of(sizes: Mapping[str, int], args: argparse.Namespace) -> tuple[int, i
     total = sum(sizes.values())
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if args.num_experts else 0
     return total, total - idle
-
-
-def peak_bf16_tflops(name: str) -> float | None:
-    """Highest 10^12 dense bf16 operations a second of the device of that name; None for one not in the table."""
-    return next((peak for part, peak in _PEAK_TFLOPS if part in name), None)

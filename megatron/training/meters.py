@@ -20,8 +20,9 @@ from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.timers import Timers, format_times
 from megatron.training.callbacks import RankTimes, StepReport
+from megatron.training.device_table import peak_bf16_tflops
 from megatron.training.expert_memory import ExpertMemory
-from megatron.training.flops import num_floating_point_operations, peak_bf16_tflops
+from megatron.training.flops import num_floating_point_operations
 from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.overlap_meter import OverlapMeter

@@ -1,8 +1,9 @@
-"""When each pass of a schedule runs, if every pass takes as long as the others of its kind and transfers take no time.
+"""When each pass of a schedule runs, given how long passes and transfers take.
 
 Pure: the order of transfers, drawings and the memory planner are made from it; nothing is measured here.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders, Pipeline, validate_schedule
@@ -12,15 +13,24 @@ DURATIONS = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
 
 
 class Span(NamedTuple):
-    """When a pass runs, in forwards of one chunk."""
+    """When a pass runs, in forwards of one chunk where nothing else is said."""
 
     start: float
     end: float
 
 
-def timeline(orders: Orders, pipeline: Pipeline) -> list[dict[Action, Span]]:
+def timeline(
+    orders: Orders,
+    pipeline: Pipeline,
+    *,
+    seconds: Callable[[int, Action], float] | None = None,
+    transfer: float = 0.0,
+    overlap: bool = True,
+) -> list[dict[Action, Span]]:
     """Of each stage, when its passes run: each as soon as the one before it is done and its input is there.
 
+    seconds: how long a pass of a stage takes; without, DURATIONS say. transfer: how long an input is under way from
+    another stage. overlap: whether it is while the stage that waits for it computes, as for with_transfers.
     Raises ValueError where a stage repeats a pass, turns forward and backward round, or where stages wait for each
     other in a circle or for a pass that nobody runs.
     """
@@ -42,15 +52,20 @@ def timeline(orders: Orders, pipeline: Pipeline) -> list[dict[Action, Span]]:
                 if its is None:
                     break
                 ready = its.end
-            start = max(clocks[stage], ready)
-            clocks[stage] = start + DURATIONS[action.kind]
+            late = transfer if source is not None and source.stage != stage else 0.0
+            start = max(clocks[stage], ready + late) if overlap else max(clocks[stage], ready) + late
+            clocks[stage] = start + (DURATIONS[action.kind] if seconds is None else seconds(stage, action))
             done[action] = Span(start, clocks[stage])
             if target is not None and target.stage != stage:
                 awake.append(target.stage)
+    _check_that_all_ran(orders, spans)
+    return spans
+
+
+def _check_that_all_ran(orders: Orders, spans: list[dict[Action, Span]]) -> None:
     stuck = [f"stage {s} at {orders[s][len(spans[s])]}" for s in range(len(orders)) if len(spans[s]) < len(orders[s])]
     if stuck:
         raise ValueError(f"schedule deadlocks, whatever is sent when: {', '.join(stuck)}")
-    return spans
 
 
 def bubble_share(spans: list[dict[Action, Span]]) -> float:
