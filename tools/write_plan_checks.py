@@ -173,7 +173,7 @@ def _plan(words: str, *, ranks: int = 1) -> Plan:
 def main() -> None:
     """Writes the page's table."""
     new = table(list(rows()))
-    PAGE.write_text(PAGE.read_text().replace(documented(), new))
+    PAGE.write_text(PAGE.read_text().replace(BEGIN + documented() + END, BEGIN + new + END))
     print(new, end="")
 
 
