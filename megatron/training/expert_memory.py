@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
     capacity_factor,
     check_effect,
+    expected_share,
     grown_sizes,
     learned_lines,
     pool_layout,
@@ -42,8 +43,6 @@ from megatron.training.step_runner import ExpertOverflowError
 
 # Steps of so many lengths keep their stashes: lengths that take turns come back, those of a ramp-up do not.
 _MAX_PLANS = 8
-# A reserve for all rows of a buffer is a guarantee, and counts on no page that comes back before the step ends.
-_ALMOST_ALL = 0.999
 
 
 def build_expert_memory(
@@ -298,9 +297,9 @@ class ExpertMemory:
         return 0 if self._config.captures_experts else self._config.moe_paged_stash_prefetch_layers
 
     def _expected_share(self) -> float:
-        """Of C: the rows that a pass is expected to have, which are those of the fullest one so far."""
-        expected = max([1.0, *self._learned.rows_share.values()]) * self._balanced_rows
-        return min(_ALMOST_ALL, expected / self._max_rows)
+        """Of C: the rows that a pass is expected to have."""
+        most = max(self._learned.rows_share.values(), default=0.0)
+        return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
 
     def _lacking_sync(self) -> tuple[Lack | None, LearnedSizes]:
         """What this rank lacked, and the sizes that would have been enough. NOTE: reads the device."""

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     Priority,
     TensorSpec,
 )
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent, StashOrder
 
 
 class PagesByPriority(NamedTuple):
@@ -79,6 +79,42 @@ def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority 
         held += own if forward else -own
         peak = max(peak, held)
     return peak
+
+
+class PageMove(NamedTuple):
+    """A group's pages are taken, or given back, in the pass at `place` of the step's events.
+
+    forward_index: which forward of the step the group's is, from 0, resident ones counted.
+    """
+
+    place: int
+    group: Group
+    forward_index: int
+    is_taken: bool
+
+
+def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[PageMove]:
+    """What each pass of a step does to pages, in order.
+
+    A backward gives back those of its own group, and of the next groups, whose rows then start on their way.
+    """
+    order, resident = StashOrder(events), resident_groups(events)
+    indices: dict[Group, int] = {}
+    held: set[Group] = set()
+    moves = []
+    for place, event in enumerate(events):
+        order.observe(event)
+        if event.kind is EventKind.FORWARD:
+            indices[event.group] = len(indices)
+            if event.group not in resident:
+                held.add(event.group)
+                moves.append(PageMove(place, event.group, indices[event.group], is_taken=True))
+            continue
+        for done in (event, *order.upcoming_backwards(event, prefetch_groups)):
+            if done.group in held:
+                held.remove(done.group)
+                moves.append(PageMove(place, done.group, indices[done.group], is_taken=False))
+    return moves
 
 
 @dataclass(frozen=True)

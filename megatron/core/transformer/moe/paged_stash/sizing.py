@@ -17,6 +17,8 @@ from megatron.core.transformer.moe.paged_stash.step_needs import StashSettings, 
 _LEAST_GROWTH = Fraction(1, 2)
 # Room for somewhat more than the step that failed needed.
 HEADROOM = Fraction(11, 10)
+# A reserve for all rows of a buffer is a guarantee, and counts on no page that comes back before the step ends.
+_ALMOST_ALL = 0.999
 
 
 def pool_layout(config: StashSettings, needs: StepNeeds, *, learned: LearnedSizes) -> PoolLayout | None:
@@ -67,6 +69,14 @@ def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> L
 def capacity_factor(factor: float, learned: LearnedSizes) -> float:
     """The factor of the static buffers: what it was until now, or what an earlier step of the run needed."""
     return max(factor, learned.capacity_factor or factor)
+
+
+def expected_share(most_share: float, *, balanced_rows: int, max_rows: int) -> float:
+    """Of max_rows: the rows that a pass is expected to have, those of the fullest one so far, for a stash's reserve.
+
+    most_share: that one's rows over balanced_rows; 0 if none is known.
+    """
+    return min(_ALMOST_ALL, max(1.0, most_share) * balanced_rows / max_rows)
 
 
 def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:

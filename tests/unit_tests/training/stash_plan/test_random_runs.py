@@ -1,0 +1,101 @@
+"""What is planned for random schedules, pools and traces against the real stashes of the same: each count."""
+
+import argparse
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import pretrain_gpt
+from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.routing_trace import RoutingHeader, read_routing, step_line
+from megatron.training.stash_plan.routing import traced_spans
+from megatron.training.stash_plan.stages import planned_run
+from megatron.training.stash_plan.walk import walk
+from tests.counts import long_count
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.unit_tests.training.stash_plan.real_stashes import RealRank, run_together
+
+STEPS = 2
+
+
+def random_flags(choose: random.Random) -> Flags:
+    """A run of 1 to 4 stages of 1 or 2 chunks, over 1 or 2 ranks that share experts."""
+    (num_stages, num_chunks), experts = choose.choice([(1, 1), (2, 1), (4, 1), (2, 2)]), choose.choice([1, 2])
+    num_microbatches = num_stages * choose.randrange(1, 4)
+    flags: Flags = {
+        "num-layers": num_stages * num_chunks * choose.choice([1, 2] if num_stages > 1 else [2, 3]),
+        "pipeline-model-parallel-size": num_stages,
+        "expert-model-parallel-size": experts,
+        "micro-batch-size": 1,
+        "global-batch-size": num_microbatches * experts,
+        "moe-grouped-gemm": True,
+        "moe-expert-rank-capacity-factor": float(2 * experts),
+        "moe-paged-stash": True,
+        "moe-paged-stash-page-size": choose.choice([1, 4, 16]),
+        "moe-paged-stash-buffer-size-factor-cuda": choose.choice([0.0, 0.3, 0.5, 0.7, 0.9, 1.2, -0.6, -1.0]),
+        "moe-paged-stash-buffer-size-factor-cpu": choose.choice([0.0, 0.1, 0.3, -0.2]),
+        "moe-paged-stash-prefetch-layers": choose.choice([0, 1, 2]),
+        "moe-paged-stash-overflow-policy": choose.choice(["recompute", "recompute", "rerun"]),
+    }
+    if num_chunks > 1:
+        flags["num-virtual-stages-per-pipeline-rank"] = num_chunks
+    if flags["moe-paged-stash-buffer-size-factor-cuda"] == flags["moe-paged-stash-buffer-size-factor-cpu"] == 0.0:
+        flags["moe-paged-stash-buffer-size-factor-cpu"] = 0.6
+    if choose.random() < 0.2:
+        flags |= {"recompute-granularity": "selective", "recompute-modules": ["moe_act"]}
+    return flags
+
+
+def random_trace(path: Path, args: argparse.Namespace, choose: random.Random) -> None:
+    """Some steps whose experts are chosen more or less equally often."""
+    header, chance = RoutingHeader.of(args), np.random.default_rng(choose.randrange(1 << 30))
+    num_ranks = args.world_size // args.pipeline_model_parallel_size
+    shape = args.global_batch_size // num_ranks, num_ranks
+    lines = [header.line(0)]
+    for step in range(1, STEPS + 1):
+        skewed = [chance.dirichlet([choose.choice([0.5, 5.0, 500.0])] * header.num_experts) for _ in header.layers]
+        counts = [chance.multinomial(header.tokens_of_microbatch * header.topk, one, size=shape) for one in skewed]
+        lines.append(step_line(step, dict(zip(header.layers, map(torch.from_numpy, counts)))))
+    path.write_bytes(b"".join(lines))
+
+
+def real_ranks(args: argparse.Namespace) -> list[RealRank]:
+    """All ranks of the run."""
+    stages, size = args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    return [RealRank(args, stage, group=0, number=number) for stage in range(stages) for number in range(size)]
+
+
+def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(tmp_path: Path) -> None:
+    seen, trace = dict.fromkeys(Counter, 0), tmp_path / "trace"
+    all_voids = 0
+    for case in range(long_count(30, soak=500)):
+        choose = random.Random(case)
+        flags = random_flags(choose)
+        world = flags["pipeline-model-parallel-size"] * flags["expert-model-parallel-size"]
+        argv = command_line({**read_bases()["moe"], **flags})
+        args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(world)]))
+        random_trace(trace, args, choose)
+        run = planned_run(args, pretrain_gpt.model_provider)
+        spans, guesses = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=1)
+        planned = walk(run, run.flags, spans=spans, grows=True)
+        assert not guesses
+        ranks = real_ranks(args)
+        for step, recorded in enumerate(read_routing(trace)):
+            figures, voids = run_together(ranks, recorded.tokens)
+            assert planned.voids[step] == voids, (case, flags)
+            all_voids += voids
+            for rank, real in zip(ranks, figures, strict=True):
+                own = planned.stages[rank.stage]
+                assert (own.layouts[step][rank.number] if own.layouts[step] else None) == real.layout, (case, step)
+                counted = {counter: int(of[step, rank.number]) for counter, of in own.counters.items()}
+                assert counted == {counter: real.counters[counter] for counter in counted}, (case, step, flags)
+                assert own.pages_wanted[step, rank.number] == real.pages_wanted
+                assert own.balanced_pages == real.balanced_pages
+                for counter in counted:
+                    seen[counter] += counted[counter]
+    # All of it has happened.
+    never = {counter for counter, count in seen.items() if count == 0}
+    assert all_voids > 0 and never == {Counter.VOID, Counter.BAD_COUNT}
