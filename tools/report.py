@@ -1,10 +1,12 @@
 """Writes one HTML page about a run: `python tools/report.py RUN_DIR [RUN_DIR ...]`. It opens without a network.
+With --serve it serves a page that follows the run instead.
 
 RUN_DIR is what the run had as --tensorboard-dir or --save; several runs are drawn into the same diagrams. The run
-may still be going. What is drawn is in report_figures.py, how the page looks in report_page.html.
+may still be going. What is drawn is in report_figures.py, how the page looks in report_page.html and report_page.js.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -20,7 +22,10 @@ if str(ROOT) not in sys.path:
 from megatron.training.command_line.registry import flag_table  # noqa: E402
 from megatron.training.command_line.values import yaml_of_value  # noqa: E402
 from tools.report_figures import expert_loads, make_figures, run_names  # noqa: E402
+from tools.report_live import LiveReport  # noqa: E402
+from tools.report_memory import memory_section  # noqa: E402
 from tools.report_overlap import timeline  # noqa: E402
+from tools.report_server import Asset, ReportServer, serve_until_signal  # noqa: E402
 from tools.report_stash import rows_figures, stash_section  # noqa: E402
 from tools.run_log import RunLog, read_run  # noqa: E402
 
@@ -30,11 +35,14 @@ except ImportError:  # the extra `report` is not installed: main() says so
     get_plotlyjs = None
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
+PAGE_SCRIPT = Path(__file__).with_name("report_page.js")
+LIVE_SCRIPT = Path(__file__).with_name("report_live.js")
+DEFAULT_PORT = 8000
 RECENT_SHARE = 0.02  # of the steps: what "loss at the end" is the mean of
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 1 where there is no log, or no plotly."""
+    """Returns the exit status: 1 where there is no log, no plotly, or no port to serve on."""
     options = parse_options(argv)
     if get_plotlyjs is None:
         print(
@@ -42,6 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     try:
+        if options.serve:
+            serve(options.runs, host=options.host, port=options.port, javascript=get_plotlyjs())
+            return 0
         runs = [read_run(place) for place in options.runs]
         output = options.output or runs[0].path.with_name("report.html")
         output.write_text(page(runs, javascript=get_plotlyjs()), encoding="utf-8")
@@ -59,26 +70,81 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, or its steps.jsonl")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html beside the first run's log")
-    return parser.parse_args(argv)
+    parser.add_argument("--serve", action="store_true", help="serve a page that follows the runs, until Ctrl-C")
+    parser.add_argument("--port", type=int, default=None, help=f"of --serve; 0: any ({DEFAULT_PORT})")
+    parser.add_argument("--host", help="of --serve: an address of this machine (127.0.0.1: for this machine alone)")
+    options = parser.parse_args(argv)
+    if not options.serve and (options.port is not None or options.host is not None):
+        parser.error("--port and --host are of a page that is served: give --serve")
+    if options.serve and options.output is not None:
+        parser.error("--serve writes no file: give --output without it")
+    options.port = DEFAULT_PORT if options.port is None else options.port
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port is {options.port}: must be from 0 to 65535")
+    options.host = options.host or "127.0.0.1"
+    return options
+
+
+def serve(places: Sequence[Path], *, host: str, port: int, javascript: str) -> None:
+    """Serves the live page until SIGINT or SIGTERM. Raises ValueError for folders that are not there, and for ports."""
+    missing = [place for place in places if not place.exists()]
+    if missing:
+        raise ValueError(f"{missing[0]} does not exist: give the folder of --tensorboard-dir or --save")
+    live = LiveReport(places, page_content)
+    with ReportServer((host, port), live, assets=live_assets(javascript)) as server:
+        if not server.is_loopback:
+            print(
+                f"WARNING: --host is {host}: whoever reaches this machine on port {server.server_address[1]} can read "
+                "the run's settings, paths and numbers, without a password; ssh -L from the reader's machine is safer",
+                file=sys.stderr,
+            )
+        serve_until_signal(server)
+
+
+def live_assets(javascript: str) -> dict[str, Asset]:
+    """What a live page consists of, by path; only its content changes."""
+    library = javascript.encode()
+    # A browser keeps it, under a name that another version does not have.
+    plotly = f"/plotly-{hashlib.sha256(library).hexdigest()[:12]}.js"
+    script = "".join(part.read_text(encoding="utf-8") for part in (PAGE_SCRIPT, LIVE_SCRIPT))
+    scripts = f'<script src="{plotly}"></script>\n<script src="/page.js"></script>'
+    return {
+        "/": Asset(_with_scripts(scripts).encode(), "text/html"),
+        "/page.js": Asset(script.encode(), "text/javascript"),
+        plotly: Asset(library, "text/javascript", is_fixed=True),
+    }
 
 
 def page(runs: Sequence[RunLog], *, javascript: str) -> str:
-    """The whole HTML page."""
+    """The whole HTML page, which needs no other file."""
+    # Inside a script element only "<" could end it.
+    text = json.dumps(page_content(runs), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return _with_scripts(
+        f"<script>{javascript}</script>\n"
+        f'<script type="application/json" id="content">{text}</script>\n'
+        f"<script>\n{PAGE_SCRIPT.read_text(encoding='utf-8')}</script>"
+    )
+
+
+def _with_scripts(scripts: str) -> str:
+    before, after = TEMPLATE.read_text(encoding="utf-8").split("@@scripts@@")
+    return before + scripts + after
+
+
+def page_content(runs: Sequence[RunLog]) -> dict[str, Any]:
+    """All that the page shows, as JSON values."""
     names = run_names(runs)
-    content = {
+    return {
         "title": " and ".join(names),
         "runs": [_about(run, name) for run, name in zip(runs, names)],
         "figures": make_figures(runs) + rows_figures(runs),
         "loads": [expert_loads(run) for run in runs],
         "timelines": [timeline(run) for run in runs],
         "stashes": [stash_section(run) for run in runs],
+        "memories": [memory_section(run) for run in runs],
         "flags": _flag_rows(runs),
         "environment": _rows([run.record.get("environment") or {} for run in runs]),
     }
-    # Inside a script element only "<" could end it.
-    text = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    before, between, after = TEMPLATE.read_text(encoding="utf-8").split("@@")[::2]
-    return f"{before}{javascript}{between}{text}{after}"
 
 
 def _about(run: RunLog, name: str) -> dict[str, Any]:
@@ -91,6 +157,7 @@ def _about(run: RunLog, name: str) -> dict[str, Any]:
         "name": name,
         "path": str(run.path),
         "notes": notes,
+        "last_step": int(run.steps[-1]) if run.num_steps else 0,
         "facts": dict(facts(run)),
         "resumes": [{"step": one["iteration"], "when": str(one.get("started", ""))} for one in starts],
     }

@@ -5,7 +5,7 @@ The page around them is report_page.html; reading files is run_log.py's.
 
 import base64
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class Figure:
     """One diagram. fields: (name in the log, label); a name that ends in a slash stands for all that start so.
 
     axis: title and unit. scale: what a logged value is multiplied by. noisy: drawn pale below its running median.
+    mean: the strong line is the mean instead: of counts that are mostly 0 the median says nothing.
     from_zero: the axis begins at 0. steps: the value jumps from one step to another and is not between.
     """
 
@@ -42,6 +43,9 @@ class Figure:
     noisy: bool = False
     from_zero: bool = False
     steps: bool = False
+    occurring: bool = False
+    stacked: bool = False
+    mean: bool = False
 
 
 FIGURES = (
@@ -138,13 +142,20 @@ FIGURES = (
         from_zero=True,
     ),
     Figure(
-        *("exposed", "Communication", "Waiting for communication", "milliseconds per step"),
-        (("overlap/exposed_reduce_ms", "for gradients"), ("overlap/exposed_gather_ms", "for parameters")),
-        "Of the first process; its own additions in rank order count.",
+        *("exposed", "Communication", "Communication, hidden and exposed", "milliseconds per step"),
+        (
+            ("overlap/exposed_reduce_ms", "exposed, gradients"),
+            ("overlap/exposed_gather_ms", "exposed, parameters"),
+            ("overlap/hidden_reduce_ms", "hidden, gradients"),
+            ("overlap/hidden_gather_ms", "hidden, parameters"),
+        ),
+        "Of the first process. Exposed: something waited for it; hidden: it was under way beside other work.",
         from_zero=True,
+        occurring=True,
+        stacked=True,
     ),
     Figure(
-        *("memory", "Memory", "Memory by kind", "GiB"),
+        *("memory", "Memory", "Memory in use", "GiB"),
         (("memory/", ""),),
         "Of the first process, after the step. max and peak: the most so far.",
         scale=GIB,
@@ -154,12 +165,14 @@ FIGURES = (
         *("capacity-factor", "Expert memory", "Room that expert buffers needed", "multiple of the balanced case"),
         (("stash/capacity_factor_needed", "needed"), ("stash/capacity_factor", "given")),
         "The least --moe-expert-rank-capacity-factor that would have done for each step.",
+        noisy=True,
         steps=True,
     ),
     Figure(
         *("pool-factor", "Expert memory", "Pages that the step needed", "multiple of the balanced peak"),
         (("stash/pool_factor_needed", "needed"), ("stash/pool_factor", "given")),
         "The least --moe-paged-stash-buffer-size-factor-cuda with which nothing is spilled or computed again.",
+        noisy=True,
         steps=True,
     ),
     Figure(
@@ -174,15 +187,20 @@ FIGURES = (
         from_zero=True,
     ),
     Figure(
-        *("stash-counts", "Expert memory", "Where pages or rows were lacking", "since the last log line"),
+        *("rungs", "Expert memory", "Where pages or rows were lacking", "count per step"),
         (
-            ("stash/spilled_pages", "pages spilled to the host"),
-            ("stash/dropped_gate_up", "gate_up computed again"),
-            ("stash/dropped_act", "act computed again"),
-            ("stash/void_steps", "steps run again"),
+            ("stash/rungs/spilled_pages", "pages spilled to the host"),
+            ("stash/rungs/dropped_act", "act computed again"),
+            ("stash/rungs/dropped_gate_up", "gate_up computed again"),
+            ("stash/rungs/void_steps", "step run again"),
         ),
-        "Over all processes.",
+        "Pages, tensors and runs of each step, over all processes; of a long run the mean, pale the most and the "
+        "least. What never happened has no line.",
         from_zero=True,
+        noisy=True,
+        mean=True,
+        steps=True,
+        occurring=True,
     ),
     Figure(
         *("stash-tails", "Expert memory", "Bytes of pages that no row fills", "% of the pages given out"),
@@ -235,10 +253,10 @@ def _draw(figure: Figure, runs: Sequence[RunLog]) -> dict[str, Any]:
             of_fields = len(runs) == 1 or len(fields) > MAX_DASHED_FIELDS
             color, number = (place, index) if of_fields else (index, place)
             style = {"name": prefix + label, "color": color, "dash": DASHES[number % len(DASHES)]}
-            traces += _lines(_values(figure, run.series[name]), style=style, noisy=figure.noisy)
+            traces += _lines(_values(figure, run.series[name]), style=style, figure=figure)
         if figure.id in ("loss", "loss-scale"):
             traces += _skipped(figure, run, style={"name": f"{prefix}skipped", "color": index if prefix else 3})
-    options = {"log": figure.log, "fromZero": figure.from_zero, "steps": figure.steps}
+    options = {"log": figure.log, "fromZero": figure.from_zero, "steps": figure.steps, "stacked": figure.stacked}
     return {
         **_frame(figure),
         **options,
@@ -282,7 +300,7 @@ def _fields_of(figure: Figure, run: RunLog) -> list[tuple[str, str]]:
             inner = [key for key in run.series if key.startswith(name)]
             inner.sort(key=lambda key: -float(np.nanmax(run.series[key].values, initial=0.0)))
             found += [(key, key.removeprefix(name).replace("_", " ")) for key in inner]
-        elif name in run.series:
+        elif name in run.series and not (figure.occurring and not run.series[name].values.any()):
             found.append((name, label))
     return found
 
@@ -293,15 +311,15 @@ def _values(figure: Figure, series: Series) -> Series:
     return Series(series.steps, series.values * figure.scale)
 
 
-def _lines(series: Series, *, style: dict[str, Any], noisy: bool) -> list[dict[str, Any]]:
-    """A line; a noisy one of many steps pale, below its running median, which alone is in the legend."""
+def _lines(series: Series, *, style: dict[str, Any], figure: Figure) -> list[dict[str, Any]]:
+    """A line; a noisy one of many steps pale, below its running median or mean, which alone is in the legend."""
     thin = thinned(series)
     mode = "lines+markers" if len(thin.steps) <= 40 else "lines"
-    if not noisy or len(series.steps) < SMOOTHED_FROM:
+    if not figure.noisy or len(series.steps) < SMOOTHED_FROM:
         return [{**style, **points(thin), "mode": mode}]
-    median = running_median(series)
+    middle = smoothed(series, np.mean if figure.mean else np.median)
     pale = {**style, **points(thin), "mode": "lines", "pale": True, "dash": "solid"}
-    return [pale, {**style, **points(median), "mode": "lines"}]
+    return [pale, {**style, **points(middle), "mode": "lines"}]
 
 
 def _skipped(figure: Figure, run: RunLog, *, style: dict[str, Any]) -> list[dict[str, Any]]:
@@ -321,32 +339,45 @@ def _skipped(figure: Figure, run: RunLog, *, style: dict[str, Any]) -> list[dict
 
 
 def thinned(series: Series) -> Series:
-    """At most MAX_POINTS points: of each stretch of steps the smallest and the largest value, so that spikes stay."""
-    num_stretches = MAX_POINTS // 2
-    if len(series.steps) <= MAX_POINTS:
+    """At most MAX_POINTS points: of each stretch of steps the smallest and the largest value, so that spikes stay.
+
+    Stretches are a power of 2 long and begin where they did: more steps change the last one, until there are twice as
+    many.
+    """
+    num_steps = len(series.steps)
+    if num_steps <= MAX_POINTS:
         return series
     kept = []
     finite = np.isfinite(series.values)
-    for stretch in np.array_split(np.arange(len(series.steps)), num_stretches):
-        usable = stretch[finite[stretch]]
+    length = _power_of_2(num_steps / (MAX_POINTS // 2))
+    for start in range(0, num_steps, length):
+        usable = start + np.flatnonzero(finite[start : start + length])
         if usable.size:
             values = series.values[usable]
             kept += sorted({int(usable[values.argmin()]), int(usable[values.argmax()])})
         else:
-            kept.append(int(stretch[0]))
+            kept.append(start)
     return Series(series.steps[kept], series.values[kept])
 
 
-def running_median(series: Series) -> Series:
-    """Medians of the 25th part of the steps around each of MEDIAN_POINTS steps; spikes do not move them."""
+def smoothed(series: Series, middle: Callable[[np.ndarray], np.floating]) -> Series:
+    """The middle of about the 25th part of the steps around each of up to MEDIAN_POINTS steps.
+
+    middle: np.median, which spikes do not move, or np.mean. As for `thinned`, more steps change the last values alone.
+    """
     num_steps = len(series.steps)
-    half = num_steps // 50 + 1
-    centres = np.unique(np.linspace(0, num_steps - 1, MEDIAN_POINTS).round().astype(int))
+    stride = _power_of_2(num_steps / MEDIAN_POINTS)
+    half = 5 * stride if stride > 1 else max(2, _power_of_2(num_steps / 64))
+    centres = np.unique([*range(0, num_steps, stride), num_steps - 1])
     # Shorter at the ends, and there as long on both sides as can be: no shift where the line falls.
     halves = np.maximum(np.minimum(half, np.minimum(centres, num_steps - 1 - centres)), half // 4)
     windows = [series.values[max(0, centre - reach) : centre + reach + 1] for centre, reach in zip(centres, halves)]
     finite = [window[np.isfinite(window)] for window in windows]
-    return Series(series.steps[centres], np.array([np.median(part) if part.size else np.nan for part in finite]))
+    return Series(series.steps[centres], np.array([middle(part) if part.size else np.nan for part in finite]))
+
+
+def _power_of_2(at_least: float) -> int:
+    return 2 ** max(0, math.ceil(math.log2(at_least)))
 
 
 def points(series: Series) -> dict[str, list[Any]]:
@@ -396,7 +427,7 @@ def _centres(table: LayerTable) -> np.ndarray:
 def expert_loads(run: RunLog) -> dict[str, Any] | None:
     """Tokens of each expert over those of an even share, for the heat maps; None without experts in the log.
 
-    `shares` is [bins, layers, experts] as 16-bit numbers in base64, `unit` what 1 stands for.
+    `shares` has [layers, experts] of each bin as 16-bit numbers in base64, `units` what 1 stands for in it.
     """
     table = run.expert_load
     if not table.sums:
@@ -404,13 +435,13 @@ def expert_loads(run: RunLog) -> dict[str, Any] | None:
     means = np.nan_to_num(table.means(), posinf=0.0)
     totals = means.sum(axis=-1, keepdims=True)
     shares = means * means.shape[-1] / np.where(totals == 0, 1, totals)
-    unit = max(float(shares.max()), 1.0) / 65535
-    packed = np.round(shares / unit).astype("<u2")
+    units = np.maximum(shares.max(axis=(1, 2)), 1.0) / 65535
+    packed = np.round(shares / units[:, None, None]).astype("<u2")
     return {
         "layers": table.layers,
         "num_experts": means.shape[-1],
-        "first": table.first_steps,
-        "last": table.last_steps,
-        "unit": unit,
-        "shares": base64.b64encode(packed.tobytes()).decode("ascii"),
+        "first": list(table.first_steps),
+        "last": list(table.last_steps),
+        "units": units.tolist(),
+        "shares": [base64.b64encode(bin_shares.tobytes()).decode("ascii") for bin_shares in packed],
     }

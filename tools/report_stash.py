@@ -4,9 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, rounded_up
 from tools.report_figures import layer_table_figure, run_names
-from tools.run_log import RunLog
+from tools.run_log import RUNGS, RunLog
 
 QUANTILE = 0.999
 SECTION = "Expert memory"
@@ -24,7 +26,29 @@ def stash_section(run: RunLog) -> dict[str, Any] | None:
         for flag, given, needed in FACTORS
         if (line := factor_line(run, flag, given=given, needed=needed)) is not None
     ]
+    if lines and (sentence := rungs_line(run)):
+        lines.append(sentence)
     return {"lines": lines, "timeline": occupancy(run)} if lines else None
+
+
+def rungs_line(run: RunLog) -> str | None:
+    """How often steps had to give way, by kind; None where the log does not tell."""
+    words = {
+        "spilled_pages": "pages spilled to the host",
+        "dropped_act": "act computed again",
+        "dropped_gate_up": "gate_up computed again",
+        "void_steps": "steps run again",
+    }
+    counts = {name: run.series[f"stash/rungs/{name}"].values for name in RUNGS if f"stash/rungs/{name}" in run.series}
+    if not counts:
+        return None
+    told = [
+        f"{words[name]}: {int(values.sum()):,}, in {np.count_nonzero(values):,} steps"
+        for name, values in counts.items()
+        if values.any()
+    ]
+    steps = len(next(iter(counts.values())))
+    return f"Of {steps:,} steps: " + ("; ".join(told) or "none lacked pages or rows")
 
 
 def factor_line(run: RunLog, flag: str, *, given: str, needed: str) -> str | None:

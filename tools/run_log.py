@@ -28,6 +28,8 @@ TIMINGS = (
     "stash/",
 )
 MAX_BINS = 128
+# Where a step had to give way, lightest first.
+RUNGS = ("spilled_pages", "dropped_act", "dropped_gate_up", "void_steps")
 # Megatron-LM's console log: the line of a step, the line of an evaluation, and fields that have another name or unit.
 STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
 EVALUATION_LINE = re.compile(r"(validation|test) loss at iteration (\d+).*?lm loss value: +(\S+)")
@@ -143,25 +145,11 @@ class RunLog:
 def read_run(place: Path) -> RunLog:
     """The run whose folder, parent folder or log file is `place`; ValueError where there is none."""
     path = find_log(place)
-    reader = _Reader()
+    reader = LogReader()
     with path.open("rb") as file:
         for line in file:
             (reader.read_line if path.suffix == ".jsonl" else reader.read_console_line)(line)
-    series = {name: _rising(steps, values) for name, (steps, values) in reader.columns.items()}
-    if not series:
-        raise ValueError(f"{path} has no line of a training step or an evaluation yet")
-    record = _read_record(path.with_name(RECORD_NAME))
-    return RunLog(
-        path,
-        series,
-        expert_load=reader.expert_load,
-        per_layer=reader.per_layer,
-        overlap=reader.overlap,
-        held=reader.held,
-        stash=reader.stash,
-        record=record,
-        num_unreadable=reader.num_unreadable,
-    )
+    return reader.run(path)
 
 
 def find_log(place: Path) -> Path:
@@ -199,8 +187,8 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 @dataclass
-class _Reader:
-    """Takes a log apart into columns, line by line."""
+class LogReader:
+    """Takes a log apart into columns, line by line; `run` may be asked for at any time."""
 
     columns: dict[str, tuple["array[int]", "array[float]"]] = field(default_factory=dict)
     expert_load: LayerTable = field(default_factory=LayerTable)
@@ -210,7 +198,25 @@ class _Reader:
     stash: StashLog = field(default_factory=StashLog)
     num_unreadable: int = 0
 
+    def run(self, path: Path) -> RunLog:
+        """The run whose lines were read, and its run.json; path: of the log. Raises ValueError where it has none."""
+        series = {name: _rising(steps, values) for name, (steps, values) in self.columns.items()}
+        if not series:
+            raise ValueError(f"{path} has no line of a training step or an evaluation yet")
+        return RunLog(
+            path,
+            series,
+            expert_load=self.expert_load,
+            per_layer=self.per_layer,
+            overlap=self.overlap,
+            held=self.held,
+            stash=self.stash,
+            record=_read_record(path.with_name(RECORD_NAME)),
+            num_unreadable=self.num_unreadable,
+        )
+
     def read_line(self, line: bytes) -> None:
+        """Takes a line of steps.jsonl, with its end if it has one."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -247,8 +253,9 @@ class _Reader:
     def _add_stash(self, record: dict[str, Any], *, step: int) -> None:
         """A line that tells of all steps since the last of its kind: of each, the factors that it needed."""
         pool = record["pool"] or {}
-        factors = {"capacity_factor_needed": record["factors_needed"], "pool_factor_needed": pool.get("factors_needed")}
-        for name, values in factors.items():
+        by_step = {"capacity_factor_needed": record["factors_needed"], "pool_factor_needed": pool.get("factors_needed")}
+        by_step |= self._rungs(record)
+        for name, values in by_step.items():
             for place, value in enumerate(values or [], 1):
                 self._add(f"stash/{name}", value, step=step - len(values) + place)
         balanced = record["balanced_rows"] or 1
@@ -263,6 +270,14 @@ class _Reader:
             # Lines between have none where no step was fuller.
             if pool["timeline"] is not None:
                 self.stash.pool, self.stash.pool_step = pool, step
+
+    @staticmethod
+    def _rungs(record: dict[str, Any]) -> dict[str, list[int]]:
+        """Of each step, by name; the log leaves out a kind that did not occur."""
+        counts = record.get("rungs")
+        if counts is None:
+            return {}
+        return {f"rungs/{name}": counts.get(name) or [0] * record["steps"] for name in RUNGS}
 
     def read_console_line(self, line: bytes) -> None:
         """Takes a step's or an evaluation's line; anything else is what programs print besides."""

@@ -13,6 +13,7 @@ from megatron.core.distributed.event_log import (
     EventLog,
     StepTimes,
     exposed_seconds,
+    hidden_seconds,
     hidden_share,
     launched_before_next_was_ready,
 )
@@ -56,6 +57,8 @@ def overlap_record(step: StepTimes) -> dict[str, Any]:
         "hidden_share": hidden_share(step),
         "exposed_reduce_ms": round(exposed["reduce"], 3),
         "exposed_gather_ms": round(exposed["gather"], 3),
+        "hidden_reduce_ms": round(1e3 * hidden_seconds(step, Traffic.REDUCE), 3),
+        "hidden_gather_ms": round(1e3 * hidden_seconds(step, Traffic.GATHER), 3),
         "launched_early": sum(in_order),
         "could_be_early": len(in_order),
         "backward_end_ms": round(1e3 * step.backward_end, 3),

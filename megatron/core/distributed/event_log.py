@@ -207,6 +207,20 @@ def exposed_seconds(transfer: Transfer) -> float:
     return sum(end - begin for begin, end in transfer.waits)
 
 
+def hidden_seconds(step: StepTimes, traffic: Traffic) -> float:
+    """Seconds in which a transfer of that kind was under way and nothing waited for it.
+
+    Transfers of a kind follow each other: one that was launched early begins when the one before it is done.
+    """
+    total = free = 0.0
+    for transfer in (one for one in step.transfers if one.traffic is traffic):
+        began = max(transfer.launched, free)
+        waited = sum(_before(transfer.done, begin=max(begin, began), end=end) for begin, end in transfer.waits)
+        total += max(0.0, transfer.done - began - waited)
+        free = max(free, transfer.done)
+    return total
+
+
 def launched_before_next_was_ready(step: StepTimes) -> list[bool]:
     """Of each reduction but the last: whether it was launched before the last gradient of the one after it came.
 

@@ -2,27 +2,36 @@
 
 import json
 import os
-import re
-import shutil
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.browser import BROWSER, opened_browser
 from tests.counts import slow
 from tools import report
-from tools.report_figures import DASHES, MAX_POINTS, make_figures, running_median, thinned
+from tools.report_figures import DASHES, MAX_POINTS, make_figures, smoothed, thinned
+from tools.report_memory import memory_section
 from tools.report_stash import stash_section
 from tools.run_log import MAX_BINS, LayerTable, Series, read_run
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-SEEN = """<script>document.title = JSON.stringify({
-  problems, width: document.documentElement.scrollWidth, text: document.body.innerText,
+# Of each diagram: marks that were drawn, titles of axes, and texts that stick out of it; of the page, what is wider.
+SEEN = """({
+  width: document.documentElement.scrollWidth, text: document.body.innerText,
   drawn: [...document.querySelectorAll(".plot")].map(plot => [plot.parentElement.id,
     plot.querySelectorAll(".scatterlayer .trace, .heatmaplayer image, .barlayer .trace").length,
     plot.querySelectorAll(".xtitle, .ytitle").length]),
-})</script></body>"""
+  cut: [...document.querySelectorAll(".plot")].flatMap(plot => {
+    const frame = plot.getBoundingClientRect();
+    return [...plot.querySelectorAll("svg text")].filter(text => {
+      const box = text.getBoundingClientRect();
+      return box.width && (box.left < frame.left - 1 || box.right > frame.right + 1 ||
+                           box.top < frame.top - 1 || box.bottom > frame.bottom + 1);
+    }).map(text => plot.parentElement.id + ": " + text.textContent);
+  }).concat([...document.querySelectorAll(".card, .facts div, .bar")]
+    .filter(card => card.scrollWidth > card.clientWidth + 1).map(card => card.id || card.className || card.innerText)),
+})"""
 
 
 def write_run(folder: Path, num_steps: int, *, layers: int = 2, extra: str = "", **record: object) -> Path:
@@ -43,6 +52,7 @@ def write_run(folder: Path, num_steps: int, *, layers: int = 2, extra: str = "",
         line |= {"memory": {"rss": 2**30, "peak_rss": 2**31}, "timers": {"optimizer": 3.0}, "num_zeros": None}
         line |= {"expert_load": {str(layer): [step, 3, 0, 5] for layer in range(1, layers + 1)}}
         line |= {"overlap": OVERLAP}
+        line |= {"held": HELD} if step == 1 or step % 2 == 0 else {}
         line |= {"stash": STASH} if step % 2 == 0 or step == num_steps else {}
         line |= {"per_layer": {"load_balancing_loss": {str(layer): 1 / layer for layer in range(1, layers + 1)}}}
         lines += [json.dumps(line), json.dumps({"iteration": step, "validation_loss": 2.5})]
@@ -58,6 +68,8 @@ OVERLAP = {
     "hidden_share": 0.9,
     "exposed_reduce_ms": 2.0,
     "exposed_gather_ms": 0.0,
+    "hidden_reduce_ms": 1.0,
+    "hidden_gather_ms": 4.0,
     "backward_end_ms": 8,
     "transfers": [{**GATHER, "waits_ms": []}, {**REDUCE, "waits_ms": [[8, 9], [10, 11]]}],
 }
@@ -69,6 +81,10 @@ POOL |= {"factor": 1.0, "factors_needed": [1.1, 1.2]}
 POOL |= {"timeline": {"passes": [2, 3, -3, -2], "changes": CHANGES}}
 STASH: dict[str, object] = {"steps": 2, "void_steps": 1, "capacity_factor": 1.5, "factors_needed": [1.25, 1.0]}
 STASH |= {"balanced_rows": 8, "buffer_rows": 12, "rows": {"2": 9, "3": 10}, "pool": POOL}
+STASH |= {"rungs": {"spilled_pages": [0, 2], "void_steps": [1, 0]}}
+SIZES = {"parameters": 2000, "gradients": 4000, "masters": 0, "moments": 8000, "pages": 640, "host_pages": 256}
+HELD = {"rank_0": {**SIZES, "peak_rss": 2**28}, "max": {**SIZES, "peak_rss": 2**29}}
+HELD |= {"stages": {"0": HELD["rank_0"], "1": {**SIZES, "parameters": 2100, "peak_rss": 2**29}}}
 RECORD = {
     "flags": {"num_layers": 3, "seed": 1234, "data_path": ["0.5", "</script>"], "mock_data": False, "seq_length": 8},
     "environment": {"device": "cpu", "world_size": 2},
@@ -76,38 +92,28 @@ RECORD = {
     "starts": [{"started": "2026-01-01", "iteration": 0}, {"started": "2026-01-02", "iteration": 8}],
 }
 EVERY_FIGURE = """loss perplexity learning-rate grad-norm loss-scale batch-size throughput step-time
-tflops mfu timers hidden-share exposed timeline memory stash-device stash-host capacity-factor pool-factor stash-pages
-stash-counts stash-tails stash-rows-0 z_loss accuracy layers-load_balancing_loss-0
+tflops mfu timers hidden-share exposed timeline memory memory-stages stash-device stash-host capacity-factor pool-factor
+stash-pages rungs stash-tails stash-rows-0 z_loss accuracy layers-load_balancing_loss-0
 load-overview load-layer load-step""".split()
 
 
-def open_page(path: Path, *, width: int) -> dict:
-    """What a browser without a network made of the page; its console must be empty."""
-    watch = '<script>const problems = []; addEventListener("error", event => problems.push(event.message))</script>'
-    text = path.read_text(encoding="utf-8").replace("<head>", f"<head>{watch}", 1)
-    copy = path.with_name("watched.html")
-    copy.write_text(SEEN.join(text.rsplit("</body>", 1)), encoding="utf-8")
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    offline = ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={path.parent / 'profile'}"]
-    page = ["--enable-logging=stderr", f"--window-size={width},2000", "--dump-dom", copy.as_uri()]
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, *offline, *page]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
-    return json.loads(title[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-
-
-@pytest.mark.skipif(
+needs_browser = pytest.mark.skipif(
     BROWSER is None and "CI_HAS_BROWSER" not in os.environ,
     reason="needs a browser: apt-get install chromium, as .ci/run does",
 )
+
+
+@needs_browser
 @pytest.mark.parametrize("num_steps, layers, num_runs", [(30, 2, 1), slow(1, 2, 1), slow(80, 12, 2)])
 def test_a_browser_draws_every_diagram(tmp_path: Path, capsys, num_steps: int, layers: int, num_runs: int) -> None:
     folders = [write_run(tmp_path / name, num_steps, layers=layers, **RECORD) for name in "ab"[:num_runs]]
     assert report.main([*map(str, folders), "--output", str(tmp_path / "r.html")]) == 0
     assert f"Report: {tmp_path / 'r.html'} (" in capsys.readouterr().out
-    seen = open_page(tmp_path / "r.html", width=1200)
-    assert seen["problems"] == [] and seen["width"] <= 1200
+    with opened_browser(tmp_path) as page:
+        page.open((tmp_path / "r.html").as_uri(), width=1200)
+        seen = page.evaluate(SEEN)
+        assert [*page.problems, *seen["cut"]] == [] and seen["width"] <= 1200
+        assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
     drawn = {name.partition(" ")[0]: (marks, titles) for name, marks, titles in seen["drawn"]}
     expected = [name for name in EVERY_FIGURE if name != "loss-scale" or num_steps > 1]
     assert [name for name in expected if name not in drawn] == []
@@ -148,6 +154,77 @@ def test_a_field_of_another_shape_costs_its_line_alone(tmp_path: Path, fields: s
     assert "Loss" in report.page([run], javascript="")
 
 
+PLANNED = {"parameters": 2000, "gradients": 4000, "masters": 0, "moments": 8000, "pages": 640}
+PLAN: dict[str, Any] = {
+    "world_size": 2,
+    "parameters": {"all": 1_234_567, "of_a_token": 1000},
+    "stages": [
+        {"stage": stage, "memory": {**PLANNED, "activations": {"attention": 7, "experts": 5}}, "host_pages": 256}
+        for stage in (0, 1)
+    ],
+    "step": {"seconds": 0.08, "device": "H100"},
+}
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", 3, **RECORD)
+    section = memory_section(read_run(folder))
+    assert "There is no plan.json beside the log" in section["notes"][0] and section["rows"][0]["predicted"] == ""
+    (folder / "plan.json").write_text(json.dumps(PLAN))
+    section = memory_section(read_run(folder))
+    rows = {row["name"]: row for row in section["rows"]}
+    assert rows["gradients"] == {
+        "name": "gradients",
+        "predicted": "3.906 KiB",
+        "measured": "3.906 KiB",
+        "difference": "none",
+        "first": "3.906 KiB",
+    }
+    # Of the second stage's ranks one holds 100 bytes more than was said.
+    assert rows["parameters"]["difference"] == "+100 bytes (+5.0%)" and rows["parameters"]["first"] == "1.953 KiB"
+    assert rows["activations at their fullest"]["predicted"] == "12 bytes" and "masters" not in rows
+    assert rows["most resident, with Python and libraries"]["difference"] == ""
+    time = rows["time of a step, median (predicted for H100)"]
+    assert (time["predicted"], time["measured"], time["difference"]) == ("0.08 s", "0.1 s", "+25%")
+    assert [stage["stage"] for stage in section["stages"]] == [0, 1]
+    assert (
+        section["stages"][1]["measured"]["parameters"] == 2100 == section["stages"][1]["predicted"]["parameters"] + 100
+    )
+
+
+def test_a_gpu_s_peak_is_set_beside_all_that_was_predicted(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", 3, **RECORD))
+    (run.path.with_name("plan.json")).write_text(json.dumps(PLAN))
+    for sizes in (run.held["rank_0"], run.held["max"], *run.held["stages"].values()):
+        sizes["peak_allocated"] = 20_000
+    section = memory_section(run)
+    (row,) = (row for row in section["rows"] if row["name"] == "most allocated at once")
+    assert row["difference"] == f"+{20_000 - 14_652:,} bytes (+36.5%)"
+    assert section["stages"][0]["measured"]["rest"] == 20_000 - 14_640
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "it is no JSON"),
+        ("[1]", "it is no plan of --dry-run"),
+        ('{"stages": []}', "it is no plan of --dry-run"),
+        (json.dumps({**PLAN, "stages": [{"stage": 0}]}), "it is no plan of --dry-run"),
+        (json.dumps({**PLAN, "step": 3}), "it is no plan of --dry-run"),
+        (json.dumps({**PLAN, "world_size": 8}), "it is of another run: 8 processes, this run has 2"),
+        (json.dumps({**PLAN, "parameters": {"all": 7}}), "it is of another run: 7 parameters, this run has 1234567"),
+        (json.dumps({**PLAN, "stages": PLAN["stages"][:1]}), "it is of another run: 1 pipeline stages, this run has 2"),
+        ("\udcff", "it is no JSON"),
+    ],
+)
+def test_a_plan_of_something_else_is_told_on_the_page(tmp_path: Path, text: str, words: str) -> None:
+    folder = write_run(tmp_path / "a", 3, **RECORD)
+    (folder / "plan.json").write_bytes(text.encode(errors="surrogateescape"))
+    section = memory_section(read_run(folder))
+    assert words in section["notes"][0] and "plan.json is left out: " in section["notes"][0]
+    assert all(row["predicted"] == "" for row in section["rows"]) and section["stages"][0]["measured"]
+
+
 def test_no_two_lines_of_a_diagram_look_alike(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, 4)) for name in "ab"]
     figures = {figure["id"]: figure["traces"] for figure in make_figures(runs)}
@@ -155,7 +232,7 @@ def test_no_two_lines_of_a_diagram_look_alike(tmp_path: Path) -> None:
         looks = [(trace["color"], trace["dash"]) for trace in traces if "dash" in trace and "symbol" not in trace]
         assert len(set(looks)) == len(looks), name
     # Four lines of a run are told apart by colours, the two of another diagram by dashes.
-    assert [{trace["color"] for trace in figures["stash-counts"] if trace["dash"] == dash} for dash in DASHES[:2]] == [
+    assert [{trace["color"] for trace in figures["stash-pages"] if trace["dash"] == dash} for dash in DASHES[:2]] == [
         {0, 1, 2, 3}
     ] * 2
     assert {trace["color"] for trace in figures["pool-factor"]} == {0, 1}
@@ -181,7 +258,7 @@ def test_the_factors_that_were_needed_count_every_step(tmp_path: Path) -> None:
         log.write(json.dumps({"iteration": 2000, "lm_loss": 1.0, "stash": late}) + "\n")
     run = read_run(folder)
     assert run.series["stash/capacity_factor_needed"].steps.tolist() == list(range(1, 2001))
-    assert stash_section(run)["lines"] == [
+    assert stash_section(run)["lines"][:2] == [
         "--moe-expert-rank-capacity-factor: factor needed at p99.9: 1.25 (of 2,000 steps; you gave 1.5)",
         "--moe-paged-stash-buffer-size-factor-cuda: factor needed at p99.9: 1.20 (of 2,000 steps; you gave -1.2, which "
         "came to 1.05)",
@@ -201,7 +278,7 @@ def test_long_lines_keep_their_extremes_and_layers_their_sums() -> None:
     thin = thinned(Series(steps, values))
     assert len(thin.steps) <= MAX_POINTS and np.all(np.diff(thin.steps) > 0)
     assert thin.values[thin.steps == 77_778] == [99.0] and np.nanmin(thin.values) == -99.0
-    assert np.nanmax(np.abs(running_median(Series(steps, values)).values)) < 0.2
+    assert np.nanmax(np.abs(smoothed(Series(steps, values), np.median).values)) < 0.2
     table, naive = LayerTable(), np.zeros((2, 3))
     for step in range(1, 1001):
         rows = np.random.default_rng(step).integers(0, 9, (2, 3))

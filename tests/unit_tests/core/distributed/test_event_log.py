@@ -7,6 +7,7 @@ from megatron.core.distributed.event_log import (
     StepTimes,
     Transfer,
     exposed_seconds,
+    hidden_seconds,
     hidden_share,
     launched_before_next_was_ready,
 )
@@ -41,3 +42,13 @@ def test_hidden_share_and_order_of_launches(times, backward_end, share, in_order
 def test_exposed_seconds_are_those_in_which_someone_waited():
     assert exposed_seconds(transfer(0, 1, 5)) == 0
     assert exposed_seconds(transfer(0, 1, 5, waits=[(3, 4), (4.5, 6)])) == 2.5
+
+
+def test_hidden_seconds_are_those_under_way_in_which_nobody_waited():
+    early = transfer(0, 1, 5, waits=[(3, 4), (4.5, 6)])
+    # Launched beside the first, and so behind it: 5 to 9, waited for from 8 on.
+    queued = transfer(0, 2, 9, waits=[(8, 10)])
+    gather = transfer(0, 0, 100, traffic=Traffic.GATHER)
+    step = StepTimes((gather, early, queued), 6)
+    assert hidden_seconds(step, Traffic.REDUCE) == (4 - 1 - 0.5) + (4 - 1)
+    assert hidden_seconds(step, Traffic.GATHER) == 100

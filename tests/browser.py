@@ -1,0 +1,121 @@
+"""A headless Chromium for tests, spoken to over its DevTools pipe; what pages should do is the tests' matter."""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--force-color-profile=srgb"),
+]
+
+
+class Page:
+    """A tab. problems: what its console and its errors said; requests: all URLs that it asked for."""
+
+    def __init__(self, commands: int, answers: int) -> None:
+        self._commands, self._answers = os.fdopen(commands, "wb", buffering=0), os.fdopen(answers, "rb", buffering=0)
+        self._number, self._rest, self._session = 0, b"", {}
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {
+            "sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"],
+        }
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._call(f"{domain}.enable")
+
+    def open(self, url: str, *, width: int, height: int = 2000) -> None:
+        """Goes to the address in a window of so many pixels, and waits until it is loaded."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
+        self._call("Page.navigate", url=url)
+        self.wait_for("document.readyState === 'complete'")
+
+    def evaluate(self, expression: str) -> Any:
+        """The JSON value of the expression on the page."""
+        done = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in done, done["exceptionDetails"]
+        return done["result"].get("value")
+
+    def wait_for(self, expression: str, *, seconds: float = 60.0) -> None:
+        """Until the expression is true on the page."""
+        self.until(lambda: bool(self.evaluate(expression)), what=expression, seconds=seconds)
+
+    def until(self, is_so: Callable[[], bool], *, what: str, seconds: float = 60.0) -> None:
+        """Until `is_so`, asked again and again."""
+        end = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < end, f"after {seconds} s still not: {what}; problems: {self.problems}"
+            time.sleep(0.05)
+
+    def cut_off(self, is_cut: bool) -> None:
+        """From now on no request of the page arrives, or all do again."""
+        self._call(
+            "Network.emulateNetworkConditions", offline=is_cut, latency=0, downloadThroughput=-1, uploadThroughput=-1
+        )
+
+    def _call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params, **self._session}
+        self._commands.write(json.dumps(message).encode() + b"\0")
+        for answer in self._messages():
+            if answer.get("id") == self._number:
+                assert "error" not in answer, (method, answer["error"])
+                return dict(answer["result"])
+            self._notice(answer.get("method"), answer.get("params", {}))
+        raise AssertionError(f"the browser ended at {method}")
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        while True:
+            while b"\0" in self._rest:
+                message, self._rest = self._rest.split(b"\0", 1)
+                yield json.loads(message)
+            more = self._answers.read(2**16)
+            if not more:
+                return
+            self._rest += more
+
+    def _notice(self, method: str | None, params: dict[str, Any]) -> None:
+        if method == "Runtime.consoleAPICalled":
+            self.problems.append(f"{params['type']}: {[one.get('value') for one in params['args']]}")
+        elif method == "Runtime.exceptionThrown":
+            self.problems.append(str(params["exceptionDetails"].get("exception", params["exceptionDetails"])))
+        elif method == "Log.entryAdded":
+            self.problems.append(f"{params['entry']['level']}: {params['entry']['text']}")
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+
+
+@contextmanager
+def opened_browser(folder: Path) -> Iterator[Page]:
+    """A browser without a way to names of other machines; folder: for its files."""
+    assert BROWSER is not None, "needs a browser: apt-get install chromium, as .ci/run does"
+    # It reads commands from 3 and writes answers to 4: ours must have higher numbers.
+    ends = (*os.pipe(), *os.pipe())
+    reads, to_browser, from_browser, writes = (fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in ends)
+    for end in ends:
+        os.close(end)
+    offline = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={folder / 'profile'}"]
+    process = subprocess.Popen(
+        [BROWSER, *FLAGS, *offline, "--remote-debugging-pipe", "about:blank"],
+        preexec_fn=lambda: (os.dup2(reads, 3), os.dup2(writes, 4)),
+        pass_fds=(3, 4),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(reads)
+    os.close(writes)
+    try:
+        yield Page(to_browser, from_browser)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
