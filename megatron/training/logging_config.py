@@ -47,7 +47,7 @@ class LoggingConfig:
     record_routing: str | None = config_field(
         None,
         help="File to append each step's tokens per expert to, by layer, micro-batch and rank, for "
-        "tools/stash_factors.py; compressed if its name ends in .gz.",
+        "tools/plan_stash.py; compressed if its name ends in .gz.",
     )
     log_world_size_to_tensorboard: bool = config_field(False, help="Write the number of processes to TensorBoard.")
 

@@ -5,16 +5,21 @@ from typing import Any
 
 import pytest
 
+import pretrain_gpt
 from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks import RunStart
 from megatron.training.routing_trace import read_routing
+from megatron.training.stash_plan.outlook import Needs, needs_of_steps
+from megatron.training.stash_plan.routing import traced_spans
+from megatron.training.stash_plan.stages import planned_run
+from megatron.training.stash_plan.walk import Walk, walk
 from megatron.training.stash_timeline import stash_timeline
 from megatron.training.training import train_step
 from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
-from tools.stash_factors import Layout, demands
 
 FLAGS: Flags = {
     "num-layers": 4,
@@ -24,10 +29,6 @@ FLAGS: Flags = {
     "log-interval": 1,
 }
 # Pools that are too small: pages are spilled, and tensors computed again.
-PLANNED = {
-    "experts": Layout(expert_ranks=2, page_size=4),
-    "stages": Layout(num_stages=2, num_chunks=2, page_size=4),
-}
 LAYOUTS: dict[str, Flags] = {
     "experts": {"expert-model-parallel-size": 2, **stash(0.6, 0.2, page_size=4)},
     "stages": {
@@ -44,7 +45,8 @@ def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) 
     flags = {**read_bases()["moe"], **FLAGS, **LAYOUTS[layout], "record-routing": str(tmp_path / "trace.jsonl")}
     ranks = run_on_ranks(_figures_of_steps, 2, command_line(flags))
     num_ranks = flags.get("expert-model-parallel-size", 1)
-    planned = demands(read_routing(tmp_path / "trace.jsonl"), PLANNED[layout])
+    plan, needs = _planned(command_line(flags), tmp_path / "trace.jsonl")
+    assert len(plan.rungs) == 3 and not plan.voids.any()
     for step in range(3):
         (first, report, routing, load), (second, other, *_) = ranks[0][step], ranks[1][step]
         assert report == other and first["pool"] == first["timeline"] and second["pool"] == second["timeline"]
@@ -54,10 +56,23 @@ def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) 
         passes = first["rows"] | second["rows"] if layout == "stages" else first["rows"]
         assert passes == {layer: [ranks[0] for ranks in rows] for layer, rows in expected.items()}
         most = {layer: max(map(max, rows)) for layer, rows in expected.items()}
-        # What the tool says before a run is what the run says.
-        assert (planned[step].rows,) == pytest.approx(report.factors_needed)
-        assert (planned[step].pages,) == pytest.approx(report.pool.factors_needed)
+        # What a plan says from the run's own trace is what the run counted.
+        assert (needs.rows[step],) == pytest.approx(report.factors_needed)
+        assert (needs.pages[step],) == pytest.approx(report.pool.factors_needed)
+        places = [(0, 0), (1, 0)] if layout == "stages" else [(0, 0), (0, 1)]
+        for real, (stage, number) in zip((first, second), places, strict=True):
+            counted = {name: int(of[step, number]) for name, of in plan.stages[stage].counters.items()}
+            assert counted.items() <= real["counters"].items()
         assert report.rows == most and report.factors_needed == pytest.approx((max(most.values()) / (32 * 2),))
+
+
+def _planned(argv: list[str], trace: Path) -> tuple[Walk, Needs]:
+    """Of a run of two ranks, from its own trace."""
+    args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", "2"]))
+    run = planned_run(args, pretrain_gpt.model_provider)
+    spans, guesses = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=1)
+    assert not guesses
+    return walk(run, run.flags, spans=spans, grows=True), needs_of_steps(run, spans)
 
 
 def _rows_by_rank(counts: list[Any], num_ranks: int) -> list[list[int]]:
@@ -96,6 +111,7 @@ def _compared(step: Any) -> dict[str, Any]:
         rows.setdefault(layer, []).append(count)
     return {
         "rows": rows,
+        "counters": dict(step.counters),
         "pool": {
             "most": [step.counters[Counter.HIGH_WATER_DEVICE], step.counters[Counter.HIGH_WATER_HOST]],
             "planned": step.counters[Counter.PLANNED_PAGES],

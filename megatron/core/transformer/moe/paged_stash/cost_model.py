@@ -13,11 +13,12 @@ _PASSES = 4  # stash reads and writes each byte, and restore does so again
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Sizes of one gated expert, in elements, and of one element, in bytes."""
+    """Sizes of one expert, in elements, and of one element, in bytes. is_gated: gate_up has 2F columns, else F."""
 
     hidden_size: int
     ffn_hidden_size: int
     itemsize: int = 2
+    is_gated: bool = True
 
     @property
     def input_bytes(self) -> int:
@@ -27,7 +28,7 @@ class ExpertShape:
     @property
     def gate_up_bytes(self) -> int:
         """Of gate_up, per row."""
-        return 2 * self.ffn_hidden_size * self.itemsize
+        return self._fc1_width * self.itemsize
 
     @property
     def act_bytes(self) -> int:
@@ -41,8 +42,20 @@ class ExpertShape:
 
     @property
     def flops(self) -> int:
-        """Of forward and backward per row: three H x F matrices, three products each, 2 flops per element: 18 H F."""
-        return 18 * self.hidden_size * self.ffn_hidden_size
+        """Of forward and backward per row: three H x F matrices, three products each, 2 flops per element: 18 H F.
+
+        Without a gate there are two matrices.
+        """
+        return 6 * self.hidden_size * (self._fc1_width + self.ffn_hidden_size)
+
+    @property
+    def gate_up_flops(self) -> int:
+        """Of gate_up computed once per row: 4 H F, or 2 H F without a gate."""
+        return 2 * self.hidden_size * self._fc1_width
+
+    @property
+    def _fc1_width(self) -> int:
+        return (2 if self.is_gated else 1) * self.ffn_hidden_size
 
 
 @dataclass(frozen=True)
@@ -138,4 +151,4 @@ class GroupCosts:
     @property
     def gate_up_rung_seconds(self) -> float:
         """Gate_up computed again from x: a product with 2 F columns, 4 of the 18 H F flops of a row."""
-        return self.compute_seconds * 4 / 18
+        return self.num_rows * self.expert.gate_up_flops / self.machine.flops

@@ -1,0 +1,176 @@
+"""plan_stash.py: rows of layouts that were not recorded, factors that are enough, words, and refusals of one line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.training.routing_trace import RoutingHeader, RoutingStep, read_routing, step_line
+from megatron.training.stash_plan.outlook import outlook
+from megatron.training.stash_plan.routing import traced_spans
+from megatron.training.stash_plan.stages import planned_run
+from megatron.training.stash_plan.walk import Rung
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tools.plan_stash import main, read_flags, stash_plan
+from tools.stash_plan_words import paste
+
+FLAGS: Flags = {
+    "num-layers": 4,
+    "pipeline-model-parallel-size": 2,
+    "expert-model-parallel-size": 2,
+    "micro-batch-size": 1,
+    "global-batch-size": 8,
+    "moe-grouped-gemm": True,
+    "moe-token-dispatcher-type": "alltoall",
+    "moe-paged-stash-page-size": 2,
+    "world-size": 4,
+}
+TOKENS, EXPERTS = 32, 4
+
+
+def argv(*words: str, **flags: Any) -> list[str]:
+    named = {name.replace("_", "-"): value for name, value in flags.items()}
+    return [*command_line({**read_bases()["moe"], **FLAGS, **named}), *words]
+
+
+def header(**others: Any) -> RoutingHeader:
+    return replace(RoutingHeader.of(read_flags(argv("--skew", "balanced"))), **others)
+
+
+def recorded(steps: int, of: RoutingHeader, *, shape: tuple[int, int]) -> list[RoutingStep]:
+    """shape: micro-batches and ranks."""
+    chance, choices = np.random.default_rng(1), of.tokens_of_microbatch * of.topk
+    return [
+        RoutingStep(
+            of, number, {layer: chance.multinomial(choices, [0.4, 0.3, 0.2, 0.1], shape) for layer in of.layers}
+        )
+        for number in range(1, steps + 1)
+    ]
+
+
+def written(path: Path, steps: list[RoutingStep]) -> str:
+    lines = [
+        step_line(one.iteration, {layer: torch.from_numpy(counts) for layer, counts in one.tokens.items()})
+        for one in steps
+    ]
+    path.write_bytes(b"".join([steps[0].header.line(0), *lines]))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "is_guessed"),
+    [(TOKENS, (4, 2), False), (TOKENS, (8, 1), False), (TOKENS, (2, 4), False), (TOKENS // 2, (8, 2), False)]
+    + [(2 * TOKENS, (2, 2), True), (TOKENS, (1, 2), True)],
+)
+def test_a_trace_of_any_layout_gives_every_rank_its_tokens(
+    tokens: int, shape: tuple[int, int], is_guessed: bool
+) -> None:
+    run = planned_run(read_flags(argv("--skew", "balanced")), pretrain_gpt.model_provider)
+    steps = recorded(2, header(tokens_of_microbatch=tokens), shape=shape)
+    (span,), guesses = traced_spans(steps, run, num_groups=1, seed=1)
+    assert (len(guesses) > 0) == is_guessed and span.num_steps == 2
+    for number, step in enumerate(steps):
+        for layer, counts in step.tokens.items():
+            rows = span.rows[layer][:, number]
+            # Four micro-batches of two ranks that share four experts.
+            assert rows.shape == (4, 2) and (rows.sum(axis=1) == 2 * TOKENS * 2).all()
+            if is_guessed:
+                continue
+            joined = counts.reshape(8, -1, EXPERTS).sum(axis=1).reshape(4, 2, 2, 2)
+            assert (rows == joined.sum(axis=(1, 3))).all()
+            assert span.most_of_pair[number] >= joined.sum(axis=3).max()
+
+
+def test_what_is_recommended_is_enough_and_less_is_not(tmp_path: Path) -> None:
+    trace = written(tmp_path / "trace", recorded(12, header(), shape=(4, 2)))
+    args = read_flags(argv("--trace", trace, "--wanted-probability", "1"))
+    plan, run = stash_plan(args), planned_run(args, pretrain_gpt.model_provider)
+    spans, _ = traced_spans(read_routing(trace), run, num_groups=1, seed=1)
+    assert set(plan.recommended) == {Rung.DEVICE, Rung.HOST, Rung.ACT, Rung.GATE_UP}
+    factors = {rung: one.flags.moe_paged_stash_buffer_size_factor_cuda for rung, one in plan.recommended.items()}
+    assert factors[Rung.GATE_UP] < factors[Rung.ACT] < factors[Rung.DEVICE]
+    for rung, one in plan.recommended.items():
+        assert one.share_up_to(rung) == 1
+        # The whole plan again with the flags that it printed: such a run grows nowhere.
+        again = stash_plan(read_flags([*argv("--trace", trace, "--plan-factors", "1"), *paste(one.flags).split()]))
+        assert not again.given.voids.any() and (again.given.rungs == one.walk.rungs).all()
+        tier = "cpu" if rung is Rung.HOST else "cuda"
+        name = f"moe_paged_stash_buffer_size_factor_{tier}"
+        less = replace(one.flags, **{name: vars(one.flags)[name] - 0.01})
+        assert outlook(run, less, spans=spans).share_up_to(rung) < 1
+
+
+def test_text_and_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    words = ["--skew", "zipf:0.8", "--plan-steps", "20", "--json", str(path), "--plan-factors", "0.5", "1.5"]
+    assert main([*argv(*words), "--plan-page-sizes", "2", "--plan-host-factors", "0", "0.5"]) == 0
+    text, plan = capsys.readouterr().out, json.loads(path.read_text())
+    assert text.startswith("plan of the paged stash: 2 stages, 4 layers with experts, 2 ranks share 4 experts; 4 micro")
+    assert len(plan["table"]) == 4 and len(plan["given"]["rungs"]) == plan["steps"] == 20
+    for row in plan["table"]:
+        assert sum(row["shares"].values()) == pytest.approx(1)
+    best = plan["recommended"]["device"]["flags"]
+    assert f"--moe-paged-stash-buffer-size-factor-cuda {best['moe_paged_stash_buffer_size_factor_cuda']:g}" in text
+    assert plan["reasons"][0] in text and "pay" in plan["reasons"][0]
+    assert f"{max(plan['capacity_factor_needed']):.1f}"[:2] in text
+
+
+def test_what_does_not_pay_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    skew = ["--skew", "balanced", "--plan-steps", "5", "--plan-factors", "1"]
+    alone = {"pipeline_model_parallel_size": 1, "num_layers": 1, "world_size": 2}
+    assert main(argv(*skew, **alone)) == 0
+    assert "stashing has no effect: the backward of every expert group directly follows" in capsys.readouterr().out
+    long = {"seq_length": 1024, "max_position_embeddings": 1024, "moe_paged_stash_page_size": 64}
+    # Many tokens choose alike: hardly any padding, and two layers are two working sets.
+    assert main(argv(*skew, **{**alone, **long, "num_layers": 2})) == 0
+    said = capsys.readouterr().out
+    assert "stashing does not pay: it costs" in said and "routing is balanced" in said and "too few groups wait" in said
+    assert main(argv(*skew, moe_paged_stash_page_size=256)) == 0
+    assert "rows are few for pages of this size" in capsys.readouterr().out
+    # Much skew, many micro-batches and pages of a token: buffers are mostly padding, most of the time.
+    pays = ["--skew", "dirichlet:0.3", "--plan-steps", "20", "--wanted-probability", "0.5", "--plan-factors", "1"]
+    assert main(argv(*pays, num_layers=8, global_batch_size=16, moe_paged_stash_page_size=1)) == 0
+    assert "stashing pays: it saves" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = recorded(1, header(), shape=(4, 2))
+    trace = written(tmp_path / "trace", steps)
+    other = replace(header(), topk=1)
+    (tmp_path / "of topk 1").write_bytes(Path(trace).read_bytes().replace(header().line(0), other.line(0)))
+    (tmp_path / "empty").write_bytes(header().line(0))
+    (tmp_path / "text").write_text("words\n")
+    (tmp_path / "text.gz").write_text("words\n")
+    for words, flags, message in (
+        ([], {}, "no routing: give --trace FILE"),
+        (["--trace", trace, "--skew", "zipf:1"], {}, "--trace is {trace} and --skew is zipf:1: give one of them"),
+        (["--trace", str(tmp_path / "none")], {}, "none: No such file or directory: give what --record-routing wrote"),
+        (["--trace", str(tmp_path / "text.gz")], {}, "text.gz: Not a gzipped file"),
+        (["--trace", str(tmp_path / "text")], {}, "text, line 1 is not of a routing trace"),
+        (["--trace", str(tmp_path / "empty")], {}, "the trace has no step yet"),
+        (["--trace", str(tmp_path / "of topk 1")], {}, "another model: --moe-router-topk is 1 in it, and 2 in the run"),
+        (["--trace", trace], {"num-experts": 8}, "another model: --num-experts is 4 in it, and 8 in the run"),
+        (["--trace", trace], {"num-layers": 2}, "layers with experts is [1, 2, 3, 4] in it, and [1, 2] in the run"),
+        (["--trace", trace], {"seq-length": 24}, "has 24 tokens, and 32 in the trace: one must be a multiple"),
+        (["--skew", "even"], {}, "--skew is 'even': must be one of balanced, dirichlet:0.3"),
+        (["--skew", "zipf:1", "--wanted-probability", "1.5"], {}, "--wanted-probability is 1.5: must be above 0"),
+        (["--skew", "zipf:1", "--plan-steps", "0"], {}, "--plan-steps has 0: must be above 0"),
+        (["--skew", "zipf:1", "--plan-factors", "1", "-2"], {}, "--plan-factors has -2: must be at least 0"),
+        (["--skew", "zipf:1", "--plan-page-sizes", "48"], {}, "--plan-page-sizes has 48: must be powers of two"),
+        (["--skew", "zipf:1", "--plan-groups", "2"], {}, "--plan-groups is 2: must be at most 1"),
+        (["--skew", "zipf:1"], {"moe-paged-stash-page-size": 3}, "--moe-paged-stash-page-size is 3: must be a power"),
+        (["--skew", "zipf:1"], {"moe-grouped-gemm": False}, "--moe-grouped-gemm"),
+    ):
+        assert main(command_line({**read_bases()["moe"], **FLAGS, **flags}) + words) == 2, message
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and message.format(trace=trace) in error and error.count("\n") == 1, error
+    dense = command_line({**read_bases()["dense"], "world-size": 1})
+    assert main([*dense, "--skew", "zipf:1"]) == 2
+    assert "--num-experts is not given" in capsys.readouterr().err

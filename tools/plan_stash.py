@@ -1,0 +1,231 @@
+"""Plans the paged stash of a run before it: `python tools/plan_stash.py FLAGS OF pretrain_gpt.py --world-size 64
+--trace FILE`, or `--skew dirichlet:0.3` where nothing is recorded yet.
+
+FLAGS are those of the run, presets and --config among them; --moe-paged-stash and its factors may be missing. FILE is
+what --record-routing wrote in a run of the same model, in any layout. Says how often pages would run out, against
+factors and page sizes, which flags are enough, what spilling and recomputation cost, and whether stashing pays.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+import pretrain_gpt  # noqa: E402
+from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from megatron.training.device_table import planned_device  # noqa: E402
+from megatron.training.routing_trace import read_routing  # noqa: E402
+from megatron.training.stash_plan.costs import machine_of, stage_costs, verdict  # noqa: E402
+from megatron.training.stash_plan.outlook import (  # noqa: E402
+    Outlook,
+    enough_capacity,
+    needs_of_steps,
+    outlook,
+    recommended,
+)
+from megatron.training.stash_plan.routing import RoutingSpan, traced_spans  # noqa: E402
+from megatron.training.stash_plan.skew import made_up_spans, parse_skew  # noqa: E402
+from megatron.training.stash_plan.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
+from megatron.training.stash_plan.walk import Rung, walk  # noqa: E402
+from tools.stash_plan_words import StashPlan, as_json, as_text  # noqa: E402
+
+FACTORS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
+# Ranks with experts whose rows are made up where --plan-groups does not say.
+_RANKS_LOOKED_AT = 64
+_EXIT_USAGE = 2
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What steps are planned for. source: where it is from; guesses: what of it is made up, in words."""
+
+    spans: list[RoutingSpan]
+    source: str
+    guesses: list[str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the plan; returns the exit status, 2 for flags or a trace that cannot be planned for."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = read_flags(words)
+        plan = stash_plan(args)
+        if args.json is not None:
+            Path(args.json).write_text(json.dumps(as_json(plan), indent=1) + "\n", encoding="utf-8")
+        print(as_text(plan))
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror or error}", file=sys.stderr)
+        return _EXIT_USAGE
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+    return 0
+
+
+def read_flags(words: Sequence[str]) -> argparse.Namespace:
+    """The validated arguments of the run and of the plan. Raises ValueError for what cannot be planned."""
+    args = parse_args(_add_flags, argv=[*words, "--dry-run"])
+    if args.num_experts is None:
+        raise ValueError("--num-experts is not given: a paged stash needs a model with experts")
+    _check_plan_flags(args)
+    args.capacity_is_given = args.moe_expert_rank_capacity_factor is not None
+    args.moe_paged_stash = True
+    args.moe_expert_rank_capacity_factor = args.moe_expert_rank_capacity_factor or 1.0
+    return validate_args(args)
+
+
+def _check_plan_flags(args: argparse.Namespace) -> None:
+    """Raises ValueError naming a flag of the plan whose value makes no sense."""
+    if args.trace is None and args.skew is None:
+        raise ValueError("no routing: give --trace FILE that --record-routing wrote, or --skew such as dirichlet:0.3")
+    if args.trace is not None and args.skew is not None:
+        raise ValueError(f"--trace is {args.trace} and --skew is {args.skew}: give one of them")
+    if not 0 < args.wanted_probability <= 1:
+        raise ValueError(f"--wanted-probability is {args.wanted_probability:g}: must be above 0 and at most 1")
+    for name, what, is_right in (
+        ("plan_steps", "above 0", _is_above_0),
+        ("plan_groups", "above 0", _is_above_0),
+        ("host_gb_s", "above 0", _is_above_0),
+        ("plan_factors", "at least 0", lambda factor: 0 <= factor < math.inf),
+        ("plan_host_factors", "at least 0", lambda factor: 0 <= factor < math.inf),
+        ("plan_page_sizes", "powers of two", lambda size: size >= 1 and size & (size - 1) == 0),
+    ):
+        for value in _as_list(vars(args)[name]):
+            if not is_right(value):
+                raise ValueError(f"--{name.replace('_', '-')} has {value:g}: must be {what}")
+    if args.skew is not None:
+        parse_skew(args.skew)
+
+
+def _is_above_0(number: float) -> bool:
+    return 0 < number < math.inf
+
+
+def _as_list(value: float | list[float] | None) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def stash_plan(args: argparse.Namespace) -> StashPlan:
+    """The plan of validated arguments."""
+    run = planned_run(args, pretrain_gpt.model_provider)
+    routing = _routing(args, run)
+    needs = needs_of_steps(run, routing.spans)
+    capacity = enough_capacity(needs, args.wanted_probability)
+    flags = replace(run.flags, moe_expert_rank_capacity_factor=capacity)
+    if not args.capacity_is_given:
+        run = replace(run, flags=flags)
+    device = planned_device()
+    machine = machine_of(device, flags, host_gb_s=args.host_gb_s)
+    # Without a group that waits there is nothing to choose.
+    stashes = bool(needs.pages.any())
+    best = recommended(run, needs, spans=routing.spans, flags=flags, wanted=args.wanted_probability) if stashes else {}
+    chosen = best.get(Rung.DEVICE) or outlook(run, flags, spans=routing.spans)
+    costs = {rung: stage_costs(run, one, spans=routing.spans, machine=machine) for rung, one in best.items()}
+    pays, reasons = verdict(chosen, stage_costs(run, chosen, spans=routing.spans, machine=machine))
+    return StashPlan(
+        run=run,
+        source=routing.source,
+        guesses=routing.guesses,
+        wanted=args.wanted_probability,
+        device=device.name,
+        host_gb_s=args.host_gb_s,
+        needs=needs,
+        given=walk(run, run.flags, spans=routing.spans, grows=True),
+        table=_table(args, run, spans=routing.spans) if stashes else [],
+        recommended=best,
+        costs=costs,
+        pays=pays,
+        reasons=reasons,
+    )
+
+
+def _routing(args: argparse.Namespace, run: PlannedRun) -> Routing:
+    ranks = run.ranks
+    if args.plan_groups is not None and args.plan_groups > ranks.num_groups:
+        raise ValueError(
+            f"--plan-groups is {args.plan_groups}: must be at most {ranks.num_groups}, as many as share experts in a "
+            "stage"
+        )
+    if args.trace is not None:
+        groups = args.plan_groups or ranks.num_groups
+        try:
+            spans, guesses = traced_spans(read_routing(args.trace), run, num_groups=groups, seed=args.seed)
+        except OSError as error:
+            what = error.strerror or error
+            raise ValueError(f"--trace is {args.trace}: {what}: give what --record-routing wrote") from None
+        return Routing(spans, args.trace, guesses + _left_out(run, groups))
+    groups = args.plan_groups or min(ranks.num_groups, max(1, _RANKS_LOOKED_AT // ranks.expert_ranks))
+    skew = parse_skew(args.skew)
+    spans = made_up_spans(run, skew, num_steps=args.plan_steps, num_groups=groups, seed=args.seed)
+    return Routing(spans, f"{skew}, seed {args.seed}", _left_out(run, groups))
+
+
+def _left_out(run: PlannedRun, groups: int) -> list[str]:
+    if groups == run.ranks.num_groups:
+        return []
+    return [f"{groups} of the {run.ranks.num_groups} groups that share experts in a stage were looked at"]
+
+
+def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[RoutingSpan]) -> list[Outlook]:
+    """Of each page size, host factor and device factor."""
+    flags, given = run.flags, run.flags.moe_paged_stash_page_size
+    sizes = args.plan_page_sizes or sorted({max(1, given // 4), given, given * 4})
+    hosts = args.plan_host_factors or [max(0.0, flags.moe_paged_stash_buffer_size_factor_cpu)]
+    tried: list[StashFlags] = [
+        replace(
+            flags,
+            moe_paged_stash_page_size=size,
+            moe_paged_stash_buffer_size_factor_cuda=factor,
+            moe_paged_stash_buffer_size_factor_cpu=host,
+            moe_paged_stash_buffer_bytes=None,
+        )
+        for size in sizes
+        for host in hosts
+        for factor in args.plan_factors or FACTORS
+        if factor or host
+    ]
+    return [outlook(run, one, spans=spans) for one in tried]
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("plan of the paged stash")
+    group.add_argument("--trace", metavar="FILE", help="Routing that --record-routing wrote for this model.")
+    group.add_argument(
+        "--skew",
+        metavar="MODEL",
+        help="Routing to make up: balanced; dirichlet:CONCENTRATION, popularities drawn anew each step; zipf:EXPONENT; "
+        "drift:SPREAD:STEPS, popularities that wander.",
+    )
+    group.add_argument(
+        "--wanted-probability", type=float, default=0.999, metavar="P", help="Share of the steps that must be well."
+    )
+    group.add_argument("--plan-steps", type=int, default=1000, metavar="N", help="Steps to make up with --skew.")
+    group.add_argument(
+        "--plan-groups", type=int, metavar="N", help="Groups of ranks that share experts to look at in each stage."
+    )
+    group.add_argument("--plan-factors", type=float, nargs="+", metavar="F", help="Factors of device pages to try.")
+    group.add_argument("--plan-host-factors", type=float, nargs="+", metavar="F", help="Factors of host pages to try.")
+    group.add_argument("--plan-page-sizes", type=int, nargs="+", metavar="N", help="Page sizes to try, in tokens.")
+    group.add_argument(
+        "--host-gb-s",
+        type=float,
+        default=55.0,
+        metavar="X",
+        help="10^9 bytes a second between device and host, one way.",
+    )
+    group.add_argument("--json", metavar="FILE", help="Also write the plan here.")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
