@@ -21,8 +21,7 @@ from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback, RunStart, StepReport
 from megatron.training.config import TrainingConfig
 from megatron.training.console import print_rank_0
-from megatron.training.dry_run.plan import plan_run
-from megatron.training.dry_run.table import plan_lines
+from megatron.training.dry_run.command import print_plan
 from megatron.training.errors import message_for_other_ranks
 from megatron.training.evaluation import evaluate_test, evaluate_validation
 from megatron.training.exit_conditions import ExitConditions, ExitReason
@@ -67,11 +66,7 @@ def pretrain(
     # Looked for in the words themselves: a plan joins no group of processes.
     if "--dry-run" in (sys.argv[1:] if argv is None else argv):
         args = read_arguments(extra_args_provider, args_defaults, argv=argv)
-        if args.rank == 0:
-            plan = plan_run(
-                args, model_provider, forward_step_func=forward_step_func, config_overrides=config_overrides
-            )
-            print("\n".join(plan_lines(plan, args)))
+        print_plan(args, model_provider, forward_step_func=forward_step_func, config_overrides=config_overrides)
         return
     with ExitStack() as afterwards, FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
         args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, board=board)

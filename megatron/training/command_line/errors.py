@@ -11,5 +11,5 @@ class CommandLineError(ValueError):
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the run; read from the launcher's RANK."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process speaks for the run; read from what the launcher sets. One that was started alone does."""
+    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ

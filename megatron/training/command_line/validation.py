@@ -31,7 +31,7 @@ from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.optimizer_checks import check_optimizer
 from megatron.training.command_line.registry import flag_table
 
-_MOST_PLANNED_RANKS = 1 << 20
+_MOST_PLANNED_RANKS = 1 << 18
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:

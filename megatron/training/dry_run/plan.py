@@ -9,7 +9,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -32,9 +32,11 @@ from megatron.training.command_line.validation import batch_sizes
 from megatron.training.dry_run.activations import EXPERTS, AsFusedKernels, SavedBytes, peak_bytes
 from megatron.training.dry_run.buffers import BufferLayout, buffer_layouts
 from megatron.training.dry_run.fake_ranks import fake_rank
+from megatron.training.dry_run.rates import Kernels
+from megatron.training.dry_run.step_time import ChunkWork
 from megatron.training.dry_run.traffic import Traffic
 from megatron.training.expert_memory import build_expert_memory
-from megatron.training.flops import count_of, parameters_by_key
+from megatron.training.flops import count_of, num_floating_point_operations, parameters_by_key
 from megatron.training.global_vars import publish_run, publish_timers, publish_tokenizer
 from megatron.training.held_memory import bytes_of, gradient_tensors, parameter_tensors
 from megatron.training.initialize import seed_ranks
@@ -52,7 +54,8 @@ class RankPlan:
     parameters, gradients: of the buffers they lie in, with padding. masters, moments: the optimizer's. pages: of the
     paged stash, on the device; host_pages: in the host's memory. activations: at the fullest moment of the schedule.
     sizes: elements of each logical tensor that the rank has a part of, as parameters_by_key. links: what it sends in a
-    step. buffers: how its parameters lie.
+    step. buffers: how its parameters lie. chunks: what a microbatch computes in each
+    of its model chunks; update: the optimizer's kernels. groups: the ranks of those groups that links name.
     """
 
     rank: int
@@ -68,6 +71,9 @@ class RankPlan:
     sizes: dict[str, int]
     links: tuple[Traffic, ...] = ()
     buffers: tuple[BufferLayout, ...] = ()
+    chunks: tuple[ChunkWork, ...] = ()
+    update: Kernels = field(default_factory=Kernels)
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -80,6 +86,7 @@ class RankPlan:
 class Plan:
     """Of a rank of each pipeline stage. num_microbatches: of the last, largest step. is_balanced: whether
     activations are those of experts that are all chosen equally often, as the number of their rows is not fixed.
+    flops_per_sample: of the model, as num_floating_point_operations counts them.
     """
 
     stages: list[RankPlan]
@@ -87,6 +94,7 @@ class Plan:
     active_parameters: int
     num_microbatches: int
     is_balanced: bool
+    flops_per_sample: float = 0.0
 
 
 def plan_run(
@@ -112,14 +120,26 @@ def plan_run(
             stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func))
             is_balanced = is_balanced or build.is_balanced
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
-    return Plan(stages, total, active, batch_sizes(args).final_num_microbatches, is_balanced)
+    num_microbatches = batch_sizes(args).final_num_microbatches
+    return Plan(stages, total, active, num_microbatches, is_balanced, num_floating_point_operations(args, 1))
+
+
+def place_of(args: argparse.Namespace, rank: int) -> int:
+    """Which of the pipelines the rank is in. Raises ValueError for one that there is not."""
+    if not 0 <= rank < args.world_size:
+        raise ValueError(f"RANK is {rank} in the environment: must be from 0 to {args.world_size - 1}, of --world-size")
+    return next(number for number, ranks in enumerate(_pipelines(args)) if rank in ranks)
 
 
 def pipeline_of(args: argparse.Namespace, number: int) -> list[int]:
     """The ranks of one pipeline, stage by stage; number: which of the pipelines that the layout has."""
+    return _pipelines(args)[number]
+
+
+def _pipelines(args: argparse.Namespace) -> list[list[int]]:
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER
-    return RankGenerator(tp, 1, args.world_size // (tp * pp * cp), pp, cp, order).get_ranks("pp")[number]
+    return RankGenerator(tp, 1, args.world_size // (tp * pp * cp), pp, cp, order).get_ranks("pp")
 
 
 @contextmanager

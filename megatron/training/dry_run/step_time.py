@@ -14,8 +14,10 @@ from megatron.training.dry_run.traffic import Traffic
 
 FORWARD, BACKWARD, GRADS, PARAMS, OPTIMIZER = "forward", "backward", "grad reduce", "param gather", "optimizer"
 PIPELINE = "pipeline"
+# Ranks tell each other of losses and norms: counted to the optimizer's messages.
+_AGREEMENT = "agreement"
 _PIPELINE_GROUP = "pp"
-_GIGA, _TERA = 1e9, 1e12
+_TERA = 1e12
 
 Spans = list[dict[Action, Span]]
 
@@ -32,12 +34,12 @@ class ChunkWork:
 @dataclass(frozen=True)
 class StageLoad:
     """What a rank of one stage does in a step. traffic: all its messages, with phases as traffic.py names them; those
-    of forward and backward are spread over its passes evenly. optimizer_bytes: that an update reads and writes.
+    of forward and backward are spread over its passes evenly. update: the optimizer's kernels.
     """
 
     chunks: tuple[ChunkWork, ...]
     traffic: tuple[Traffic, ...] = ()
-    optimizer_bytes: float = 0.0
+    update: Kernels = field(default_factory=Kernels)
 
 
 @dataclass(frozen=True)
@@ -183,9 +185,8 @@ class _StageClock:
         sends = [one for one in load.traffic if _is_transfer(one) and one.count]
         self.transfer = max((rates.of_messages([one]) / one.count for one in sends), default=0.0)
         self.passes = {kind: self._passes_of(kind) for kind in ActionKind}
-        device = rates.device
-        self._step = load.optimizer_bytes / (device.memory_gb_s * _GIGA * device.attainable_memory)
-        self._step_messages = self._phase(OPTIMIZER)[0]
+        self._step = compute_seconds(load.update, rates.device)
+        self._step_messages = self._phase(OPTIMIZER)[0] + self._phase(_AGREEMENT)[0]
         self._late_gather = 0.0 if overlap.parameters or overlap.in_every_pass else self._gather
         self.update = self._step + self._step_messages + self._late_gather
 

@@ -26,7 +26,7 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         f"{_number(plan.num_microbatches, 'microbatch', several='microbatches')} of "
         f"{args.micro_batch_size} x {args.seq_length} tokens a step",
         f"parameters: {plan.num_parameters:,}, of which a token meets {plan.active_parameters:,}",
-        f"memory of the first rank of each stage, in {unit}:",
+        f"memory of {'the first rank' if plan.stages[0].rank == 0 else 'one rank'} of each stage, in {unit}:",
         *table,
         f"activations of stage {fullest.stage}, which holds most: {_kinds(fullest, unit=unit, size=size)}",
         *_notes(plan, unit=unit, size=size),

@@ -75,7 +75,7 @@ def test_a_kernel_takes_the_longest_of_arithmetic_bytes_and_launch() -> None:
 
 
 def test_one_stage_computes_all_the_time() -> None:
-    step = _step([StageLoad((ChunkWork(_seconds(1), _seconds(2), _seconds(0.5, "experts")),), optimizer_bytes=4e9)], 3)
+    step = _step([StageLoad((ChunkWork(_seconds(1), _seconds(2), _seconds(0.5, "experts")),), update=_seconds(4))], 3)
     (stage,) = step.stages
     assert (stage.forward, stage.recompute, stage.backward, stage.optimizer, stage.bubble) == (3.0, 1.5, 6.0, 4.0, 0.0)
     assert stage.by_kind == {"attention": 9.0, "experts": 1.5}

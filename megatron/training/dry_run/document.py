@@ -1,0 +1,136 @@
+"""A plan as plain values, which plan.json holds and the page is made of, and lines about its time.
+
+Nothing is planned here.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.core.replaced_file import replaced_file
+from megatron.training.device_table import Device
+from megatron.training.dry_run.page import page
+from megatron.training.dry_run.plan import NOT_PLANNED, Plan, RankPlan
+from megatron.training.dry_run.rates import message_seconds
+from megatron.training.dry_run.run_time import ASSUMPTIONS, places
+from megatron.training.dry_run.step_time import StageTime, StepTime
+from megatron.training.dry_run.traffic import link_bytes
+
+JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
+# More would make files of many megabytes; those of the beginning are told.
+_MOST_PASSES = 20_000
+
+
+def plan_document(plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None) -> dict[str, Any]:
+    """All that is known of the plan, in bytes and seconds, as JSON has it. step: None where nothing is trained."""
+    in_node = places(plan, device)
+    times = [None] * len(plan.stages) if step is None else step.stages
+    return {
+        "world_size": args.world_size,
+        "layout": {
+            "tensor": args.tensor_model_parallel_size,
+            "pipeline": args.pipeline_model_parallel_size,
+            "virtual": args.virtual_pipeline_model_parallel_size or 1,
+            "context": args.context_parallel_size,
+            "expert": args.expert_model_parallel_size,
+            "data": args.data_parallel_size,
+        },
+        "batch": {
+            "num_microbatches": plan.num_microbatches,
+            "micro_batch_size": args.micro_batch_size,
+            "seq_length": args.seq_length,
+        },
+        "parameters": {"all": plan.num_parameters, "of_a_token": plan.active_parameters},
+        "device": asdict(device),
+        "stages": [
+            _stage(stage, time, device=device, in_node=in_node) for stage, time in zip(plan.stages, times, strict=True)
+        ],
+        "step": None if step is None else _step(step),
+        "schedule": [] if step is None else _schedule(step),
+        "notes": notes(plan, device),
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Writes plan.json and plan.html into the folder, which is made where it is missing. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {JSON_FILE: json.dumps(document, indent=1), PAGE_FILE: page(document)}
+    for name, text in texts.items():
+        with replaced_file(folder / name) as file:
+            file.write(text.encode())
+    return [folder / name for name in texts]
+
+
+def time_lines(step: StepTime) -> list[str]:
+    """What is printed of the estimated step."""
+    split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.split().items())
+    mfu = "" if step.mfu is None else f", MFU {100 * step.mfu:.1f}%"
+    slowest = min(step.stages, key=lambda stage: stage.bubble)
+    kinds = sorted(slowest.by_kind.items(), key=lambda item: -item[1])
+    return [
+        f"estimated step on {step.device}: {_seconds(step.seconds)}, {step.tokens_per_second:,.0f} tokens/s, "
+        f"{step.tflops:.1f} TFLOP/s a device{mfu}",
+        f"of it, mean over stages: {split}",
+        f"passes of stage {step.stages.index(slowest)}, which waits least: forward {_seconds(slowest.forward)}, "
+        f"recompute {_seconds(slowest.recompute)}, backward {_seconds(slowest.backward)}; by kind "
+        + ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in kinds),
+        *(f"assumed: {assumption}" for assumption in ASSUMPTIONS),
+    ]
+
+
+def notes(plan: Plan, device: Device) -> list[str]:
+    """What a reader of any of the forms should know."""
+    found = [f"Memory leaves out {NOT_PLANNED}."]
+    if plan.is_balanced:
+        found.append("Rows of experts are those of tokens that choose all experts equally often.")
+    full = [stage for stage in plan.stages if stage.total > device.memory_bytes]
+    if full:
+        found.append(
+            f"Memory of stages {', '.join(str(stage.stage) for stage in full)} is more than the {device.name} has "
+            f"({device.memory_gib:g} GiB)."
+        )
+    if any(stage.host_pages for stage in plan.stages):
+        found.append("Pages in the host's memory are not part of the device's.")
+    return found
+
+
+def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: Mapping[str, int]) -> dict[str, Any]:
+    standing = {name: vars(stage)[name] for name in ("parameters", "gradients", "masters", "moments", "pages")}
+    links = []
+    for one in stage.links:
+        shared = in_node.get(one.group, one.group_size)
+        seconds = message_seconds(one, device, in_node=shared)
+        links.append({**asdict(one), "link_bytes": link_bytes(one), "in_node": shared, "seconds": seconds})
+    return {
+        "stage": stage.stage,
+        "rank": stage.rank,
+        "layers": list(stage.layers),
+        "memory": {**standing, "activations": dict(stage.activations)},
+        "total": stage.total,
+        "host_pages": stage.host_pages,
+        "links": links,
+        "buffers": [{**asdict(one), "bucket_bytes": list(one.bucket_bytes)} for one in stage.buffers],
+        "time": None if time is None else asdict(time),
+    }
+
+
+def _step(step: StepTime) -> dict[str, Any]:
+    figures = ("device", "seconds", "tokens_per_second", "tflops", "mfu")
+    return {**{name: vars(step)[name] for name in figures}, "split": step.split()}
+
+
+def _schedule(step: StepTime) -> list[list[list[Any]]]:
+    """Of each stage its passes: F or B, chunk, microbatch, start and end in seconds."""
+    most = _MOST_PASSES // len(step.spans)
+    return [
+        [[a.kind.value, a.chunk, a.microbatch, span.start, span.end] for a, span in list(stage.items())[:most]]
+        for stage in step.spans
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
