@@ -81,7 +81,7 @@ def read_plan(path: Path, run: RunLog) -> dict[str, Any]:
         stages = _planned_stages(plan)
         _planned_time(plan)
         int(plan["world_size"]), int(plan["parameters"]["all"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ForeignPlanError(f"it is no plan of --dry-run ({type(error).__name__}: {error})") from error
     environment, model = run.record.get("environment") or {}, run.record.get("model") or {}
     # Of the plan, and of the run where it is known.
@@ -117,12 +117,20 @@ def _planned_time(plan: dict[str, Any]) -> tuple[float, str] | None:
 def _measured(run: RunLog) -> dict[int, Bytes]:
     """By number of the stage, the most of its ranks; empty where the log has none that we can read."""
     try:
-        return {
-            int(stage): {name: int(size) for name, size in sizes.items()}
-            for stage, sizes in run.held.get("stages", {}).items()
-        }
-    except (TypeError, ValueError, AttributeError):
+        return {int(stage): _sizes(sizes) for stage, sizes in run.held.get("stages", {}).items()}
+    except (TypeError, ValueError, AttributeError, OverflowError):
         return {}
+
+
+def _of_rank_0(run: RunLog) -> Bytes:
+    try:
+        return _sizes(run.held.get("rank_0", {}))
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        return {}
+
+
+def _sizes(record: dict[str, Any]) -> Bytes:
+    return {name: int(size) for name, size in record.items()}
 
 
 def _with_rest(sizes: Bytes | None) -> Bytes | None:
@@ -134,7 +142,7 @@ def _with_rest(sizes: Bytes | None) -> Bytes | None:
 
 
 def _rows(run: RunLog, predicted: dict[int, Bytes], *, measured: dict[int, Bytes]) -> list[dict[str, str]]:
-    first = run.held.get("rank_0") or {}
+    first = _of_rank_0(run)
     rows = []
     for kind, label in KINDS.items():
         said = max((sizes[kind] for sizes in predicted.values()), default=None)
@@ -179,8 +187,13 @@ def _time_rows(run: RunLog, planned: tuple[float, str] | None) -> list[dict[str,
     # The median: the first steps take longer, and those beside a save.
     measured = float(np.nanmedian(values))
     texts = {"predicted": f"{seconds:.4g} s", "measured": f"{measured:.4g} s", "first": ""}
+    found = str((run.record.get("environment") or {}).get("device", ""))
+    if device.lower() not in found.lower():
+        # The one says nothing of the other.
+        name = f"time of a step, median (predicted for {device}, measured on {found or 'a device without a name'})"
+        return [{"name": name, "difference": "", **texts}]
     difference = f"{(measured - seconds) / seconds:+.0%}" if seconds else ""
-    return [{"name": f"time of a step, median (predicted for {device})", "difference": difference, **texts}]
+    return [{"name": f"time of a step, median (on {device})", "difference": difference, **texts}]
 
 
 def bytes_text(size: int | None) -> str:

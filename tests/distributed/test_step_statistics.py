@@ -1,10 +1,12 @@
 """What ranks tell each other once a step: mean losses, the wish to stop, and where a loss was not finite."""
 
+import argparse
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.training.exit_conditions import ExitReason
@@ -77,6 +79,26 @@ def test_layers_are_told_apart_and_exit_reasons_stay_what_they_are() -> None:
     assert results[0].expert_load == {1: [3, 6], 3: [9, 12]}
     assert results[0].exit_reason is ExitReason.DURATION
     assert results[0].overflow == Overflow(over_budget=1, without_pages=2) and results[0].overflow.is_void
+
+
+class _Recording(nn.Module):
+    """Two layers with two experts each, whose losses are not to be logged by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux_losses = AuxLossRecorder(2, torch.device("cpu"), num_experts=2)
+        self.config = argparse.Namespace(moe_per_layer_logging=False, num_moe_experts=2)
+
+
+def test_loads_are_those_of_the_step_and_travel_when_they_are_asked_for() -> None:
+    model, exchange = _Recording(), StatisticsExchange(None)
+    found = []
+    for step, with_load in enumerate((False, True, True), 1):
+        model.aux_losses.count_tokens(torch.tensor([step, 3]), layer_number=2)
+        statistics = exchange.reduce_step_sync([], [model], exit_reasons=[False, False], with_load=with_load)
+        found.append((statistics.expert_load, statistics.per_layer))
+        model.aux_losses.finalize_step(None)
+    assert found == [(None, None), ({2: [2, 3]}, None), ({2: [3, 3]}, None)]
 
 
 def statistics_of_stages() -> list[StepStatistics]:

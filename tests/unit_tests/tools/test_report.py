@@ -145,13 +145,20 @@ def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:
     [
         *('"expert_load": [[1]]', '"expert_load": {"a": [1]}', '"expert_load": {"1": [1], "2": [1, 2]}'),
         *('"per_layer": [1]', '"per_layer": {"z": 3}', f'"lm_loss": {"9" * 400}', '"expert_load": {"1": [null, 2]}'),
-        *('"overlap": [1]', '"stash": [1]', '"stash": {"pool": {"device_pages": 3}}'),
+        *('"overlap": [1]', '"stash": [1]', '"stash": {"pool": {"device_pages": 3}}', '"held": [1]'),
     ],
 )
 def test_a_field_of_another_shape_costs_its_line_alone(tmp_path: Path, fields: str) -> None:
     run = read_run(write_run(tmp_path / "a", 3, extra=f'{{"iteration": 4, {fields}}}\n{{"iteration": {2**70}}}\n'))
     assert run.num_unreadable == (1 if "null" in fields else 2) and run.steps.tolist() == [1, 2, 3]
     assert "Loss" in report.page([run], javascript="")
+
+
+@pytest.mark.parametrize("held", [{}, {"stages": 3}, {"stages": {"a": {}}}, {"stages": {"0": 3}}, {"rank_0": [1]}])
+def test_bytes_that_nobody_can_read_are_not_shown(tmp_path: Path, held: dict[str, Any]) -> None:
+    line = json.dumps({"iteration": 4, "lm_loss": 1.0, "held": held})
+    run = read_run(write_run(tmp_path / "a", 3, extra=line + "\n", **RECORD))
+    assert memory_section(run) is None and '"memories":[null]' in report.page([run], javascript="")
 
 
 PLANNED = {"parameters": 2000, "gradients": 4000, "masters": 0, "moments": 8000, "pages": 640}
@@ -162,7 +169,7 @@ PLAN: dict[str, Any] = {
         {"stage": stage, "memory": {**PLANNED, "activations": {"attention": 7, "experts": 5}}, "host_pages": 256}
         for stage in (0, 1)
     ],
-    "step": {"seconds": 0.08, "device": "H100"},
+    "step": {"seconds": 0.08, "device": "cpu"},
 }
 
 
@@ -184,8 +191,11 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     assert rows["parameters"]["difference"] == "+100 bytes (+5.0%)" and rows["parameters"]["first"] == "1.953 KiB"
     assert rows["activations at their fullest"]["predicted"] == "12 bytes" and "masters" not in rows
     assert rows["most resident, with Python and libraries"]["difference"] == ""
-    time = rows["time of a step, median (predicted for H100)"]
+    time = rows["time of a step, median (on cpu)"]
     assert (time["predicted"], time["measured"], time["difference"]) == ("0.08 s", "0.1 s", "+25%")
+    (folder / "plan.json").write_text(json.dumps({**PLAN, "step": {"seconds": 0.08, "device": "H100"}}))
+    last = memory_section(read_run(folder))["rows"][-1]
+    assert last["name"].endswith("(predicted for H100, measured on cpu)") and last["difference"] == ""
     assert [stage["stage"] for stage in section["stages"]] == [0, 1]
     assert (
         section["stages"][1]["measured"]["parameters"] == 2100 == section["stages"][1]["predicted"]["parameters"] + 100
