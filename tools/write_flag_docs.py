@@ -23,8 +23,8 @@ Written by `python -m tools.write_flag_docs`; do not edit.
 
 Every flag may be given on the command line (`--flag value` or `--flag=value`, never abbreviated) or in the YAML file of
 `--config`, under its *name in files*. The command line wins over the file, the file over defaults. `--print-config`
-prints the result as such a file. Of {total} known flags, {works} work, {not_yet} will work when the issue named below
-lands, {no_effect} are accepted and change nothing, and {refused} are refused.
+prints the result as such a file. Of {total} known flags, {works} work, {no_effect} are accepted and change
+nothing, and {refused} are refused.
 """
 
 
@@ -36,7 +36,7 @@ def flags_page(table: FlagTable) -> str:
         lines += [f"### {title}", "", "| flag | name in files | value | default | meaning |", "|---|---|---|---|---|"]
         lines += [_working_row(flag) for flag in flags]
         lines.append("")
-    lines += _not_yet_section(table) + _no_effect_section(table) + _refused_section(table)
+    lines += _no_effect_section(table) + _refused_section(table)
     return "\n".join(lines)
 
 
@@ -62,17 +62,6 @@ def _working_row(flag: Flag) -> str:
     default = "" if flag.default is None or flag.constant is not None else f"`{text_of_value(flag.default)}`"
     help_text = flag.help.replace("|", "\\|").replace("*", "\\*")
     return f"| {names} | `{flag.dest}` | {values} | {default} | {help_text} |"
-
-
-def _not_yet_section(table: FlagTable) -> list[str]:
-    by_owner: dict[str, list[Flag]] = defaultdict(list)
-    for flag in table.in_state(FlagState.NOT_YET):
-        assert flag.known is not None and flag.known.owner is not None
-        by_owner[flag.known.owner].append(flag)
-    lines = ["## Flags that do not work yet", "", "Their default value is accepted, any other is refused.", ""]
-    for owner, flags in by_owner.items():
-        lines += [f"- *{table.owner_titles[owner]}*: {_names(flags)}"]
-    return [*lines, ""]
 
 
 def _no_effect_section(table: FlagTable) -> list[str]:

@@ -3,7 +3,7 @@
 No autograd here. A group of None is this rank alone: nothing is sent.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "all_gather_rows",
     "all_gather_single",
     "all_reduce_sum",
+    "arriving",
     "gather_objects",
     "is_fake",
     "message_device",
@@ -61,7 +62,8 @@ def all_gather_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
     if group_size(group) == 1:
         return Pending(x, None)
     x = x.contiguous()
-    result = x.new_empty(group_size(group) * x.shape[0], *x.shape[1:])
+    shape = group_size(group) * x.shape[0], *x.shape[1:]
+    result = arriving(shape, group, dtype=x.dtype, device=x.device)
     return Pending(result, all_gather_single(result, x, group=group, async_op=True), kept=x)
 
 
@@ -73,7 +75,8 @@ def reduce_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
     if group_size(group) == 1:
         return Pending(x, None)
     x = x.contiguous()
-    result = x.new_empty(divide(x.shape[0], group_size(group)), *x.shape[1:])
+    shape = divide(x.shape[0], group_size(group)), *x.shape[1:]
+    result = arriving(shape, group, dtype=x.dtype, device=x.device)
     return Pending(result, reduce_scatter_single(result, x, group=group, async_op=True), kept=x)
 
 
@@ -87,16 +90,22 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     """Every rank's `value`, in rank order. Collective. Values are pickled, which is slow: for starts and errors."""
-    if group_size(group) == 1:
-        return [value]
+    if group_size(group) == 1 or is_fake(group):
+        return [value] * group_size(group)
     values: list[Any] = [None] * group_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def is_fake(group: ProcessGroup | None) -> bool:
-    """Whether the group's other ranks exist in a plan alone: what they would answer is this rank's own word."""
+    """Whether the group's other ranks do not exist: what they would answer is this rank's own word."""
     return group_size(group) > 1 and "fake" in dist.get_backend(group)
+
+
+def arriving(shape: Sequence[int], group: ProcessGroup | None, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for what other ranks send, [*shape], any dtype: zeros where they do not exist, as nothing fills it."""
+    make = torch.zeros if is_fake(group) else torch.empty
+    return make(tuple(shape), dtype=dtype, device=device)
 
 
 def message_device(groups: Iterable[ProcessGroup | None]) -> torch.device:

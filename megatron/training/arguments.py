@@ -15,7 +15,7 @@ from megatron.training.command_line.parser import REFUSED, build_parser, problem
 from megatron.training.command_line.refusals import no_effect_notice
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
 from megatron.training.command_line.validation import read_launcher, validate_args
-from megatron.training.command_line.values import not_yet, yaml_of_value
+from megatron.training.command_line.values import yaml_of_value
 from megatron.training.command_line.yaml_config import config_text, read_config_file, shown_flags
 from megatron.training.model_presets import preset_file, table_of_models, tiny
 
@@ -114,24 +114,16 @@ def _named_first(words: Sequence[str]) -> dict[str, str]:
 
 
 def _judge_values(args: argparse.Namespace, flags: list[Flag], *, problems: list[str]) -> None:
-    """Refuses, with the problems known already, values that nothing honours yet; says which flags change nothing."""
-    table = flag_table()
+    """Raises the problems that are known already; says which flags change nothing."""
     without_effect = []
-    waiting: dict[str, list[str]] = {}
     for flag in flags:
         # Refused flags never get this far.
         if flag.state in (FlagState.WORKS, FlagState.REFUSED):
             continue
         value = vars(args)[flag.dest]
         # Scripts pass many flags at their defaults; nothing is lost, so nothing is said.
-        if value == flag.default:
-            continue
-        if flag.state is FlagState.NOT_YET:
-            assert flag.known is not None and flag.known.owner is not None
-            waiting.setdefault(flag.known.owner, []).append(flag.flags[0])
-        else:
+        if value != flag.default:
             without_effect.append(flag)
-    problems = problems + [f"{', '.join(names)}: {not_yet(owner, table)}" for owner, names in waiting.items()]
     if problems:
         raise CommandLineError("; ".join(problems))
     if without_effect and is_first_rank():

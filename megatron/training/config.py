@@ -224,6 +224,11 @@ class DistributedConfig:
     use_tp_pp_dp_mapping: bool = config_field(
         False, help="Number ranks by pipeline stage before data-parallel rank: stages are then closer together."
     )
+    fake_process_group: bool = config_field(
+        False,
+        help="Be one rank (RANK, 0) of --world-size or WORLD_SIZE alone, sending nothing: its memory and time are "
+        "real, what it learns is not.",
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)

@@ -53,7 +53,13 @@ def initialize_megatron(
         use_deterministic_kernels()
     device = default_device()
     prepare_device(device)
-    join_process_group(config_from_args(DistributedConfig, args), device, settings=common_settings(args), board=board)
+    join_process_group(
+        config_from_args(DistributedConfig, args),
+        device,
+        rank=args.rank,
+        settings=common_settings(args),
+        board=board,
+    )
     groups = build_groups(args)
     for notice in filter(None, notices):
         print_rank_0(notice)

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.device import distributed_backend
 from megatron.training.command_line.errors import CommandLineError
@@ -41,7 +42,7 @@ _OF_ONE_MACHINE = frozenset(
 
 
 def join_process_group(
-    config: DistributedConfig, device: torch.device, *, settings: Settings, board: FailureBoard | None
+    config: DistributedConfig, device: torch.device, *, rank: int, settings: Settings, board: FailureBoard | None
 ) -> None:
     """Initialises torch.distributed from torchrun's environment; one process alone needs no address. Collective.
 
@@ -49,6 +50,9 @@ def join_process_group(
     CommandLineError on every rank where settings differ, OSError naming the ranks that did not come in time.
     """
     if dist.is_initialized():
+        return
+    if config.fake_process_group:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=int(settings["WORLD_SIZE"]))
         return
     backend = _backend(config, device)
     record_collectives()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.core.group_collectives import all_gather_rows
+from megatron.core.group_collectives import all_gather_rows, is_fake
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.training.callbacks import PoolReport, StashReport, StepReport
 from megatron.training.stash_figures import StepFigures
@@ -260,10 +260,10 @@ def _pool_report(ranks: list[_Rank]) -> PoolReport | None:
 def _timeline_of(rank: int, own: StepFigures | None) -> dict[str, Any]:
     """The timeline of that rank's fullest step, on all ranks. Collective."""
     found: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == rank:
+    if not dist.is_initialized() or dist.get_rank() == rank or is_fake(dist.group.WORLD):
         assert own is not None, "it has a pool"
         found = [stash_timeline(own)]
-    if dist.is_initialized():
+    if dist.is_initialized() and not is_fake(dist.group.WORLD):
         dist.broadcast_object_list(found, src=rank)
     timeline: dict[str, Any] = found[0]
     return timeline

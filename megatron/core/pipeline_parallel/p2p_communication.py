@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.core.device import default_device
+from megatron.core.group_collectives import arriving
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.transfers import Direction, Transfer
 from megatron.core.pipeline_parallel.validation import MAX_BATCHES
@@ -57,7 +58,7 @@ class P2PCommunicator:
             if transfer.direction is Direction.SEND:
                 tensors.append(self._checked(outputs[transfer], transfer))
             else:
-                tensors.append(torch.empty(self._shape, dtype=self.dtype, device=device))
+                tensors.append(arriving(self._shape, self.pp_group, dtype=self.dtype, device=device))
         batch = _Batch(
             [
                 dist.P2POp(
@@ -119,7 +120,7 @@ class P2PCommunicator:
         wanted = [shapes] if is_single else list(shapes)
         if is_end:
             return None if is_single else [None] * len(wanted)
-        arrived = [torch.empty(*shape, dtype=self.dtype, device=default_device()) for shape in wanted]
+        arrived = [arriving(shape, self.pp_group, dtype=self.dtype, device=default_device()) for shape in wanted]
         peer = (self.stage + distance) % self.num_stages
         operations = [dist.P2POp(dist.isend, t.contiguous(), group=self.pp_group, group_peer=peer) for t in sending]
         operations += [dist.P2POp(dist.irecv, t, group=self.pp_group, group_peer=peer) for t in arrived]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.group_collectives import arriving
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, require_group_sizes
 from megatron.core.transformer.attention_tiles import segments_of_samples
@@ -163,7 +164,7 @@ def _to_heads(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = group_size(group)
     # [size, S / size, B, N / size, D]: to rank r its heads of this part; from rank r its part of these heads.
     sent = part.unflatten(2, (size, -1)).movedim(2, 0).contiguous()
-    received = torch.empty_like(sent)
+    received = arriving(sent.shape, group, dtype=sent.dtype, device=sent.device)
     dist.all_to_all_single(received, sent, group=group)
     return join_sequence(list(received), 0)
 
@@ -171,6 +172,6 @@ def _to_heads(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _to_sequence(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = group_size(group)
     sent = torch.stack([split_sequence(heads, 0, size=size, rank=rank) for rank in range(size)])
-    received = torch.empty_like(sent)
+    received = arriving(sent.shape, group, dtype=sent.dtype, device=sent.device)
     dist.all_to_all_single(received, sent, group=group)
     return received.movedim(0, 2).flatten(2, 3)

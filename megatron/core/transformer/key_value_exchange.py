@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.group_collectives import all_gather_rows
+from megatron.core.group_collectives import all_gather_rows, arriving
 from megatron.core.process_groups_config import ALONE, group_rank, group_size
 from megatron.core.transformer.attention_tiles import Stretch, stretches
 from megatron.core.transformer.context_parallel import chunks_of_rank, join_sequence, split_sequence
@@ -241,7 +241,7 @@ class _ScatteredReturn(GradientReturn):
         parts = [self._part_of(self._share, rank) for rank in range(group_size(self._group))]
         self._share, self._part = None, parts[0]
         sent = torch.stack([_message(part) for part in parts])
-        self._received = torch.empty_like(sent)
+        self._received = arriving(sent.shape, self._group, dtype=sent.dtype, device=sent.device)
         dist.all_to_all_single(self._received, sent, group=self._group)
 
     def own(self) -> KeysAndValues:

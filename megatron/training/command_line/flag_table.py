@@ -21,12 +21,12 @@ class FlagState(enum.Enum):
     """What happens when a flag is given."""
 
     WORKS = "works"
-    NOT_YET = "not yet"
     NO_EFFECT = "no effect"
     REFUSED = "refused"
 
 
-_STATE_OF_TIER = {1: FlagState.NOT_YET, 2: FlagState.NO_EFFECT, 3: FlagState.REFUSED}
+# Those of tier 1 work: some field has their name.
+_STATE_OF_TIER = {2: FlagState.NO_EFFECT, 3: FlagState.REFUSED}
 # What each kind of flag without a value leaves in the arguments.
 _CONSTANTS = {"store_true": True, "store_false": False, "boolean_optional": True}
 _WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
@@ -70,7 +70,6 @@ class FlagTable:
     """All flags, working ones first in the order of their classes; `by_dest` leaves refused ones out."""
 
     flags: tuple[Flag, ...]
-    owner_titles: dict[str, str]
 
     @functools.cached_property
     def by_dest(self) -> dict[str, Flag]:
@@ -101,7 +100,7 @@ def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagT
     rest = [row for row in known.flags if not taken & set(row.flags)]
     opposites = [_opposite(working[row.dest], row) for row in rest if _is_opposite(working.get(row.dest), row)]
     others = [_flag_of_known(row) for row in rest if not _is_opposite(working.get(row.dest), row)]
-    return FlagTable((*working.values(), *opposites, *others), known.owner_titles)
+    return FlagTable((*working.values(), *opposites, *others))
 
 
 def _is_opposite(flag: Flag | None, row: KnownFlag) -> bool:

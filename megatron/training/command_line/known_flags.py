@@ -16,7 +16,7 @@ KNOWN_FLAGS_FILE = Path(__file__).with_name("known_flags.json")
 class KnownFlag:
     """One row of known_flags.json.
 
-    tier: 1 works sooner or later, 2 is accepted, 3 is refused. owner: short name of the issue that makes a tier-1
+    tier: 1 works, 2 is accepted, 3 is refused. owner: short name of the issue that makes a tier-1
     flag work. action: `store`, `store_true`, `store_false` or `boolean_optional`, as argparse has them.
     """
 
@@ -34,10 +34,9 @@ class KnownFlag:
 
 @dataclass(frozen=True)
 class KnownFlags:
-    """All rows in file order, and the titles of the issues that own them."""
+    """All rows in file order."""
 
     flags: tuple[KnownFlag, ...]
-    owner_titles: dict[str, str]
 
 
 @functools.cache
@@ -45,7 +44,7 @@ def load_known_flags() -> KnownFlags:
     """Reads known_flags.json, once per process."""
     # ASCII on purpose: one stray character in a name would make a flag that nobody can type.
     content = json.loads(KNOWN_FLAGS_FILE.read_text(encoding="ascii"))
-    return KnownFlags(tuple(known_flag(row) for row in content["flags"]), content["owners"])
+    return KnownFlags(tuple(known_flag(row) for row in content["flags"]))
 
 
 def known_flag(row: dict[str, Any]) -> KnownFlag:

@@ -328,16 +328,36 @@ def read_launcher(args: argparse.Namespace) -> None:
     """Sets what torchrun tells through the environment; one process alone is rank 0 of 1."""
     args.rank = _launcher_number("RANK", default=0)
     started = _launcher_number("WORLD_SIZE", default=1)
-    if args.world_size not in (None, started) and not args.dry_run:
+    if args.world_size not in (None, started) and not (args.dry_run or args.fake_process_group):
         raise CommandLineError(
-            f"--world-size is {args.world_size} where {started} ranks were started: it is for --dry-run; how many "
-            "train is said by torchrun"
+            f"--world-size is {args.world_size} where {started} ranks were started: it is for --dry-run and "
+            "--fake-process-group; how many train is said by torchrun"
         )
     # Before anything is made of it; more ranks than this no layout was thought of for, and tables of them take minutes.
     if args.world_size is not None and not 1 <= args.world_size <= _MOST_PLANNED_RANKS:
         raise CommandLineError(f"--world-size is {args.world_size}: must be from 1 to {_MOST_PLANNED_RANKS}")
     args.world_size = args.world_size or started
+    if args.fake_process_group:
+        check_fake_rank(args)
     args.local_rank = _launcher_number("LOCAL_RANK", default=0)
+
+
+def check_fake_rank(args: argparse.Namespace) -> None:
+    """Raises CommandLineError where a rank that is alone could not be that rank, or would keep what it made up."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise CommandLineError(
+            "--fake-process-group is one process that plays a rank of many: start it with python, not with torchrun"
+        )
+    if args.rank >= args.world_size:
+        raise CommandLineError(f"RANK is {args.rank}: must be below the {args.world_size} ranks of --world-size")
+    for name in ("save", "load"):
+        if vars(args)[name] is not None:
+            raise CommandLineError(
+                f"--{name} and --fake-process-group are both given: one rank alone has no checkpoint, and what it "
+                "learns without the others is not worth one"
+            )
+    # Without the other ranks' parts sums are wrong, and may well be no numbers.
+    args.check_for_nan_in_loss_and_grad = False
 
 
 def _launcher_number(name: str, *, default: int) -> int:

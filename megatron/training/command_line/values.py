@@ -6,15 +6,10 @@ Bounds are not checked here: the configuration dataclass that receives a value c
 import enum
 from typing import Any
 
-from megatron.training.command_line.flag_table import Flag, FlagTable
+from megatron.training.command_line.flag_table import Flag
 from megatron.training.command_line.refusals import VALUE_REFUSALS
 
 _KIND_NAMES = {"int": "an integer", "float": "a number"}
-
-
-def not_yet(owner: str, table: FlagTable) -> str:
-    """The words that refuse what a later issue brings."""
-    return f"not yet in this version (planned: {table.owner_titles[owner]!r})"
 
 
 def value_of_word(flag: Flag, word: str) -> Any:

@@ -91,16 +91,12 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
             "--optimizer dist_muon",
             ["'dist_muon' is not available here; give muon, with --use-distributed-optimizer to shard it"],
         ),
-        ("--fake-process-group", ["--fake-process-group: not yet in this version", "'Plan before you pay'"]),
         ("--rl-profile", ["--rl-profile: not supported", "RL trainer"]),
         ("--batch-size 4", ["--micro-batch-size"]),
         ("--img-h", ["only text models"]),
         (
-            "--num-layer 3 --fake-process-group --batch-size 4",
-            [
-                "unknown flag --num-layer; did you mean --num-layers?; --batch-size: not supported; ",
-                "; --fake-process-group: not yet",
-            ],
+            "--num-layer 3 --batch-size 4",
+            ["unknown flag --num-layer; did you mean --num-layers?; --batch-size: not supported; "],
         ),
         ("--softmax-type hard", ["--softmax-type", "vanilla"]),
     ],

@@ -64,7 +64,6 @@ def test_keys_may_be_nested_below_titles_and_use_any_name_of_a_flag(tmp_path: Pa
         ("normalization: GroupNorm", ["is not one of LayerNorm, RMSNorm"]),
         ("disable_bias_linear: true", ["write add_bias_linear: false"]),
         ("rl_profile: true", ["rl_profile: not supported"]),
-        ("fake_process_group: true", ["--fake-process-group: not yet in this version"]),
         ("dry_run: true", ["dry_run belongs on the command line"]),
         ("lr: 1\nlr: 2", ["lr is given twice"]),
         ("lr: 1\noptimizer: {lr: 2}", ["lr is given twice"]),

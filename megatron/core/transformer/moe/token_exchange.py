@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.group_collectives import arriving
+
 
 @dataclass(frozen=True)
 class RowsUnderWay:
@@ -39,7 +41,8 @@ class CollectiveTransport:
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
         """See RowTransport; rows: [R, *], any dtype."""
-        received = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
+        shape = len(rows) if receive is None else sum(receive), *rows.shape[1:]
+        received = arriving(shape, self.group, dtype=rows.dtype, device=rows.device)
         work = dist.all_to_all_single(received, rows, receive, send, group=self.group, async_op=True)
         assert work is not None, "an asynchronous collective returns its work"
         return RowsUnderWay(rows, received, (work,))
@@ -83,7 +86,7 @@ class RowExchange:
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Row i of the result is what rank i has for this rank in its row; counts: [ranks, e], int64. Collective."""
-    received = torch.empty_like(counts)
+    received = arriving(counts.shape, group, dtype=counts.dtype, device=counts.device)
     dist.all_to_all_single(received, counts, group=group)
     return received
 
