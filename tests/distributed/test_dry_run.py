@@ -1,27 +1,39 @@
 """What a plan says of each rank's memory, against what the ranks of the same run hold."""
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import pretrain_gpt
 from megatron.core.distributed.data_parallel_base import WrappedBuffer
+from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.transient_buffer import TransientBuffer
-from megatron.core.utils import unwrap_model
+from megatron.core.pipeline_parallel.schedule import Pipeline
+from megatron.core.pipeline_parallel.transfers import pipeline_programs
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.transformer.moe import dispatch_static
+from megatron.core.transformer.moe.static_parts import padded_parts
+from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.dry_run.activations import SavedBytes
-from megatron.training.dry_run.plan import Plan, plan_run
+from megatron.training.dry_run.plan import Plan, RankPlan, plan_run
+from megatron.training.dry_run.recorder import MessageRecorder
+from megatron.training.dry_run.rehearsal import by_pass
+from megatron.training.dry_run.traffic import Traffic, merged
 from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
+from megatron.training.training import train_step
 from tests.distributed.tiny_runs import SHARDED, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 from tests.unit_tests.training.test_callbacks import STEP
 
-RANKS = 4
+RANKS, EIGHT_RANKS = 4, 8
 KINDS = ("parameters", "gradients", "masters", "moments", "pages", "host_pages")
 EXPERTS: Flags = {"expert-model-parallel-size": 2, "moe-grouped-gemm": True, "moe-expert-rank-capacity-factor": 2.0}
 PAGES: Flags = {
@@ -30,6 +42,7 @@ PAGES: Flags = {
     "moe-paged-stash-page-size": 2,
 }
 CHUNKS: Flags = {"num-layers": 4, "pipeline-model-parallel-size": 2, "num-virtual-stages-per-pipeline-rank": 2}
+TENSORS: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
 RECOMPUTE: Flags = {"recompute-granularity": "selective", "recompute-modules": ["core_attn", "layernorm"]}
 NARROW: Flags = {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "fp16"}
 # Kernels of the CPU keep other statistics of 16-bit numbers than those of GPUs, and other parts of fused attention.
@@ -43,7 +56,11 @@ RUNS: dict[str, tuple[str, Flags]] = {
     "stages": ("dense", {"tensor-model-parallel-size": 2, "pipeline-model-parallel-size": 2, **SHARDED}),
     "chunks": ("dense", {**CHUNKS, **SHARDED}),
     "sequences": ("llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}),
+    "rings": ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED}),
     "experts": ("moe", {**EXPERTS, **SHARDED}),
+    "padded rows": ("moe", {**EXPERTS, "moe-token-dispatcher-type": "alltoall"}),
+    "even rows": ("moe", {"expert-model-parallel-size": 2, "moe-token-dispatcher-type": "alltoall"}),
+    "instances": ("dense", {**SHARDED, "num-distributed-optimizer-instances": 2}),
     "dynamic experts": ("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}),
     "pages": ("moe", {**EXPERTS, **PAGES, **SHARDED}),
     "narrow states": ("dense", {**SHARDED, **NARROW}),
@@ -54,12 +71,17 @@ RUNS: dict[str, tuple[str, Flags]] = {
     "adapters": ("llama", {"lora-rank": 2}),
     "recompute": ("dense", {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}),
 }
+# Every kind of parallelism at once, and pages.
+ON_EIGHT: dict[str, tuple[str, Flags]] = {
+    "eight with experts": ("moe", {**EXPERTS, **PAGES, **SHARDED, "pipeline-model-parallel-size": 2, **TENSORS}),
+    "eight with sequences": ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED}),
+}
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank, as RankPlan has them. activations: of one microbatch of a rank's only chunk.
-    logged: as the log has it.
+    """Bytes of one rank, as RankPlan has them. activations: of one microbatch of a rank's only chunk. logged: as the
+    log has it. links: what it sent in its third step. launched: bytes of what the ledger noted in it, by operation.
     """
 
     stage: int
@@ -71,25 +93,63 @@ class Held:
     host_pages: int
     activations: dict[str, int]
     logged: dict[str, Any]
+    links: tuple[Traffic, ...] = ()
+    launched: tuple[tuple[str, int], ...] = ()
 
 
 def _argv(name: str) -> list[str]:
-    base, flags = RUNS[name]
+    base, flags = {**RUNS, **ON_EIGHT}[name]
     return command_line({**read_bases()[base], "bf16": True, "global-batch-size": 16, **flags})
 
 
 def _plan(name: str, rank_in_stage: int = 0) -> Plan:
-    args = validate_args(parse_args(argv=[*_argv(name), "--dry-run", "--world-size", str(RANKS)]))
+    args = validate_args(
+        parse_args(argv=[*_argv(name), "--dry-run", "--world-size", str(EIGHT_RANKS if name in ON_EIGHT else RANKS)])
+    )
     provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
     return plan_run(args, provider, forward_step_func=step, rank_in_stage=rank_in_stage)
+
+
+def _planned_by_rank(name: str) -> dict[int, RankPlan]:
+    """Of every rank."""
+    num_ranks, first = (EIGHT_RANKS if name in ON_EIGHT else RANKS), _plan(name)
+    others = [_plan(name, number) for number in range(1, num_ranks // len(first.stages))]
+    return {one.rank: one for plan in (first, *others) for one in plan.stages}
 
 
 def _held_by_rank(names: list[str]) -> dict[str, Held]:
     held = {}
     for name in names:
-        with started_run(_argv(name)) as run:
+        # Parts of a fixed size, as on GPUs; on hosts no padding travels.
+        padded = patch.dict(vars(dispatch_static), part_layout=lambda device: padded_parts)
+        with padded, started_run(_argv(name)) as run:
             held[name] = _held(run, _saved(run) if name.startswith("saved") else {})
+            if not name.startswith("saved"):
+                held[name] = replace(held[name], **_sent(run))
     return held
+
+
+def _sent(run: TrainingRun) -> dict[str, tuple[Any, ...]]:
+    """What a step sends once ranks know each other's order of launches and names of losses: links and launched."""
+    launched: list[tuple[str, int]] = []
+    record = Ledger.record
+
+    def note(ledger: Ledger, *, op: str, flat: torch.Tensor, **rest: Any) -> None:
+        launched.append((op, flat.nbytes))
+        record(ledger, op=op, flat=flat, **rest)
+
+    train_step(run)
+    train_step(run)
+    recorder = MessageRecorder(run.groups)
+    with patch.object(Ledger, "record", note), recorder:
+        train_step(run)
+    config = get_model_config(run.model[0])
+    program = pipeline_programs(
+        Pipeline(group_size(run.groups.pp), len(run.model)),
+        run.num_microbatches,
+        group_size=config.microbatch_group_size_per_vp_stage,
+    )[group_rank(run.groups.pp)]
+    return {"links": merged(by_pass(recorder.take(), program)), "launched": tuple(launched)}
 
 
 def _saved(run: TrainingRun) -> dict[str, int]:
@@ -148,16 +208,61 @@ def held() -> list[dict[str, Held]]:
     return run_on_ranks(_held_by_rank, RANKS, list(RUNS))
 
 
+@pytest.fixture(scope="module")
+def held_on_eight() -> list[dict[str, Held]]:
+    return run_on_ranks(_held_by_rank, EIGHT_RANKS, list(ON_EIGHT))
+
+
+@pytest.mark.parametrize("name", ON_EIGHT)
+def test_eight_ranks_hold_and_send_what_was_planned(name: str, held_on_eight: list[dict[str, Held]]) -> None:
+    planned = _planned_by_rank(name)
+    for rank, of_rank in enumerate(held_on_eight):
+        for kind in (*KINDS, "links"):
+            assert getattr(planned[rank], kind) == getattr(of_rank[name], kind), (rank, kind)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: list[dict[str, Held]]) -> None:
+    planned, num_ranks = _planned_by_rank(name), len(held)
     stages = 1 + max(of_rank[name].stage for of_rank in held)
-    planned = {one.rank: one for number in range(RANKS // stages) for one in _plan(name, number).stages}
-    assert sorted(planned) == list(range(RANKS))
+    assert sorted(planned) == list(range(num_ranks))
     for rank, of_rank in enumerate(held):
         assert planned[rank].stage == of_rank[name].stage
         for kind in KINDS:
             assert getattr(planned[rank], kind) == getattr(of_rank[name], kind), (rank, kind)
-            assert getattr(planned[rank], kind) <= getattr(planned[rank // (RANKS // stages) * (RANKS // stages)], kind)
+            assert getattr(planned[rank], kind) <= getattr(
+                planned[rank // (num_ranks // stages) * (num_ranks // stages)], kind
+            )
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("saved") and name != "even rows"])
+def test_ranks_send_what_was_planned_to_the_byte(name: str, held: list[dict[str, Held]]) -> None:
+    planned = _planned_by_rank(name)
+    for rank, of_rank in enumerate(held):
+        assert of_rank[name].links and planned[rank].links == of_rank[name].links, rank
+
+
+def test_experts_that_are_chosen_unevenly_get_the_planned_rows_of_all_ranks_together(
+    held: list[dict[str, Held]],
+) -> None:
+    planned, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    for rank, plan in _planned_by_rank("even rows").items():
+        for found, links in ((planned, plan.links), (sent, held[rank]["even rows"].links)):
+            found.update({(one.group, one.operation, one.phase, str(one.count)): one.num_bytes for one in links})
+    assert planned == sent and any(operation == "all-to-all" for _, operation, *_ in sent)
+
+
+@pytest.mark.parametrize("name", ["chunks", "rings", "experts", "instances", "gradient shards"])
+def test_reductions_and_gathers_are_those_that_the_ledger_noted(name: str, held: list[dict[str, Held]]) -> None:
+    for of_rank in held:
+        sent = [one for one in of_rank[name].links if one.group in ("dp", "dp_cp", "edp", "intra_dp_cp")]
+        for operation in ("reduce-scatter", "all-gather"):
+            launched = [num_bytes for op, num_bytes in of_rank[name].launched if op == operation]
+            phases = [
+                one for one in sent if one.operation == operation and one.phase in ("grad reduce", "param gather")
+            ]
+            assert launched and sum(one.count for one in phases) == len(launched)
+            assert sum(one.num_bytes for one in phases) == sum(launched)
 
 
 @pytest.mark.parametrize("name", ["stages", "experts", "pages", "shards", "in backward"])

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from megatron.core.device import SideStream
 from megatron.core.distributed.layout import round_up
@@ -120,11 +121,12 @@ def reduce_bucket_(
     return chain
 
 
+@record_function("gather_shards_")
 def gather_shards_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> Handle:
     """Starts to fill `flat`, [N], any dtype, contiguous, in place: its r-th of equal parts comes from rank r."""
     if group_size(group) == 1:
         return _Done()
-    if flat.is_cuda:
+    if not _is_on_host(flat):
         return _Launched(all_gather_single(flat, shard_of(flat, group), group=group, async_op=True))
     # gloo's own all-gather goes through a copy of the whole: 5 times the CPU time, and the memory of `flat` once more.
     shards = flat.view(group_size(group), -1)
@@ -167,7 +169,7 @@ def _reduce(
     assert group is not None
     in_fp32 = policy.fp32_accumulation and flat.dtype.itemsize == 2
     # gloo's own reduce-scatter is an all-reduce of a copy: 1.7 times the CPU time.
-    if policy.deterministic or in_fp32 or (sharded and not flat.is_cuda):
+    if policy.deterministic or in_fp32 or (sharded and _is_on_host(flat)):
         if not sharded and flat.numel() % ranks:
             return _ordered_of_any_size(flat, group, policy=policy)
         scatter = _OrderedReduceScatter(flat, group, average=policy.average, into=into)
@@ -193,6 +195,11 @@ def _alone(flat: torch.Tensor, into: torch.Tensor | None) -> Handle:
     if into is not None:
         into.copy_(flat)
     return _Done()
+
+
+def _is_on_host(flat: torch.Tensor) -> bool:
+    # Not whether it is on a GPU: a plan's tensors, which have no memory, are sent as a GPU's.
+    return flat.device.type == "cpu"
 
 
 def _is_over_nccl(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
@@ -314,6 +321,7 @@ class _OrderedReduceScatter(_Handle):
     follow in `wait`.
     """
 
+    @record_function("_OrderedReduceScatter")
     def __init__(
         self, flat: torch.Tensor, group: dist.ProcessGroup, *, average: bool, into: torch.Tensor | None = None
     ) -> None:
@@ -350,11 +358,12 @@ class _OrderedReduceScatter(_Handle):
             for work in self._under_way.popleft().works:
                 work.wait()
 
+    @record_function("_OrderedReduceScatter._send")
     def _send(self) -> None:
         start, end = self._sent, min(self._sent + self._width, self._rows.shape[1])
         if start < end:
             self._sent = end
-            exchange = _exchange_at_once if self._rows.is_cuda else _exchange_pairwise
+            exchange = _exchange_pairwise if _is_on_host(self._rows) else _exchange_at_once
             self._under_way.append(exchange(self._rows, slice(start, end), group=self._group))
 
 

@@ -5,6 +5,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.ledger import Ledger
@@ -41,6 +42,7 @@ class StepAgreement:
         self._stage_messages, self._pp_messages = stage_host or stage_group, pp_host or pp_group
         self._message_device = message_device([self._stage_messages, self._pp_messages])
 
+    @record_function("StepAgreement.agree_sync")
     def agree_sync(self, local: Verdict, *, of_all_stages: bool) -> Verdict:
         """What holds on any rank of the stage. Collective; raises CollectiveMismatchError on all ranks of the stage.
 
@@ -62,6 +64,7 @@ class StepAgreement:
         self._ledger.check_agreed([highest, negated_lowest])
         return Verdict(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
 
+    @record_function("StepAgreement.highest_sync")
     def highest_sync(self, number: int) -> int:
         """The highest of all ranks of all stages. Collective."""
         highest = torch.tensor(number, device=self._message_device)
@@ -71,6 +74,7 @@ class StepAgreement:
         # NOTE: reads the device once a step, where messages cannot be sent from the host.
         return int(highest)
 
+    @record_function("StepAgreement.first_ranks_order_sync")
     def first_ranks_order_sync(self, order: list[int]) -> list[int]:
         """The order of bucket groups, by number, that the stage's first rank gives. Collective."""
         numbers = torch.tensor(order, device=self._message_device)

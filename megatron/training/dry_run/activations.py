@@ -14,8 +14,10 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
+from megatron.core.device import default_device
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 
 # The first that is found in a module's name says whose tensors its saved ones are.
@@ -109,7 +111,8 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        raise NotImplementedError("a plan has no backward")
+        """Shapes alone."""
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -122,7 +125,9 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        raise NotImplementedError("a plan has no backward")
+        """Shapes alone."""
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 class AsFusedKernels(TorchFunctionMode):
@@ -143,7 +148,18 @@ class AsFusedKernels(TorchFunctionMode):
             if given["training"] and 0 < given["p"] < 1:
                 # Its mask has a byte for each element; what torch takes elsewhere has one of the element's own type.
                 return torch.native_dropout(given["input"], given["p"], True)[0]
+        if func is Tensor.backward or func is torch.autograd.backward:
+            outputs, grads = ([args[0]], [None]) if func is Tensor.backward else args
+            # What is recomputed in it as well: torch leaves its modes while they answer.
+            with self, default_device():
+                return _run_backward(outputs, grads)
         return func(*args, **(kwargs or {}))
+
+
+def _run_backward(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+    """As torch.autograd.backward, which torch asks its modes about."""
+    given = [torch.ones_like(out) if grad is None else grad for out, grad in zip(outputs, grads, strict=True)]
+    _engine_run_backward(tuple(outputs), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> Counter[str]:

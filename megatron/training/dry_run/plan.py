@@ -7,9 +7,9 @@ a device that has no memory; see fake_ranks.py and megatron/core/device.py, with
 import argparse
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
@@ -33,6 +33,8 @@ from megatron.training.dry_run.activations import EXPERTS, AsFusedKernels, Saved
 from megatron.training.dry_run.buffers import BufferLayout, buffer_layouts
 from megatron.training.dry_run.fake_ranks import fake_rank
 from megatron.training.dry_run.rates import Kernels
+from megatron.training.dry_run.rehearsal import rehearse, with_names
+from megatron.training.dry_run.same_stages import Passes, structure_of
 from megatron.training.dry_run.step_time import ChunkWork
 from megatron.training.dry_run.traffic import Traffic
 from megatron.training.expert_memory import build_expert_memory
@@ -43,8 +45,10 @@ from megatron.training.initialize import seed_ranks
 from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
 
 ForwardStep = Callable[..., Any]
+# By what tells stages apart.
+_Known = dict[Hashable, Passes]
 # What a plan does not know, said wherever one is shown.
-NOT_PLANNED = "messages under way, what passes take and free again, as logits, what the allocator keeps, and data"
+NOT_PLANNED = "what the allocator keeps, and data"
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,11 @@ class RankPlan:
     parameters, gradients: of the buffers they lie in, with padding. masters, moments: the optimizer's. pages: of the
     paged stash, on the device; host_pages: in the host's memory. activations: at the fullest moment of the schedule.
     sizes: elements of each logical tensor that the rank has a part of, as parameters_by_key. links: what it sends in a
-    step. buffers: how its parameters lie. chunks: what a microbatch computes in each
-    of its model chunks; update: the optimizer's kernels. groups: the ranks of those groups that links name.
+    step. buffers: how its parameters lie. chunks: what a microbatch computes in each of its model chunks; update: the
+    optimizer's kernels. groups: the ranks of those groups that links name. working: what a microbatch's passes and the
+    update take at their fullest moment beside all this and free again, as logits, gradients under way and messages;
+    messages: what collectives hold at once, at theirs, gradients and parameters that stand not counted. Both 0 where
+    nothing is trained.
     """
 
     rank: int
@@ -74,10 +81,12 @@ class RankPlan:
     chunks: tuple[ChunkWork, ...] = ()
     update: Kernels = field(default_factory=Kernels)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    working: int = 0
+    messages: int = 0
 
     @property
     def total(self) -> int:
-        """All that is on the device."""
+        """All that stands on the device, and activations."""
         standing = self.parameters + self.gradients + self.masters + self.moments + self.pages
         return standing + sum(self.activations.values())
 
@@ -111,14 +120,17 @@ def plan_run(
     stage; the first holds most, as the last parts of what ranks share may be shorter. Raises as the run itself would,
     for sizes that do not fit and for models that cannot be built.
     """
-    stages, is_balanced = [], False
+    stages, is_balanced, known = [], False, _Known()
     args = copy.copy(args)
     args.ddp_debug = False  # it watches what is sent
     for stage, rank in enumerate(pipeline_of(args, rank_in_stage)):
         with as_rank(args, rank) as groups:
             build = _Build(args, model_provider, config_overrides=config_overrides)
-            stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func))
+            stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func, known=known))
             is_balanced = is_balanced or build.is_balanced
+    # Every rank sends a place for each name of a loss, its own or not.
+    names = {name for passes in known.values() if passes.rehearsed is not None for name in passes.rehearsed.names}
+    stages = [replace(one, links=with_names(one.links, len(names))) for one in stages]
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
     num_microbatches = batch_sizes(args).final_num_microbatches
     return Plan(stages, total, active, num_microbatches, is_balanced, num_floating_point_operations(args, 1))
@@ -184,8 +196,10 @@ class _Build:
         # The number of rows of an expert is known in advance where buffers have a fixed size.
         self.is_balanced = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
 
-    def plan(self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep) -> RankPlan:
-        """What the rank holds; stage: which it is of."""
+    def plan(
+        self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep, known: _Known
+    ) -> RankPlan:
+        """What the rank holds and sends; stage: which it is of. known: what was found of other stages; grows."""
         chunks = unwrap_model(self.model)
         num_microbatches = batch_sizes(self._args).final_num_microbatches
         pages = self._pages(groups, num_microbatches)
@@ -196,6 +210,11 @@ class _Build:
             num_microbatches,
             group_size=config.microbatch_group_size_per_vp_stage,
         )
+        place = stage == 0, stage == self._args.pipeline_model_parallel_size - 1
+        alike = structure_of(self.model), *place
+        if alike not in known:
+            known[alike] = self._passes(groups, forward_step, num_microbatches=num_microbatches)
+        passes = known[alike]
         return RankPlan(
             rank,
             stage,
@@ -208,9 +227,12 @@ class _Build:
             moments=state["moments"],
             pages=pages[0],
             host_pages=pages[1],
-            activations=self._activations(orders[stage], forward_step, stashes=sum(pages) > 0),
+            activations=_activations(orders[stage], passes, stashes=sum(pages) > 0),
             sizes=parameters_by_key(self.model),
             buffers=tuple(buffer_layouts(self.model)),
+            links=() if passes.rehearsed is None else passes.rehearsed.links,
+            working=passes.working,
+            messages=0 if passes.rehearsed is None else passes.rehearsed.messages_peak,
         )
 
     def _pages(self, groups: ProcessGroupCollection, num_microbatches: int) -> tuple[int, int]:
@@ -221,8 +243,7 @@ class _Build:
             return 0, 0
         return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
 
-    def _activations(self, actions: Sequence[Action], forward_step: ForwardStep, *, stashes: bool) -> dict[str, int]:
-        """At the fullest moment, by kind. stashes: whether what experts save waits in pages."""
+    def _passes(self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int) -> Passes:
         args, model = self._args, self.model
         if self.is_balanced or args.use_torch_fsdp2:
             args = with_known_rows(args)
@@ -233,11 +254,28 @@ class _Build:
             kinds[EXPERTS] // max(1, sum(isinstance(part, MoELayer) for part in chunk.modules()))
             for chunk, kinds in zip(model, saved, strict=True)
         ]
-        if stashes:
-            # One layer's rows are outside of pages, between its experts and its copy.
-            peak = peak_bytes(actions, [Counter({**kinds, EXPERTS: 0}) for kinds in saved])
-            return {**peak, EXPERTS: max(of_layers)}
-        return dict(peak_bytes(actions, saved))
+        _publish(self._args)
+        rehearsed = None
+        if self._optimizer is not None:
+            rehearsed = rehearse(
+                self._args,
+                self.model,
+                optimizer=self._optimizer,
+                forward_step=forward_step,
+                groups=groups,
+                num_microbatches=num_microbatches,
+                batch=_batch(self._args),
+            )
+        return Passes(tuple(saved), max(of_layers), rehearsed)
+
+
+def _activations(actions: Sequence[Action], passes: Passes, *, stashes: bool) -> dict[str, int]:
+    """At the fullest moment, by kind. stashes: whether what experts save waits in pages."""
+    if stashes:
+        # One layer's rows are outside of pages, between its experts and its copy.
+        peak = peak_bytes(actions, [Counter({**kinds, EXPERTS: 0}) for kinds in passes.saved])
+        return {**peak, EXPERTS: passes.experts_of_layer}
+    return dict(peak_bytes(actions, passes.saved))
 
 
 def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:

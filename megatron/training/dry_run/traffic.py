@@ -19,7 +19,8 @@ class Traffic:
 
     group: its name, as in ProcessGroupCollection, but etp, edp, stage and world in short. operation: all-reduce,
     all-gather, reduce-scatter, all-to-all, broadcast, send or receive. phase: forward, backward, grad reduce, param
-    gather or optimizer. count: how many. num_bytes: of all of them together, see [Note: payload].
+    gather, optimizer, or the few numbers of agreement and statistics. count: how many. num_bytes: of all of them
+    together, see [Note: payload].
     """
 
     group: str

@@ -1,0 +1,286 @@
+"""A training step of one rank without memory and without other ranks, to see what it sends.
+
+The step is the run's own, from forward to the parameters' gathers; see step_runner.py. What it would read from the
+device is answered with zeros, as there are no values: no gradient is bad, no step void. Where the number of rows of an
+expert would be read, all experts get equally many. Parameters are not updated. What ranks tell each other when a run
+starts, and until they know each other's order of launches and names of losses, is left out.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.schedule import ActionKind, Pipeline
+from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.timers import Timers
+from megatron.core.transformer.moe import dispatch_alltoall
+from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.moe.dispatch_alltoall import RowSplits
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_exchange import exchange_counts
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.dry_run.activations import AsFusedKernels
+from megatron.training.dry_run.fsdp_without_memory import fsdp_runs_without_memory
+from megatron.training.dry_run.recorder import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, MessageRecorder
+from megatron.training.dry_run.traffic import Traffic, merged
+from megatron.training.dry_run.working_memory import LiveBytes
+from megatron.training.exit_conditions import LOCAL_REASONS
+from megatron.training.setup import setup_steps
+from megatron.training.step_runner import StepRunner
+from megatron.training.step_statistics import StatisticsExchange, Totals
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """links: what the rank sends in a step. names: of the losses that it reports, by which agreements grow.
+
+    peak, messages_peak: bytes that a step of one microbatch takes at its fullest moment beside what stands, with what
+    it keeps for backward; and what is handed to collectives at once, at most.
+    """
+
+    links: tuple[Traffic, ...]
+    names: frozenset[str]
+    peak: int
+    messages_peak: int
+
+
+class NoValues(TorchDispatchMode):
+    """Answers reads of tensors without memory with zeros, and leaves out updates that have no shapes to show.
+
+    even_share: of the slots of tokens, how many go to the experts of one rank where it asks.
+    """
+
+    def __init__(self, even_share: float = 1.0) -> None:
+        super().__init__()
+        self._even_share = even_share
+        self._answers: dict[Any, Callable[..., Any]] = {
+            torch.ops.aten._local_scalar_dense.default: _zero,
+            torch.ops.aten._to_copy.default: _on_host,
+            torch.ops.aten.equal.default: lambda *tensors: True,
+            torch.ops.aten.nonzero.default: self._even_rows,
+            torch.ops.aten._grouped_mm.default: _grouped_product,
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            answer = self._answers.get(func)
+            result = NotImplemented if answer is None else answer(*args, **kwargs)
+            return func(*args, **kwargs) if result is NotImplemented else result
+        if func.namespace == "aten" and func._schema.name.startswith("aten::_fused_"):
+            return None
+        return func(*args, **kwargs)
+
+    def _even_rows(self, mask: Tensor) -> Tensor:
+        return mask.new_empty(round(mask.numel() * self._even_share), mask.dim(), dtype=torch.int64)
+
+
+def _zero(number: Tensor) -> float | int:
+    return 0.0 if number.is_floating_point() else 0
+
+
+def _on_host(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> Any:
+    """NotImplemented for what stays without memory."""
+    if device is None or torch.device(device).type != "cpu":
+        return NotImplemented
+    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
+
+
+def _grouped_product(left: Tensor, right: Tensor, *more: Any, **rest: Any) -> Tensor:
+    """Of rows by expert with a matrix for each, or of two tables of rows, which makes such matrices; torch knows the
+    shapes of those of bf16 alone.
+    """
+    shape = left.shape[-2], right.shape[-1]
+    ends = more[0] if more else rest["offs"]
+    return left.new_empty(shape if left.dim() != right.dim() else (len(ends), *shape))
+
+
+class _NamesNoted(StatisticsExchange):
+    """The names that this rank would bring to the exchange; the vector is without names."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__(group)
+        self.found: set[str] = set()
+
+    def _sum_sync(self, totals: Totals, required: Collection[str], **rest: Any) -> list[float]:
+        self.found |= totals.keys()
+        return super()._sum_sync(totals, required, **rest)
+
+
+class _Experts:
+    """A StepMemory in which nothing can be lost."""
+
+    def __init__(self, layers: Sequence[MoELayer]) -> None:
+        self._layers = layers
+
+    def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
+        for layer in self._layers:
+            assert layer.expert_step is not None
+            layer.expert_step.begin()
+
+    def void_flags(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64)
+
+    def grow_sync(self, *, iteration: int) -> str:
+        raise AssertionError("no step of a plan is void")
+
+    def end_step(self) -> None:
+        pass
+
+
+def rehearse(
+    args: argparse.Namespace,
+    model: list[nn.Module],
+    *,
+    optimizer: MegatronOptimizer,
+    forward_step: Callable[..., Any],
+    groups: ProcessGroupCollection,
+    num_microbatches: int,
+    batch: dict[str, Tensor],
+) -> Rehearsed:
+    """What the rank sends in one of many equal steps of num_microbatches; model: its wrapped chunks, without memory.
+
+    Steps of one and of two microbatches are run: what the second sends more, each further one does. batch: of one
+    microbatch, as forward_step reads it: [B, S] each, int64 or fp32, without memory.
+    """
+    steps = setup_steps(
+        args,
+        model,
+        forward_step_func=forward_step,
+        optimizer=optimizer,
+        timers=Timers(0, "minmax"),
+        memory=None,
+        graphs=None,
+    )
+    layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
+    static = [layer for layer in layers if layer.expert_step is not None]
+    steps.memory = _Experts(static) if static else None
+    steps.statistics = statistics = _NamesNoted(dist.group.WORLD)
+    recorder = MessageRecorder(groups)
+    with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels():
+        # The first for the others: gathers that wait for the next forward are those of the step before.
+        _step(steps, optimizer, num_microbatches=1, batch=batch, modes=[recorder])
+        recorder.take()
+        live = LiveBytes()
+        _step(steps, optimizer, num_microbatches=1, batch=batch, modes=[recorder, live])
+        one = recorder.take()
+        _step(steps, optimizer, num_microbatches=2, batch=batch, modes=[recorder])
+    found = _of_step(one, recorder.take(), num_microbatches=num_microbatches)
+    config = get_model_config(model[0])
+    program = pipeline_programs(
+        Pipeline(group_size(groups.pp), len(model)),
+        num_microbatches,
+        group_size=config.microbatch_group_size_per_vp_stage,
+    )[group_rank(groups.pp)]
+    return Rehearsed(merged(by_pass(found, program)), frozenset(statistics.found), live.peak, live.messages_peak)
+
+
+def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
+    """The same, where all ranks agree on the statistics of so many losses; see StatisticsExchange."""
+    # Where it holds, and its sum and count, as fp64.
+    return tuple(
+        replace(one, num_bytes=one.num_bytes + 24 * num_names) if _is_statistics(one) else one for one in links
+    )
+
+
+def _is_statistics(one: Traffic) -> bool:
+    return (one.group, one.operation, one.phase) == ("world", "all-reduce", STATISTICS)
+
+
+def _step(
+    steps: StepRunner,
+    optimizer: MegatronOptimizer,
+    *,
+    num_microbatches: int,
+    batch: dict[str, Tensor],
+    modes: Sequence[TorchDispatchMode],
+) -> None:
+    with ExitStack() as entered:
+        for mode in modes:
+            entered.enter_context(mode)
+        optimizer.zero_grad()
+        steps.train_sync(
+            repeat(batch),
+            num_microbatches=num_microbatches,
+            iteration=1,
+            exit_reasons=lambda: [False] * len(LOCAL_REASONS),
+        )
+        steps.update_sync()
+
+
+def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
+    """The same, with messages between stages as those of forward and backward, of which the schedule has the numbers:
+    all are equally long.
+    """
+    transfers = [transfer for step in program if isinstance(step, Post) for transfer in step.transfers]
+    kinds = Counter((transfer.direction.value, transfer.action.kind) for transfer in transfers)
+    for one in links:
+        if one.phase != PIPELINE:
+            yield one
+            continue
+        for phase, kind in ((FORWARD, ActionKind.FORWARD), (BACKWARD, ActionKind.BACKWARD)):
+            count = kinds[one.operation, kind]
+            if count:
+                yield replace(one, phase=phase, count=count, num_bytes=one.num_bytes // one.count * count)
+
+
+def _of_step(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches: int) -> tuple[Traffic, ...]:
+    """What is sent in a step of so many microbatches; one, two: in steps of one and of two."""
+    first = {(t.group, t.operation, t.phase): t for t in one}
+    found = []
+    for later in two:
+        before = first.get((later.group, later.operation, later.phase), replace(later, count=0, num_bytes=0))
+        further = num_microbatches - 2
+        count = later.count + further * (later.count - before.count)
+        num_bytes = later.num_bytes + further * (later.num_bytes - before.num_bytes)
+        if count and later.phase != OTHER:
+            found.append(replace(later, count=count, num_bytes=num_bytes))
+    return tuple(found)
+
+
+@contextmanager
+def _evenly_routed(
+    args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection
+) -> Iterator[None]:
+    """Inside, reads are answered, and all experts get as many rows of each rank where the device would be asked."""
+    factor = min(1.0, args.moe_expert_capacity_factor or 1.0)
+    gathers = any(isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) for layer in layers)
+    tokens = args.micro_batch_size * args.seq_length // (group_size(groups.cp) * group_size(groups.tp))
+    num_rows = round(factor * tokens * (args.moe_router_topk if layers else 0)) * group_size(groups.expt_tp)
+
+    def even_splits(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
+        ranks, own = group_size(group), dist.get_rank(group)
+        send = [num_rows // ranks + (rank < num_rows % ranks) for rank in range(ranks)]
+        return RowSplits(exchange_counts(counts, group), ranks * send[own], send, [send[own]] * ranks)
+
+    splits_sync = vars(dispatch_alltoall)["_splits_sync"]
+    sequential = [part for layer in layers for part in layer.modules() if isinstance(part, SequentialMLP)]
+    handles = [part.register_forward_pre_hook(_with_even_counts) for part in sequential]
+    vars(dispatch_alltoall)["_splits_sync"] = even_splits
+    try:
+        with NoValues(factor / group_size(groups.ep) if gathers else factor):
+            yield
+    finally:
+        vars(dispatch_alltoall)["_splits_sync"] = splits_sync
+        for handle in handles:
+            handle.remove()
+
+
+def _with_even_counts(experts: SequentialMLP, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same rows, which the experts get equally many of; inputs: as SequentialMLP.forward takes them."""
+    rows, counts, probs = inputs
+    of_expert = [len(rows) // len(counts) + (index < len(rows) % len(counts)) for index in range(len(counts))]
+    return rows, torch.tensor(of_expert, device="cpu"), probs

@@ -1,0 +1,52 @@
+"""Which stages of a pipeline are built alike, so that what their passes keep and send is found once for all of them."""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.training.dry_run.rehearsal import Rehearsed
+
+_PLAIN = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
+# What tells layers apart that are otherwise alike.
+_OWN_NAMES = {"layer_number"}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a microbatch of each of a stage's chunks keeps for backward, bytes by kind, and experts_of_layer of the
+    fullest layer; what a step sends, None where nothing is trained.
+    """
+
+    saved: tuple[Counter[str], ...]
+    experts_of_layer: int
+    rehearsed: Rehearsed | None
+
+    @property
+    def working(self) -> int:
+        """Bytes that passes take beside what a microbatch of each chunk keeps."""
+        kept = sum(sum(kinds.values()) for kinds in self.saved)
+        return 0 if self.rehearsed is None else max(0, self.rehearsed.peak - kept)
+
+
+def structure_of(model: Sequence[nn.Module]) -> Hashable:
+    """Equal for chunks with equal modules, settings and parameters, whatever the numbers of their layers."""
+    return tuple((name, *_module(part)) for chunk in model for name, part in chunk.named_modules())
+
+
+def _module(part: nn.Module) -> tuple[Any, ...]:
+    parameters = [(name, one.shape, one.dtype, one.requires_grad) for name, one in part.named_parameters(recurse=False)]
+    settings = [(name, _setting(value)) for name, value in vars(part).items() if name not in _OWN_NAMES]
+    return type(part), tuple(parameters), tuple(settings)
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_setting(one) for one in value)
+    return type(value)
