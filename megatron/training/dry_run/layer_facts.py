@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,8 +33,6 @@ from megatron.training.setup import get_model
 
 _LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
 _EMBEDDING, _END, _CHUNK = "embedding", "end", "chunk"
-# Chunks save some tensors once that all their layers read: the second layer of a kind has its own alone.
-_OF_EACH_KIND = 2
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,17 @@ class PartFacts:
     params: tuple[Place, ...] = ()
     other: int = 0
     saved: Mapping[str, int] | None = None
+
+    @cached_property
+    def weights(self) -> dict[bool, tuple[int, int]]:
+        """Bytes of parameters and of gradients, of experts and of the rest, without padding."""
+        found: dict[bool, tuple[int, int]] = {}
+        for place in self.params:
+            params, grads = found.get(place.buffer.is_expert, (0, 0))
+            dtypes = place.buffer.param_dtype, place.buffer.grad_dtype
+            params, grads = params + place.numel * dtypes[0].itemsize, grads + place.numel * dtypes[1].itemsize
+            found[place.buffer.is_expert] = params, grads
+        return found
 
 
 @dataclass(frozen=True)
@@ -106,13 +116,20 @@ def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
 
 
 def model_facts(
-    args: argparse.Namespace, model_provider: Callable[..., nn.Module], *, forward_step: ForwardStep
+    args: argparse.Namespace,
+    model_provider: Callable[..., nn.Module],
+    *,
+    forward_step: ForwardStep,
+    of_each_kind: int = 2,
 ) -> ModelFacts:
-    """Of the run of validated args. Raises ValueError as the run would for a layer that cannot be built so."""
+    """Of the run of validated args. Raises ValueError as the run would for a layer that cannot be built so.
+
+    of_each_kind: layers that are built; of two, the second shows what its chunk saves once for all layers, 1 is faster.
+    """
     every = layer_kinds(args)
     # The last layer's kind at the end: those of multi-token prediction are of it.
     kinds = [*(kind for kind in dict.fromkeys(every) if kind != every[-1]), every[-1]]
-    probe = _probe_args(args, kinds)
+    probe = _probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)])
     pipeline = pipeline_of(probe, 0)
     parts: dict[str, PartFacts] = {}
     for stage, rank in enumerate(pipeline):
@@ -126,7 +143,7 @@ def model_facts(
             parts |= {names.get(name, name): part for name, part in found.items()}
     inner = unwrap_model(model)
     mtp = sum(isinstance(part, MoELayer) for part in inner.mtp.modules()) if inner.mtp is not None else 0
-    numbers = [number * _OF_EACH_KIND + 1 for number in range(len(kinds))]
+    numbers = [(number + 1) * of_each_kind - 1 for number in range(len(kinds))]
     layers = {kind: parts[f"layer {number}"] for kind, number in zip(kinds, numbers, strict=True)}
     return ModelFacts(
         get_model_config(model),
@@ -134,33 +151,44 @@ def model_facts(
         parts.get("copies", PartFacts()),
         layers,
         parts[_END],
-        _chunk(parts, inner, args=args, probe=probe, numbers=numbers),
+        _chunk(parts, inner, args=args, probe=probe, numbers=numbers if of_each_kind > 1 else ()),
         mtp_expert_layers=mtp,
         rows=rows,
     )
 
 
-def with_expert_size(facts: ModelFacts, factor: int, *, divisor: int) -> ModelFacts:
-    """The same where each rank has factor / divisor times as many experts."""
+def scaled_facts(facts: ModelFacts, *, experts: tuple[int, int], saved: tuple[int, int]) -> ModelFacts:
+    """The same where each rank has experts[0] / experts[1] times as many experts, and a microbatch saves saved[0] /
+    saved[1] times as much; about, as some of what is saved depends on neither.
+    """
 
     def scaled(part: PartFacts) -> PartFacts:
-        params = (
-            replace(place, numel=place.numel * factor // divisor) if place.buffer.is_expert else place
+        params = tuple(
+            replace(place, numel=place.numel * experts[0] // experts[1]) if place.buffer.is_expert else place
             for place in part.params
         )
-        return replace(part, params=tuple(params))
+        kept = {kind: size * saved[0] // saved[1] for kind, size in (part.saved or {}).items()}
+        return replace(part, params=params, saved=kept)
 
-    layers = {kind: scaled(part) for kind, part in facts.layers.items()}
-    return replace(facts, layers=layers, end=scaled(facts.end))
+    rows = facts.rows
+    if rows is not None:
+        rows = StaticRows(rows.max_rows * saved[0] // saved[1], rows.balanced * saved[0] // saved[1])
+    return replace(
+        facts,
+        embedding=scaled(facts.embedding),
+        layers={kind: scaled(part) for kind, part in facts.layers.items()},
+        end=scaled(facts.end),
+        chunk=scaled(facts.chunk),
+        rows=rows,
+    )
 
 
-def _probe_args(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> argparse.Namespace:
-    """Those of a short model with the layers of each kind, on as few ranks as the layout can have; with stages the
+def _probe_args(args: argparse.Namespace, pattern: Sequence[LayerKind]) -> argparse.Namespace:
+    """Those of a short model with layers of these kinds, on as few ranks as the layout can have; with stages the
     first has the embedding alone.
     """
     args = copy.copy(with_known_rows(args))
     args.ddp_debug = False
-    pattern = [kind for kind in kinds for _ in range(_OF_EACH_KIND)]
     args.num_layers = len(pattern)
     if args.num_experts is not None:
         args.moe_layer_freq = [int(kind.has_experts) for kind in pattern]

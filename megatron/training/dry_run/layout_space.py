@@ -7,6 +7,7 @@ only the rules that keep the list short.
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -156,7 +157,7 @@ class Space:
         given = self.fixed.get("counts")
         if isinstance(given, tuple):
             return given if len(given) == parts else None
-        return even_parts(self.layer_costs, end_cost=self.end_cost, parts=parts)
+        return _even_parts(self.layer_costs, self.end_cost, parts=parts)
 
     def _choices(self, name: str, usual: Sequence[Any]) -> Sequence[Any]:
         return [self.fixed[name]] if name in self.fixed else usual
@@ -217,29 +218,47 @@ def powers_of_2(largest: int) -> list[int]:
 
 
 def even_parts(costs: Sequence[float], *, end_cost: float, parts: int) -> tuple[int, ...] | None:
-    """Numbers of neighbouring layers, one for each part, whose costliest part is as cheap as can be; None: too few.
+    """Numbers of neighbouring layers, one for each part, whose costliest part is as cheap as can be, and the others as
+    even beside it; None: too few layers.
 
     costs: of each layer. end_cost: of what the last part has besides, which may have no layer. Where several cuts are
     as good, early parts get fewer layers: their activations wait longest.
     """
-    if len(costs) < parts - 1 or parts < 1:
-        return None
     if parts == 1:
         return (len(costs),)
+    if len(costs) < parts - 1:
+        return None
+    limit = _least_limit(costs, end_cost=end_cost, parts=parts)
     if len(costs) % parts == 0:
         equal = (len(costs) // parts,) * parts
-        equal_cost = _costliest(costs, equal, end_cost=end_cost)
-    else:
-        equal, equal_cost = None, float("inf")
+        # Plainer to write down, and to read.
+        if _costliest(costs, equal, end_cost=end_cost) <= limit:
+            return equal
+    filled = _filled(costs, limit, end_cost=end_cost, parts=parts)
+    assert filled is not None, "the least limit is one that can be kept"
+    first = len(costs) - filled[-1]
+    # What comes after the layers may be more than any part of them: that must not make the others uneven.
+    inner = costs[:first]
+    before = _filled(inner, _least_limit(inner, end_cost=0.0, parts=parts - 1), end_cost=0.0, parts=parts - 1)
+    assert before is not None, "each part before the last has a layer"
+    return (*before, filled[-1])
+
+
+@lru_cache(maxsize=256)
+def _even_parts(costs: tuple[float, ...], end_cost: float, *, parts: int) -> tuple[int, ...] | None:
+    return even_parts(costs, end_cost=end_cost, parts=parts)
+
+
+def _least_limit(costs: Sequence[float], *, end_cost: float, parts: int) -> float:
     low, high = max([end_cost, *costs]), sum(costs) + end_cost
+    if _filled(costs, low, end_cost=end_cost, parts=parts) is not None:
+        return low
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (low, middle) if _filled(costs, middle, end_cost=end_cost, parts=parts) else (middle, high)
-    found = _filled(costs, high, end_cost=end_cost, parts=parts)
-    # Equal parts are plainer to write down, and to read.
-    if equal is not None and (found is None or equal_cost <= high * (1 + 1e-9)):
-        return equal
-    return found
+        fits = _filled(costs, middle, end_cost=end_cost, parts=parts) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    # Sums that are equal by hand may differ in their last digits.
+    return high * (1 + 1e-9)
 
 
 def _costliest(costs: Sequence[float], counts: Sequence[int], *, end_cost: float) -> float:
@@ -277,5 +296,5 @@ def layout_text(counts: Sequence[int], *, further_layers: int) -> str:
             words[-1] = (part, words[-1][1] + 1)
         else:
             words.append((part, 1))
-    texts = [part if times == 1 else "|".join([f"({part}|)*{times - 1}{part}"]) for part, times in words]
+    texts = [part if times == 1 else f"({part}|)*{times - 1}{part}" for part, times in words]
     return "|".join(texts)

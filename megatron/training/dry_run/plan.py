@@ -7,7 +7,7 @@ a device that has no memory; see fake_ranks.py and megatron/core/device.py, with
 import argparse
 import copy
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -113,17 +113,21 @@ def plan_run(
     forward_step_func: ForwardStep,
     config_overrides: ConfigOverrides | None = None,
     rank_in_stage: int = 0,
+    only_stages: Collection[int] | None = None,
 ) -> Plan:
     """Plans the run of validated args, whose world_size says how many ranks there are.
 
     forward_step_func: the script's, which is given made-up batches without memory. rank_in_stage: which rank of each
-    stage; the first holds most, as the last parts of what ranks share may be shorter. Raises as the run itself would,
-    for sizes that do not fit and for models that cannot be built.
+    stage; the first holds most, as the last parts of what ranks share may be shorter. only_stages: unset, all; else the
+    parameters are counted of these alone. Raises as the run itself would, for sizes that do not fit and for models
+    that cannot be built.
     """
     stages, is_balanced, known = [], False, _Known()
     args = copy.copy(args)
     args.ddp_debug = False  # it watches what is sent
     for stage, rank in enumerate(pipeline_of(args, rank_in_stage)):
+        if only_stages is not None and stage not in only_stages:
+            continue
         with as_rank(args, rank) as groups:
             build = _Build(args, model_provider, config_overrides=config_overrides)
             stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func, known=known))

@@ -23,7 +23,7 @@ from megatron.training.dry_run.layer_facts import LayerKind, ModelFacts, PartFac
 from megatron.training.expert_schedule import stash_events
 
 # Rounds of microbatches after which a schedule only repeats itself, until its end.
-_ROUNDS = 4
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,12 @@ def fullest_moments(
 
 def short_step(num_microbatches: int, group_size: int) -> int:
     """Microbatches of the shortest step that fills the pipeline as much, and ends alike."""
-    rest = _ROUNDS * group_size + num_microbatches % group_size
-    return min(num_microbatches, rest)
+    return min(num_microbatches, full_rounds(group_size) + num_microbatches % group_size)
+
+
+def full_rounds(group_size: int) -> int:
+    """Microbatches after which the pipeline is as full as it ever is."""
+    return _ROUNDS * group_size
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,73 @@
+"""The best layouts of a model: which fit, and which of these nothing beats in both memory and time."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.dry_run.layout_costs import Advice, Cost, LayoutCosts
+from megatron.training.dry_run.layout_space import Layout, Space
+
+# Scaled facts are a little off: what is this near is no progress either.
+_PROGRESS = 0.98
+# Of layouts that do not fit: how many are counted anew in the search for one that the run does not refuse.
+_MOST_TRIED = 12
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to. front: layouts that none beats in both memory and time, the fastest first. nearest: where
+    nothing fits, the one that needs least. compared, fitting: numbers of layouts.
+    """
+
+    front: tuple[Advice, ...]
+    nearest: Advice | None
+    compared: int
+    fitting: int
+
+
+def search(space: Space, costs: LayoutCosts, *, limit: int, most: int) -> Found:
+    """Layouts that fit into `limit` bytes, up to `most` of the front. Raises CommandLineError where there are none."""
+    compared = 0
+    fitting: list[tuple[Cost, Layout]] = []
+    others: list[tuple[Cost, Layout]] = []
+    for layout in space.layouts():
+        compared += 1
+        cost = costs.cost(layout, limit=limit)
+        if cost is not None:
+            (fitting if cost.num_bytes <= limit else others).append((cost, layout))
+    if not compared:
+        raise CommandLineError(
+            f"no layout has {space.world_size} GPUs: tensor x pipeline x context must divide them and leave "
+            f"data-parallel ranks that divide the global batch of {space.global_batch}; sizes that were given: "
+            f"{', '.join(f'{name} {value}' for name, value in space.fixed.items() if value is not None) or 'none'}"
+        )
+    front = _front(fitting, costs, limit=limit, most=most)
+    nearest = None
+    if not front:
+        nearest = _least(sorted([*fitting, *others], key=lambda one: one[0].num_bytes), costs)
+        if nearest is None:
+            why = costs.last_refusal or "the parameters of a rank alone take more than twice the memory"
+            raise CommandLineError(f"none of {compared} layouts can be had: {why}")
+    return Found(tuple(front), nearest, compared, len(fitting))
+
+
+def _front(fitting: list[tuple[Cost, Layout]], costs: LayoutCosts, *, limit: int, most: int) -> list[Advice]:
+    """Those that the run does not refuse and that fit by their own facts."""
+    found: list[Advice] = []
+    smallest = float("inf")
+    for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):
+        if len(found) == most:
+            break
+        if cost.num_bytes > smallest * _PROGRESS:
+            continue
+        advice = costs.advice(layout)
+        if advice is not None and advice.num_bytes <= limit:
+            found.append(advice)
+            smallest = min(cost.num_bytes, advice.num_bytes)
+    return sorted(found, key=lambda one: one.time.seconds)
+
+
+def _least(candidates: Iterable[tuple[Cost, Layout]], costs: LayoutCosts) -> Advice | None:
+    tried = [costs.advice(layout) for _, layout in islice(candidates, _MOST_TRIED)]
+    return min((advice for advice in tried if advice is not None), key=lambda one: one.num_bytes, default=None)

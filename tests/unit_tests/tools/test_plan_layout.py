@@ -1,0 +1,102 @@
+"""The advisor on tiny models: what it prints runs, fits and is not beaten; what cannot be had is said."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pretrain_gpt
+from tools import plan_layout
+
+TINY = "--model-scale tiny --seq-length 64 --global-batch-size 32".split()
+
+
+def _found(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> tuple[str, dict[str, Any]]:
+    path = tmp_path / "found.json"
+    plan_layout.main([*words, *TINY, "--json", str(path)])
+    return capsys.readouterr().out, json.loads(path.read_text())
+
+
+# What is given keeps the number of layouts, and the time of the test, small.
+FIXED = (
+    "--micro-batch-size 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel".split()
+)
+
+
+@pytest.mark.parametrize("model", ["llama3.2-1b", "deepseek-v3"])
+def test_printed_flags_are_planned_unchanged_and_hold_what_was_said(
+    model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--model", model, "--gpus", "8", "--memory", "100MB", "--top", "2", *FIXED]
+    text, found = _found(capsys, tmp_path, *words)
+    assert found["fitting"] > len(found["layouts"]) > 1
+    assert [one["difference"] for one in found["dry_runs"]] == [0, 0]
+    printed = re.findall(r"^\d+\. pretrain_gpt\.py (.*)$", text, re.MULTILINE)
+    assert len(printed) == 2
+    for line, layout in zip(printed, found["layouts"]):
+        assert line.replace("'", "") == " ".join(layout["words"])
+        pretrain_gpt.main([*layout["words"], "--dry-run", "--world-size", "8"])
+        assert "plan of 8 ranks" in capsys.readouterr().out
+
+
+def test_no_layout_of_the_table_is_beaten_by_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, found = _found(capsys, tmp_path, "--model", "llama3.2-1b", "--gpus", "4", "--memory", "2MB", "--keep-free", "1")
+    layouts = found["layouts"]
+    assert all(one["bytes"] <= 2_000_000 for one in layouts)
+    assert [one["seconds"] for one in layouts] == sorted(one["seconds"] for one in layouts)
+    for one in layouts:
+        assert not any(
+            other["bytes"] < one["bytes"] * 0.9 and other["seconds"] < one["seconds"] * 0.9 for other in layouts
+        )
+
+
+def test_sizes_that_are_given_are_not_varied(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1".split()
+    given += ["--num-virtual-stages-per-pipeline-rank", "2", "--use-distributed-optimizer"]
+    _, found = _found(capsys, tmp_path, "--model", "llama3.2-1b", "--gpus", "8", "--memory", "1GB", *given)
+    for one in found["layouts"]:
+        assert one["layers"] == [1, 1, 1, 1]
+        flags = [word for word in given if word.startswith("--")]
+        assert all(one["words"].count(flag) == 1 for flag in flags)
+        assert "distributed_fused_adam" not in one["words"]
+
+
+def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "found.json"
+    words = ["--model", "llama3.2-1b", "--gpus", "2", "--memory", "100KB", "--keep-free", "1KB", *TINY]
+    with pytest.raises(SystemExit) as end:
+        plan_layout.main([*words, "--json", str(path)])
+    assert end.value.code == 1
+    nearest = json.loads(path.read_text())["nearest"]
+    text = capsys.readouterr().out
+    assert f"nothing fits: the layout that needs least needs {nearest['bytes'] - 99_000:,} bytes" in text
+    assert "--tensor-model-parallel-size 2" in text or "--pipeline-model-parallel-size 2" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "mixtral-8x7", "--gpus", "8"], "--model is mixtral-8x7: not known; did you mean mixtral-8x7b?"),
+        (["--model", "llama3.2-1b", "--gpus", "8", "--memory", "80 apples"], "--memory is '80 apples': must be"),
+        (["--model", "llama3.2-1b", "--gpus", "0"], "--gpus is 0: must be at least 1"),
+        (["--model", "llama3.2-1b", "--gpus", "8", "--device", "H10"], "--device is H10: not known; did you mean H100"),
+        (
+            ["--model", "llama3.2-1b", "--gpus", "8", "--tensor-model-parallel-size", "3"],
+            "no layout has 8 GPUs: .* sizes that were given: tensor 3",
+        ),
+        (
+            ["--model", "llama3.2-1b", "--gpus", "8", "--num-virtual-stages-per-pipeline-rank", "2"],
+            "--num-virtual-stages-per-pipeline-rank is given: give --pipeline-model-parallel-size as well",
+        ),
+        (["--model", "llama3.2-1b", "--gpus", "8", "--optimizer", "muon"], "--optimizer is muon: .* must be one of"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        plan_layout.main([*words, *TINY])
+    assert end.value.code == 2
+    assert re.search(message, capsys.readouterr().err)

@@ -1,0 +1,139 @@
+"""Which layout to train a model in: python tools/plan_layout.py --model deepseek-v3 --gpus 2048 --memory 80GB
+
+Compares the layouts that a number of GPUs allows, by memory and estimated time of a step, without building any of them
+whole; then plans the best as --dry-run does. Any further flags are those of pretrain_gpt.py; sizes among them are not
+varied. See docs/planning.md.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pretrain_gpt
+from megatron.core.transformer.moe.paged_stash_config import parse_bytes
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.parser import did_you_mean
+from megatron.training.device_table import Device, known_devices
+from megatron.training.dry_run.layout_costs import Advice, LayoutCosts
+from megatron.training.dry_run.layout_request import Request, read_request
+from megatron.training.dry_run.layout_search import Found, search
+from megatron.training.dry_run.layout_table import bytes_in_words, flag_lines, found_as_json, table_lines
+from megatron.training.dry_run.plan import plan_run
+from megatron.training.errors import exit_on_user_error
+
+_DEVICE = "H100"
+_FRONT = 12
+_NOT_COUNTED = "messages under way, what passes take and free again, as logits, and what the allocator keeps"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the layouts that nothing beats and the flags of the fastest; exits with 1 where no layout fits."""
+    own, words = _parser().parse_known_args(argv)
+    with exit_on_user_error():
+        device = _device(own.device)
+        if own.gpus < 1:
+            raise CommandLineError(f"--gpus is {own.gpus}: must be at least 1")
+        if own.top < 1:
+            raise CommandLineError(f"--top is {own.top}: must be at least 1")
+        memory = device.memory_bytes if own.memory is None else _bytes(own.memory, "--memory")
+        kept = memory // 10 if own.keep_free is None else _bytes(own.keep_free, "--keep-free")
+        if not 0 <= kept < memory:
+            raise CommandLineError(f"--keep-free is {own.keep_free}: must be less than the memory, {memory} bytes")
+        request = read_request(words, world_size=own.gpus, devices_per_node=device.devices_per_node)
+        costs = LayoutCosts(
+            request.words,
+            request.args,
+            space=request.space,
+            device=device,
+            model_provider=pretrain_gpt.model_provider,
+            forward_step=pretrain_gpt.forward_step,
+        )
+        found = search(request.space, costs, limit=memory - kept, most=max(_FRONT, own.top))
+        _print_head(found, request, device=device, memory=memory, kept=kept)
+        verified = _print_found(found, top=own.top, world_size=own.gpus, limit=memory - kept)
+        if own.json:
+            Path(own.json).write_text(json.dumps(found_as_json(found, verified=verified), indent=1), encoding="utf-8")
+    if not found.front:
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="Ranks of the run.")
+    parser.add_argument("--memory", metavar="SIZE", help="Of a GPU, such as 80GB or 79.6GiB; unset: the device's.")
+    parser.add_argument("--keep-free", metavar="SIZE", help="Of it, for what plans do not count; unset: a tenth.")
+    parser.add_argument("--device", default=_DEVICE, metavar="NAME", help="Of configs/devices.yaml (default: H100).")
+    parser.add_argument("--top", type=int, default=3, metavar="N", help="Layouts whose flags are printed (default: 3).")
+    parser.add_argument("--json", metavar="FILE", help="Writes all that was found there.")
+    return parser
+
+
+def _bytes(text: str, flag: str) -> int:
+    try:
+        return parse_bytes(text, field=flag)
+    except ValueError as error:
+        raise CommandLineError(str(error)) from None
+
+
+def _device(name: str) -> Device:
+    devices = {device.name: device for device in known_devices()}
+    if name not in devices:
+        hint = did_you_mean(name, list(devices))
+        raise CommandLineError(f"--device is {name}: not known{hint}; known: {', '.join(devices)}")
+    return devices[name]
+
+
+def _print_head(found: Found, request: Request, *, device: Device, memory: int, kept: int) -> None:
+    args, space = request.args, request.space
+    print(
+        f"{found.compared} layouts of {space.world_size} x {device.name} compared, {found.fitting} fit into "
+        f"{bytes_in_words(memory - kept)} a rank; {bytes_in_words(kept)} are kept free for {_NOT_COUNTED}"
+    )
+    print(f"a step: {args.global_batch_size} x {args.seq_length} tokens")
+    if request.assumed:
+        print(f"assumed: {' '.join(request.assumed)}")
+
+
+def _print_found(found: Found, *, top: int, world_size: int, limit: int) -> list[dict[str, Any]]:
+    if not found.front:
+        assert found.nearest is not None, "the search raises where there is none"
+        over = found.nearest.num_bytes - limit
+        print(
+            f"nothing fits: the layout that needs least needs {bytes_in_words(over)} more on a rank of stage "
+            f"{found.nearest.fullest}"
+        )
+        print("\n".join(table_lines([found.nearest])))
+        print(flag_lines(found.nearest))
+        return []
+    print("layouts that none beats in both memory and time, of the fullest rank:")
+    print("\n".join(table_lines(found.front)))
+    verified = []
+    for number, advice in enumerate(found.front[:top], start=1):
+        print(f"\n{number}. {flag_lines(advice)}", flush=True)
+        verified.append(_dry_run(advice, world_size))
+        print(f"   dry run of stage {advice.fullest}: {verified[-1]['words']}", flush=True)
+    return verified
+
+
+def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
+    """What the stage that holds most holds by a plan that builds it, and how that differs."""
+    words = [*advice.words, "--dry-run", "--world-size", str(world_size)]
+    args = validate_args(parse_args(argv=words))
+    stage = advice.fullest
+    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step, only_stages=[stage])
+    planned, quick = plan.stages[0].total, advice.stages[stage].total
+    words_of = "the same" if planned == quick else f"{planned - quick:+,} bytes ({100 * (planned / quick - 1):+.2f}%)"
+    return {
+        "stage": stage,
+        "bytes": planned,
+        "difference": planned - quick,
+        "words": f"{bytes_in_words(planned)}, {words_of}",
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
