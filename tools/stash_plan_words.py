@@ -177,14 +177,13 @@ def _recommended_lines(plan: StashPlan) -> list[str]:
 
 def _cost_lines(plan: StashPlan) -> list[str]:
     lines = [
-        f"costs of a step on the rank with most, ms ({plan.device} of configs/devices.yaml, {plan.host_gb_s:g} GB/s to "
-        "the host; estimates):"
+        f"costs of a step on the rank and stage with most, ms ({plan.device} of configs/devices.yaml, "
+        f"{plan.host_gb_s:g} GB/s to the host; estimates):"
     ]
-    cells = [["enough for", "stage", "experts forward", "backward", "stash", "spill each way", "act", "gate_up"]]
+    cells = [["enough for", "experts forward", "backward", "stash", "spill each way", "act again", "gate_up again"]]
     for rung, of_stages in plan.costs.items():
-        for one in of_stages:
-            times = one.forward, one.backward, one.stash, one.spill, one.act, one.gate_up
-            cells.append([_RUNGS[rung], str(one.stage), *(f"{1e3 * seconds:.3g}" for seconds in times)])
+        times = [(one.forward, one.backward, one.stash, one.spill, one.act, one.gate_up) for one in of_stages]
+        cells.append([_RUNGS[rung], *(f"{1e3 * max(column):.3g}" for column in zip(*times, strict=True))])
     lines += _columns(cells)
     for of_stages in plan.costs.values():
         spilling = [one for one in of_stages if one.spill > 0]

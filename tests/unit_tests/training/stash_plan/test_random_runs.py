@@ -2,6 +2,7 @@
 
 import argparse
 import random
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +23,17 @@ STEPS = 2
 
 
 def random_flags(choose: random.Random) -> Flags:
-    """A run of 1 to 4 stages of 1 or 2 chunks, over 1 or 2 ranks that share experts."""
+    """A run of 1 to 4 stages of 1 or 2 chunks, over 1 or 2 ranks that share experts, or 2 that do not."""
     (num_stages, num_chunks), experts = choose.choice([(1, 1), (2, 1), (4, 1), (2, 2)]), choose.choice([1, 2])
+    replicas = 2 if experts == 1 and num_stages < 4 and choose.random() < 0.3 else 1
     num_microbatches = num_stages * choose.randrange(1, 4)
     flags: Flags = {
         "num-layers": num_stages * num_chunks * choose.choice([1, 2] if num_stages > 1 else [2, 3]),
         "pipeline-model-parallel-size": num_stages,
         "expert-model-parallel-size": experts,
         "micro-batch-size": 1,
-        "global-batch-size": num_microbatches * experts,
+        "global-batch-size": num_microbatches * experts * replicas,
+        "world-size": num_stages * experts * replicas,
         "moe-grouped-gemm": True,
         "moe-expert-rank-capacity-factor": float(2 * experts),
         "moe-paged-stash": True,
@@ -63,9 +66,10 @@ def random_trace(path: Path, args: argparse.Namespace, choose: random.Random) ->
 
 
 def real_ranks(args: argparse.Namespace) -> list[RealRank]:
-    """All ranks of the run."""
+    """All ranks of the run, as a plan counts them: those of one group side by side."""
     stages, size = args.pipeline_model_parallel_size, args.expert_model_parallel_size
-    return [RealRank(args, stage, group=0, number=number) for stage in range(stages) for number in range(size)]
+    places = product(range(stages), range(args.data_parallel_size // size), range(size))
+    return [RealRank(args, stage, group=group, number=number) for stage, group, number in places]
 
 
 def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(tmp_path: Path) -> None:
@@ -74,9 +78,7 @@ def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(tmp_path: Pa
     for case in range(long_count(30, soak=500)):
         choose = random.Random(case)
         flags = random_flags(choose)
-        world = flags["pipeline-model-parallel-size"] * flags["expert-model-parallel-size"]
-        argv = command_line({**read_bases()["moe"], **flags})
-        args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(world)]))
+        args = validate_args(parse_args(argv=[*command_line({**read_bases()["moe"], **flags}), "--dry-run"]))
         random_trace(trace, args, choose)
         run = planned_run(args, pretrain_gpt.model_provider)
         spans, guesses = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=1)
@@ -88,11 +90,11 @@ def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(tmp_path: Pa
             assert planned.voids[step] == voids, (case, flags)
             all_voids += voids
             for rank, real in zip(ranks, figures, strict=True):
-                own = planned.stages[rank.stage]
-                assert (own.layouts[step][rank.number] if own.layouts[step] else None) == real.layout, (case, step)
-                counted = {counter: int(of[step, rank.number]) for counter, of in own.counters.items()}
+                own, place = planned.stages[rank.stage], rank.group * run.ranks.expert_ranks + rank.number
+                assert (own.layouts[step][place] if own.layouts[step] else None) == real.layout, (case, step)
+                counted = {counter: int(of[step, place]) for counter, of in own.counters.items()}
                 assert counted == {counter: real.counters[counter] for counter in counted}, (case, step, flags)
-                assert own.pages_wanted[step, rank.number] == real.pages_wanted
+                assert own.pages_wanted[step, place] == real.pages_wanted
                 assert own.balanced_pages == real.balanced_pages
                 for counter in counted:
                     seen[counter] += counted[counter]
