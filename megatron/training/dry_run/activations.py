@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.core.device import default_device
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+from megatron.training.dry_run.rates import Unit
 
 # The first that is found in a module's name says whose tensors its saved ones are.
 _KINDS = (
@@ -32,6 +33,8 @@ _KINDS = (
 )
 EXPERTS, REST = "experts", "norms and residuals"
 _DROPOUT = signature(F.dropout)
+# As WorkRecorder.note.
+Note = Callable[..., None]
 
 
 class SavedBytes:
@@ -102,47 +105,73 @@ class _FusedAttention(torch.autograd.Function):
     """Shapes of what fused kernels save: query, key and value, the output, and a number for each query and head."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, note: Note | None, share: float) -> Tensor:
         # In memory a token's heads lie side by side, as the layer behind wants them.
         batch, heads, length, _ = query.shape
         output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        ctx.note = note
+        # Two products, of which a mask leaves a share: scores, and their sum of values.
+        ctx.flops = 2.0 * share * batch * heads * length * key.shape[2] * (query.shape[3] + value.shape[3])
+        if note is not None:
+            num_bytes = sum(one.nbytes for one in (query, key, value, output))
+            note(Unit.ATTENTION, query, flops=ctx.flops, num_bytes=num_bytes)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Shapes alone."""
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+        query, key, value, output, _ = ctx.saved_tensors
+        if ctx.note is not None:
+            # Five products for two: the scores once more, and gradients of both factors of each.
+            num_bytes = 2 * sum(one.nbytes for one in (query, key, value, output))
+            ctx.note(Unit.ATTENTION, query, flops=2.5 * ctx.flops, num_bytes=num_bytes)
+        return *(torch.empty_like(tensor) for tensor in (query, key, value)), None, None
 
 
 class _FusedNorm(torch.autograd.Function):
     """Shapes of what one kernel for RMSNorm saves: its input, the weight, and a number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, note: Note | None) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        ctx.note = note
+        if note is not None:
+            note(Unit.MEMORY, x, flops=0.0, num_bytes=2 * x.nbytes)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Shapes alone."""
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+        if ctx.note is not None:
+            ctx.note(Unit.MEMORY, x, flops=0.0, num_bytes=3 * x.nbytes)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _unmasked_share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Of all scores, by the arguments of scaled_dot_product_attention."""
+    return 0.5 if (args[5] if len(args) > 5 else kwargs.get("is_causal", False)) else 1.0
 
 
 class AsFusedKernels(TorchFunctionMode):
     """Inside, torch's attention, dropout and RMSNorm keep what their fused kernels keep.
 
     On the meta device torch itself takes those that keep all scores and every intermediate result, which no training
-    would.
+    would. note: told of what attention and RMSNorm compute.
     """
+
+    def __init__(self, note: Note | None = None) -> None:
+        super().__init__()
+        self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchFunctionMode."""
         if func is F.scaled_dot_product_attention:
-            return _FusedAttention.apply(*args[:3])
+            return _FusedAttention.apply(*args[:3], self._note, _unmasked_share(args, kwargs or {}))
         if func is F.rms_norm:
-            return _FusedNorm.apply(args[0], args[2] if len(args) > 2 else (kwargs or {}).get("weight"))
+            weight = args[2] if len(args) > 2 else (kwargs or {}).get("weight")
+            return _FusedNorm.apply(args[0], weight, self._note)
         if func is F.dropout:
             given = {"p": 0.5, "training": True, **_DROPOUT.bind(*args, **(kwargs or {})).arguments}
             if given["training"] and 0 < given["p"] < 1:

@@ -33,6 +33,7 @@ from megatron.training.dry_run.activations import EXPERTS, AsFusedKernels, Saved
 from megatron.training.dry_run.buffers import BufferLayout, buffer_layouts
 from megatron.training.dry_run.fake_ranks import fake_rank
 from megatron.training.dry_run.rates import Kernels
+from megatron.training.dry_run.recorder import ranks_by_name
 from megatron.training.dry_run.rehearsal import rehearse, with_names
 from megatron.training.dry_run.same_stages import Passes, structure_of
 from megatron.training.dry_run.step_time import ChunkWork
@@ -235,6 +236,9 @@ class _Build:
             sizes=parameters_by_key(self.model),
             buffers=tuple(buffer_layouts(self.model)),
             links=() if passes.rehearsed is None else passes.rehearsed.links,
+            chunks=() if passes.rehearsed is None else passes.rehearsed.chunks,
+            update=Kernels() if passes.rehearsed is None else passes.rehearsed.update,
+            groups={} if passes.rehearsed is None else ranks_by_name(groups, passes.rehearsed.links),
             working=passes.working,
             messages=0 if passes.rehearsed is None else passes.rehearsed.messages_peak,
         )

@@ -145,6 +145,13 @@ class MessageRecorder(TorchDispatchMode):
         return self._known[key]
 
 
+def ranks_by_name(groups: ProcessGroupCollection, links: Iterable[Traffic]) -> dict[str, tuple[int, ...]]:
+    """The ranks of the groups that messages name."""
+    own = {_SHORT.get(name, name): _ranks(group) for name, group in vars(groups).items() if group is not None}
+    own["world"] = tuple(range(dist.get_world_size()))
+    return {name: own[name] for name in sorted({one.group for one in links})}
+
+
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel.schedule import ActionKind, Pipeline
+from megatron.core.pipeline_parallel.schedule import ActionKind, Pipeline, stage_orders
 from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
@@ -33,8 +33,11 @@ from megatron.core.transformer.moe.token_exchange import exchange_counts
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.dry_run.activations import AsFusedKernels
 from megatron.training.dry_run.fsdp_without_memory import fsdp_runs_without_memory
+from megatron.training.dry_run.rates import Kernels
 from megatron.training.dry_run.recorder import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, MessageRecorder
+from megatron.training.dry_run.step_time import ChunkWork
 from megatron.training.dry_run.traffic import Traffic, merged
+from megatron.training.dry_run.work import WorkRecorder
 from megatron.training.dry_run.working_memory import LiveBytes
 from megatron.training.exit_conditions import LOCAL_REASONS
 from megatron.training.setup import setup_steps
@@ -47,13 +50,16 @@ class Rehearsed:
     """links: what the rank sends in a step. names: of the losses that it reports, by which agreements grow.
 
     peak, messages_peak: bytes that a step of one microbatch takes at its fullest moment beside what stands, with what
-    it keeps for backward; and what is handed to collectives at once, at most.
+    it keeps for backward; and what is handed to collectives at once, at most. chunks: what a microbatch computes in
+    each chunk; update: the optimizer's kernels.
     """
 
     links: tuple[Traffic, ...]
     names: frozenset[str]
     peak: int
     messages_peak: int
+    chunks: tuple[ChunkWork, ...]
+    update: Kernels
 
 
 class NoValues(TorchDispatchMode):
@@ -170,9 +176,11 @@ def rehearse(
     steps.memory = _Experts(static) if static else None
     steps.statistics = statistics = _NamesNoted(dist.group.WORLD)
     recorder = MessageRecorder(groups)
-    with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels():
+    work = WorkRecorder(model, live_rows=1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0))
+    with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(work.note):
         # The first for the others: gathers that wait for the next forward are those of the step before.
-        _step(steps, optimizer, num_microbatches=1, batch=batch, modes=[recorder])
+        with work.recording():
+            _step(steps, optimizer, num_microbatches=1, batch=batch, modes=[recorder])
         recorder.take()
         live = LiveBytes()
         _step(steps, optimizer, num_microbatches=1, batch=batch, modes=[recorder, live])
@@ -180,12 +188,17 @@ def rehearse(
         _step(steps, optimizer, num_microbatches=2, batch=batch, modes=[recorder])
     found = _of_step(one, recorder.take(), num_microbatches=num_microbatches)
     config = get_model_config(model[0])
-    program = pipeline_programs(
-        Pipeline(group_size(groups.pp), len(model)),
-        num_microbatches,
-        group_size=config.microbatch_group_size_per_vp_stage,
-    )[group_rank(groups.pp)]
-    return Rehearsed(merged(by_pass(found, program)), frozenset(statistics.found), live.peak, live.messages_peak)
+    pipeline, in_a_row = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
+    stage = group_rank(groups.pp)
+    program = pipeline_programs(pipeline, num_microbatches, group_size=in_a_row)[stage]
+    return Rehearsed(
+        merged(by_pass(found, program)),
+        frozenset(statistics.found),
+        live.peak,
+        live.messages_peak,
+        chunks=work.chunks(stage_orders(pipeline, 1, group_size=in_a_row)[stage]),
+        update=work.update,
+    )
 
 
 def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:

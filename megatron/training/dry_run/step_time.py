@@ -15,7 +15,7 @@ from megatron.training.dry_run.traffic import Traffic
 FORWARD, BACKWARD, GRADS, PARAMS, OPTIMIZER = "forward", "backward", "grad reduce", "param gather", "optimizer"
 PIPELINE = "pipeline"
 # Ranks tell each other of losses and norms: counted to the optimizer's messages.
-_AGREEMENT = "agreement"
+_TOLD = ("agreement", "statistics")
 _PIPELINE_GROUP = "pp"
 _TERA = 1e12
 
@@ -186,7 +186,7 @@ class _StageClock:
         self.transfer = max((rates.of_messages([one]) / one.count for one in sends), default=0.0)
         self.passes = {kind: self._passes_of(kind) for kind in ActionKind}
         self._step = compute_seconds(load.update, rates.device)
-        self._step_messages = self._phase(OPTIMIZER)[0] + self._phase(_AGREEMENT)[0]
+        self._step_messages = self._phase(OPTIMIZER)[0] + sum(self._phase(phase)[0] for phase in _TOLD)
         self._late_gather = 0.0 if overlap.parameters or overlap.in_every_pass else self._gather
         self.update = self._step + self._step_messages + self._late_gather
 
@@ -209,7 +209,8 @@ class _StageClock:
             for _ in range(buckets):
                 clock += each
                 at = max(at, clock) + part
-            found[action] = max(0.0, at - end)
+            # Sums of parts end a rounding beside the whole.
+            found[action] = at - end if at - end > 1e-9 * (end - start) else 0.0
         return found
 
     def reduced_at(self, spans: Mapping[Action, Span]) -> float:

@@ -1,0 +1,85 @@
+"""The step time that a plan estimates for this machine, beside the measured one: `python benchmarks/plan_time.py`.
+
+The model and the two processes of train_step.py, and the same without experts; figures of the machine are those of
+the entry "cpu" (MEGATRON_DEVICES; device_figures.py measures them). Prints medians over rounds and estimate / measured.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+import pretrain_gpt  # noqa: E402
+from benchmarks.sides import run_rounds, start_side  # noqa: E402
+from benchmarks.train_step import FLAGS, RANKS, build_ours  # noqa: E402
+from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from megatron.training.device_table import CPU_NAME, NAME_VARIABLE, planned_device  # noqa: E402
+from megatron.training.dry_run.plan import plan_run  # noqa: E402
+from megatron.training.dry_run.run_time import run_time  # noqa: E402
+from megatron.training.initialize import initialize_megatron  # noqa: E402
+from megatron.training.setup import setup_data, setup_run  # noqa: E402
+from megatron.training.training import train_step  # noqa: E402
+
+_OF_EXPERTS = ("--num-experts", "--moe-router-topk", "--moe-ffn-hidden-size", "--moe-router-load-balancing-type")
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help="counted rounds (default: 8)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of one round (default: 3)")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    builds = {"experts": build_ours, "dense": build_dense}
+    # Both wait for each other, so that what else the machine does meets both.
+    sides = [start_side(name, build, ranks=RANKS) for name, build in builds.items()]
+    rounds = run_rounds(sides, rounds=options.rounds, steps=options.steps)
+    # Wall time has in it what else the machine does; CPU time has not, nor what a rank waits for.
+    print("           estimate s   wall s   cpu s of a rank   estimate / wall   estimate / cpu")
+    for name, flags in (("experts", FLAGS.split()), ("dense", dense_flags())):
+        estimate = estimated_seconds(flags)
+        seconds = statistics.median(one.wall_seconds for one in rounds[name])
+        cpu = statistics.median(one.cpu_seconds for one in rounds[name]) / RANKS
+        figures = f"{estimate:12.3f}{seconds:9.3f}{cpu:18.3f}{estimate / seconds:18.2f}{estimate / cpu:17.2f}"
+        print(f"{name:9}{figures}")
+
+
+def dense_flags() -> list[str]:
+    """FLAGS without experts, the feed-forward layer as wide as those that a token meets."""
+    words = FLAGS.split()
+    kept, at = [], 0
+    while at < len(words):
+        if words[at] in _OF_EXPERTS:
+            at += 2
+            continue
+        if words[at] != "--moe-grouped-gemm":
+            kept.append(words[at])
+        at += 1
+    return [*kept, "--ffn-hidden-size", "1024"]
+
+
+def build_dense() -> Callable[[], None]:
+    """As build_ours."""
+    args = initialize_megatron(argv=dense_flags())
+    run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
+    return lambda: train_step(run) and None
+
+
+def estimated_seconds(flags: list[str]) -> float:
+    """Of a step of a run with these flags on RANKS ranks of this machine."""
+    args = validate_args(parse_args(argv=[*flags, "--dry-run", "--world-size", str(RANKS)]))
+    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    step = run_time(plan, args, device=planned_device({**os.environ, NAME_VARIABLE: CPU_NAME}))
+    assert step is not None, "it trains"
+    return step.seconds
+
+
+if __name__ == "__main__":
+    main()
