@@ -164,7 +164,7 @@ def _compare(choice: Choice) -> list[StepPages]:
     return stashed.pages
 
 
-ALL = list(islice(_covering(DIMENSIONS, draws=long_count(4, soak=40)), long_count(12, soak=1000)))
+ALL = list(islice(_covering(DIMENSIONS, draws=long_count(4, soak=40)), long_count(11, soak=1000)))
 BY_RANKS = {ranks: [choice for choice in ALL if LAYOUTS[choice["layout"]][0] == ranks] for ranks in (1, 2, 4)}
 
 

@@ -172,7 +172,8 @@ def _train_void(where: str, plan: str, lacks: Sequence[str], folder: Path) -> tu
 
 
 @pytest.mark.parametrize(
-    ("where", "plan", "lack", "steps"), [CASES[4], *(slow(*case) for case in CASES if case != CASES[4])]
+    ("where", "plan", "lack", "steps"),
+    [CASES[4], *(slow(*case) for case in CASES[:: long_count(2, soak=1)] if case != CASES[4])],
 )
 def test_steps_void_on_one_rank_leave_no_trace(
     where: str, plan: str, lack: str, steps: list[int], tmp_path: Path

@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.training.arguments import parse_args, validate_args
-from tests.counts import slow
+from tests.counts import long_count, slow
 from tests.functional_tests.launch import ROOT, read_log
 from tests.functional_tests.warm_scripts import Finished, run_script
 from tests.unit_tests.core.tokenizers.vocabularies import TEXT
@@ -61,7 +61,7 @@ def test_a_family_is_pretrained(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama3-70b", "mixtral-8x22b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("model", ["mixtral-8x22b", "llama3-70b", "deepseek-v2-lite"][: long_count(1, soak=3)])
 def test_four_processes_have_stages_and_parts_of_each_layer(model: str, tmp_path: Path) -> None:
     finished = run_example("pretrain.sh", model, folder=tmp_path, env={"GPUS": "4"})
     assert finished.exit_code == 0, finished.stdout + finished.stderr
