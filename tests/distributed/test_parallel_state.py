@@ -56,7 +56,13 @@ def test_the_same_processes_meet_again_and_again() -> None:
 def _meet() -> list[float]:
     sums = []
     for visit in range(3):
-        join_process_group(DistributedConfig(), torch.device("cpu"), settings={"visit": str(visit)}, board=None)
+        join_process_group(
+            DistributedConfig(),
+            torch.device("cpu"),
+            rank=int(os.environ["RANK"]),
+            settings={"visit": str(visit)},
+            board=None,
+        )
         parallel_state.initialize_model_parallel(context_parallel_size=3)
         total = torch.ones(1)
         dist.all_reduce(total, group=parallel_state.get_context_parallel_group())

@@ -135,6 +135,7 @@ def test_flags_without_effect_are_named_once_in_one_line_on_the_first_rank(
     assert notice.count("\n") == notice.count("--wandb-project") == notice.count("--no-rope-fusion") == 1
     assert "memory-level" not in notice, "a default needs no notice"
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     parse_args(argv=words)
     assert capsys.readouterr().err == ""
 
@@ -152,6 +153,7 @@ def test_help_groups_working_flags_and_hides_the_rest(
     known = [flag for flag in flag_table().in_state(FlagState.WORKS) if flag.known is not None]
     assert f"{852 - len(known)} more Megatron flags" in text
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit):
         parse_args(argv=["--help"])
     assert capsys.readouterr().out == ""
