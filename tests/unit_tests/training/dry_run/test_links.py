@@ -95,9 +95,12 @@ def test_ranks_that_train_nothing_send_nothing() -> None:
 @pytest.mark.slow
 def test_deepseek_v3_on_16384_ranks_takes_less_than_a_minute_and_two_gibibytes() -> None:
     # The peak of this program alone: ru_maxrss begins with what its parent held when it forked.
-    script = "import pretrain_gpt, re, sys, time\npretrain_gpt.main(sys.argv[1:])\n" + (
-        "status = open('/proc/self/status').read()\nprint(time.process_time(), re.search(r'VmHWM:\\s+(\\d+)', status)[1])"
-    )
+    script = """
+import pretrain_gpt, re, sys, time
+pretrain_gpt.main(sys.argv[1:])
+status = open("/proc/self/status").read()
+print(time.process_time(), re.search(r"VmHWM:\\s+(\\d+)", status)[1])
+"""
     found = subprocess.run(
         [sys.executable, "-c", script, *DEEPSEEK], cwd=ROOT, capture_output=True, text=True, check=True, timeout=600
     )
