@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from megatron.core.device import default_device
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 from megatron.training.dry_run.rates import Unit
+from megatron.training.dry_run.running_modules import RunningModules
 
 # The first that is found in a module's name says whose tensors its saved ones are.
 _KINDS = (
@@ -50,24 +51,15 @@ class SavedBytes:
 
         kind_of: from the name of the module that runs, "" outside of all; unset: what kind of module it is.
         """
-        self._model, self._kind_of = model, kind_of or kind_of_module
+        self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
         self._standing = {tensor.untyped_storage()._cdata for tensor in standing}
-        self._inside: list[str] = []
         self._saved: list[tuple[str, ref[Tensor]]] = []
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Inside, saved tensors are noted with the module that runs."""
-        handles = []
-        for name, module in self._model.named_modules():
-            handles.append(module.register_forward_pre_hook(self._enter(name)))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with self._running.followed(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept):
+            yield
 
     def by_kind(self) -> Counter[str]:
         """Bytes that are still kept, by kind."""
@@ -80,19 +72,10 @@ class SavedBytes:
                 found[kind] += kept.untyped_storage().nbytes()
         return found
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._inside.append(name)
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        self._inside.pop()
-
     def _pack(self, tensor: Tensor) -> Tensor:
         # A tensor of its own: the graph alone keeps it, so that it ends with the graph.
         kept = tensor.detach()
-        self._saved.append((self._kind_of(self._inside[-1] if self._inside else ""), ref(kept)))
+        self._saved.append((self._kind_of(self._running.name), ref(kept)))
         return kept
 
 

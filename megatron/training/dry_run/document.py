@@ -17,6 +17,7 @@ from megatron.training.dry_run.plan import NOT_PLANNED, Plan, RankPlan
 from megatron.training.dry_run.rates import message_seconds
 from megatron.training.dry_run.run_time import ASSUMPTIONS, places
 from megatron.training.dry_run.step_time import StageTime, StepTime
+from megatron.training.dry_run.table import layout_sizes
 from megatron.training.dry_run.traffic import link_bytes
 
 JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
@@ -30,14 +31,7 @@ def plan_document(plan: Plan, args: argparse.Namespace, *, device: Device, step:
     times = [None] * len(plan.stages) if step is None else step.stages
     return {
         "world_size": args.world_size,
-        "layout": {
-            "tensor": args.tensor_model_parallel_size,
-            "pipeline": args.pipeline_model_parallel_size,
-            "virtual": args.virtual_pipeline_model_parallel_size or 1,
-            "context": args.context_parallel_size,
-            "expert": args.expert_model_parallel_size,
-            "data": args.data_parallel_size,
-        },
+        "layout": layout_sizes(args),
         "batch": {
             "num_microbatches": plan.num_microbatches,
             "micro_batch_size": args.micro_batch_size,

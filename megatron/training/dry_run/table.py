@@ -48,15 +48,23 @@ def _value(stage: RankPlan, column: str) -> int:
     return value
 
 
-def _layout(args: argparse.Namespace) -> str:
-    sizes = {
-        "tensor": args.tensor_model_parallel_size,
+def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes of a run's layout, by the names that plans have for them; expert tensor: of a model with experts."""
+    tensor = args.tensor_model_parallel_size
+    experts = {} if args.num_experts is None else {"expert tensor": args.expert_tensor_parallel_size or tensor}
+    return {
+        "tensor": tensor,
         "pipeline": args.pipeline_model_parallel_size,
         "virtual": args.virtual_pipeline_model_parallel_size or 1,
         "context": args.context_parallel_size,
         "expert": args.expert_model_parallel_size,
+        **experts,
         "data": args.data_parallel_size,
     }
+
+
+def _layout(args: argparse.Namespace) -> str:
+    sizes = layout_sizes(args)
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
 
 

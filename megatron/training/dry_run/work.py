@@ -3,7 +3,7 @@
 It counts what the run's own code calls, on tensors without memory; what that takes on a device is rates.py's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 from megatron.training.dry_run.activations import kind_of_module
 from megatron.training.dry_run.rates import Kernel, Kernels, Unit
+from megatron.training.dry_run.running_modules import RunningModules
 from megatron.training.dry_run.step_time import ChunkWork
 
 _FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
@@ -42,9 +43,8 @@ class WorkRecorder(TorchDispatchMode):
 
     def __init__(self, model: Sequence[nn.Module], *, live_rows: float = 1.0) -> None:
         super().__init__()
-        self._model, self._live_rows = model, live_rows
+        self._running, self._live_rows = RunningModules(model), live_rows
         self._names: list[str] = []
-        self._inside: list[str] = []
         self._kind = ""
         self.forwards: list[Kernels] = []
         self.backwards: list[Kernels] = []
@@ -54,17 +54,8 @@ class WorkRecorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, kernels are noted with the module that runs, or whose backward does."""
-        handles = []
-        for chunk in self._model:
-            for name, module in chunk.named_modules():
-                handles.append(module.register_forward_pre_hook(self._enter(name)))
-                handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with self._running.followed(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
+            yield
 
     def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
         """The work of each chunk. order: in which the step ran its passes, one of each chunk and kind."""
@@ -78,7 +69,7 @@ class WorkRecorder(TorchDispatchMode):
         """Counts a fused kernel, which the dispatcher does not see. tensor: any shape, of the dtype it computes in."""
         counter = self._counter()
         if counter is not None:
-            kind = kind_of_module(self._inside[-1]) if self._inside else self._kind or kind_of_module("")
+            kind = kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
             counter[Kernel(kind, unit, _DTYPES.get(tensor.dtype, "fp32"), float(flops), float(num_bytes))] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,22 +115,13 @@ class WorkRecorder(TorchDispatchMode):
         """Where kernels of this moment belong."""
         if _BACKWARD in self._names:
             # Modules run forward in a backward when they are computed again.
-            return self.recomputed[-1] if self._inside else self.backwards[-1]
+            return self.recomputed[-1] if self._running else self.backwards[-1]
         if _FORWARD in self._names:
             return self.forwards[-1]
         return self.update if _UPDATE in self._names else None
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._inside.append(name)
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        self._inside.pop()
-
     def _pack(self, tensor: Tensor) -> tuple[str, Tensor]:
-        return kind_of_module(self._inside[-1] if self._inside else ""), tensor.detach()
+        return kind_of_module(self._running.name), tensor.detach()
 
     def _unpack(self, kept: tuple[str, Tensor]) -> Tensor:
         # The backward of the module that saved it comes next.

@@ -10,24 +10,9 @@ from megatron.training.arguments import CommandLineError, parse_args
 from megatron.training.device_table import DEVICES_FILE
 from megatron.training.gpt_builder import build_gpt
 from megatron.training.model_presets import PRESETS, KnownModel, known_models
+from tools.write_plan_checks import PARAMETERS
 
 NAMES = [model.name for model in known_models()]
-# What the model cards and the indices of the files on the hub say, for some of each family.
-PUBLISHED = {
-    "llama3-8b": 8_030_261_248,
-    "llama3.1-70b": 70_553_706_496,
-    "llama3.2-1b": 1_235_814_400,
-    "qwen2-7b": 7_615_616_512,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "qwen3-235b-a22b": 235_093_634_560,
-    "mixtral-8x7b": 46_702_792_704,
-    "deepseek-v2-lite": 15_706_484_224,
-    "deepseek-v2": 235_741_434_880,
-    "deepseek-v3": 671_026_419_200,
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt-oss-120b": 116_829_156_672,
-}
 
 
 def arguments_of(words: str) -> Any:
@@ -55,7 +40,7 @@ def test_parameters_are_those_of_the_published_model(known: KnownModel) -> None:
     stored = [*model.named_parameters(), *(item for item in model.named_buffers() if item[0].endswith("expert_bias"))]
     parameters = {name: tensor for name, tensor in stored if not name.startswith("mtp.")}
     total = sum(parameter.numel() for parameter in parameters.values())
-    assert total == known.parameters == PUBLISHED.get(known.name, total)
+    assert total == known.parameters == PARAMETERS.get(known.name, total)
     routed = sum(tensor.numel() for name, tensor in parameters.items() if ".mlp.experts." in name)
     idle = routed - routed * args.moe_router_topk // args.num_experts if routed else 0
     assert total - idle == known.active_parameters

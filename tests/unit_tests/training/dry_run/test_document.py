@@ -91,6 +91,8 @@ def _args(stages: int) -> argparse.Namespace:
         virtual_pipeline_model_parallel_size=None,
         context_parallel_size=1,
         expert_model_parallel_size=8,
+        expert_tensor_parallel_size=None,
+        num_experts=64,
         data_parallel_size=8,
         micro_batch_size=1,
         seq_length=4096,
