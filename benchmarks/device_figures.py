@@ -68,6 +68,7 @@ def measured(rounds: int) -> dict[str, float | None]:
         "attainable_link": 1.0,
         "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
         "memory_gb_s": 2 * large.nbytes / copy / 1e9,
+        "host_gb_s": large.nbytes / copy / 1e9,
         "node_gb_s": rate,
         "node_latency_us": latency,
         "network_gb_s": rate,

@@ -125,7 +125,9 @@ def stash_plan(args: argparse.Namespace) -> StashPlan:
     if not args.capacity_is_given:
         run = replace(run, flags=flags)
     device = planned_device()
-    machine = machine_of(device, flags, host_gb_s=args.host_gb_s)
+    machine = machine_of(device, flags)
+    if args.host_gb_s is not None:
+        machine = replace(machine, host_bytes=args.host_gb_s * 1e9)
     # Without a group that waits there is nothing to choose.
     stashes = bool(needs.pages.any())
     best = recommended(run, needs, spans=routing.spans, flags=flags, wanted=args.wanted_probability) if stashes else {}
@@ -138,7 +140,7 @@ def stash_plan(args: argparse.Namespace) -> StashPlan:
         guesses=routing.guesses,
         wanted=args.wanted_probability,
         device=device.name,
-        host_gb_s=args.host_gb_s,
+        host_gb_s=machine.host_bytes / 1e9,
         needs=needs,
         given=walk(run, run.flags, spans=routing.spans, grows=True),
         table=_table(args, run, spans=routing.spans) if stashes else [],
@@ -219,9 +221,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--host-gb-s",
         type=float,
-        default=55.0,
         metavar="X",
-        help="10^9 bytes a second between device and host, one way.",
+        help="10^9 bytes a second that copies between device and host reach, one way; unset: what the table of devices "
+        "says of the planned one.",
     )
     group.add_argument("--json", metavar="FILE", help="Also write the plan here.")
     return parser

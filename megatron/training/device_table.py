@@ -35,6 +35,7 @@ class Device:
     attainable_link: float
     memory_gib: float
     memory_gb_s: float
+    host_gb_s: float
     devices_per_node: int
     node_gb_s: float
     node_latency_us: float
@@ -46,6 +47,11 @@ class Device:
     def memory_bytes(self) -> int:
         """All memory of the device."""
         return int(self.memory_gib * 2**30)
+
+    @property
+    def host_bytes_s(self) -> float:
+        """Bytes a second that a copy between device and host reaches, one way."""
+        return self.host_gb_s * 1e9 * self.attainable_link
 
     def tflops(self, dtype: str) -> float:
         """Peak of dense products in that type: bf16, fp16, fp8 or fp32. Raises ValueError where there are none."""

@@ -48,12 +48,14 @@ class StageCosts:
         return self.spill <= min(self.forward, self.backward)
 
 
-def machine_of(device: Device, flags: StashFlags, *, host_gb_s: float) -> Machine:
-    """Rates of the experts' kernels. Raises ValueError where the device does not compute in the run's type."""
+def machine_of(device: Device, flags: StashFlags) -> Machine:
+    """Rates of the experts' kernels, and of copies to the host. Raises ValueError where the device does not compute in
+    the run's type.
+    """
     return Machine(
         flops=device.tflops(_DTYPES[flags.params_dtype]) * 1e12 * device.attainable_matmul,
         copied_bytes=device.memory_gb_s * 1e9 * device.attainable_memory,
-        host_bytes=host_gb_s * 1e9,
+        host_bytes=device.host_bytes_s,
     )
 
 

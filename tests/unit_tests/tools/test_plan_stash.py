@@ -120,6 +120,24 @@ def test_text_and_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{max(plan['capacity_factor_needed']):.1f}"[:2] in text
 
 
+def test_the_link_to_the_host_is_that_of_the_planned_device(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ["--skew", "dirichlet:1", "--plan-steps", "20", "--plan-factors", "1", "--json", str(tmp_path / "plan")]
+    seconds = {}
+    for device, given, rate in (
+        ("H100", [], 0.8 * 64),
+        ("A100", [], 0.8 * 32),
+        ("A100", ["--host-gb-s", "12.5"], 12.5),
+    ):
+        monkeypatch.setenv("MEGATRON_PLAN_DEVICE", device)
+        assert main([*argv(*words), *given]) == 0
+        assert f"{device} of configs/devices.yaml, {rate:g} GB/s to the host" in capsys.readouterr().out
+        plan = json.loads((tmp_path / "plan").read_text())
+        seconds[rate] = plan["costs"]["host"][0]["seconds"]["spill"]
+    assert seconds[25.6] == pytest.approx(2 * seconds[51.2]) and seconds[12.5] > seconds[25.6] > 0
+
+
 def test_what_does_not_pay_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     skew = ["--skew", "balanced", "--plan-steps", "5", "--plan-factors", "1"]
     alone = {"pipeline_model_parallel_size": 1, "num_layers": 1, "world_size": 2}

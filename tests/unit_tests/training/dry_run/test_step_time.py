@@ -22,6 +22,7 @@ DEVICE = Device(
     attainable_link=0.5,
     memory_gib=1.0,
     memory_gb_s=1.0,
+    host_gb_s=1.0,
     devices_per_node=8,
     node_gb_s=2.0,
     node_latency_us=0.0,
