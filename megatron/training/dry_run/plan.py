@@ -26,8 +26,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.paged_stash.sizing import check_effect
+from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.dry_run.activations import EXPERTS, AsFusedKernels, SavedBytes, peak_bytes
 from megatron.training.dry_run.buffers import BufferLayout, buffer_layouts
@@ -124,6 +127,7 @@ def plan_run(
     that cannot be built.
     """
     stages, is_balanced, known = [], False, _Known()
+    stashed: list[Sequence[StashEvent]] = []
     args = copy.copy(args)
     args.ddp_debug = False  # it watches what is sent
     for stage, rank in enumerate(pipeline_of(args, rank_in_stage)):
@@ -133,6 +137,10 @@ def plan_run(
             build = _Build(args, model_provider, config_overrides=config_overrides)
             stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func, known=known))
             is_balanced = is_balanced or build.is_balanced
+            stashed.append(build.stash_events)
+    if args.moe_paged_stash and not args.skip_train and only_stages is None:
+        with flags_named_in_errors():
+            check_effect(stashed)
     # Every rank sends a place for each name of a loss, its own or not.
     names = {name for passes in known.values() if passes.rehearsed is not None for name in passes.rehearsed.names}
     stages = [replace(one, links=with_names(one.links, len(names))) for one in stages]
@@ -200,6 +208,7 @@ class _Build:
         self.model, self._optimizer = model, optimizer
         # The number of rows of an expert is known in advance where buffers have a fixed size.
         self.is_balanced = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
+        self.stash_events: Sequence[StashEvent] = ()
 
     def plan(
         self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep, known: _Known
@@ -244,15 +253,21 @@ class _Build:
         )
 
     def _pages(self, groups: ProcessGroupCollection, num_microbatches: int) -> tuple[int, int]:
-        """Bytes of the stash's pages, on the device and on the host."""
+        """Bytes of the stash's pages, on the device and on the host; an evaluation has none."""
+        if self._optimizer is None:
+            return 0, 0
         memory = build_expert_memory(self.model, self._args, groups=groups)
         layout = None if memory is None else memory.pool_layout_for(num_microbatches)
+        self.stash_events = () if memory is None else memory.needs.events
         if layout is None:
             return 0, 0
         return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
 
     def _passes(self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int) -> Passes:
         args, model = self._args, self.model
+        if self._optimizer is None:
+            # Nothing waits for a backward.
+            return Passes(tuple(Counter() for _ in model), 0, None)
         if self.is_balanced or args.use_torch_fsdp2:
             args = with_known_rows(args)
             _publish(args)
@@ -263,17 +278,15 @@ class _Build:
             for chunk, kinds in zip(model, saved, strict=True)
         ]
         _publish(self._args)
-        rehearsed = None
-        if self._optimizer is not None:
-            rehearsed = rehearse(
-                self._args,
-                self.model,
-                optimizer=self._optimizer,
-                forward_step=forward_step,
-                groups=groups,
-                num_microbatches=num_microbatches,
-                batch=_batch(self._args),
-            )
+        rehearsed = rehearse(
+            self._args,
+            self.model,
+            optimizer=self._optimizer,
+            forward_step=forward_step,
+            groups=groups,
+            num_microbatches=num_microbatches,
+            batch=_batch(self._args),
+        )
         return Passes(tuple(saved), max(of_layers), rehearsed)
 
 

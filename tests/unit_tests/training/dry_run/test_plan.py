@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 import torch
 from torch import nn
 
@@ -50,6 +51,20 @@ def test_a_plan_says_how_many_ranks_and_what_it_assumes() -> None:
     assert stage.total == sum([stage.parameters, stage.gradients, stage.masters, stage.moments, stage.pages]) + sum(
         stage.activations.values()
     )
+
+
+def test_a_stash_in_which_nothing_would_wait_is_refused_as_the_run_refuses_it() -> None:
+    flags: Flags = {"moe-paged-stash": True, "moe-expert-rank-capacity-factor": 2.0, "num-layers": 1}
+    with pytest.raises(ValueError, match="--moe-paged-stash is True but can have no effect"):
+        _planned("moe", flags)
+
+
+def test_an_evaluation_keeps_nothing_for_backward_and_has_no_pages() -> None:
+    flags: Flags = {"moe-paged-stash": True, "moe-expert-rank-capacity-factor": 2.0}
+    trained, _ = _planned("moe", flags)
+    (stage,) = _planned("moe", {**flags, "skip-train": True, "load": "nowhere"})[0].stages
+    assert trained.stages[0].pages + trained.stages[0].host_pages > 0 == stage.pages + stage.host_pages
+    assert stage.total == stage.parameters + stage.gradients and stage.parameters == trained.stages[0].parameters
 
 
 def test_parameters_of_a_plan_are_those_of_the_whole_model() -> None:
