@@ -16,7 +16,7 @@ import pretrain_gpt
 from megatron.core.transformer.moe.paged_stash_config import parse_bytes
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.parser import did_you_mean
+from megatron.training.command_line.parser import FlagParser, did_you_mean
 from megatron.training.device_table import Device, known_devices
 from megatron.training.dry_run.layout_costs import Advice, LayoutCosts
 from megatron.training.dry_run.layout_request import Request, read_request
@@ -27,14 +27,18 @@ from megatron.training.errors import exit_on_user_error
 
 _DEVICE = "H100"
 _FRONT = 12
+# A size without a unit that is below is taken for one whose unit was forgotten.
+_LEAST_BYTES = 1_000_000
 _NOT_COUNTED = "messages under way, what passes take and free again, as logits, and what the allocator keeps"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the layouts that nothing beats and the flags of the fastest; exits with 1 where no layout fits."""
-    own, words = _parser().parse_known_args(argv)
     with exit_on_user_error():
+        own, words = _parser().parse_known_args(argv)
         device = _device(own.device)
+        if own.gpus is None:
+            raise CommandLineError("missing --gpus: give the number of ranks of the run, as --gpus 64")
         if own.gpus < 1:
             raise CommandLineError(f"--gpus is {own.gpus}: must be at least 1")
         if own.top < 1:
@@ -43,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kept = memory // 10 if own.keep_free is None else _bytes(own.keep_free, "--keep-free")
         if not 0 <= kept < memory:
             raise CommandLineError(f"--keep-free is {own.keep_free}: must be less than the memory, {memory} bytes")
+        _check_others(own, words)
         request = read_request(words, world_size=own.gpus, devices_per_node=device.devices_per_node)
         costs = LayoutCosts(
             request.words,
@@ -61,9 +66,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
+def _check_others(own: argparse.Namespace, words: Sequence[str]) -> None:
+    """Raises CommandLineError for what would be told late: a file that cannot be written, the flag of another plan."""
+    for flag in ("--world-size", "--dry-run"):
+        if any(word.partition("=")[0] == flag for word in words):
+            raise CommandLineError(
+                f"{flag} is of one layout's plan by pretrain_gpt.py: must be left out here; --gpus says how many ranks"
+            )
+    folder = Path(own.json or "").parent
+    if not folder.is_dir():
+        raise CommandLineError(f"--json is {own.json}: its folder {folder} is not there; must be a file in one that is")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="Ranks of the run.")
+    parser = FlagParser(
+        description=__doc__.splitlines()[0] if __doc__ else None,
+        epilog="Any flags of pretrain_gpt.py may follow: the model (--model NAME, or its sizes), what layouts share.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="Ranks of the run; needed.")
     parser.add_argument("--memory", metavar="SIZE", help="Of a GPU, such as 80GB or 79.6GiB; unset: the device's.")
     parser.add_argument("--keep-free", metavar="SIZE", help="Of it, for what plans do not count; unset: a tenth.")
     parser.add_argument("--device", default=_DEVICE, metavar="NAME", help="Of configs/devices.yaml (default: H100).")
@@ -74,9 +95,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _bytes(text: str, flag: str) -> int:
     try:
-        return parse_bytes(text, field=flag)
+        num_bytes = parse_bytes(text, field=flag)
     except ValueError as error:
         raise CommandLineError(str(error)) from None
+    if flag == "--memory" and text.strip().isdigit() and num_bytes < _LEAST_BYTES:
+        raise CommandLineError(f"{flag} is {text}, which is so many bytes: must have a unit, such as {text.strip()}GB")
+    return num_bytes
 
 
 def _device(name: str) -> Device:

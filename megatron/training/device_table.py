@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import did_you_mean
 from megatron.training.command_line.yaml_values import plain_values
 
@@ -19,6 +20,14 @@ FILE_VARIABLE, NAME_VARIABLE = "MEGATRON_DEVICES", "MEGATRON_PLAN_DEVICE"
 DEFAULT_NAME, CPU_NAME = "H100", "cpu"
 _MAY_BE_NONE = ("bf16_tflops", "fp8_tflops")
 _SHARES = "attainable_"
+# By the end of a field's name. No figure is near the most: what is above it is in another unit.
+_UNITS = {
+    "_tflops": "10^12 operations a second",
+    "_gib": "GiB",
+    "_gb_s": "10^9 bytes a second",
+    "_us": "microseconds",
+}
+_MOST = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +76,8 @@ class Device:
 def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
     """The devices of the file that MEGATRON_DEVICES names, then those of configs/devices.yaml, in their order.
 
-    environment: the process's own by default. Raises ValueError naming file, entry, field and value of what is wrong.
+    environment: the process's own by default. Raises CommandLineError naming file, entry, field and value
+    of what is wrong.
     """
     path = (os.environ if environment is None else environment).get(FILE_VARIABLE)
     own = devices_of_file(Path(path)) if path else []
@@ -75,51 +85,53 @@ def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
 
 
 def planned_device(environment: Mapping[str, str] | None = None) -> Device:
-    """The device that MEGATRON_PLAN_DEVICE names, H100 by default. Raises ValueError for one that is not known."""
+    """The device that MEGATRON_PLAN_DEVICE names, H100 by default; CommandLineError for one that is not known."""
     environment = os.environ if environment is None else environment
     name = environment.get(NAME_VARIABLE) or DEFAULT_NAME
     devices = {device.name: device for device in known_devices(environment)}
     if name not in devices:
         names = list(devices)
-        raise ValueError(f"{NAME_VARIABLE} is {name}: not known{did_you_mean(name, names)}; known: {', '.join(names)}")
+        raise CommandLineError(
+            f"{NAME_VARIABLE} is {name}: not known{did_you_mean(name, names)}; known: {', '.join(names)}"
+        )
     return devices[name]
 
 
 def peak_bf16_tflops(product: str) -> float | None:
     """Highest 10^12 dense bf16 operations a second of the GPU of that product name; None for one not in the table.
 
-    Raises ValueError for a file of one's own that is wrong.
+    Raises CommandLineError for a file of one's own that is wrong.
     """
     gpus = (device for device in known_devices() if device.name != CPU_NAME)
     return next((device.bf16_tflops for device in gpus if device.name in product), None)
 
 
 def devices_of_file(path: Path) -> list[Device]:
-    """The entries of a file, in order. Raises ValueError naming file, entry, field and value of what is wrong."""
+    """The entries of a file, in order. Raises CommandLineError naming file, entry, field and value of what is wrong."""
     try:
         entries = plain_values(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}: must be a file with devices, as {DEVICES_FILE}") from None
+        raise CommandLineError(f"{path}: {error.strerror}: must be a file with devices, as {DEVICES_FILE}") from None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise CommandLineError(f"{path}: {error}") from None
     if not isinstance(entries, dict) or not entries:
-        raise ValueError(f"{path} has no devices: must have names with figures, as {DEVICES_FILE}")
+        raise CommandLineError(f"{path} has no devices: must have names with figures, as {DEVICES_FILE}")
     return [_device(str(name), figures, path=path) for name, figures in entries.items()]
 
 
 def _device(name: str, figures: Any, *, path: Path) -> Device:
     names = [field.name for field in fields(Device) if field.name != "name"]
     if not isinstance(figures, dict):
-        raise ValueError(f"{path}: {name} is {figures!r}: must have {', '.join(names)}")
+        raise CommandLineError(f"{path}: {name} is {figures!r}: must have {', '.join(names)}")
     for wrong in figures:
         if wrong not in names:
-            raise ValueError(f"{path}: {name}.{wrong} is not known{did_you_mean(str(wrong), names)}")
+            raise CommandLineError(f"{path}: {name}.{wrong} is not known{did_you_mean(str(wrong), names)}")
     for missing in names:
         if missing not in figures:
-            raise ValueError(f"{path}: {name}.{missing} is missing: {_right(missing)}")
+            raise CommandLineError(f"{path}: {name}.{missing} is missing: {_right(missing)}")
     for field, value in figures.items():
         if not _fits(field, value):
-            raise ValueError(f"{path}: {name}.{field} is {value!r}: {_right(field)}")
+            raise CommandLineError(f"{path}: {name}.{field} is {value!r}: {_right(field)}")
     return Device(name=name, **figures)
 
 
@@ -130,9 +142,8 @@ def _fits(field: str, value: Any) -> bool:
         return False
     if field == "devices_per_node":
         return isinstance(value, int) and value >= 1
-    if field.endswith("_us"):
-        return value >= 0
-    return value > 0 and (value <= 1 or not field.startswith(_SHARES))
+    most = 1 if field.startswith(_SHARES) else _MOST
+    return 0 <= value <= most if field.endswith("_us") else 0 < value <= most
 
 
 def _right(field: str) -> str:
@@ -140,6 +151,7 @@ def _right(field: str) -> str:
         return "must be a whole number of at least 1"
     if field.startswith(_SHARES):
         return "must be a number above 0 and up to 1"
-    if field.endswith("_us"):
-        return "must be a number of at least 0"
-    return "must be a number above 0" + (", or null for none" if field in _MAY_BE_NONE else "")
+    unit = next(unit for end, unit in _UNITS.items() if field.endswith(end))
+    least = "of at least 0" if field.endswith("_us") else "above 0"
+    none = ", or null for none" if field in _MAY_BE_NONE else ""
+    return f"must be a number {least} and up to {_MOST}, in {unit}{none}"

@@ -363,5 +363,7 @@ def check_fake_rank(args: argparse.Namespace) -> None:
 def _launcher_number(name: str, *, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdigit()):
-        raise CommandLineError(f"{name} is {text!r} in the environment: must be a number; torchrun sets it")
+        raise CommandLineError(
+            f"{name} is {text!r} in the environment: must be a whole number of at least 0; torchrun sets it"
+        )
     return int(text)

@@ -23,6 +23,8 @@ from megatron.training.dry_run.traffic import link_bytes
 JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
 # More would make files of many megabytes; those of the beginning are told.
 _MOST_PASSES = 20_000
+# Seconds below which a difference of sums is rounding.
+_NOTHING = 1e-12
 
 
 def plan_document(plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None) -> dict[str, Any]:
@@ -127,4 +129,6 @@ def _schedule(step: StepTime) -> list[list[list[Any]]]:
 
 
 def _seconds(seconds: float) -> str:
+    if seconds < _NOTHING:
+        return "0 ms"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

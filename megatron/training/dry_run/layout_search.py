@@ -28,14 +28,13 @@ class Found:
 
 def search(space: Space, costs: LayoutCosts, *, limit: int, most: int) -> Found:
     """Layouts that fit into `limit` bytes, up to `most` of the front. Raises CommandLineError where there are none."""
-    compared = 0
-    fitting: list[tuple[Cost, Layout]] = []
-    others: list[tuple[Cost, Layout]] = []
-    for layout in space.layouts():
-        compared += 1
-        cost = costs.cost(layout, limit=limit)
-        if cost is not None:
-            (fitting if cost.num_bytes <= limit else others).append((cost, layout))
+    micro_batch = space.fixed.get("micro_batch")
+    if micro_batch and space.global_batch % micro_batch:
+        raise CommandLineError(
+            f"--global-batch-size is {space.global_batch}: must be a multiple of --micro-batch-size ({micro_batch})"
+        )
+    compared, known = _costs(space, costs, limit=limit)
+    fitting = [one for one in known if one[0].num_bytes <= limit]
     if not compared:
         raise CommandLineError(
             f"no layout has {space.world_size} GPUs: tensor x pipeline x context must divide them and leave "
@@ -45,11 +44,27 @@ def search(space: Space, costs: LayoutCosts, *, limit: int, most: int) -> Found:
     front = _front(fitting, costs, limit=limit, most=most)
     nearest = None
     if not front:
-        nearest = _least(sorted([*fitting, *others], key=lambda one: one[0].num_bytes), costs)
+        if known and not fitting:
+            # Parameters of more than twice a limit are not looked at any further: here this leaves out nothing that
+            # needs less than what is known.
+            _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known))
+        nearest = _least(sorted(known, key=lambda one: one[0].num_bytes), costs)
         if nearest is None:
             why = costs.last_refusal or "the parameters of a rank alone take more than twice the memory"
             raise CommandLineError(f"none of {compared} layouts can be had: {why}")
     return Found(tuple(front), nearest, compared, len(fitting))
+
+
+def _costs(space: Space, costs: LayoutCosts, *, limit: int) -> tuple[int, list[tuple[Cost, Layout]]]:
+    """The number of layouts, and those with costs."""
+    compared = 0
+    known: list[tuple[Cost, Layout]] = []
+    for layout in space.layouts():
+        compared += 1
+        cost = costs.cost(layout, limit=limit)
+        if cost is not None:
+            known.append((cost, layout))
+    return compared, known
 
 
 def _front(fitting: list[tuple[Cost, Layout]], costs: LayoutCosts, *, limit: int, most: int) -> list[Advice]:

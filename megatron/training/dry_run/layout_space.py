@@ -296,5 +296,8 @@ def layout_text(counts: Sequence[int], *, further_layers: int) -> str:
             words[-1] = (part, words[-1][1] + 1)
         else:
             words.append((part, 1))
-    texts = [part if times == 1 else f"({part}|)*{times - 1}{part}" for part, times in words]
-    return "|".join(texts)
+    return "|".join(part if times == 1 else _repeated(part, times) for part, times in words)
+
+
+def _repeated(part: str, times: int) -> str:
+    return f"{part}|{part}" if times == 2 else f"({part}|)*{times - 1}{part}"

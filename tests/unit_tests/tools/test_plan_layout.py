@@ -77,9 +77,32 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks(
     assert "--tensor-model-parallel-size 2" in text or "--pipeline-model-parallel-size 2" in text
 
 
+def test_what_needs_least_does_not_depend_on_the_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    words = ["--model", "llama3.2-1b", "--gpus", "4", "--micro-batch-size", "1", *TINY, "--json", str(path)]
+    needed = []
+    for memory in ("1KiB", "50KiB", "100KiB"):
+        with pytest.raises(SystemExit):
+            plan_layout.main([*words, "--memory", memory])
+        assert "nothing fits" in capsys.readouterr().out
+        needed.append(json.loads(path.read_text())["nearest"]["words"])
+    assert needed[0] == needed[1] == needed[2]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--model", "llama3.2-1b"], "missing --gpus: give the number of ranks of the run"),
+        (
+            ["--model", "llama3.2-1b", "--gpus", "8", "--memory", "80"],
+            "--memory is 80, .* must have a unit, such as 80GB",
+        ),
+        (["--model", "llama3.2-1b", "--gpus", "8", "--world-size=8"], "--world-size is of one layout's plan .* --gpus"),
+        (["--model", "llama3.2-1b", "--gpus", "8", "--json", "absent/x.json"], "--json is absent/x.json: its folder"),
+        (
+            ["--model", "llama3.2-1b", "--gpus", "8", "--micro-batch-size", "3"],
+            "--global-batch-size is 32: must be a multiple of --micro-batch-size .3",
+        ),
         (["--model", "mixtral-8x7", "--gpus", "8"], "--model is mixtral-8x7: not known; did you mean mixtral-8x7b?"),
         (["--model", "llama3.2-1b", "--gpus", "8", "--memory", "80 apples"], "--memory is '80 apples': must be"),
         (["--model", "llama3.2-1b", "--gpus", "0"], "--gpus is 0: must be at least 1"),

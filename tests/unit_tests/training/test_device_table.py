@@ -68,14 +68,36 @@ def test_figures_of_ones_own_go_before_those_that_come_along(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("field", "value", "right"),
     [
-        ("fp32_tflops", "fast", "H100.fp32_tflops is 'fast': must be a number above 0"),
-        ("bf16_tflops", 0, "H100.bf16_tflops is 0: must be a number above 0, or null for none"),
-        ("fp32_tflops", None, "H100.fp32_tflops is None: must be a number above 0"),
+        (
+            "fp32_tflops",
+            "fast",
+            "H100.fp32_tflops is 'fast': must be a number above 0 and up to 1000000, in 10^12 operations a second",
+        ),
+        (
+            "bf16_tflops",
+            0,
+            "H100.bf16_tflops is 0: must be a number above 0 and up to 1000000, in 10^12 operations a second, "
+            "or null for none",
+        ),
+        (
+            "fp32_tflops",
+            None,
+            "H100.fp32_tflops is None: must be a number above 0 and up to 1000000, in 10^12 operations a second",
+        ),
         ("attainable_link", 80, "H100.attainable_link is 80: must be a number above 0 and up to 1"),
-        ("memory_gib", float("nan"), "H100.memory_gib is nan: must be a number above 0"),
-        ("memory_gb_s", True, "H100.memory_gb_s is True: must be a number above 0"),
+        ("memory_gib", float("nan"), "H100.memory_gib is nan: must be a number above 0 and up to 1000000, in GiB"),
+        (
+            "memory_gb_s",
+            True,
+            "H100.memory_gb_s is True: must be a number above 0 and up to 1000000, in 10^9 bytes a second",
+        ),
         ("devices_per_node", 2.5, "H100.devices_per_node is 2.5: must be a whole number of at least 1"),
-        ("kernel_us", -1, "H100.kernel_us is -1: must be a number of at least 0"),
+        ("kernel_us", -1, "H100.kernel_us is -1: must be a number of at least 0 and up to 1000000, in microseconds"),
+        (
+            "memory_gb_s",
+            3.35e12,
+            "H100.memory_gb_s is 3350000000000.0: must be a number above 0 and up to 1000000, in 10^9 bytes a second",
+        ),
         ("memory_gbs", 80, "H100.memory_gbs is not known; did you mean memory_gb_s?"),
     ],
 )

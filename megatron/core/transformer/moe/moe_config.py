@@ -129,11 +129,12 @@ def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int,
         return
     assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
     words = max(1, 16 // itemsize)
-    ffn = ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, words * expert_tensor_size)
-    for name, width, multiple in (ffn, ("hidden_size", hidden_size, words)):
+    shared = "" if expert_tensor_size == 1 else f" and expert_tensor_parallel_size {expert_tensor_size}"
+    ffn = ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, words * expert_tensor_size, shared)
+    for name, width, multiple, also in (ffn, ("hidden_size", hidden_size, words, "")):
         if width % multiple:
             raise ValueError(
-                f"{name} is {width}: must be a multiple of {multiple} with moe_grouped_gemm in this precision, "
+                f"{name} is {width}: must be a multiple of {multiple} with moe_grouped_gemm{also} in this precision, "
                 "whose kernel reads 16 bytes at a time"
             )
 
