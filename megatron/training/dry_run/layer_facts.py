@@ -32,7 +32,7 @@ from megatron.training.dry_run.plan import ForwardStep, as_rank, pipeline_of, sa
 from megatron.training.setup import get_model
 
 _LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
-_EMBEDDING, _END, _CHUNK = "embedding", "end", "chunk"
+EMBEDDING, END = "embedding", "end"
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,12 @@ def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
     return [LayerKind(bool(has), window) for has, window in zip(experts, windows, strict=True)]
 
 
+def distinct_kinds(args: argparse.Namespace) -> list[LayerKind]:
+    """Of the model of these arguments. The last layer's kind at the end: those of multi-token prediction are of it."""
+    every = layer_kinds(args)
+    return [*(kind for kind in dict.fromkeys(every) if kind != every[-1]), every[-1]]
+
+
 def model_facts(
     args: argparse.Namespace,
     model_provider: Callable[..., nn.Module],
@@ -126,10 +132,8 @@ def model_facts(
 
     of_each_kind: layers that are built; of two, the second shows what its chunk saves once for all layers, 1 is faster.
     """
-    every = layer_kinds(args)
-    # The last layer's kind at the end: those of multi-token prediction are of it.
-    kinds = [*(kind for kind in dict.fromkeys(every) if kind != every[-1]), every[-1]]
-    probe = _probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)])
+    kinds = distinct_kinds(args)
+    probe = with_known_rows(probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)]))
     pipeline = pipeline_of(probe, 0)
     parts: dict[str, PartFacts] = {}
     for stage, rank in enumerate(pipeline):
@@ -139,7 +143,7 @@ def model_facts(
             found = _parts_of(model, probe, forward_step=forward_step)
             rows = _static_rows(model, probe)
             # Short of the table that stages with an embedding share, everything is alike in all of them.
-            names = {_EMBEDDING: "copies"} if stage > 0 else {}
+            names = {EMBEDDING: "copies"} if stage > 0 else {}
             parts |= {names.get(name, name): part for name, part in found.items()}
     inner = unwrap_model(model)
     mtp = sum(isinstance(part, MoELayer) for part in inner.mtp.modules()) if inner.mtp is not None else 0
@@ -147,10 +151,10 @@ def model_facts(
     layers = {kind: parts[f"layer {number}"] for kind, number in zip(kinds, numbers, strict=True)}
     return ModelFacts(
         get_model_config(model),
-        parts[_EMBEDDING],
+        parts[EMBEDDING],
         parts.get("copies", PartFacts()),
         layers,
-        parts[_END],
+        parts[END],
         _chunk(parts, inner, args=args, probe=probe, numbers=numbers if of_each_kind > 1 else ()),
         mtp_expert_layers=mtp,
         rows=rows,
@@ -183,11 +187,13 @@ def scaled_facts(facts: ModelFacts, *, experts: tuple[int, int], saved: tuple[in
     )
 
 
-def _probe_args(args: argparse.Namespace, pattern: Sequence[LayerKind]) -> argparse.Namespace:
-    """Those of a short model with layers of these kinds, on as few ranks as the layout can have; with stages the
-    first has the embedding alone.
+def probe_args(
+    args: argparse.Namespace, pattern: Sequence[LayerKind], *, has_all_replicas: bool = False
+) -> argparse.Namespace:
+    """Those of a short model with layers of these kinds, on as few ranks as the layout can have, or with all that share
+    parameters; with stages the first has the embedding alone.
     """
-    args = copy.copy(with_known_rows(args))
+    args = copy.copy(args)
     args.ddp_debug = False
     args.num_layers = len(pattern)
     if args.num_experts is not None:
@@ -202,12 +208,13 @@ def _probe_args(args: argparse.Namespace, pattern: Sequence[LayerKind]) -> argpa
     stages = min(2, args.pipeline_model_parallel_size)
     further = "m" * (args.mtp_num_layers or 0)
     args.pipeline_model_parallel_layout = f"E|{'t' * len(pattern)}{further}L" if stages > 1 else None
+    of_stage = args.world_size // args.pipeline_model_parallel_size
     args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size = stages, None
     args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     expert_ranks = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tp)
-    args.world_size = stages * math.lcm(tp * cp, expert_ranks)
+    args.world_size = stages * (of_stage if has_all_replicas else math.lcm(tp * cp, expert_ranks))
     args.data_parallel_size = args.world_size // (stages * tp * cp)
     args.num_distributed_optimizer_instances = 1
     args.rampup_batch_size = args.step_batch_size_schedule = None
@@ -220,21 +227,21 @@ def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: Forwa
     params: dict[str, list[Place]] = {}
     other: Counter[str] = Counter()
     for name, param in model.named_parameters():
-        part = _part_of(name) or _END
+        part = part_of_name(name) or END
         if param.requires_grad:
             params.setdefault(part, []).append(_place(param, args))
         else:
             other[part] += _bytes(param)
     for name, buffer in model.named_buffers():
         if not _is_of_chunk(model, name):
-            other[_part_of(name) or _END] += _bytes(buffer)
+            other[part_of_name(name) or END] += _bytes(buffer)
     saved: dict[str, dict[str, int]] = {}
     for label, size in _saved(model, args, forward_step=forward_step).items():
         part, _, kind = label.partition(": ")
         saved.setdefault(part, {})[kind] = size
     return {
         part: PartFacts(tuple(params.get(part, ())), other[part], saved.get(part, {}))
-        for part in {_EMBEDDING, _END, *params, *other, *saved}
+        for part in {EMBEDDING, END, *params, *other, *saved}
     }
 
 
@@ -245,12 +252,7 @@ def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardS
     handles = [layer.register_forward_pre_hook(lambda *_: reached.append(len(reached))) for layer in layers]
 
     def label(name: str) -> str:
-        part = _part_of(name)
-        if part is None:
-            part = f"layer {reached[-1]}" if reached[-1] < len(layers) else _END
-        # The embedding of tokens further ahead.
-        part = _END if part == _EMBEDDING and reached[-1] else part
-        return f"{part}: {kind_of_module(name)}"
+        return f"{part_at(name, reached[-1], num_layers=len(layers))}: {kind_of_module(name)}"
 
     try:
         return saved_by(model, args, forward_step=forward_step, kind_of=label)
@@ -259,14 +261,23 @@ def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardS
             handle.remove()
 
 
-def _part_of(name: str) -> str | None:
+def part_at(name: str, entered: int, *, num_layers: int) -> str:
+    """Which part a module, "" outside of all, runs for after so many layers of num_layers have been entered."""
+    part = part_of_name(name)
+    if part is None:
+        return f"layer {entered}" if entered < num_layers else END
+    # The embedding of tokens further ahead.
+    return END if part == EMBEDDING and entered else part
+
+
+def part_of_name(name: str) -> str | None:
     """Of a module or a tensor; None for what is around the layers."""
     layer = _LAYER.search(name)
     if layer is not None:
         return f"layer {layer[1]}"
     if re.search(r"\bembedding\b", name):
-        return _EMBEDDING
-    return _END if re.search(r"\b(mtp|final_layernorm|output_layer)\b", name) else None
+        return EMBEDDING
+    return END if re.search(r"\b(mtp|final_layernorm|output_layer)\b", name) else None
 
 
 def _place(param: nn.Parameter, args: argparse.Namespace) -> Place:

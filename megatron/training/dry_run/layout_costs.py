@@ -19,19 +19,28 @@ from megatron.core.pipeline_parallel.schedule import stage_orders
 from megatron.training.arguments import config_from_args, parse_args, validate_args
 from megatron.training.data_parallel import ddp_config_of
 from megatron.training.device_table import Device
-from megatron.training.dry_run.layer_facts import LayerKind, ModelFacts, layer_kinds, model_facts, scaled_facts
-from megatron.training.dry_run.layer_work import PartWork, Split, end_work, layer_flops, layer_work
-from megatron.training.dry_run.layout_space import Layout, Recompute, Sharding, Space
+from megatron.training.dry_run.layer_facts import (
+    EMBEDDING,
+    END,
+    LayerKind,
+    ModelFacts,
+    layer_kinds,
+    model_facts,
+    scaled_facts,
+)
+from megatron.training.dry_run.layout_space import Layout, Sharding, Space
 from megatron.training.dry_run.long_steps import long_step
+from megatron.training.dry_run.model_work import ModelWork, model_work
+from megatron.training.dry_run.part_work import PartWork
 from megatron.training.dry_run.plan import ForwardStep
 from megatron.training.dry_run.quick_plan import quick_stages, shape_of
 from megatron.training.dry_run.rates import message_seconds
+from megatron.training.dry_run.run_time import overlap_of
 from megatron.training.dry_run.stage_load import (
     PassSeconds,
-    Works,
+    data_messages,
     data_traffic,
     in_node_ranks,
-    overlap_of,
     quick_seconds,
     seconds_of,
     stage_load,
@@ -48,11 +57,12 @@ from megatron.training.dry_run.stage_memory import (
 )
 from megatron.training.dry_run.step_time import GRADS, PARAMS, StepTime, estimate_step
 from megatron.training.flops import num_floating_point_operations
+from megatron.training.setup import setup_tokenizer
 
 # By whether they are experts': bytes of parameters and of gradients.
 Weights = dict[bool, tuple[int, int]]
 # Kinds by part of the pipeline, the first stage of each content, and numbers of kinds by stage.
-_Layers = tuple[tuple[tuple[LayerKind, ...], ...], list[int], list[Counter[LayerKind | None]]]
+_Layers = tuple[tuple[tuple[LayerKind, ...], ...], list[int], list[Counter[LayerKind | str]]]
 # Of a kind of layouts that the run refuses; then none of the kind is tried any more.
 _MOST_REFUSALS = 4
 # An update reads masters and moments and writes them.
@@ -106,14 +116,16 @@ class LayoutCosts:
         self._words, self._args, self._space, self._device = tuple(words), args, space, device
         self._provider, self._forward_step = model_provider, forward_step
         self._kinds = layer_kinds(args)
-        self._flops, self._end_flops = layer_flops(args, self._kinds)
+        self._behind = overlap_of(args).behind
+        self._given_sharding = _sharding_of(args)
         self._known: dict[tuple[object, ...], tuple[ModelFacts, Layout]] = {}
+        self._works: dict[tuple[object, ...], tuple[ModelWork, Layout]] = {}
         self._cut_alike: dict[tuple[int, int], tuple[ModelFacts, Layout]] = {}
         self._scaled: dict[tuple[object, ...], ModelFacts] = {}
         self._refusals: Counter[tuple[object, ...]] = Counter()
         self._standing: dict[tuple[object, ...], Standing] = {}
         # By what each depends on: layouts that differ in nothing of it share what was found.
-        self._seconds: dict[tuple[object, ...], dict[LayerKind | None, tuple[float, float, float]]] = {}
+        self._seconds: dict[tuple[object, ...], dict[LayerKind | str, PassSeconds]] = {}
         self._weights: dict[tuple[object, ...], dict[int, Weights]] = {}
         self._waiting: dict[tuple[object, ...], dict[int, int]] = {}
         self._layers: dict[tuple[object, ...], _Layers] = {}
@@ -144,7 +156,7 @@ class LayoutCosts:
         if num_bytes > limit:
             return Cost(num_bytes, math.inf)
         updated = max(self._update_bytes(one) for one in standing.values()) / self._memory_rate
-        return Cost(num_bytes, self._about_seconds(layout, facts, shape=shape, weights=weights, updated=updated))
+        return Cost(num_bytes, self._about_seconds(layout, shape=shape, weights=weights, updated=updated))
 
     def advice(self, layout: Layout) -> Advice | None:
         """Counted from facts of its own; None where the run refuses it."""
@@ -152,25 +164,18 @@ class LayoutCosts:
             args = self._validated(layout)
             facts = model_facts(args, self._provider, forward_step=self._forward_step)
             stages = tuple(quick_stages(args, facts))
+            work = model_work(args, self._provider, forward_step=self._forward_step)
         except ValueError as error:
             self.last_refusal = str(error)
             return None
-        per_sample = scaled_facts(facts, experts=(1, 1), saved=(1, layout.micro_batch))
-        time = self._step_time(layout, per_sample, shape=shape_of(args), stages=stages)
+        time = self._step_time(args, facts, work=work, stages=stages)
         return Advice(layout, self.words_of(layout), stages, time)
 
     def _facts(self, layout: Layout) -> ModelFacts | None:
         """Of microbatches of one sample, scaled from those of the first layout of its kind; None where the run refuses
         the kind.
         """
-        kind = (
-            layout.tensor,
-            layout.context,
-            layout.expert_tensor,
-            layout.stages > 1,
-            layout.recompute,
-            layout.experts,
-        )
+        kind = self._kind_of(layout)
         key = (*kind, layout.expert)
         if key not in self._scaled:
             if kind not in self._known and not self._find_facts(layout, kind):
@@ -178,6 +183,32 @@ class LayoutCosts:
             facts, base = self._known[kind]
             self._scaled[key] = scaled_facts(facts, experts=(base.expert, layout.expert), saved=(1, base.micro_batch))
         return self._scaled[key]
+
+    @staticmethod
+    def _kind_of(layout: Layout) -> tuple[object, ...]:
+        """Equal for layouts whose layers differ in the numbers of samples and of experts alone."""
+        sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.expert > 1, layout.stages > 1)
+        return *sizes, layout.recompute, layout.experts
+
+    def _work_of(self, layout: Layout) -> ModelWork:
+        """Scaled from that of the first layout of its kind, whose facts are known."""
+        kind = self._kind_of(layout)
+        if kind not in self._works:
+            base = self._known[kind][1]
+            work = model_work(
+                self._validated(base),
+                self._provider,
+                forward_step=self._forward_step,
+                of_each_kind=1,
+                has_all_replicas=False,
+            )
+            self._works[kind] = work, base
+        work, base = self._works[kind]
+        return work.scaled(
+            samples=layout.micro_batch / base.micro_batch,
+            experts=base.expert / layout.expert,
+            expert_ranks=layout.expert / base.expert,
+        )
 
     def _may_fit(self, layout: Layout, *, limit: int) -> bool:
         """Whether parameters alone take no more than twice the limit, where layers cut alike are known already."""
@@ -283,103 +314,76 @@ class LayoutCosts:
     def _about_seconds(
         self,
         layout: Layout,
-        facts: ModelFacts,
         *,
         shape: Shape,
         weights: Mapping[int, Weights],
         updated: float,
     ) -> float:
         in_node = in_node_ranks(shape, self._device.devices_per_node)
-        own = self._seconds_of_parts(layout, facts, in_node=in_node)
+        own = self._seconds_of_parts(layout, in_node=in_node)
         stages = []
         for parts in self._layers[layout.stages, layout.counts][2]:
-            sums = [sum(own[part][place] * count for part, count in parts.items()) for place in range(3)]
-            stages.append(PassSeconds(*sums))
-        reduced = gathered = 0.0
+            passes = [(own[part], count) for part, count in parts.items()]
+            stages.append(
+                PassSeconds(
+                    sum(one.forward * count for one, count in passes),
+                    sum(one.backward * count for one, count in passes),
+                    sum(one.exposed * count for one, count in passes),
+                )
+            )
+        sharding, reduced, gathered = layout.sharding or self._given_sharding, 0.0, 0.0
         for of_stage in weights.values():
             seconds = {GRADS: 0.0, PARAMS: 0.0}
-            for one in data_traffic(of_stage, shape, sharding=layout.sharding):
+            for one in data_traffic(of_stage, shape, sharding=sharding):
                 seconds[one.phase] += message_seconds(one, self._device, in_node=in_node[one.group])
             reduced, gathered = max(reduced, seconds[GRADS]), max(gathered, seconds[PARAMS])
-        return quick_seconds(
-            stages, shape, reduced=reduced, gathered=gathered, updated=updated, sharding=layout.sharding
-        )
+        return quick_seconds(stages, shape, reduced=reduced, gathered=gathered, updated=updated, sharding=sharding)
 
-    def _seconds_of_parts(
-        self, layout: Layout, facts: ModelFacts, *, in_node: Mapping[str, int]
-    ) -> dict[LayerKind | None, tuple[float, float, float]]:
-        """Of one microbatch in a layer of each kind, and under None in what follows the layers; as PassSeconds."""
-        sizes = (layout.tensor, layout.stages, layout.context, layout.expert, layout.expert_tensor, layout.micro_batch)
-        key = (*sizes, layout.recompute, layout.experts)
+    def _seconds_of_parts(self, layout: Layout, *, in_node: Mapping[str, int]) -> dict[LayerKind | str, PassSeconds]:
+        """Of one microbatch in a layer of each kind, in the embedding, and in what follows the layers."""
+        key = (self._kind_of(layout), layout.expert, layout.micro_batch)
         if key not in self._seconds:
-            works = self._works(layout, facts)
-            found: dict[LayerKind | None, tuple[float, float, float]] = {}
-            for part, work in (*works.layers.items(), (None, works.end)):
-                one = seconds_of(work, self._device, in_node=in_node)
-                found[part] = one.forward, one.backward, one.exposed
-            self._seconds[key] = found
+            work = self._work_of(layout)
+            parts: list[tuple[LayerKind | str, PartWork]] = [*work.layers.items()]
+            parts += [(EMBEDDING, work.embedding), (END, work.end)]
+            self._seconds[key] = {
+                name: seconds_of(part, self._device, in_node=in_node, behind=self._behind) for name, part in parts
+            }
         return self._seconds[key]
 
-    def _step_time(self, layout: Layout, facts: ModelFacts, *, shape: Shape, stages: Sequence[StageMemory]) -> StepTime:
-        works, args, split = self._works(layout, facts), self._args, self._split(layout)
+    def _step_time(
+        self, args: argparse.Namespace, facts: ModelFacts, *, work: ModelWork, stages: Sequence[StageMemory]
+    ) -> StepTime:
+        setup_tokenizer(args)  # the vocabulary is padded for the layout
+        shape, ddp_config = shape_of(args), ddp_config_of(args)
+        tokens = args.micro_batch_size * args.seq_length // (shape.tensor * shape.context)
+        samples = args.micro_batch_size * args.data_parallel_size
 
         def estimate(num_microbatches: int) -> StepTime:
             short = replace(shape, num_microbatches=num_microbatches)
             loads = [
                 stage_load(
                     short,
-                    works,
+                    work,
                     stage=stage,
-                    hidden_bytes=split.tokens * split.token_bytes // split.tensor,
-                    own=data_traffic(_weights(facts, short, stage=stage), short, sharding=layout.sharding),
-                    optimizer_bytes=self._update_bytes(memory.standing),
+                    hidden_bytes=tokens * args.hidden_size * args.params_dtype.itemsize,
+                    own=data_messages(facts, short, stage=stage, ddp_config=ddp_config),
+                    state_bytes=memory.standing.masters + memory.standing.moments,
                 )
                 for stage, memory in enumerate(stages)
             ]
-            batch = self._space.global_batch * num_microbatches / shape.num_microbatches
             return estimate_step(
                 loads,
                 stage_orders(shape.pipeline, num_microbatches, group_size=shape.group_size),
                 device=self._device,
-                overlap=overlap_of(layout.sharding),
+                overlap=overlap_of(args),
                 in_node=in_node_ranks(shape, self._device.devices_per_node),
-                tokens=round(batch * args.seq_length),
-                flops_per_rank=num_floating_point_operations(args, round(batch)) / shape.world_size,
+                tokens=num_microbatches * samples * args.seq_length,
+                flops_per_rank=num_floating_point_operations(args, 1) * num_microbatches * samples / shape.world_size,
             )
 
         time = long_step(estimate, shape.num_microbatches, group_size=shape.group_size or shape.stages)
         return replace(time, spans=[])  # which nobody reads, of many layouts
-
-    def _works(self, layout: Layout, facts: ModelFacts) -> Works:
-        split, recompute = self._split(layout), layout.recompute or _recompute_of(self._args)
-        layers: dict[LayerKind, PartWork] = {
-            kind: layer_work(
-                facts.layers[kind],
-                self._flops[kind],
-                split=split,
-                recompute=recompute,
-                has_experts=kind.has_experts,
-            )
-            for kind in dict.fromkeys(self._kinds)
-        }
-        return Works(layers, end_work(facts.end, self._end_flops, split=split))
-
-    def _split(self, layout: Layout) -> Split:
-        args = self._args
-        width = (args.num_query_groups if args.group_query_attention else args.num_attention_heads) * args.kv_channels
-        itemsize = args.params_dtype.itemsize
-        return Split(
-            layout.tensor,
-            layout.context,
-            layout.expert,
-            layout.expert_tensor,
-            layout.micro_batch,
-            seq_length=args.seq_length,
-            token_bytes=args.hidden_size * itemsize,
-            topk=args.moe_router_topk,
-            key_value_bytes=2 * width * itemsize,
-            dtype="fp32" if itemsize > 2 else "fp16" if args.fp16 else "bf16",
-        )
 
     @staticmethod
     def _update_bytes(standing: Standing) -> float:
@@ -390,11 +394,11 @@ class LayoutCosts:
         return self._device.memory_gb_s * _GIGA * self._device.attainable_memory
 
 
-def _recompute_of(args: argparse.Namespace) -> Recompute:
-    if args.recompute_granularity == "full":
-        return Recompute.LAYERS
-    modules = set(args.recompute_modules or ())
-    return Recompute.FEED_FORWARD if modules & {"mlp", "moe"} else Recompute.CHEAP if modules else Recompute.NOTHING
+def _sharding_of(args: argparse.Namespace) -> Sharding:
+    ddp_config = ddp_config_of(args)
+    if ddp_config.shard_gradients:
+        return Sharding.GRADIENTS
+    return Sharding.STATES if ddp_config.use_distributed_optimizer else Sharding.NOTHING
 
 
 def _distinct_stages(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[int]:
@@ -406,12 +410,12 @@ def _distinct_stages(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> li
     return list(found.values())
 
 
-def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[Counter[LayerKind | None]]:
-    """How many layers of each kind a stage has; under None what follows the layers."""
-    found: list[Counter[LayerKind | None]] = []
+def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[Counter[LayerKind | str]]:
+    """How many layers of each kind a stage has, and of the embedding and what follows the layers."""
+    found: list[Counter[LayerKind | str]] = []
     for stage in range(stages):
-        kinds: Counter[LayerKind | None] = Counter(kind for part in layers[stage::stages] for kind in part)
-        kinds[None] = int(stage == stages - 1)
+        kinds: Counter[LayerKind | str] = Counter(kind for part in layers[stage::stages] for kind in part)
+        kinds[EMBEDDING], kinds[END] = int(stage == 0), int(stage == stages - 1)
         found.append(kinds)
     return found
 

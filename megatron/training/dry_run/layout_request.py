@@ -18,7 +18,7 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import build_parser
 from megatron.training.command_line.registry import flag_table
 from megatron.training.dry_run.layer_facts import layer_kinds
-from megatron.training.dry_run.layer_work import layer_flops
+from megatron.training.dry_run.layer_flops import layer_flops
 from megatron.training.dry_run.layout_space import Recompute, Space
 from megatron.training.dry_run.quick_plan import check_counted
 from megatron.training.setup import setup_tokenizer
@@ -96,8 +96,8 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
         seq_length=args.seq_length,
         global_batch=args.global_batch_size,
         devices_per_node=devices_per_node,
-        layer_costs=tuple(flops[kind].total for kind in kinds),
-        end_cost=end.total,
+        layer_costs=tuple(flops[kind] for kind in kinds),
+        end_cost=end,
         recompute_modules=_recompute_modules(args),
         further_layers=args.mtp_num_layers or 0,
         fixed=fixed,

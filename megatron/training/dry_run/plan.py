@@ -285,7 +285,7 @@ class _Build:
             forward_step=forward_step,
             groups=groups,
             num_microbatches=num_microbatches,
-            batch=_batch(self._args),
+            batch=batch_of(self._args),
         )
         return Passes(tuple(saved), max(of_layers), rehearsed)
 
@@ -331,14 +331,14 @@ def saved_by(
         inner.set_input_tensor(torch.zeros(shape, dtype=args.params_dtype, requires_grad=True))
     saved = SavedBytes(chunk, standing=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=kind_of)
     with saved.counting(), AsFusedKernels():
-        output, loss_function = forward_step(repeat(_batch(args)), chunk)
+        output, loss_function = forward_step(repeat(batch_of(args)), chunk)
         kept = loss_function(output) if inner.post_process else output
     found = saved.by_kind()
     del kept
     return found
 
 
-def _batch(args: argparse.Namespace) -> dict[str, Tensor]:
+def batch_of(args: argparse.Namespace) -> dict[str, Tensor]:
     """A microbatch as datasets give it: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32, no memory."""
     shape = args.micro_batch_size, args.seq_length
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}

@@ -147,6 +147,64 @@ class _Experts:
         pass
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """The steps of a run without memory, at hand. statistics: notes the names of losses."""
+
+    steps: StepRunner
+    optimizer: MegatronOptimizer
+    statistics: _NamesNoted
+
+    def step(self, num_microbatches: int, *, batch: dict[str, Tensor], modes: Sequence[TorchDispatchMode]) -> None:
+        """Runs one of so many microbatches under the modes, the last innermost; batch: as rehearse has it, [B, S] each,
+        int64 or fp32.
+        """
+        with ExitStack() as entered:
+            for mode in modes:
+                entered.enter_context(mode)
+            self.optimizer.zero_grad()
+            self.steps.train_sync(
+                repeat(batch),
+                num_microbatches=num_microbatches,
+                iteration=1,
+                exit_reasons=lambda: [False] * len(LOCAL_REASONS),
+            )
+            self.steps.update_sync()
+
+
+@contextmanager
+def rehearsing(
+    args: argparse.Namespace,
+    model: list[nn.Module],
+    *,
+    optimizer: MegatronOptimizer,
+    forward_step: Callable[..., Any],
+    groups: ProcessGroupCollection,
+    note: Callable[..., None],
+) -> Iterator[Rehearsal]:
+    """Inside, its steps can be run. model: wrapped chunks, without memory. note: as WorkRecorder's."""
+    steps = setup_steps(
+        args,
+        model,
+        forward_step_func=forward_step,
+        optimizer=optimizer,
+        timers=Timers(0, "minmax"),
+        memory=None,
+        graphs=None,
+    )
+    layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
+    static = [layer for layer in layers if layer.expert_step is not None]
+    steps.memory = _Experts(static) if static else None
+    steps.statistics = statistics = _NamesNoted(dist.group.WORLD)
+    with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
+        yield Rehearsal(steps, optimizer, statistics)
+
+
+def live_rows(args: argparse.Namespace) -> float:
+    """Of the rows of experts' buffers, the share that has tokens."""
+    return 1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0)
+
+
 def rehearse(
     args: argparse.Namespace,
     model: list[nn.Module],
@@ -162,30 +220,19 @@ def rehearse(
     Steps of one and of two microbatches are run: what the second sends more, each further one does. batch: of one
     microbatch, as forward_step reads it: [B, S] each, int64 or fp32, without memory.
     """
-    steps = setup_steps(
-        args,
-        model,
-        forward_step_func=forward_step,
-        optimizer=optimizer,
-        timers=Timers(0, "minmax"),
-        memory=None,
-        graphs=None,
-    )
-    layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
-    static = [layer for layer in layers if layer.expert_step is not None]
-    steps.memory = _Experts(static) if static else None
-    steps.statistics = statistics = _NamesNoted(dist.group.WORLD)
     recorder = MessageRecorder(groups)
-    work = WorkRecorder(model, live_rows=1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0))
-    with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(work.note):
+    work = WorkRecorder(model, live_rows=live_rows(args))
+    with rehearsing(
+        args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
+    ) as rehearsal:
         # The first for the others: gathers that wait for the next forward are those of the step before.
         with work.recording():
-            _step(steps, optimizer, num_microbatches=1, batch=batch, modes=[recorder])
+            rehearsal.step(1, batch=batch, modes=[recorder])
         recorder.take()
         live = LiveBytes()
-        _step(steps, optimizer, num_microbatches=1, batch=batch, modes=[recorder, live])
+        rehearsal.step(1, batch=batch, modes=[recorder, live])
         one = recorder.take()
-        _step(steps, optimizer, num_microbatches=2, batch=batch, modes=[recorder])
+        rehearsal.step(2, batch=batch, modes=[recorder])
     found = _of_step(one, recorder.take(), num_microbatches=num_microbatches)
     config = get_model_config(model[0])
     pipeline, in_a_row = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
@@ -193,7 +240,7 @@ def rehearse(
     program = pipeline_programs(pipeline, num_microbatches, group_size=in_a_row)[stage]
     return Rehearsed(
         merged(by_pass(found, program)),
-        frozenset(statistics.found),
+        frozenset(rehearsal.statistics.found),
         live.peak,
         live.messages_peak,
         chunks=work.chunks(stage_orders(pipeline, 1, group_size=in_a_row)[stage]),
@@ -211,27 +258,6 @@ def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
 
 def _is_statistics(one: Traffic) -> bool:
     return (one.group, one.operation, one.phase) == ("world", "all-reduce", STATISTICS)
-
-
-def _step(
-    steps: StepRunner,
-    optimizer: MegatronOptimizer,
-    *,
-    num_microbatches: int,
-    batch: dict[str, Tensor],
-    modes: Sequence[TorchDispatchMode],
-) -> None:
-    with ExitStack() as entered:
-        for mode in modes:
-            entered.enter_context(mode)
-        optimizer.zero_grad()
-        steps.train_sync(
-            repeat(batch),
-            num_microbatches=num_microbatches,
-            iteration=1,
-            exit_reasons=lambda: [False] * len(LOCAL_REASONS),
-        )
-        steps.update_sync()
 
 
 def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:

@@ -3,10 +3,11 @@
 import argparse
 
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.training.data_parallel import ddp_config_of
 from megatron.training.device_table import Device
 from megatron.training.dry_run.plan import Plan
 from megatron.training.dry_run.rates import ranks_in_node
-from megatron.training.dry_run.step_time import Overlap, StageLoad, StepTime, estimate_step
+from megatron.training.dry_run.step_time import GRADS, PARAMS, Overlap, StageLoad, StepTime, estimate_step
 
 # Said wherever a time is shown.
 ASSUMPTIONS = (
@@ -45,11 +46,17 @@ def overlap_of(args: argparse.Namespace) -> Overlap:
     if args.cp_comm_type in ("p2p", ["p2p"]):
         # Blocks go round while attention works on the one before.
         behind["cp"] = ("attention",)
+    in_every_pass: frozenset[str] = frozenset()
+    if args.use_torch_fsdp2:
+        # Its units are gathered ahead of their layer, in both passes of each microbatch.
+        in_every_pass = frozenset((GRADS, PARAMS))
+    elif args.overlap_grad_reduce and ddp_config_of(args).gradients_are_transient:
+        # Buckets are sent while the backward that filled them goes on, of every microbatch.
+        in_every_pass = frozenset((GRADS,))
     return Overlap(
         gradients=args.overlap_grad_reduce,
         parameters=args.overlap_param_gather,
-        # Units of torch's FSDP2 are gathered ahead of their layer, in both passes of each microbatch.
-        in_every_pass=args.use_torch_fsdp2,
+        in_every_pass=in_every_pass,
         transfers=args.overlap_p2p_comm,
         behind=behind,
     )

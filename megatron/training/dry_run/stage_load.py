@@ -1,34 +1,24 @@
 """How long stages of a layout take, from the work of single layers: for ranking, and for step_time.py; pure."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.training.device_table import Device
-from megatron.training.dry_run.layer_facts import LayerKind
-from megatron.training.dry_run.layer_work import PartWork
+from megatron.training.dry_run.layer_facts import ModelFacts
 from megatron.training.dry_run.layout_space import Sharding
-from megatron.training.dry_run.rates import Kernel, Kernels, Unit, compute_seconds, message_seconds
-from megatron.training.dry_run.stage_memory import Shape
+from megatron.training.dry_run.model_work import ModelWork
+from megatron.training.dry_run.part_work import PartWork, together
+from megatron.training.dry_run.rates import Kernels, message_seconds, seconds_by_kind
+from megatron.training.dry_run.stage_memory import Shape, chunk_buffers, stage_chunks
 from megatron.training.dry_run.step_time import (
     BACKWARD,
     FORWARD,
     GRADS,
-    OPTIMIZER,
     PARAMS,
-    ChunkWork,
-    Overlap,
     StageLoad,
 )
 from megatron.training.dry_run.traffic import Traffic, merged
-
-
-@dataclass(frozen=True)
-class Works:
-    """Of one microbatch on a rank, by what a chunk is made of."""
-
-    layers: Mapping[LayerKind, PartWork]
-    end: PartWork
 
 
 @dataclass(frozen=True)
@@ -45,12 +35,22 @@ class PassSeconds:
         return self.forward + self.backward + self.exposed
 
 
-def seconds_of(work: PartWork, device: Device, *, in_node: Mapping[str, int]) -> PassSeconds:
-    """One kernel and one message after the other."""
-    chunk = work.chunk
-    messages = sum(message_seconds(one, device, in_node=in_node.get(one.group, 1)) for one in work.traffic)
-    backward = compute_seconds(chunk.backward, device) + compute_seconds(chunk.recompute, device)
-    return PassSeconds(compute_seconds(chunk.forward, device), backward, messages)
+def seconds_of(
+    work: PartWork, device: Device, *, in_node: Mapping[str, int], behind: Mapping[str, tuple[str, ...]]
+) -> PassSeconds:
+    """One kernel and one message after the other, but for what kinds of kernels hide; see Overlap."""
+    chunk = work.chunk()
+    passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
+    computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
+    sent: dict[tuple[str, str], float] = {}
+    for one in work.traffic:
+        seconds = message_seconds(one, device, in_node=in_node.get(one.group, one.group_size))
+        sent[one.group, one.phase] = sent.get((one.group, one.phase), 0.0) + seconds
+    exposed = sum(
+        max(0.0, seconds - sum(computed[phase].get(kind, 0.0) for kind in behind.get(group, ())))
+        for (group, phase), seconds in sent.items()
+    )
+    return PassSeconds(sum(computed[FORWARD].values()), sum(computed[BACKWARD].values()), exposed)
 
 
 def in_node_ranks(shape: Shape, devices_per_node: int) -> dict[str, int]:
@@ -59,11 +59,17 @@ def in_node_ranks(shape: Shape, devices_per_node: int) -> dict[str, int]:
     groups = {
         "tp": (1, tp),
         "cp": (tp, shape.context),
+        "tp_cp": (1, tp * shape.context),
+        "dp": (tp * shape.context, shape.dense_ranks // shape.context),
         "dp_cp": (tp, shape.dense_ranks),
         "pp": (shape.world_size // shape.stages, shape.stages),
         "etp": (1, etp),
         "ep": (etp, shape.expert),
+        "tp_ep": (1, etp * shape.expert),
         "edp": (etp * shape.expert, shape.expert_ranks),
+        "embd": (shape.world_size // shape.stages * max(1, shape.stages - 1), 2),
+        "stage": (1, shape.world_size // shape.stages),
+        "world": (1, shape.world_size),
     }
     return {name: max(1, min(size, devices_per_node // stride)) for name, (stride, size) in groups.items()}
 
@@ -75,7 +81,7 @@ def quick_seconds(
     reduced: float,
     gathered: float,
     updated: float,
-    sharding: Sharding | None,
+    sharding: Sharding,
 ) -> float:
     """About a step's seconds: microbatches through the slowest stage, and each stage once while the pipeline fills.
 
@@ -89,9 +95,7 @@ def quick_seconds(
     return shape.num_microbatches * slowest.total + filling + late + updated
 
 
-def data_traffic(
-    weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding | None
-) -> tuple[Traffic, ...]:
+def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:
     """Gradients and parameters of a step. weights: of experts and of the rest, bytes of parameters and gradients."""
     found = []
     times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
@@ -99,7 +103,7 @@ def data_traffic(
         name, size = ("edp", shape.expert_ranks) if is_expert else ("dp_cp", shape.dense_ranks)
         if size < 2:
             continue
-        if sharding in (None, Sharding.NOTHING):
+        if sharding is Sharding.NOTHING:
             found.append(Traffic(name, size, "all-reduce", GRADS, times, grads))
             continue
         found.append(Traffic(name, size, "reduce-scatter", GRADS, times, times * grads))
@@ -107,38 +111,57 @@ def data_traffic(
     return tuple(found)
 
 
+def data_messages(
+    facts: ModelFacts, shape: Shape, *, stage: int, ddp_config: DistributedDataParallelConfig
+) -> tuple[Traffic, ...]:
+    """Gradients and parameters of a step of a stage, bucket by bucket."""
+    found = []
+    times = shape.num_microbatches if ddp_config.gradients_are_transient else 1
+    for number, parts in enumerate(stage_chunks(facts, shape, stage=stage)):
+        for kind, layout in chunk_buffers(parts, shape, is_first=number + stage == 0, ddp_config=ddp_config):
+            if layout.num_shards < 2:
+                continue
+            name = "edp" if kind.is_expert else "dp_cp" if shape.context > 1 else "dp"
+            group, count = (name, layout.num_shards), len(layout.buckets)
+            grads = layout.numel * kind.grad_dtype.itemsize
+            if not ddp_config.use_distributed_optimizer:
+                found.append(Traffic(*group, "all-reduce", GRADS, times * count, times * grads))
+                continue
+            found.append(Traffic(*group, "reduce-scatter", GRADS, times * count, times * grads))
+            found.append(Traffic(*group, "all-gather", PARAMS, count, layout.numel * kind.param_dtype.itemsize))
+    return merged(found)
+
+
 def stage_load(
-    shape: Shape, works: Works, *, stage: int, hidden_bytes: int, own: Sequence[Traffic], optimizer_bytes: float
+    shape: Shape,
+    work: ModelWork,
+    *,
+    stage: int,
+    hidden_bytes: int,
+    own: Sequence[Traffic],
+    state_bytes: float,
 ) -> StageLoad:
-    """What a rank of a stage does in a step. hidden_bytes: that it sends to the next. own: gradients and parameters."""
-    chunks, traffic = [], list(own)
-    times = shape.num_microbatches
+    """What a rank of a stage does in a step. hidden_bytes: that it sends to the next. own: gradients and parameters.
+
+    state_bytes: of what its optimizer steps.
+    """
+    chunks, traffic = [], [*own, *work.told]
+    times, last = shape.num_microbatches, len(shape.layers) - 1
+    if stage in (0, shape.stages - 1):
+        traffic += [replace(one, group="embd", group_size=2) for one in work.tied]
     for number in range(stage, len(shape.layers), shape.stages):
-        parts = [works.layers[kind] for kind in shape.layers[number]]
-        parts += [works.end] if number == len(shape.layers) - 1 else []
-        chunks.append(_together(parts))
-        for part in parts:
-            traffic += [replace(one, count=one.count * times, num_bytes=one.num_bytes * times) for one in part.traffic]
-        if number < len(shape.layers) - 1 and shape.stages > 1:
+        parts = [work.embedding] if number == 0 else []
+        parts += [work.layers[kind] for kind in shape.layers[number]]
+        parts += [work.end] if number == last else []
+        whole = together(parts)
+        chunks.append(whole.chunk())
+        traffic += whole.times(times).traffic
+        if number < last and shape.stages > 1:
             traffic.append(Traffic("pp", shape.stages, "send", FORWARD, times, times * hidden_bytes))
         if number > 0 and shape.stages > 1:
             traffic.append(Traffic("pp", shape.stages, "send", BACKWARD, times, times * hidden_bytes))
-    update: Kernels = Counter({Kernel(OPTIMIZER, Unit.MEMORY, "fp32", 0.0, optimizer_bytes): 1})
+    share = state_bytes / max(1, work.state_bytes)
+    update = Kernels()
+    for kernel, count in work.update.items():
+        update[replace(kernel, flops=kernel.flops * share, num_bytes=kernel.num_bytes * share)] += count
     return StageLoad(tuple(chunks), merged(traffic), update)
-
-
-def overlap_of(sharding: Sharding | None) -> Overlap:
-    """What the flags of layout_space.py let run beside computation."""
-    shares = sharding not in (None, Sharding.NOTHING)
-    return Overlap(gradients=shares, parameters=shares, in_every_pass=sharding is Sharding.GRADIENTS)
-
-
-def _together(parts: Sequence[PartWork]) -> ChunkWork:
-    forward: Kernels = Counter()
-    backward: Kernels = Counter()
-    again: Kernels = Counter()
-    for part in parts:
-        forward.update(part.chunk.forward)
-        backward.update(part.chunk.backward)
-        again.update(part.chunk.recompute)
-    return ChunkWork(forward, backward, again)

@@ -4,7 +4,7 @@ The same arithmetic that buffers, optimizers, schedules and the stash use themse
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -115,17 +115,33 @@ def standing_bytes(
     Padding is that of the run's own buffers. States in fp16 have a scale for each block of elements, which is counted
     over all of them: less than a block a run of neighbours too few.
     """
-    parameters = gradients = 0
+    chunks = stage_chunks(facts, shape, stage=stage)
+    parameters = sum(part.other for parts in chunks for part in parts)
+    gradients = 0
     masters = moments = 0.0
-    instances = ddp_config.num_distributed_optimizer_instances
-    apart = shape.dense_ranks != shape.expert_ranks
-    for number, parts in enumerate(stage_chunks(facts, shape, stage=stage)):
-        parameters += sum(part.other for part in parts)
-        single = number > 0 or stage > 0
-        is_whole = (single and not ddp_config.gradients_are_transient) or not ddp_config.cuts_buckets
-        for kind, places in _by_buffer(parts, apart=apart).items():
-            ranks = (shape.expert_ranks if kind.is_expert else shape.dense_ranks) // instances
-            layout = _laid_out(
+    for number in range(len(chunks)):
+        for kind, layout in chunk_buffers(chunks[number], shape, is_first=number + stage == 0, ddp_config=ddp_config):
+            ranks = layout.num_shards
+            stepped = _stepped_elements(layout, is_sharded=ddp_config.use_distributed_optimizer)
+            states = state_bytes(stepped, optimizer_config, params_dtype=kind.param_dtype, grads_dtype=kind.grad_dtype)
+            owned = layout.numel // ranks if ddp_config.shard_gradients else layout.numel
+            parameters += layout.numel * kind.param_dtype.itemsize
+            gradients += 0 if ddp_config.release_gradients else owned * kind.grad_dtype.itemsize
+            masters, moments = masters + states.masters, moments + states.moments
+    return Standing(parameters, gradients, int(masters), int(moments))
+
+
+def chunk_buffers(
+    parts: Sequence[PartFacts], shape: Shape, *, is_first: bool, ddp_config: DistributedDataParallelConfig
+) -> Iterator[tuple[BufferKind, BufferLayout]]:
+    """How the parameters of a chunk lie; is_first: whether it is the first of the first stage."""
+    is_whole = (not is_first and not ddp_config.gradients_are_transient) or not ddp_config.cuts_buckets
+    for kind, places in _by_buffer(parts, apart=shape.dense_ranks != shape.expert_ranks).items():
+        ranks = shape.expert_ranks if kind.is_expert else shape.dense_ranks
+        ranks //= ddp_config.num_distributed_optimizer_instances
+        yield (
+            kind,
+            _laid_out(
                 tuple(place.numel for place in places),
                 tuple(index for index, place in enumerate(places) if place.own_bucket),
                 ranks=ranks,
@@ -134,14 +150,8 @@ def standing_bytes(
                 ),
                 num_buckets=None if is_whole else ddp_config.num_buckets,
                 high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
-            )
-            stepped = _stepped_elements(layout, is_sharded=ddp_config.use_distributed_optimizer)
-            states = state_bytes(stepped, optimizer_config, params_dtype=kind.param_dtype, grads_dtype=kind.grad_dtype)
-            owned = layout.numel // ranks if ddp_config.shard_gradients else layout.numel
-            parameters += layout.numel * kind.param_dtype.itemsize
-            gradients += 0 if ddp_config.release_gradients else owned * kind.grad_dtype.itemsize
-            masters, moments = masters + states.masters, moments + states.moments
-    return Standing(parameters, gradients, int(masters), int(moments))
+            ),
+        )
 
 
 def saved_by_chunk(facts: ModelFacts, shape: Shape, *, stage: int) -> list[Counter[str]]:

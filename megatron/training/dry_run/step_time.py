@@ -44,14 +44,14 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What runs beside computation. gradients, parameters: their buckets; in_every_pass: those of all microbatches,
-    not of the last and the first. transfers: between stages. behind: by group, the kinds of modules that run while a
-    pass's messages are under way.
+    """What runs beside computation. gradients, parameters: their buckets. in_every_pass: the phases, of these two,
+    whose messages all microbatches send, not the last and the first. transfers: between stages. behind: by group, the
+    kinds of modules that run while a pass's messages are under way.
     """
 
     gradients: bool = False
     parameters: bool = False
-    in_every_pass: bool = False
+    in_every_pass: frozenset[str] = frozenset()
     transfers: bool = True
     behind: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -187,7 +187,7 @@ class _StageClock:
         self.passes = {kind: self._passes_of(kind) for kind in ActionKind}
         self._step = compute_seconds(load.update, rates.device)
         self._step_messages = self._phase(OPTIMIZER)[0] + sum(self._phase(phase)[0] for phase in _TOLD)
-        self._late_gather = 0.0 if overlap.parameters or overlap.in_every_pass else self._gather
+        self._late_gather = 0.0 if overlap.parameters or PARAMS in overlap.in_every_pass else self._gather
         self.update = self._step + self._step_messages + self._late_gather
 
     def seconds(self, action: Action) -> float:
@@ -197,7 +197,7 @@ class _StageClock:
 
     def gather_delays(self, spans: Mapping[Action, Span]) -> dict[Action, float]:
         """How much longer the first pass of each chunk takes for parameters that are gathered meanwhile."""
-        if not self._overlap.parameters or self._overlap.in_every_pass or not self._gather:
+        if not self._overlap.parameters or PARAMS in self._overlap.in_every_pass or not self._gather:
             return {}
         found, clock = {}, 0.0
         for chunk in range(len(self._load.chunks)):
@@ -216,7 +216,7 @@ class _StageClock:
     def reduced_at(self, spans: Mapping[Action, Span]) -> float:
         """When the last gradients are reduced."""
         end = max(span.end for span in spans.values())
-        if self._overlap.in_every_pass or not self._reduction:
+        if GRADS in self._overlap.in_every_pass or not self._reduction:
             return end
         if not self._overlap.gradients:
             return end + self._reduction
@@ -241,8 +241,10 @@ class _StageClock:
             OPTIMIZER: self._step_messages,
         }
         hidden = forward.hidden + backward.hidden
-        if not self._overlap.in_every_pass:
-            hidden += max(0.0, self._reduction - waits[GRADS]) + max(0.0, self._gather - exposed[PARAMS])
+        if GRADS not in self._overlap.in_every_pass:
+            hidden += max(0.0, self._reduction - waits[GRADS])
+        if PARAMS not in self._overlap.in_every_pass:
+            hidden += max(0.0, self._gather - exposed[PARAMS])
         compute = forward.compute + backward.compute
         return StageTime(
             forward.compute,
@@ -284,16 +286,17 @@ class _StageClock:
             for group, seconds in by_group.items():
                 hidden += min(seconds, sum(by_kind.get(one, 0.0) for one in self._overlap.behind.get(group, ())))
             exposed = sum(by_group.values()) - hidden
-            if self._overlap.in_every_pass:
-                streamed = self._streamed(kind, number)
-                hidden, exposed = hidden + min(streamed, compute), exposed + max(0.0, streamed - compute)
+            streamed = self._streamed(kind, number)
+            hidden, exposed = hidden + min(streamed, compute), exposed + max(0.0, streamed - compute)
             found.append(_Pass(compute, compute_seconds(again, self._rates.device), exposed, hidden, by_kind))
         return found
 
     def _streamed(self, kind: ActionKind, number: int) -> float:
         """Of messages about parameters and gradients in each pass of a kind."""
-        gathers = self._gather / len(self._order)
-        return gathers + (self._reduction / number if kind is ActionKind.BACKWARD else 0.0)
+        phases = self._overlap.in_every_pass
+        gathers = self._gather / len(self._order) if PARAMS in phases else 0.0
+        sums = self._reduction / number if GRADS in phases and kind is ActionKind.BACKWARD else 0.0
+        return gathers + sums
 
     def _sum(self, kind: ActionKind) -> _Pass:
         passes = [self.passes[kind][action.chunk] for action in self._order if action.kind is kind]

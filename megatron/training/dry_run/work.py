@@ -17,8 +17,9 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 from megatron.training.dry_run.activations import kind_of_module
 from megatron.training.dry_run.rates import Kernel, Kernels, Unit
 from megatron.training.dry_run.running_modules import RunningModules
-from megatron.training.dry_run.step_time import ChunkWork
+from megatron.training.dry_run.step_time import BACKWARD, FORWARD, ChunkWork
 
+RECOMPUTE = "recompute"
 _FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 # torch's, and those of experts with buffers of a fixed size.
@@ -33,6 +34,8 @@ _FREE = {
 _GATHERS = {"embedding", "index", "index_select", "gather"}
 # They read what they are given, and read and write as much of the table.
 _SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
+# The sizes of tables make no difference to either.
+ROWS_OF_TABLES = _GATHERS | _SCATTERS
 
 
 class WorkRecorder(TorchDispatchMode):
@@ -69,8 +72,20 @@ class WorkRecorder(TorchDispatchMode):
         """Counts a fused kernel, which the dispatcher does not see. tensor: any shape, of the dtype it computes in."""
         counter = self._counter()
         if counter is not None:
-            kind = kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
-            counter[Kernel(kind, unit, _DTYPES.get(tensor.dtype, "fp32"), float(flops), float(num_bytes))] += 1
+            counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
+
+    @property
+    def kind(self) -> str:
+        """Of the module that runs at this moment, or whose backward does."""
+        return kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
+
+    @property
+    def pass_name(self) -> str | None:
+        """forward, backward or, of forwards that backward runs again, recompute; None outside of passes."""
+        if _BACKWARD in self._names:
+            # Modules run forward in a backward when they are computed again.
+            return RECOMPUTE if self._running else BACKWARD
+        return FORWARD if _FORWARD in self._names else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
@@ -113,11 +128,10 @@ class WorkRecorder(TorchDispatchMode):
 
     def _counter(self) -> Kernels | None:
         """Where kernels of this moment belong."""
-        if _BACKWARD in self._names:
-            # Modules run forward in a backward when they are computed again.
-            return self.recomputed[-1] if self._running else self.backwards[-1]
-        if _FORWARD in self._names:
-            return self.forwards[-1]
+        counters = {FORWARD: self.forwards, BACKWARD: self.backwards, RECOMPUTE: self.recomputed}
+        name = self.pass_name
+        if name is not None:
+            return counters[name][-1]
         return self.update if _UPDATE in self._names else None
 
     def _pack(self, tensor: Tensor) -> tuple[str, Tensor]:
@@ -127,6 +141,11 @@ class WorkRecorder(TorchDispatchMode):
         # The backward of the module that saved it comes next.
         self._kind, tensor = kept
         return tensor
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """As Kernel has it; tensor: any shape and dtype."""
+    return _DTYPES.get(tensor.dtype, "fp32")
 
 
 def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:

@@ -7,7 +7,15 @@ import pytest
 from megatron.core.pipeline_parallel.schedule import Pipeline, no_pipelining_schedule, stage_orders
 from megatron.training.device_table import Device
 from megatron.training.dry_run.rates import Kernel, Kernels, Unit, kernel_seconds, message_seconds, ranks_in_node
-from megatron.training.dry_run.step_time import ChunkWork, Overlap, StageLoad, StepTime, estimate_step
+from megatron.training.dry_run.step_time import (
+    GRADS,
+    PARAMS,
+    ChunkWork,
+    Overlap,
+    StageLoad,
+    StepTime,
+    estimate_step,
+)
 from megatron.training.dry_run.traffic import Traffic
 
 # Round figures: 10^12 products, 10^9 bytes of memory, 10^9 in a node and half of that between nodes, a second.
@@ -175,10 +183,14 @@ def test_parameters_that_are_gathered_in_every_pass_hide_behind_each() -> None:
         Traffic("dp_cp", 2, "all-gather", "param gather", 6, 12_000_000_000),
         Traffic("dp_cp", 2, "reduce-scatter", "grad reduce", 3, 9_000_000_000),
     )
-    step = _step([_stage(traffic=traffic)], 3, overlap=Overlap(in_every_pass=True))
+    step = _step([_stage(traffic=traffic)], 3, overlap=Overlap(in_every_pass=frozenset((GRADS, PARAMS))))
     # 1 second of gathers in each of six passes, 1.5 of reductions in each of three backwards of 2.
     assert step.stages[0].exposed["forward"] == 0.0 and step.stages[0].exposed["backward"] == pytest.approx(1.5)
     assert step.seconds == pytest.approx(10.5) and step.stages[0].hidden == pytest.approx(9.0) and _adds_up(step)
+    # Gradients alone have the whole of each backward, and parameters come once, after the update.
+    step = _step([_stage(traffic=traffic)], 3, overlap=Overlap(gradients=True, in_every_pass=frozenset((GRADS,))))
+    assert step.stages[0].exposed["backward"] == 0.0 and step.stages[0].exposed["param gather"] == 6.0
+    assert step.seconds == pytest.approx(15.0) and step.stages[0].hidden == pytest.approx(4.5) and _adds_up(step)
 
 
 def test_groups_of_several_nodes_send_over_the_network() -> None:

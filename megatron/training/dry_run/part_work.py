@@ -1,0 +1,218 @@
+"""What a microbatch computes and sends in each part of a model, found by a step of a short model without memory.
+
+The recorders are those of a dry run; here they tell parts apart, so that stages of any length can be added up of them
+(stage_load.py). What parts hold is layer_facts.py's.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from megatron.training.dry_run.activations import EXPERTS
+from megatron.training.dry_run.rates import Kernel, Kernels, Unit
+from megatron.training.dry_run.recorder import MessageRecorder
+from megatron.training.dry_run.step_time import BACKWARD, FORWARD, ChunkWork
+from megatron.training.dry_run.traffic import Traffic, merged
+from megatron.training.dry_run.work import RECOMPUTE, ROWS_OF_TABLES, WorkRecorder, dtype_name
+
+# Over ranks that share experts.
+_OF_EXPERTS = ("ep", "tp_ep")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A kernel, and of its bytes those of parameters and their gradients, which more tokens do not change."""
+
+    kernel: Kernel
+    standing: float
+
+
+# How often each runs.
+Counts = Counter[Counted]
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """Of one microbatch in one part of a chunk; counts may be negative where a part is a difference of others.
+
+    recompute: forwards that backward runs again. traffic: with the phases forward and backward.
+    """
+
+    forward: Counts
+    backward: Counts
+    recompute: Counts
+    traffic: tuple[Traffic, ...] = ()
+
+    def chunk(self) -> ChunkWork:
+        """Its kernels as a plan has them."""
+        return ChunkWork(*(_kernels(counts) for counts in (self.forward, self.backward, self.recompute)))
+
+    def times(self, number: int) -> "PartWork":
+        """Of so many such parts."""
+
+        def counts(some: Counts) -> Counts:
+            return Counter({one: n * number for one, n in some.items()})
+
+        traffic = (replace(t, count=t.count * number, num_bytes=t.num_bytes * number) for t in self.traffic)
+        return PartWork(counts(self.forward), counts(self.backward), counts(self.recompute), tuple(traffic))
+
+    def scaled(self, *, samples: float, experts: float, expert_ranks: float) -> "PartWork":
+        """The same of so many times the samples, where each rank has so many times the experts, of so many times the
+        ranks."""
+
+        def counts(some: Counts) -> Counts:
+            found: Counts = Counter()
+            for one, number in some.items():
+                standing = one.standing * (experts if one.kernel.kind == EXPERTS else 1.0)
+                num_bytes = (one.kernel.num_bytes - one.standing) * samples + standing
+                kernel = replace(one.kernel, flops=one.kernel.flops * samples, num_bytes=num_bytes)
+                found[Counted(kernel, standing)] += number
+            return found
+
+        traffic = (
+            replace(
+                one,
+                num_bytes=round(one.num_bytes * samples),
+                group_size=round(one.group_size * (expert_ranks if one.group in _OF_EXPERTS else 1.0)),
+            )
+            for one in self.traffic
+        )
+        return PartWork(counts(self.forward), counts(self.backward), counts(self.recompute), tuple(traffic))
+
+
+NO_WORK = PartWork(Counter(), Counter(), Counter())
+
+
+def together(parts: Iterable[PartWork]) -> PartWork:
+    """The sum of parts."""
+    forward, backward, recompute = Counts(), Counts(), Counts()
+    traffic: list[Traffic] = []
+    for part in parts:
+        forward.update(part.forward)
+        backward.update(part.backward)
+        recompute.update(part.recompute)
+        traffic += part.traffic
+    return PartWork(forward, backward, recompute, merged(traffic))
+
+
+def without(whole: PartWork, parts: Iterable[PartWork]) -> PartWork:
+    """What is left of a whole."""
+    return together([whole, together(parts).times(-1)])
+
+
+def _kernels(counts: Counts) -> Kernels:
+    found = Kernels()
+    for one, number in counts.items():
+        found[one.kernel] += number
+    return found
+
+
+class PartRecorder(WorkRecorder):
+    """Notes kernels of the one chunk of a model by part. part_of: from the name of a module, "" outside of all, and how
+    many layers have been entered. standing: the tensors of parameters and gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        live_rows: float,
+        part_of: Callable[[str, int], str],
+        standing: Collection[Tensor],
+    ) -> None:
+        super().__init__([model], live_rows=live_rows)
+        self._layers, self._part_of = list(unwrap_model(model).decoder.layers), part_of
+        self._tables = {one.untyped_storage()._cdata for one in standing}
+        self._entered, self._kept, self._standing = 0, "", 0.0
+        self._counts: dict[tuple[str, str], Counts] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """See WorkRecorder."""
+        handles = [
+            layer.register_forward_pre_hook(self._enter_layer(number))
+            for number, layer in enumerate(self._layers, start=1)
+        ]
+        try:
+            with super().recording():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def part(self) -> str:
+        """Which runs at this moment, or whose backward does."""
+        if self._running or self.pass_name in (None, FORWARD):
+            return self._part_of(self._running.name, self._entered)
+        return self._kept
+
+    def parts(self, messages: Mapping[str, Sequence[Traffic]]) -> dict[str, PartWork]:
+        """What was noted, with the messages of each part."""
+        names = {part for part, _ in self._counts} | {*messages}
+
+        def counts(part: str, name: str) -> Counts:
+            return self._counts.get((part, name), Counts())
+
+        return {
+            part: PartWork(
+                counts(part, FORWARD), counts(part, BACKWARD), counts(part, RECOMPUTE), merged(messages.get(part, ()))
+            )
+            for part in sorted(names)
+        }
+
+    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
+        """As WorkRecorder.note. tensor: any shape, of the dtype it computes in."""
+        super().note(unit, tensor, flops=flops, num_bytes=num_bytes)
+        name = self.pass_name
+        if name is not None:
+            kernel = Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))
+            counts = self._counts.setdefault((self.part, name), Counts())
+            counts[Counted(kernel, min(self._standing, kernel.num_bytes))] += 1
+
+    def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
+        if name not in ROWS_OF_TABLES:
+            tables = [one for one in tree_leaves((args, kwargs)) if self._is_table(one)]
+            self._standing = float(sum(one.nbytes for one in tables))
+            if func._schema.is_mutable and self._is_table(args[0]):
+                self._standing += args[0].nbytes
+        super()._count(func, name, args=args, kwargs=kwargs, result=result)
+        self._standing = 0.0
+
+    def _is_table(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self._tables
+
+    def _enter_layer(self, number: int) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._entered = number
+
+        return enter
+
+    def _pack(self, tensor: Tensor) -> Any:
+        return self.part, super()._pack(tensor)
+
+    def _unpack(self, kept: Any) -> Tensor:
+        self._kept, packed = kept
+        return super()._unpack(packed)
+
+
+class PartMessages(MessageRecorder):
+    """Notes messages of passes by part; part: which runs."""
+
+    def __init__(self, groups: ProcessGroupCollection, part: Callable[[], str]) -> None:
+        super().__init__(groups)
+        self._part = part
+        self.of_passes: dict[str, list[Traffic]] = {}
+
+    def _note(self, name: str, args: Sequence[Any]) -> None:
+        before = len(self._messages)
+        super()._note(name, args)
+        new = [one for one in self._messages[before:] if one.phase in (FORWARD, BACKWARD)]
+        self.of_passes.setdefault(self._part(), []).extend(new)

@@ -1,0 +1,83 @@
+"""Times that the advisor adds up from single layers, against the dry run's of the same runs."""
+
+import pytest
+
+import pretrain_gpt
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.device_table import Device, known_devices
+from megatron.training.dry_run.layer_facts import layer_kinds
+from megatron.training.dry_run.layer_flops import layer_flops
+from megatron.training.dry_run.layout_costs import LayoutCosts
+from megatron.training.dry_run.layout_request import read_request
+from megatron.training.dry_run.plan import plan_run
+from megatron.training.dry_run.run_time import run_time
+from megatron.training.flops import num_floating_point_operations
+from megatron.training.setup import setup_tokenizer
+
+RANKS = 16
+# Few layers, as wide as they are: where every kernel is as short as a launch, the few of each bucket would count.
+FLAGS = "--seq-length 2048 --global-batch-size 64"
+DENSE, MIXTURE = ("llama3-8b", "--num-layers", "4"), ("mixtral-8x7b", "--num-layers", "4")
+LATENT = ("deepseek-v2-lite", "--num-layers", "4", "--moe-layer-freq", "[0]+[1]*3")
+# A short model has fewer buckets: their launches are what the two differ by, most with ZeRO-2.
+TOLERANCE = 0.005
+EXPERTS = "--expert-model-parallel-size"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+PIPE = "--pipeline-model-parallel-size"
+ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+ZERO_2 = "--optimizer distributed_fused_adam --overlap-grad-reduce --overlap-param-gather"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+PAGED = "--moe-expert-rank-capacity-factor 2 --moe-paged-stash"
+LAYOUTS = [
+    (DENSE, f"--micro-batch-size 2 {ZERO_1}"),
+    (DENSE, f"{TENSOR} --micro-batch-size 1 {ZERO_2}"),
+    (DENSE, f"{TENSOR} {PIPE} 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1 {FULL} {ZERO_1}"),
+    (DENSE, f"--context-parallel-size 2 {PIPE} 4 --micro-batch-size 1"),
+    (MIXTURE, f"{TENSOR} --expert-tensor-parallel-size 2 {EXPERTS} 4 {PIPE} 2 --micro-batch-size 1 {ZERO_1}"),
+    (MIXTURE, f"{EXPERTS} 8 --micro-batch-size 1 {PIPE} 2 {PAGED} {ZERO_1}"),
+    (LATENT, f"{EXPERTS} 4 --micro-batch-size 1 {PIPE} 2 --pipeline-model-parallel-layout Ettt|tL {ZERO_1}"),
+]
+
+
+def _device() -> Device:
+    return next(device for device in known_devices() if device.name == "H100")
+
+
+@pytest.mark.parametrize(("model", "words"), LAYOUTS)
+def test_steps_take_as_long_as_the_dry_run_says(model: tuple[str, ...], words: str) -> None:
+    device = _device()
+    given = ["--model", *model, *FLAGS.split(), *words.split()]
+    request = read_request(given, world_size=RANKS, devices_per_node=device.devices_per_node)
+    costs = LayoutCosts(
+        request.words,
+        request.args,
+        space=request.space,
+        device=device,
+        model_provider=pretrain_gpt.model_provider,
+        forward_step=pretrain_gpt.forward_step,
+    )
+    # What is not given is left to the first of them: sizes of 1.
+    layout = next(iter(request.space.layouts()))
+    advice = costs.advice(layout)
+    assert advice is not None, costs.last_refusal
+    args = validate_args(parse_args(argv=[*advice.words, "--dry-run", "--world-size", str(RANKS)]))
+    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    step = run_time(plan, args, device=device)
+    assert step is not None
+    assert advice.time.seconds == pytest.approx(step.seconds, rel=TOLERANCE)
+    for name, seconds in step.split().items():
+        assert advice.time.split()[name] == pytest.approx(seconds, abs=TOLERANCE * step.seconds), name
+    # The estimate by which all layouts are ranked.
+    about = costs.cost(layout, limit=1 << 40)
+    assert about is not None and about.seconds == pytest.approx(step.seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"])
+def test_layers_and_what_follows_them_add_up_to_the_whole_model(model: str) -> None:
+    words = f"--model {model} --bf16 --mock-data --tokenizer-type NullTokenizer --seq-length 512 --lr 1e-3"
+    args = validate_args(parse_args(argv=[*words.split(), "--micro-batch-size", "1", "--train-iters", "2"]))
+    setup_tokenizer(args)
+    kinds = layer_kinds(args)
+    flops, end = layer_flops(args, kinds)
+    forward = sum(flops[kind] for kind in kinds) + end
+    assert min(*flops.values(), end) > 0 and 3 * forward == pytest.approx(num_floating_point_operations(args, 1))
