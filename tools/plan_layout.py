@@ -8,6 +8,7 @@ varied. See docs/planning.md.
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from megatron.training.device_table import Device, known_devices
 from megatron.training.dry_run.layout_costs import Advice, LayoutCosts
 from megatron.training.dry_run.layout_request import Request, read_request
 from megatron.training.dry_run.layout_search import Found, search
-from megatron.training.dry_run.layout_table import bytes_in_words, flag_lines, found_as_json, table_lines
+from megatron.training.dry_run.layout_table import WIDTH, bytes_in_words, flag_lines, found_as_json, table_lines
 from megatron.training.dry_run.plan import plan_run
 from megatron.training.errors import exit_on_user_error
 
@@ -29,7 +30,7 @@ _DEVICE = "H100"
 _FRONT = 12
 # A size without a unit that is below is taken for one whose unit was forgotten.
 _LEAST_BYTES = 1_000_000
-_NOT_COUNTED = "messages under way, what passes take and free again, as logits, and what the allocator keeps"
+_NOT_COUNTED = "what passes take and free again, as logits and messages, and what the allocator keeps"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         found = search(request.space, costs, limit=memory - kept, most=max(_FRONT, own.top))
         _print_head(found, request, device=device, memory=memory, kept=kept)
-        verified = _print_found(found, top=own.top, world_size=own.gpus, limit=memory - kept)
+        verified = _print_found(found, own, memory=memory, kept=kept)
         if own.json:
             Path(own.json).write_text(json.dumps(found_as_json(found, verified=verified), indent=1), encoding="utf-8")
     if not found.front:
@@ -113,19 +114,25 @@ def _device(name: str) -> Device:
 
 def _print_head(found: Found, request: Request, *, device: Device, memory: int, kept: int) -> None:
     args, space = request.args, request.space
-    print(
+    _print_wrapped(
         f"{found.compared} layouts of {space.world_size} x {device.name} compared, {found.fitting} fit into "
         f"{bytes_in_words(memory - kept)} a rank; {bytes_in_words(kept)} are kept free for {_NOT_COUNTED}"
     )
     print(f"a step: {args.global_batch_size} x {args.seq_length} tokens")
     if request.assumed:
-        print(f"assumed: {' '.join(request.assumed)}")
+        _print_wrapped(f"assumed: {' '.join(request.assumed)}")
 
 
-def _print_found(found: Found, *, top: int, world_size: int, limit: int) -> list[dict[str, Any]]:
+def _print_wrapped(text: str) -> None:
+    # Flags stay whole, so that they can be copied.
+    print(textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
+
+
+def _print_found(found: Found, own: argparse.Namespace, *, memory: int, kept: int) -> list[dict[str, Any]]:
+    """The table, and the flags of the first layouts that a plan of whole stages finds to fit with all they take."""
     if not found.front:
         assert found.nearest is not None, "the search raises where there is none"
-        over = found.nearest.num_bytes - limit
+        over = found.nearest.num_bytes - (memory - kept)
         print(
             f"nothing fits: the layout that needs least needs {bytes_in_words(over)} more on a rank of stage "
             f"{found.nearest.fullest}"
@@ -136,26 +143,45 @@ def _print_found(found: Found, *, top: int, world_size: int, limit: int) -> list
     print("layouts that none beats in both memory and time, of the fullest rank:")
     print("\n".join(table_lines(found.front)))
     verified = []
-    for number, advice in enumerate(found.front[:top], start=1):
+    fitting = 0
+    for number, advice in enumerate(found.front, start=1):
+        if fitting == own.top:
+            break
+        verified.append({"layout": number, **_dry_run(advice, own.gpus)})
+        over = verified[-1]["peak"] - memory
+        if over > 0:
+            print(f"\n{number}. does not fit: {verified[-1]['words']}; {bytes_in_words(over)} too much", flush=True)
+            continue
+        fitting += 1
         print(f"\n{number}. {flag_lines(advice)}", flush=True)
-        verified.append(_dry_run(advice, world_size))
-        print(f"   dry run of stage {advice.fullest}: {verified[-1]['words']}", flush=True)
+        _print_wrapped(f"   dry run of {verified[-1]['words']}")
     return verified
 
 
 def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
-    """What the stage that holds most holds by a plan that builds it, and how that differs."""
+    """What the stage that holds most holds by a plan that builds it, how that differs from what was added up, and the
+    peak of it or of the last stage, whose logits may take more.
+    """
     words = [*advice.words, "--dry-run", "--world-size", str(world_size)]
     args = validate_args(parse_args(argv=words))
     stage = advice.fullest
-    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step, only_stages=[stage])
-    planned, quick = plan.stages[0].total, advice.stages[stage].total
+    plan = plan_run(
+        args,
+        pretrain_gpt.model_provider,
+        forward_step_func=pretrain_gpt.forward_step,
+        only_stages={stage, len(advice.stages) - 1},
+    )
+    planned = next(one.total for one in plan.stages if one.stage == stage)
+    quick, peak = advice.stages[stage].total, max(plan.stages, key=lambda one: one.total + one.working)
     words_of = "the same" if planned == quick else f"{planned - quick:+,} bytes ({100 * (planned / quick - 1):+.2f}%)"
     return {
         "stage": stage,
         "bytes": planned,
         "difference": planned - quick,
-        "words": f"{bytes_in_words(planned)}, {words_of}",
+        "peak": peak.total + peak.working,
+        "peak_stage": peak.stage,
+        "words": f"stage {stage}: {bytes_in_words(planned)}, {words_of}; with what passes take and free again at most "
+        f"{bytes_in_words(peak.total + peak.working)}, of stage {peak.stage}",
     }
 
 

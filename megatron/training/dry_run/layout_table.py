@@ -8,6 +8,8 @@ from megatron.training.dry_run.layout_costs import Advice
 from megatron.training.dry_run.layout_search import Found
 from megatron.training.dry_run.step_time import StepTime
 
+# Columns of what is printed.
+WIDTH = 100
 _GIB = 1 << 30
 _COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
 
@@ -20,8 +22,20 @@ def table_lines(advice: Sequence[Advice]) -> list[str]:
 
 
 def flag_lines(advice: Advice) -> str:
-    """The command, ready for a shell."""
-    return f"pretrain_gpt.py {shlex.join(advice.words)}"
+    """The command, ready for a shell, in lines of at most WIDTH where a flag and its values are no longer."""
+    lines = ["pretrain_gpt.py"]
+    flags: list[list[str]] = []
+    for word in advice.words:
+        if word.startswith("--") or not flags:
+            flags.append([])
+        flags[-1].append(word)
+    for flag in map(shlex.join, flags):
+        # Room for the number before it, and for what goes on behind it.
+        if len(lines[-1]) + 1 + len(flag) + 6 > WIDTH:
+            lines.append(f"    {flag}")
+        else:
+            lines[-1] += f" {flag}"
+    return " \\\n".join(lines)
 
 
 def bytes_in_words(num_bytes: int) -> str:

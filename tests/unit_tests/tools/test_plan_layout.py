@@ -33,7 +33,9 @@ def test_printed_flags_are_planned_unchanged_and_hold_what_was_said(
     text, found = _found(capsys, tmp_path, *words)
     assert found["fitting"] > len(found["layouts"]) > 1
     assert [one["difference"] for one in found["dry_runs"]] == [0, 0]
-    printed = re.findall(r"^\d+\. pretrain_gpt\.py (.*)$", text, re.MULTILINE)
+    assert max(map(len, text.splitlines())) <= 100
+    assert all(one["bytes"] < one["peak"] <= 100_000_000 for one in found["dry_runs"])
+    printed = re.findall(r"^\d+\. pretrain_gpt\.py (.*)$", text.replace(" \\\n   ", ""), re.MULTILINE)
     assert len(printed) == 2
     for line, layout in zip(printed, found["layouts"]):
         assert line.replace("'", "") == " ".join(layout["words"])
@@ -42,7 +44,13 @@ def test_printed_flags_are_planned_unchanged_and_hold_what_was_said(
 
 
 def test_no_layout_of_the_table_is_beaten_by_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    _, found = _found(capsys, tmp_path, "--model", "llama3.2-1b", "--gpus", "4", "--memory", "2MB", "--keep-free", "1")
+    text, found = _found(
+        capsys, tmp_path, "--model", "llama3.2-1b", "--gpus", "4", "--memory", "2MB", "--keep-free", "1"
+    )
+    # Without any memory kept free, what passes take for a while leaves some of them out.
+    over = [one["layout"] for one in found["dry_runs"] if one["peak"] > 2_000_000]
+    assert over and re.findall(r"^(\d+)\. does not fit: stage", text, re.MULTILINE) == list(map(str, over))
+    assert not set(map(str, over)) & set(re.findall(r"^(\d+)\. pretrain_gpt", text, re.MULTILINE))
     layouts = found["layouts"]
     assert all(one["bytes"] <= 2_000_000 for one in layouts)
     assert [one["seconds"] for one in layouts] == sorted(one["seconds"] for one in layouts)
