@@ -19,7 +19,10 @@ KINDS = {
     "moments": "moments",
     "pages": "stash pages",
     "host_pages": "stash pages, host memory",
+    "host_states": "masters and moments, host memory",
 }
+# Not on the device. Plans of before there were host_states lack them.
+HOST = ("host_pages", "host_states")
 ACTIVATIONS, REST = "activations", "rest"
 LABELS = {**KINDS, ACTIVATIONS: "activations at their fullest", REST: "rest, up to the peak"}
 PEAKS = {"peak_allocated": "most allocated at once", "peak_rss": "most resident, with Python and libraries"}
@@ -101,7 +104,7 @@ def _planned_stages(plan: dict[str, Any]) -> dict[int, Bytes]:
     found = {}
     for stage in plan["stages"]:
         memory = stage["memory"]
-        sizes = {kind: int(memory[kind] if kind in memory else stage[kind]) for kind in KINDS}
+        sizes = {kind: int({"host_states": 0, **stage, **memory}[kind]) for kind in KINDS}
         found[int(stage["stage"])] = {**sizes, ACTIVATIONS: sum(map(int, memory["activations"].values()))}
     if not found:
         raise ValueError("stages is empty")
@@ -137,7 +140,7 @@ def _with_rest(sizes: Bytes | None) -> Bytes | None:
     """With what a GPU had allocated beyond what is told apart: activations, messages, what kernels take for a while."""
     if sizes is None or "peak_allocated" not in sizes:
         return sizes
-    standing = sum(sizes.get(kind, 0) for kind in KINDS if kind != "host_pages")
+    standing = sum(sizes.get(kind, 0) for kind in KINDS if kind not in HOST)
     return {**sizes, REST: max(0, sizes["peak_allocated"] - standing)}
 
 
@@ -161,7 +164,7 @@ def _rows(run: RunLog, predicted: dict[int, Bytes], *, measured: dict[int, Bytes
 
 
 def _on_device(sizes: Bytes) -> int:
-    return sum(size for kind, size in sizes.items() if kind != "host_pages")
+    return sum(size for kind, size in sizes.items() if kind not in HOST)
 
 
 def _row(label: str, *, said: int | None, held: int | None = None, first: int | None = None) -> dict[str, str]:

@@ -34,7 +34,7 @@ from tests.harness import run_on_ranks
 from tests.unit_tests.training.test_callbacks import STEP
 
 RANKS, EIGHT_RANKS = 4, 8
-KINDS = ("parameters", "gradients", "masters", "moments", "pages", "host_pages")
+KINDS = ("parameters", "gradients", "masters", "moments", "host_states", "pages", "host_pages")
 EXPERTS: Flags = {"expert-model-parallel-size": 2, "moe-grouped-gemm": True, "moe-expert-rank-capacity-factor": 2.0}
 PAGES: Flags = {
     "moe-paged-stash": True,
@@ -44,6 +44,11 @@ PAGES: Flags = {
 CHUNKS: Flags = {"num-layers": 4, "pipeline-model-parallel-size": 2, "num-virtual-stages-per-pipeline-rank": 2}
 TENSORS: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
 RECOMPUTE: Flags = {"recompute-granularity": "selective", "recompute-modules": ["core_attn", "layernorm"]}
+OFFLOAD: Flags = {
+    "fine-grained-activation-offloading": True,
+    "offload-modules": ["core_attn", "attn_proj"],
+    "min-offloaded-tensor-size": 16,
+}
 NARROW: Flags = {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "fp16"}
 # Kernels of the CPU keep other statistics of 16-bit numbers than those of GPUs, and other parts of fused attention.
 LIKE_GPUS: Flags = {"bf16": False, "attention-backend": "unfused"}
@@ -53,6 +58,7 @@ RUNS: dict[str, tuple[str, Flags]] = {
     "saved by gated layers": ("llama", {**LIKE_GPUS, "tensor-model-parallel-size": 2, "sequence-parallel": True}),
     "saved by experts": ("moe", {**LIKE_GPUS, **EXPERTS}),
     "saved for recompute": ("dense", {**LIKE_GPUS, **RECOMPUTE}),
+    "saved on hosts": ("dense", {**LIKE_GPUS, **OFFLOAD}),
     "stages": ("dense", {"tensor-model-parallel-size": 2, "pipeline-model-parallel-size": 2, **SHARDED}),
     "chunks": ("dense", {**CHUNKS, **SHARDED}),
     "sequences": ("llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}),
@@ -69,6 +75,7 @@ RUNS: dict[str, tuple[str, Flags]] = {
     "gradient shards": ("dense", {"optimizer": "distributed_fused_adam"}),
     "sgd": ("dense", {"optimizer": "sgd"}),
     "adapters": ("llama", {"lora-rank": 2}),
+    "states on hosts": ("dense", {**SHARDED, "optimizer-cpu-offload": True, "optimizer-offload-fraction": 0.5}),
     "recompute": ("dense", {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}),
 }
 # Every kind of parallelism at once, and pages.
@@ -80,8 +87,9 @@ ON_EIGHT: dict[str, tuple[str, Flags]] = {
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank, as RankPlan has them. activations: of one microbatch of a rank's only chunk. logged: as the
-    log has it. links: what it sent in its third step. launched: bytes of what the ledger noted in it, by operation.
+    """Bytes of one rank, as RankPlan has them. activations, host_activations: of a microbatch of its chunk. logged: as
+    the log has it. links: what it sent in its third step. launched: bytes of what the ledger noted in it, by
+    operation.
     """
 
     stage: int
@@ -89,9 +97,11 @@ class Held:
     gradients: int
     masters: int
     moments: int
+    host_states: int
     pages: int
     host_pages: int
     activations: dict[str, int]
+    host_activations: int
     logged: dict[str, Any]
     links: tuple[Traffic, ...] = ()
     launched: tuple[tuple[str, int], ...] = ()
@@ -123,7 +133,7 @@ def _held_by_rank(names: list[str]) -> dict[str, Held]:
         # Parts of a fixed size, as on GPUs; on hosts no padding travels.
         padded = patch.dict(vars(dispatch_static), part_layout=lambda device: padded_parts)
         with padded, started_run(_argv(name)) as run:
-            held[name] = _held(run, _saved(run) if name.startswith("saved") else {})
+            held[name] = _held(run, *(_saved(run) if name.startswith("saved") else ({}, 0)))
             if not name.startswith("saved"):
                 held[name] = replace(held[name], **_sent(run))
     return held
@@ -152,8 +162,8 @@ def _sent(run: TrainingRun) -> dict[str, tuple[Any, ...]]:
     return {"links": merged(by_pass(recorder.take(), program)), "launched": tuple(launched)}
 
 
-def _saved(run: TrainingRun) -> dict[str, int]:
-    """What autograd keeps of the first microbatch."""
+def _saved(run: TrainingRun) -> tuple[dict[str, int], int]:
+    """What autograd keeps of the first microbatch, and bytes of the host's buffers with what was offloaded of it."""
     chunk = run.model[0]
     if run.expert_memory is not None:
         run.expert_memory.step.begin()
@@ -163,11 +173,13 @@ def _saved(run: TrainingRun) -> dict[str, int]:
         output, loss_function = pretrain_gpt.forward_step(run.train_iterator, chunk)
         kept = loss_function(output)
     found = saved.by_kind()
+    offloader = unwrap_model(run.model)[0].decoder.arrangement.offloader
+    on_host = 0 if offloader is None else offloader.buffers.lent_bytes
     del kept
-    return dict(found)
+    return dict(found), on_host
 
 
-def _held(run: TrainingRun, activations: dict[str, int]) -> Held:
+def _held(run: TrainingRun, activations: dict[str, int], host_activations: int) -> Held:
     flats = [buffer for chunk in run.model for buffer in chunk.all_buffers]
     params = [param for chunk in run.model for param in chunk.parameters()]
     buffers = [buffer for chunk in unwrap_model(run.model) for buffer in chunk.buffers()]
@@ -181,6 +193,7 @@ def _held(run: TrainingRun, activations: dict[str, int]) -> Held:
         pages=0 if pool is None else pool.layout.device_pages * pool.layout.page_bytes,
         host_pages=0 if pool is None else pool.layout.host_pages * pool.layout.page_bytes,
         activations=activations,
+        host_activations=host_activations,
         logged=_logged(run),
     )
 
@@ -228,6 +241,7 @@ def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: list[dict[str,
     assert sorted(planned) == list(range(num_ranks))
     for rank, of_rank in enumerate(held):
         assert planned[rank].stage == of_rank[name].stage
+        assert (planned[rank].host_states > 0) == (name == "states on hosts")
         for kind in KINDS:
             assert getattr(planned[rank], kind) == getattr(of_rank[name], kind), (rank, kind)
             assert getattr(planned[rank], kind) <= getattr(
@@ -281,5 +295,6 @@ def test_the_log_has_what_the_first_rank_and_the_fullest_of_each_stage_hold(
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("saved")])
 def test_passes_with_memory_save_what_was_planned(name: str, held: list[dict[str, Held]]) -> None:
-    planned = _plan(name).stages[0].activations
-    assert planned == held[0][name].activations and planned["attention"] > 0
+    planned, found = _plan(name).stages[0], held[0][name]
+    assert planned.activations == found.activations and planned.activations["attention"] > 0
+    assert planned.host_activations == found.host_activations and (planned.host_activations > 0) == ("hosts" in name)

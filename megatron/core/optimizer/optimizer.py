@@ -291,10 +291,15 @@ class MegatronOptimizer:
 
     @property
     def state_bytes(self) -> dict[str, int]:
-        """Memory of what it keeps beside parameters and gradients, of this rank: of `masters` and of `moments`."""
-        masters = sum(run.main.num_bytes for run in self._runs if run.is_copy)
-        moments = [stored for rule in self._rules for run in rule.runs for stored in rule.flat_state(run).values()]
-        return {"masters": masters, "moments": sum(stored.num_bytes for stored in moments)}
+        """Memory of what it keeps beside parameters and gradients, of this rank: of `masters` and of `moments` on the
+        device, and of both in the host's memory, host_states.
+        """
+        by_run = {run: rule.flat_state(run).values() for rule in self._rules for run in rule.runs}
+        found = {"masters": 0, "moments": 0, "host_states": 0}
+        for run in self._runs:
+            found["host_states" if run.on_host else "masters"] += run.main.num_bytes if run.is_copy else 0
+            found["host_states" if run.on_host else "moments"] += sum(stored.num_bytes for stored in by_run[run])
+        return found
 
     def _flat_states(self) -> list[_FlatState]:
         states = []

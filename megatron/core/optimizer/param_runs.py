@@ -98,7 +98,8 @@ class ParamRun:
     model: [N], the parameters' dtype; they are views of it. main: the N numbers that are stepped: `model` itself, or
     what has the digits that 16-bit parameters lack. span: its place in `buffer`; N is a multiple of 64. Padding between
     parameters is zero in these and in `grad`, and stays zero: neither norm nor step sees it. bucket: which of the owned
-    spans of `buffer` it lies in. grads: the buffer itself, unless gradients do not stand in it.
+    spans of `buffer` it lies in. grads: the buffer itself, unless gradients do not stand in it. on_host: `main` is kept
+    in the host's memory, which on a CPU is the memory of all.
     """
 
     params: list[RunParam]
@@ -109,6 +110,7 @@ class ParamRun:
     span: Span
     bucket: int
     grads: GradPlace
+    on_host: bool = False
 
     @property
     def grad(self) -> torch.Tensor:
@@ -182,7 +184,10 @@ def build_runs(
         for found in ranges_in(buffer, [part for part, _, _ in parts], groups=groups):
             _, kept, bucket = parts[found.place]
             model = buffer.param_data[found.span.start : found.span.end]
-            runs.append(ParamRun(found.members, found.key, model, kept(model), buffer, found.span, bucket, grads))
+            on_host = kept is host_masters
+            runs.append(
+                ParamRun(found.members, found.key, model, kept(model), buffer, found.span, bucket, grads, on_host)
+            )
     return runs
 
 
@@ -213,12 +218,17 @@ def ranges_in(
             yield OwnedParams(members, groups[members[0].param], Span(start, end - start), place)
 
 
+def host_elements(numel: int, host_fraction: float) -> int:
+    """How many of an owned span's elements are kept in the host's memory: its first."""
+    # On the grid, so that no element's bits depend on the cut.
+    return int(numel * host_fraction) // ALIGNMENT * ALIGNMENT
+
+
 def _by_memory(
     owned: Span, main_of: Callable[[torch.Tensor], StoredFloats], *, host_fraction: float
 ) -> Iterator[tuple[Span, Callable[[torch.Tensor], StoredFloats]]]:
     """The part of an owned span that is kept in the host's memory, and the rest, which main_of keeps."""
-    # On the grid, so that no element's bits depend on the cut.
-    on_host = int(owned.numel * host_fraction) // ALIGNMENT * ALIGNMENT
+    on_host = host_elements(owned.numel, host_fraction)
     if on_host:
         yield Span(owned.start, on_host), host_masters
     if on_host < owned.numel:

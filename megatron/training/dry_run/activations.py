@@ -6,7 +6,8 @@ The model runs on the meta device, and autograd says what it saves; see megatron
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 from weakref import ref
@@ -19,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.core.device import default_device
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+from megatron.core.transformer.activation_offload.offloader import SavedTensor
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training.dry_run.rates import Unit
 from megatron.training.dry_run.running_modules import RunningModules
 
@@ -38,6 +41,14 @@ _DROPOUT = signature(F.dropout)
 Note = Callable[..., None]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that wait for backward: on the device, by kind, and in the host's memory."""
+
+    by_kind: Counter[str]
+    on_host: int = 0
+
+
 class SavedBytes:
     """Counts what autograd keeps while `counting`; memory that several tensors share counts once.
 
@@ -53,30 +64,43 @@ class SavedBytes:
         """
         self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
         self._standing = {tensor.untyped_storage()._cdata for tensor in standing}
-        self._saved: list[tuple[str, ref[Tensor]]] = []
+        self._saved: list[tuple[str, ref[Tensor | SavedTensor]]] = []
+        blocks = [part for part in model.modules() if isinstance(part, TransformerBlock)]
+        self._offloaders = [one for block in blocks if (one := block.arrangement.offloader) is not None]
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Inside, saved tensors are noted with the module that runs."""
-        with self._running.followed(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept):
+        with self._running.followed(), ExitStack() as entered:
+            for offloader in self._offloaders:
+                entered.enter_context(offloader.telling(self._note))
+            entered.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept))
             yield
 
     def by_kind(self) -> Counter[str]:
-        """Bytes that are still kept, by kind."""
+        """Bytes that are still kept on the device, by kind."""
         found: Counter[str] = Counter()
         seen = set(self._standing)
         for kind, saved in self._saved:
             kept = saved()
-            if kept is not None and kept.untyped_storage()._cdata not in seen:
-                seen.add(kept.untyped_storage()._cdata)
-                found[kind] += kept.untyped_storage().nbytes()
+            storage = kept.untyped_storage() if isinstance(kept, Tensor) else None if kept is None else kept.storage
+            if storage is not None and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                found[kind] += storage.nbytes()
         return found
+
+    def on_host(self) -> int:
+        """Bytes of the host's buffers that hold what was offloaded."""
+        return sum(offloader.buffers.lent_bytes for offloader in self._offloaders)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # A tensor of its own: the graph alone keeps it, so that it ends with the graph.
         kept = tensor.detach()
-        self._saved.append((self._kind_of(self._running.name), ref(kept)))
+        self._note(kept)
         return kept
+
+    def _note(self, kept: Tensor | SavedTensor) -> None:
+        self._saved.append((self._kind_of(self._running.name), ref(kept)))
 
 
 def kind_of_module(name: str) -> str:

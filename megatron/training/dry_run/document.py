@@ -89,8 +89,8 @@ def notes(plan: Plan, device: Device) -> list[str]:
             f"Memory of stages {', '.join(str(stage.stage) for stage in full)} is more than the {device.name} has "
             f"({device.memory_gib:g} GiB)."
         )
-    if any(stage.host_pages for stage in plan.stages):
-        found.append("Pages in the host's memory are not part of the device's.")
+    if any(any(stage.host.values()) for stage in plan.stages):
+        found.append("What is in the host's memory is not part of the device's.")
     return found
 
 
@@ -107,7 +107,7 @@ def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: 
         "layers": list(stage.layers),
         "memory": {**standing, "activations": dict(stage.activations)},
         "total": stage.total,
-        "host_pages": stage.host_pages,
+        **{f"host_{kind}": count for kind, count in stage.host.items()},
         "links": links,
         "buffers": [{**asdict(one), "bucket_bytes": list(one.bucket_bytes)} for one in stage.buffers],
         "time": None if time is None else asdict(time),

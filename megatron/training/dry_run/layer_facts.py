@@ -255,7 +255,7 @@ def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardS
         return f"{part_at(name, reached[-1], num_layers=len(layers))}: {kind_of_module(name)}"
 
     try:
-        return saved_by(model, args, forward_step=forward_step, kind_of=label)
+        return saved_by(model, args, forward_step=forward_step, kind_of=label).by_kind
     finally:
         for handle in handles:
             handle.remove()

@@ -387,7 +387,7 @@ class LayoutCosts:
 
     @staticmethod
     def _update_bytes(standing: Standing) -> float:
-        return float(_TOUCHES * (standing.masters + standing.moments))
+        return float(_TOUCHES * (standing.masters + standing.moments + standing.host_states))
 
     @cached_property
     def _memory_rate(self) -> float:

@@ -26,6 +26,7 @@ _STANDING = {
     "moments": "#b07aa1",
     "pages": "#9c755f",
 }
+_HOST = {"pages": "#9c755f", "states": "#b07aa1", "activations": "#f28e2b"}
 _ACTIVATIONS = ("#f28e2b", "#edc948", "#e15759", "#ff9da7", "#59a14f", "#8cd17d", "#76b7b2", "#bab0ac")
 _TIMES = {
     "forward": "#93c1ea",
@@ -57,6 +58,7 @@ def page(document: Mapping[str, Any]) -> str:
         f"<h1>{title}</h1><p>{escape(layout or 'no parallelism')}</p>",
         _facts(document),
         _section("Memory of a rank of each stage", _memory(document)),
+        _section("What a rank of each stage has in the host's memory", _host_memory(document)),
         *([] if document["step"] is None else _times(document)),
         _section("What a rank sends in a step", _links(document)),
         _section("Buckets of gradients", _buckets(document)),
@@ -131,6 +133,24 @@ def _memory(document: Mapping[str, Any]) -> str:
         bars.append(Bar(_stage_name(stage), lengths, f"{stage['total'] / size:.2f} {unit}"))
     limit = (room / size, f"{document['device']['name']}: {room / size:.4g} {unit}") if fits else None
     return stacked_bars(bars, colors, axis=unit, limit=limit)
+
+
+def _host_memory(document: Mapping[str, Any]) -> str:
+    stages = document["stages"]
+    kept = [{kind: stage[f"host_{kind}"] for kind in _HOST} for stage in stages]
+    most = max(sum(kinds.values()) for kinds in kept)
+    if not most:
+        return ""
+    unit, size = _unit(most)
+    bars = [
+        Bar(
+            _stage_name(stage),
+            {kind: count / size for kind, count in kinds.items()},
+            f"{sum(kinds.values()) / size:.2f} {unit}",
+        )
+        for stage, kinds in zip(stages, kept, strict=True)
+    ]
+    return stacked_bars(bars, _HOST, axis=unit)
 
 
 def _times(document: Mapping[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.validation import batch_sizes
-from megatron.training.dry_run.activations import EXPERTS, AsFusedKernels, SavedBytes, peak_bytes
+from megatron.training.dry_run.activations import EXPERTS, AsFusedKernels, Kept, SavedBytes, peak_bytes
 from megatron.training.dry_run.buffers import BufferLayout, buffer_layouts
 from megatron.training.dry_run.fake_ranks import fake_rank
 from megatron.training.dry_run.rates import Kernels
@@ -60,7 +60,8 @@ class RankPlan:
     """Of one rank: bytes by kind. layers: the numbers of its layers, from 1 over the model.
 
     parameters, gradients: of the buffers they lie in, with padding. masters, moments: the optimizer's. pages: of the
-    paged stash, on the device; host_pages: in the host's memory. activations: at the fullest moment of the schedule.
+    paged stash, on the device. activations: at the fullest moment of the schedule. host_pages, host_states,
+    host_activations: pages, masters and moments, and what is offloaded for backward, in the host's memory.
     sizes: elements of each logical tensor that the rank has a part of, as parameters_by_key. links: what it sends in a
     step. buffers: how its parameters lie. chunks: what a microbatch computes in each of its model chunks; update: the
     optimizer's kernels. groups: the ranks of those groups that links name. working: what a microbatch's passes and the
@@ -87,6 +88,13 @@ class RankPlan:
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     working: int = 0
     messages: int = 0
+    host_states: int = 0
+    host_activations: int = 0
+
+    @property
+    def host(self) -> dict[str, int]:
+        """What is in the host's memory, by kind."""
+        return {"pages": self.host_pages, "states": self.host_states, "activations": self.host_activations}
 
     @property
     def total(self) -> int:
@@ -217,7 +225,7 @@ class _Build:
         chunks = unwrap_model(self.model)
         num_microbatches = batch_sizes(self._args).final_num_microbatches
         pages = self._pages(groups, num_microbatches)
-        state = {"masters": 0, "moments": 0} if self._optimizer is None else self._optimizer.state_bytes
+        state = Counter[str]() if self._optimizer is None else self._optimizer.state_bytes
         config = get_model_config(self.model[0])
         orders = stage_orders(
             Pipeline(self._args.pipeline_model_parallel_size, len(chunks)),
@@ -250,6 +258,8 @@ class _Build:
             groups={} if passes.rehearsed is None else ranks_by_name(groups, passes.rehearsed.links),
             working=passes.working,
             messages=0 if passes.rehearsed is None else passes.rehearsed.messages_peak,
+            host_states=state["host_states"],
+            host_activations=peak_bytes(orders[stage], [Counter(host=kept.on_host) for kept in passes.saved]).total(),
         )
 
     def _pages(self, groups: ProcessGroupCollection, num_microbatches: int) -> tuple[int, int]:
@@ -274,8 +284,8 @@ class _Build:
             model = get_model(self._provider, ModelType.encoder_or_decoder, args=args)
         saved = [saved_by(chunk, args, forward_step=forward_step) for chunk in model]
         of_layers = [
-            kinds[EXPERTS] // max(1, sum(isinstance(part, MoELayer) for part in chunk.modules()))
-            for chunk, kinds in zip(model, saved, strict=True)
+            kept.by_kind[EXPERTS] // max(1, sum(isinstance(part, MoELayer) for part in chunk.modules()))
+            for chunk, kept in zip(model, saved, strict=True)
         ]
         _publish(self._args)
         rehearsed = rehearse(
@@ -294,9 +304,9 @@ def _activations(actions: Sequence[Action], passes: Passes, *, stashes: bool) ->
     """At the fullest moment, by kind. stashes: whether what experts save waits in pages."""
     if stashes:
         # One layer's rows are outside of pages, between its experts and its copy.
-        peak = peak_bytes(actions, [Counter({**kinds, EXPERTS: 0}) for kinds in passes.saved])
+        peak = peak_bytes(actions, [Counter({**kept.by_kind, EXPERTS: 0}) for kept in passes.saved])
         return {**peak, EXPERTS: passes.experts_of_layer}
-    return dict(peak_bytes(actions, passes.saved))
+    return dict(peak_bytes(actions, [kept.by_kind for kept in passes.saved]))
 
 
 def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:
@@ -319,8 +329,8 @@ def saved_by(
     *,
     forward_step: ForwardStep,
     kind_of: Callable[[str], str] | None = None,
-) -> Counter[str]:
-    """Bytes that a microbatch of the chunk leaves for its backward, by kind; kind_of: as SavedBytes has it."""
+) -> Kept:
+    """What a microbatch of the chunk leaves for its backward; kind_of: as SavedBytes has it."""
     inner = unwrap_model(chunk)
     for part in inner.modules():
         if isinstance(part, MoELayer) and part.expert_step is not None:
@@ -333,7 +343,7 @@ def saved_by(
     with saved.counting(), AsFusedKernels():
         output, loss_function = forward_step(repeat(batch_of(args)), chunk)
         kept = loss_function(output) if inner.post_process else output
-    found = saved.by_kind()
+    found = Kept(saved.by_kind(), saved.on_host())
     del kept
     return found
 

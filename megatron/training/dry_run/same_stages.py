@@ -1,6 +1,5 @@
 """Which stages of a pipeline are built alike, so that what their passes keep and send is found once for all of them."""
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.training.dry_run.activations import Kept
 from megatron.training.dry_run.rehearsal import Rehearsed
 
 _PLAIN = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
@@ -18,18 +18,18 @@ _OWN_NAMES = {"layer_number"}
 
 @dataclass(frozen=True)
 class Passes:
-    """What a microbatch of each of a stage's chunks keeps for backward, bytes by kind, and experts_of_layer of the
-    fullest layer; what a step sends, None where nothing is trained.
+    """What a microbatch of each of a stage's chunks keeps for backward, and bytes of the experts of the fullest layer;
+    what a step sends, None where nothing is trained.
     """
 
-    saved: tuple[Counter[str], ...]
+    saved: tuple[Kept, ...]
     experts_of_layer: int
     rehearsed: Rehearsed | None
 
     @property
     def working(self) -> int:
         """Bytes that passes take beside what a microbatch of each chunk keeps."""
-        kept = sum(sum(kinds.values()) for kinds in self.saved)
+        kept = sum(one.by_kind.total() for one in self.saved)
         return 0 if self.rehearsed is None else max(0, self.rehearsed.peak - kept)
 
 

@@ -6,12 +6,15 @@ The same arithmetic that buffers, optimizers, schedules and the stash use themse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+
+import torch
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import BufferKind
 from megatron.core.distributed.layout import ALIGNMENT, BufferLayout, lay_out, resolve_bucket_size, round_up
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_runs import host_elements
 from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.expansion import expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
@@ -71,10 +74,11 @@ class Standing:
     gradients: int
     masters: int
     moments: int
+    host_states: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All that is on the device."""
         return self.parameters + self.gradients + self.masters + self.moments
 
 
@@ -118,17 +122,23 @@ def standing_bytes(
     chunks = stage_chunks(facts, shape, stage=stage)
     parameters = sum(part.other for parts in chunks for part in parts)
     gradients = 0
-    masters = moments = 0.0
+    masters = moments = host_states = 0.0
     for number in range(len(chunks)):
         for kind, layout in chunk_buffers(chunks[number], shape, is_first=number + stage == 0, ddp_config=ddp_config):
             ranks = layout.num_shards
-            stepped = _stepped_elements(layout, is_sharded=ddp_config.use_distributed_optimizer)
-            states = state_bytes(stepped, optimizer_config, params_dtype=kind.param_dtype, grads_dtype=kind.grad_dtype)
+            stepped, on_host = _stepped_elements(
+                layout, is_sharded=ddp_config.use_distributed_optimizer, host_fraction=optimizer_config.host_fraction
+            )
+            of_kind = partial(state_bytes, params_dtype=kind.param_dtype, grads_dtype=kind.grad_dtype)
+            states = of_kind(stepped - on_host, optimizer_config)
+            # There masters are whole numbers of fp32 or wider, whatever they are on the device.
+            wide = torch.promote_types(kind.param_dtype, torch.float32).itemsize
+            host_states += on_host * wide + of_kind(on_host, optimizer_config).moments
             owned = layout.numel // ranks if ddp_config.shard_gradients else layout.numel
             parameters += layout.numel * kind.param_dtype.itemsize
             gradients += 0 if ddp_config.release_gradients else owned * kind.grad_dtype.itemsize
             masters, moments = masters + states.masters, moments + states.moments
-    return Standing(parameters, gradients, int(masters), int(moments))
+    return Standing(parameters, gradients, int(masters), int(moments), int(host_states))
 
 
 def chunk_buffers(
@@ -280,9 +290,13 @@ def _laid_out(
     )
 
 
-def _stepped_elements(layout: BufferLayout, *, is_sharded: bool) -> int:
-    """Elements that the first rank steps: its shard of each bucket, up to the padding at the end."""
-    return sum(
-        min(round_up(bucket.numel_unpadded, ALIGNMENT), bucket.span.numel // (layout.num_shards if is_sharded else 1))
-        for bucket in layout.buckets
-    )
+def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: float) -> tuple[int, int]:
+    """Elements that the first rank steps, its shard of each bucket up to the padding at the end; and how many of them
+    are kept in the host's memory.
+    """
+    stepped = on_host = 0
+    for bucket in layout.buckets:
+        owned = bucket.span.numel // (layout.num_shards if is_sharded else 1)
+        own = min(round_up(bucket.numel_unpadded, ALIGNMENT), owned)
+        stepped, on_host = stepped + own, on_host + min(own, host_elements(owned, host_fraction))
+    return stepped, on_host

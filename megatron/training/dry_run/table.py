@@ -84,7 +84,16 @@ def _notes(plan: Plan, *, unit: str, size: int) -> list[str]:
     notes = [f"not in it: {NOT_PLANNED}"]
     if plan.is_balanced:
         notes.append("rows of experts are those of tokens that choose all experts equally often")
-    host = max(stage.host_pages for stage in plan.stages)
-    if host:
-        notes.append(f"pages in the host's memory: up to {host / size:.2f} {unit} a rank")
-    return notes
+    return [*notes, *_host_lines(plan, unit=unit, size=size)]
+
+
+def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
+    """Of the stage with most in the host's memory, if any has something there."""
+    most = max(plan.stages, key=lambda stage: sum(stage.host.values()))
+    kinds = ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in most.host.items() if count)
+    if not kinds:
+        return []
+    return [
+        f"in the host's memory, and not in the table: up to {sum(most.host.values()) / size:.2f} {unit} a rank, "
+        f"of stage {most.stage}: {kinds}"
+    ]

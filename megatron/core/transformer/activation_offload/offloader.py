@@ -22,12 +22,12 @@ _DENSE = torch.contiguous_format
 class ActivationOffloader:
     """One for all layers of a model chunk.
 
-    1. A part runs inside `saving`: each tensor that autograd saves becomes a _Saved of its memory, a _Block.
+    1. A part runs inside `saving`: each tensor that autograd saves becomes a SavedTensor of its memory, a _Block.
     2. When the part ends, blocks that go to the host are copied there and let go of on the device.
     3. Backward asks for the first tensor of a layer: the layer's blocks are fetched (they mostly are there already),
        then those of the layer before it, while this one computes.
-    4. When autograd drops the last _Saved of a block, its memory is free, on the host too. So a step that stops half
-       way leaves nothing behind.
+    4. When autograd drops the last SavedTensor of a block, its memory is free, on the host too. So a step that stops
+       half way leaves nothing behind.
     """
 
     def __init__(self, owner: nn.Module, device: torch.device, *, min_elements: int) -> None:
@@ -37,11 +37,22 @@ class ActivationOffloader:
         self._owner, self._device, self._min_elements = owner, device, min_elements
         self._copies = CopyStream(device)
         self._pass = _Pass(frozenset())
+        self._told: Callable[[SavedTensor], None] | None = None
+
+    @contextmanager
+    def telling(self, told: "Callable[[SavedTensor], None]") -> Iterator[None]:
+        """Inside, told hears of each tensor that autograd gives into this one's care, which end as autograd lets go."""
+        self._told = told
+        try:
+            yield
+        finally:
+            self._told = None
 
     def begin_pass(self) -> None:
         """Call before the first layer of each forward pass."""
         owned = [*self._owner.parameters(), *self._owner.buffers()]
-        self._pass = _Pass(frozenset(tensor.untyped_storage().data_ptr() for tensor in owned))
+        # By the storage itself: in a plan no memory has an address.
+        self._pass = _Pass(frozenset(tensor.untyped_storage()._cdata for tensor in owned))
 
     @contextmanager
     def saving(self, layer: int, *, moves: bool) -> Iterator[None]:
@@ -50,7 +61,7 @@ class ActivationOffloader:
             yield
             return
         current = self._pass
-        saved: list[tuple[_Saved, Tensor]] = []
+        saved: list[tuple[SavedTensor, Tensor]] = []
 
         def pack(tensor: Tensor) -> Any:
             return self._pack(tensor, current, layer=layer, saved=saved)
@@ -65,9 +76,9 @@ class ActivationOffloader:
             # Autograd keeps `pack`, and with it this list, as long as what was saved.
             saved.clear()
 
-    def _pack(self, tensor: Tensor, current: "_Pass", *, layer: int, saved: list[tuple["_Saved", Tensor]]) -> Any:
+    def _pack(self, tensor: Tensor, current: "_Pass", *, layer: int, saved: list[tuple["SavedTensor", Tensor]]) -> Any:
         storage = tensor.untyped_storage()
-        if type(tensor) is not Tensor or storage.data_ptr() in current.owned or tensor.device != self._device:
+        if type(tensor) is not Tensor or storage._cdata in current.owned or tensor.device != self._device:
             return tensor
         block = current.blocks.get(storage._cdata)
         if block is None or block.version != tensor._version:
@@ -75,12 +86,14 @@ class ActivationOffloader:
             current.blocks[storage._cdata] = block
         current.layers.setdefault(layer, weakref.WeakSet()).add(block)
         block.num_saved += 1
-        handle = _Saved(block, current, layer=layer, dtype=tensor.dtype, view=_view_of(tensor))
+        handle = SavedTensor(block, current, layer=layer, dtype=tensor.dtype, view=_view_of(tensor))
         saved.append((handle, tensor.detach()))
+        if self._told is not None:
+            self._told(handle)
         return handle
 
-    def _move_out(self, saved: list[tuple["_Saved", Tensor]]) -> None:
-        users: dict[_Block, list[tuple[_Saved, Tensor]]] = {}
+    def _move_out(self, saved: list[tuple["SavedTensor", Tensor]]) -> None:
+        users: dict[_Block, list[tuple[SavedTensor, Tensor]]] = {}
         for one, tensor in saved:
             if tensor._version != one.block.version:
                 raise RuntimeError(
@@ -100,7 +113,7 @@ class ActivationOffloader:
                 # Little of a large memory is read: moving that little lets go of all of it.
                 self._copy_out_views([one for one, _ in readers if one.view in views], views)
 
-    def _copy_out_views(self, readers: list["_Saved"], views: dict[Any, Tensor]) -> None:
+    def _copy_out_views(self, readers: list["SavedTensor"], views: dict[Any, Tensor]) -> None:
         own: dict[Any, Tensor] = {view: tensor.clone(memory_format=_DENSE) for view, tensor in views.items()}
         blocks = {view: _Block(tensor.untyped_storage(), tensor._version) for view, tensor in own.items()}
         for one in readers:
@@ -189,7 +202,7 @@ class _Block:
 
 @dataclass
 class _Pass:
-    """One microbatch's forward and backward. owned: addresses of memory that is not activations.
+    """One microbatch's forward and backward. owned: storages of what is no activation.
 
     reached: the layer that backward has come to, None before. blocks: by address, those that autograd still holds.
     """
@@ -200,13 +213,18 @@ class _Pass:
     layers: "dict[int, weakref.WeakSet[_Block]]" = field(default_factory=dict)
 
 
-class _Saved:
+class SavedTensor:
     """What autograd holds instead of a tensor. view: offset, size, stride, in elements."""
 
-    __slots__ = ("block", "current", "layer", "dtype", "view")
+    __slots__ = ("block", "current", "layer", "dtype", "view", "__weakref__")
 
     def __init__(self, block: _Block, current: _Pass, *, layer: int, dtype: torch.dtype, view: tuple[Any, ...]) -> None:
         self.block, self.current, self.layer, self.dtype, self.view = block, current, layer, dtype, view
+
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        """Its memory on the device; None while that is on the host."""
+        return self.block.storage
 
 
 def _view_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -131,7 +131,7 @@ def test_json_holds_the_plan_and_the_page_is_made_of_it(tmp_path: Path) -> None:
         "pages": 0,
         "activations": None,
     }
-    assert stage["total"] == _stage(1, 4).total and stage["host_pages"] == GIB
+    assert stage["total"] == _stage(1, 4).total and (stage["host_pages"], stage["host_states"]) == (GIB, 0)
     # 15 of 16 parts leave the rank; a node has 8 of the group's ranks.
     assert stage["links"][0] | {"seconds": 0} == {
         "group": "tp_ep",
@@ -197,8 +197,15 @@ def test_a_browser_shows_every_picture_readably(tmp_path: Path) -> None:
     title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title is not None
     seen = json.loads(title[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-    assert seen["problems"] == [] and seen["width"] <= 1200 and seen["pictures"] == 5
-    for words in ("Plan of 64 ranks", "H100: 79.6 GiB", "stage 3 (rank 48)", "exposed communication", "experts <b>"):
+    assert seen["problems"] == [] and seen["width"] <= 1200 and seen["pictures"] == 6
+    for words in (
+        "Plan of 64 ranks",
+        "H100: 79.6 GiB",
+        "stage 3 (rank 48)",
+        "host's memory",
+        "exposed communication",
+        "experts <b>",
+    ):
         assert words in seen["text"], words
 
 

@@ -58,6 +58,9 @@ def _layouts(model: str) -> list[tuple[Layout, list[str]]]:
     raise AssertionError(f"{model} has only {len(found)} layouts")
 
 
+KINDS = ("parameters", "gradients", "masters", "moments", "host_states")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_single_layers_add_up_to_what_whole_stages_hold(model: str) -> None:
     for layout, words in _layouts(model):
@@ -66,11 +69,30 @@ def test_single_layers_add_up_to_what_whole_stages_hold(model: str) -> None:
         planned = plan_run(args, provider, forward_step_func=step).stages
         quick = quick_stages(args, model_facts(args, provider, forward_step=step))
         for whole, added in zip(planned, quick, strict=True):
-            for kind in ("parameters", "gradients", "masters", "moments"):
+            for kind in KINDS:
                 assert getattr(added.standing, kind) == getattr(whole, kind), (layout, whole.stage, kind)
             assert (added.pages, added.host_pages) == (whole.pages, whole.host_pages), layout
             kept = {kind: size for kind, size in whole.activations.items() if size}
             assert {kind: size for kind, size in added.activations.items() if size} == kept, layout
+
+
+@pytest.mark.parametrize(
+    "flags", ["--use-distributed-optimizer", "--use-distributed-optimizer --ddp-num-buckets 3", ""]
+)
+def test_states_in_the_hosts_memory_add_up_too(flags: str) -> None:
+    offload = "--micro-batch-size 1 --optimizer-cpu-offload --optimizer-offload-fraction 0.4"
+    words = ["--model", "llama3.2-1b", *ALWAYS.split(), *offload.split(), *flags.split()]
+    args = validate_args(parse_args(argv=words))
+    provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
+    (whole,) = plan_run(args, provider, forward_step_func=step).stages
+    (added,) = quick_stages(args, model_facts(args, provider, forward_step=step))
+    for kind in KINDS:
+        assert getattr(added.standing, kind) == getattr(whole, kind) > 0, kind
+    assert (
+        added.total
+        == whole.total
+        == sum(vars(added.standing).values()) - added.standing.host_states + sum(whole.activations.values())
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
