@@ -1,7 +1,8 @@
 """What a plan says of each rank's memory, against what the ranks of the same run hold."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.core.distributed import collectives
 from megatron.core.distributed.data_parallel_base import WrappedBuffer
 from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.message_memory import MessageMemory
 from megatron.core.distributed.transient_buffer import TransientBuffer
 from megatron.core.pipeline_parallel.schedule import Pipeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
@@ -25,6 +28,7 @@ from megatron.training.dry_run.plan import Plan, RankPlan, plan_run
 from megatron.training.dry_run.recorder import MessageRecorder
 from megatron.training.dry_run.rehearsal import by_pass
 from megatron.training.dry_run.traffic import Traffic, merged
+from megatron.training.dry_run.working_memory import LiveBytes
 from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
@@ -43,6 +47,7 @@ PAGES: Flags = {
 }
 CHUNKS: Flags = {"num-layers": 4, "pipeline-model-parallel-size": 2, "num-virtual-stages-per-pipeline-rank": 2}
 TENSORS: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
+FULL: Flags = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 RECOMPUTE: Flags = {"recompute-granularity": "selective", "recompute-modules": ["core_attn", "layernorm"]}
 OFFLOAD: Flags = {
     "fine-grained-activation-offloading": True,
@@ -59,6 +64,13 @@ RUNS: dict[str, tuple[str, Flags]] = {
     "saved by experts": ("moe", {**LIKE_GPUS, **EXPERTS}),
     "saved for recompute": ("dense", {**LIKE_GPUS, **RECOMPUTE}),
     "saved on hosts": ("dense", {**LIKE_GPUS, **OFFLOAD}),
+    "peak": ("dense", LIKE_GPUS),
+    "peak of shards": ("dense", {**LIKE_GPUS, **SHARDED}),
+    "peak of stages": ("dense", {**LIKE_GPUS, "pipeline-model-parallel-size": 2, "global-batch-size": 8}),
+    "peak of sequences": ("llama", {**LIKE_GPUS, **TENSORS, "context-parallel-size": 2, "global-batch-size": 4}),
+    "peak of recompute": ("dense", {**LIKE_GPUS, **FULL}),
+    "peak of gradient shards": ("dense", {**LIKE_GPUS, "optimizer": "distributed_fused_adam"}),
+    "peak in backward": ("dense", {**LIKE_GPUS, "optimizer-in-backward": True, "clip-grad": 0.0}),
     "stages": ("dense", {"tensor-model-parallel-size": 2, "pipeline-model-parallel-size": 2, **SHARDED}),
     "chunks": ("dense", {**CHUNKS, **SHARDED}),
     "sequences": ("llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}),
@@ -76,7 +88,7 @@ RUNS: dict[str, tuple[str, Flags]] = {
     "sgd": ("dense", {"optimizer": "sgd"}),
     "adapters": ("llama", {"lora-rank": 2}),
     "states on hosts": ("dense", {**SHARDED, "optimizer-cpu-offload": True, "optimizer-offload-fraction": 0.5}),
-    "recompute": ("dense", {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}),
+    "recompute": ("dense", FULL),
 }
 # Every kind of parallelism at once, and pages.
 ON_EIGHT: dict[str, tuple[str, Flags]] = {
@@ -89,7 +101,7 @@ ON_EIGHT: dict[str, tuple[str, Flags]] = {
 class Held:
     """Bytes of one rank, as RankPlan has them. activations, host_activations: of a microbatch of its chunk. logged: as
     the log has it. links: what it sent in its third step. launched: bytes of what the ledger noted in it, by
-    operation.
+    operation. beside, messages: the most that this step had at once beside what stands, and of it in messages.
     """
 
     stage: int
@@ -105,6 +117,8 @@ class Held:
     logged: dict[str, Any]
     links: tuple[Traffic, ...] = ()
     launched: tuple[tuple[str, int], ...] = ()
+    beside: int = 0
+    messages: int = 0
 
 
 def _argv(name: str) -> list[str]:
@@ -132,11 +146,38 @@ def _held_by_rank(names: list[str]) -> dict[str, Held]:
     for name in names:
         # Parts of a fixed size, as on GPUs; on hosts no padding travels.
         padded = patch.dict(vars(dispatch_static), part_layout=lambda device: padded_parts)
-        with padded, started_run(_argv(name)) as run:
+        with padded, _sent_as_on_gpus(name.startswith("peak")), started_run(_argv(name)) as run:
             held[name] = _held(run, *(_saved(run) if name.startswith("saved") else ({}, 0)))
-            if not name.startswith("saved"):
+            if name.startswith("peak"):
+                held[name] = replace(held[name], **_at_once(run))
+            elif not name.startswith("saved"):
                 held[name] = replace(held[name], **_sent(run))
     return held
+
+
+@contextmanager
+def _sent_as_on_gpus(does: bool) -> Iterator[None]:
+    """Inside, sums and gathers are made of the messages that GPUs get, whose memory is freed with them."""
+    made = MessageMemory.__init__
+
+    def make(memory: MessageMemory, dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
+        made(memory, dtype, device, is_kept=False)
+
+    if not does:
+        yield
+        return
+    with patch.dict(vars(collectives), _is_on_host=lambda flat: False), patch.object(MessageMemory, "__init__", make):
+        yield
+
+
+def _at_once(run: TrainingRun) -> dict[str, int]:
+    """What a step has at once at most, in its passes and in its update, beside what stands."""
+    train_step(run)
+    train_step(run)
+    live = LiveBytes("cpu")
+    with live:
+        train_step(run)
+    return {"beside": live.peaks[""], "messages": live.messages_peak}
 
 
 def _sent(run: TrainingRun) -> dict[str, tuple[Any, ...]]:
@@ -234,7 +275,7 @@ def test_eight_ranks_hold_and_send_what_was_planned(name: str, held_on_eight: li
             assert getattr(planned[rank], kind) == getattr(of_rank[name], kind), (rank, kind)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("peak")])
 def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: list[dict[str, Held]]) -> None:
     planned, num_ranks = _planned_by_rank(name), len(held)
     stages = 1 + max(of_rank[name].stage for of_rank in held)
@@ -249,7 +290,9 @@ def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: list[dict[str,
             )
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("saved") and name != "even rows"])
+@pytest.mark.parametrize(
+    "name", [name for name in RUNS if not name.startswith(("saved", "peak")) and name != "even rows"]
+)
 def test_ranks_send_what_was_planned_to_the_byte(name: str, held: list[dict[str, Held]]) -> None:
     planned = _planned_by_rank(name)
     for rank, of_rank in enumerate(held):
@@ -298,3 +341,12 @@ def test_passes_with_memory_save_what_was_planned(name: str, held: list[dict[str
     planned, found = _plan(name).stages[0], held[0][name]
     assert planned.activations == found.activations and planned.activations["attention"] > 0
     assert planned.host_activations == found.host_activations and (planned.host_activations > 0) == ("hosts" in name)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("peak")])
+def test_a_step_has_as_much_at_once_as_was_planned(name: str, held: list[dict[str, Held]]) -> None:
+    for plan in _plan(name).stages:
+        found = held[plan.rank][name]
+        assert plan.peak - plan.standing == found.beside > sum(plan.activations.values()), plan.rank
+        # The vector of statistics has names in a run.
+        assert 0 < plan.messages <= found.messages <= plan.messages + 200, plan.rank

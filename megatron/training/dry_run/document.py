@@ -83,7 +83,7 @@ def notes(plan: Plan, device: Device) -> list[str]:
     found = [f"Memory leaves out {NOT_PLANNED}."]
     if plan.is_balanced:
         found.append("Rows of experts are those of tokens that choose all experts equally often.")
-    full = [stage for stage in plan.stages if stage.total > device.memory_bytes]
+    full = [stage for stage in plan.stages if stage.peak > device.memory_bytes]
     if full:
         found.append(
             f"Memory of stages {', '.join(str(stage.stage) for stage in full)} is more than the {device.name} has "
@@ -107,6 +107,8 @@ def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: 
         "layers": list(stage.layers),
         "memory": {**standing, "activations": dict(stage.activations)},
         "total": stage.total,
+        **{name: vars(stage)[name] for name in ("working", "updating", "messages")},
+        "peak": stage.peak,
         **{f"host_{kind}": count for kind, count in stage.host.items()},
         "links": links,
         "buffers": [{**asdict(one), "bucket_bytes": list(one.bucket_bytes)} for one in stage.buffers],

@@ -26,6 +26,7 @@ _STANDING = {
     "moments": "#b07aa1",
     "pages": "#9c755f",
 }
+_WHILE = "passes or update, for a while"
 _HOST = {"pages": "#9c755f", "states": "#b07aa1", "activations": "#f28e2b"}
 _ACTIVATIONS = ("#f28e2b", "#edc948", "#e15759", "#ff9da7", "#59a14f", "#8cd17d", "#76b7b2", "#bab0ac")
 _TIMES = {
@@ -120,8 +121,9 @@ def _memory(document: Mapping[str, Any]) -> str:
     colors = dict(_STANDING) | {
         f"activations: {kind}": _ACTIVATIONS[number % len(_ACTIVATIONS)] for number, kind in enumerate(kinds)
     }
+    colors[_WHILE] = "#d9d9d9"
     room = document["device"]["memory_gib"] * 2**30
-    most = max(stage["total"] for stage in stages)
+    most = max(stage["peak"] for stage in stages)
     # The device's memory as a line, unless bars would be too short to be seen beside it.
     fits = most * 50 > room
     unit, size = _unit(max(most, room if fits else 0))
@@ -130,7 +132,8 @@ def _memory(document: Mapping[str, Any]) -> str:
         memory = stage["memory"]
         lengths = {name: memory[name] / size for name in _STANDING}
         lengths |= {f"activations: {kind}": count / size for kind, count in memory["activations"].items()}
-        bars.append(Bar(_stage_name(stage), lengths, f"{stage['total'] / size:.2f} {unit}"))
+        lengths[_WHILE] = (stage["peak"] - stage["total"]) / size
+        bars.append(Bar(_stage_name(stage), lengths, f"{stage['peak'] / size:.2f} {unit}"))
     limit = (room / size, f"{document['device']['name']}: {room / size:.4g} {unit}") if fits else None
     return stacked_bars(bars, colors, axis=unit, limit=limit)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -64,10 +65,10 @@ class RankPlan:
     host_activations: pages, masters and moments, and what is offloaded for backward, in the host's memory.
     sizes: elements of each logical tensor that the rank has a part of, as parameters_by_key. links: what it sends in a
     step. buffers: how its parameters lie. chunks: what a microbatch computes in each of its model chunks; update: the
-    optimizer's kernels. groups: the ranks of those groups that links name. working: what a microbatch's passes and the
-    update take at their fullest moment beside all this and free again, as logits, gradients under way and messages;
-    messages: what collectives hold at once, at theirs, gradients and parameters that stand not counted. Both 0 where
-    nothing is trained.
+    optimizer's kernels. groups: the ranks of those groups that links name. working: what passes take at
+    their fullest moment beside all this and free again, as logits, gradients under way and messages; updating: what the
+    update takes, when no activations are left; messages: of both, what collectives hold at once, gradients and
+    parameters that stand not counted. All 0 where nothing is trained.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class RankPlan:
     update: Kernels = field(default_factory=Kernels)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     working: int = 0
+    updating: int = 0
     messages: int = 0
     host_states: int = 0
     host_activations: int = 0
@@ -97,10 +99,19 @@ class RankPlan:
         return {"pages": self.host_pages, "states": self.host_states, "activations": self.host_activations}
 
     @property
+    def standing(self) -> int:
+        """All that is on the device from step to step."""
+        return self.parameters + self.gradients + self.masters + self.moments + self.pages
+
+    @property
     def total(self) -> int:
-        """All that stands on the device, and activations."""
-        standing = self.parameters + self.gradients + self.masters + self.moments + self.pages
-        return standing + sum(self.activations.values())
+        """What stands on the device, and activations at the fullest moment of the schedule."""
+        return self.standing + sum(self.activations.values())
+
+    @property
+    def peak(self) -> int:
+        """The most that is on the device at once: with what passes, or the update, take for a while."""
+        return max(self.total + self.working, self.standing + self.updating)
 
 
 @dataclass(frozen=True)
@@ -227,11 +238,12 @@ class _Build:
         pages = self._pages(groups, num_microbatches)
         state = Counter[str]() if self._optimizer is None else self._optimizer.state_bytes
         config = get_model_config(self.model[0])
-        orders = stage_orders(
+        orders_of = partial(
+            stage_orders,
             Pipeline(self._args.pipeline_model_parallel_size, len(chunks)),
-            num_microbatches,
             group_size=config.microbatch_group_size_per_vp_stage,
         )
+        orders = orders_of(num_microbatches)
         place = stage == 0, stage == self._args.pipeline_model_parallel_size - 1
         alike = structure_of(self.model), *place
         if alike not in known:
@@ -256,7 +268,8 @@ class _Build:
             chunks=() if passes.rehearsed is None else passes.rehearsed.chunks,
             update=Kernels() if passes.rehearsed is None else passes.rehearsed.update,
             groups={} if passes.rehearsed is None else ranks_by_name(groups, passes.rehearsed.links),
-            working=passes.working,
+            working=passes.working(orders_of(min(2, num_microbatches))[stage]),
+            updating=0 if passes.rehearsed is None else passes.rehearsed.update_peak,
             messages=0 if passes.rehearsed is None else passes.rehearsed.messages_peak,
             host_states=state["host_states"],
             host_activations=peak_bytes(orders[stage], [Counter(host=kept.on_host) for kept in passes.saved]).total(),
@@ -277,7 +290,7 @@ class _Build:
         args, model = self._args, self.model
         if self._optimizer is None:
             # Nothing waits for a backward.
-            return Passes(tuple(Counter() for _ in model), 0, None)
+            return Passes(tuple(Kept(Counter()) for _ in model), 0, None)
         if self.is_balanced or args.use_torch_fsdp2:
             args = with_known_rows(args)
             _publish(args)

@@ -44,19 +44,24 @@ from megatron.training.setup import setup_steps
 from megatron.training.step_runner import StepRunner
 from megatron.training.step_statistics import StatisticsExchange, Totals
 
+# The part of a step that follows its passes.
+_UPDATE = "update"
+
 
 @dataclass(frozen=True)
 class Rehearsed:
     """links: what the rank sends in a step. names: of the losses that it reports, by which agreements grow.
 
-    peak, messages_peak: bytes that a step of one microbatch takes at its fullest moment beside what stands, with what
-    it keeps for backward; and what is handed to collectives at once, at most. chunks: what a microbatch computes in
+    peak, update_peak, messages_peak: bytes that the passes of a step of two microbatches, or of one where there is one,
+    take at their fullest moment beside what stands, with what they keep for backward; bytes that its update takes; and
+    what is handed to collectives at once, at most. chunks: what a microbatch computes in
     each chunk; update: the optimizer's kernels.
     """
 
     links: tuple[Traffic, ...]
     names: frozenset[str]
     peak: int
+    update_peak: int
     messages_peak: int
     chunks: tuple[ChunkWork, ...]
     update: Kernels
@@ -155,12 +160,19 @@ class Rehearsal:
     optimizer: MegatronOptimizer
     statistics: _NamesNoted
 
-    def step(self, num_microbatches: int, *, batch: dict[str, Tensor], modes: Sequence[TorchDispatchMode]) -> None:
+    def step(
+        self,
+        num_microbatches: int,
+        *,
+        batch: dict[str, Tensor],
+        modes: Sequence[TorchDispatchMode],
+        live: LiveBytes | None = None,
+    ) -> None:
         """Runs one of so many microbatches under the modes, the last innermost; batch: as rehearse has it, [B, S] each,
-        int64 or fp32.
+        int64 or fp32. live: a mode as well, told where passes end.
         """
         with ExitStack() as entered:
-            for mode in modes:
+            for mode in (*modes, *([] if live is None else [live])):
                 entered.enter_context(mode)
             self.optimizer.zero_grad()
             self.steps.train_sync(
@@ -169,6 +181,8 @@ class Rehearsal:
                 iteration=1,
                 exit_reasons=lambda: [False] * len(LOCAL_REASONS),
             )
+            if live is not None:
+                live.begin(_UPDATE)
             self.steps.update_sync()
 
 
@@ -230,9 +244,10 @@ def rehearse(
             rehearsal.step(1, batch=batch, modes=[recorder])
         recorder.take()
         live = LiveBytes()
-        rehearsal.step(1, batch=batch, modes=[recorder, live])
+        of_one = live if num_microbatches == 1 else None
+        rehearsal.step(1, batch=batch, modes=[recorder], live=of_one)
         one = recorder.take()
-        rehearsal.step(2, batch=batch, modes=[recorder])
+        rehearsal.step(2, batch=batch, modes=[recorder], live=None if of_one else live)
     found = _of_step(one, recorder.take(), num_microbatches=num_microbatches)
     config = get_model_config(model[0])
     pipeline, in_a_row = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
@@ -241,7 +256,8 @@ def rehearse(
     return Rehearsed(
         merged(by_pass(found, program)),
         frozenset(rehearsal.statistics.found),
-        live.peak,
+        live.peaks[""],
+        live.peaks[_UPDATE],
         live.messages_peak,
         chunks=work.chunks(stage_orders(pipeline, 1, group_size=in_a_row)[stage]),
         update=work.update,

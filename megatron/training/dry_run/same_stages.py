@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.training.dry_run.activations import Kept
+from megatron.core.pipeline_parallel.schedule import Action
+from megatron.training.dry_run.activations import Kept, peak_bytes
 from megatron.training.dry_run.rehearsal import Rehearsed
 
 _PLAIN = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
@@ -26,10 +27,9 @@ class Passes:
     experts_of_layer: int
     rehearsed: Rehearsed | None
 
-    @property
-    def working(self) -> int:
-        """Bytes that passes take beside what a microbatch of each chunk keeps."""
-        kept = sum(one.by_kind.total() for one in self.saved)
+    def working(self, actions: Sequence[Action]) -> int:
+        """Bytes that passes take beside what waits for backward; actions: of the step that was rehearsed."""
+        kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
         return 0 if self.rehearsed is None else max(0, self.rehearsed.peak - kept)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from megatron.training.dry_run.links_table import buffer_lines, links_lines
 from megatron.training.dry_run.plan import NOT_PLANNED, Plan, RankPlan
 
-_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total")
+_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -30,8 +30,9 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         f"memory of {'the first rank' if plan.stages[0].rank == 0 else 'one rank'} of each stage, in {unit}:",
         *table,
         f"activations of stage {fullest.stage}, which holds most: {_kinds(fullest, unit=unit, size=size)}",
-        f"passes and updates of stage {fullest.stage} take beside it, and free again, up to "
-        f"{fullest.working / size:.2f} {unit}; messages under way at once up to {fullest.messages / size:.2f} {unit}",
+        f"peak: with what is taken for a while, of stage {fullest.stage} by passes up to {fullest.working / size:.2f} "
+        f"{unit} beside activations, by the update, without them, up to {fullest.updating / size:.2f} {unit}; messages "
+        f"of it at once up to {fullest.messages / size:.2f} {unit}",
         *buffer_lines(plan.stages, unit=unit, size=size),
         *links_lines(fullest, unit=unit, size=size),
         *_notes(plan, unit=unit, size=size),

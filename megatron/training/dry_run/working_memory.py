@@ -1,4 +1,4 @@
-"""What passes take and free again: memory that is alive at once, found by running them without any."""
+"""Memory that is alive at once: what passes and updates take, and free again, found by running them."""
 
 from typing import Any
 from weakref import finalize
@@ -10,24 +10,30 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts memory that operations on the meta device return, from its allocation until its last tensor is gone.
+    """Counts memory that operations on a device return, from its allocation until its last tensor is gone.
 
-    While it is the innermost mode, on this thread. What was there before counts as nothing. messages_peak: of what has
-    been handed to collectives alone, in and out.
+    While it is the innermost mode, on this thread. What was there before counts as nothing. peaks: the most at once, of
+    each part that `begin` named, "" before. messages_peak: of what has been handed to collectives alone, in and out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "meta") -> None:
         super().__init__()
+        self._device_type, self._part = device_type, ""
         self._alive: dict[int, int] = {}
         self._messages: set[int] = set()
         self._bytes = self._message_bytes = 0
-        self.peak = self.messages_peak = 0
+        self.peaks, self.messages_peak = {"": 0}, 0
+
+    def begin(self, part: str) -> None:
+        """What is alive from now on counts for this part."""
+        self._part = part
+        self.peaks[part] = self._bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
         result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(result):
+        given = {storage._cdata for storage in self._storages((args, kwargs))}
+        for storage in self._storages(result):
             # Views of what was there before are nothing new.
             if storage._cdata not in given:
                 self._note(storage)
@@ -42,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
             self._alive[key] = storage.nbytes()
             finalize(storage, self._forget, key)
             self._bytes += storage.nbytes()
-            self.peak = max(self.peak, self._bytes)
+            self.peaks[self._part] = max(self.peaks[self._part], self._bytes)
 
     def _note_message(self, key: int) -> None:
         if key in self._alive and key not in self._messages:
@@ -57,6 +63,6 @@ class LiveBytes(TorchDispatchMode):
             self._messages.remove(key)
             self._message_bytes -= num_bytes
 
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_meta]
+    def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
+        tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+        return [tensor.untyped_storage() for tensor in tensors if tensor.device.type == self._device_type]

@@ -78,6 +78,8 @@ def _stage(number: int, stages: int) -> RankPlan:
         ),
         chunks=(ChunkWork(_work(0.01), _work(0.02), _work(0.005)),),
         update=_work(0.03),
+        working=GIB // 4,
+        updating=2 * GIB,
         groups={"tp_ep": tuple(range(16)), "dp_cp": tuple(range(0, 128, 16)), "pp": tuple(range(0, stages * 16, 16))},
     )
 
@@ -132,6 +134,9 @@ def test_json_holds_the_plan_and_the_page_is_made_of_it(tmp_path: Path) -> None:
         "activations": None,
     }
     assert stage["total"] == _stage(1, 4).total and (stage["host_pages"], stage["host_states"]) == (GIB, 0)
+    # Activations take more than the update, which runs without them.
+    assert stage["peak"] == stage["total"] + GIB // 4 == _stage(1, 4).peak
+    assert replace(_stage(1, 4), updating=7 * GIB).peak == 19 * GIB
     # 15 of 16 parts leave the rank; a node has 8 of the group's ranks.
     assert stage["links"][0] | {"seconds": 0} == {
         "group": "tp_ep",
