@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.core.distributed import collectives
+from megatron.core.distributed import DistributedDataParallel, collectives
 from megatron.core.distributed.data_parallel_base import WrappedBuffer
 from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.message_memory import MessageMemory
@@ -97,6 +97,10 @@ ON_EIGHT: dict[str, tuple[str, Flags]] = {
 }
 
 
+# Chunk, kind, bytes of gradients, first and last parameter.
+Bucket = tuple[int, str, int, str, str]
+
+
 @dataclass(frozen=True)
 class Held:
     """Bytes of one rank, as RankPlan has them. activations, host_activations: of a microbatch of its chunk. logged: as
@@ -119,6 +123,8 @@ class Held:
     launched: tuple[tuple[str, int], ...] = ()
     beside: int = 0
     messages: int = 0
+    buckets: tuple[Bucket, ...] = ()
+    paddings: tuple[int, ...] = ()
 
 
 def _argv(name: str) -> list[str]:
@@ -236,7 +242,28 @@ def _held(run: TrainingRun, activations: dict[str, int], host_activations: int) 
         activations=activations,
         host_activations=host_activations,
         logged=_logged(run),
+        buckets=tuple(sorted(_buckets(run))),
+        paddings=tuple(sorted(_paddings(run))),
     )
+
+
+def _buckets(run: TrainingRun) -> Iterator[Bucket]:
+    """What is reduced at once."""
+    for number, chunk in enumerate(run.model):
+        if isinstance(chunk, DistributedDataParallel):
+            for kind, groups in (("dense", chunk.bucket_groups), ("expert", chunk.expert_parallel_bucket_groups)):
+                for bucket in (bucket for group in groups for bucket in group.buckets):
+                    names = [entry.name for entry in sorted(bucket.entries, key=lambda entry: entry.span.start)]
+                    yield number, kind, bucket.grad_data.nbytes, names[0], names[-1]
+
+
+def _paddings(run: TrainingRun) -> Iterator[int]:
+    for chunk in run.model:
+        for buffer in chunk.all_buffers if isinstance(chunk, DistributedDataParallel) else ():
+            params = {id(entry.param): entry.param for entry in buffer.entries}.values()
+            of_params = sum(param.numel() for param in params)
+            sizes = buffer.param_data.element_size() + buffer.grad_data.element_size()
+            yield (buffer.param_data.numel() - of_params) * sizes
 
 
 def _standing_grads(buffer: WrappedBuffer) -> list[torch.Tensor]:
@@ -334,6 +361,20 @@ def test_the_log_has_what_the_first_rank_and_the_fullest_of_each_stage_hold(
         by_stage = {one.stage: max(getattr(own, kind) for own in ranks if own.stage == one.stage) for one in ranks}
         assert {stage: row[kind] for stage, row in logged["stages"].items()} == by_stage
     assert logged["max"]["peak_rss"] >= logged["rank_0"]["peak_rss"] > sum(logged["rank_0"][kind] for kind in KINDS)
+
+
+@pytest.mark.parametrize(
+    "name", ["replicas", "stages", "chunks", "experts", "instances", "gradient shards", "adapters"]
+)
+def test_buckets_of_a_run_are_the_planned_ones(name: str, held: list[dict[str, Held]]) -> None:
+    for plan in _plan(name).stages:
+        planned = sorted(
+            (one.chunk, one.kind, num_bytes, *ends)
+            for one in plan.buffers
+            for num_bytes, ends in zip(one.bucket_bytes, one.bucket_ends, strict=True)
+        )
+        assert planned and tuple(planned) == held[plan.rank][name].buckets
+        assert tuple(sorted(one.padding_bytes for one in plan.buffers)) == held[plan.rank][name].paddings
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("saved")])

@@ -13,7 +13,8 @@ class BufferLayout:
     """One buffer of a model chunk. kind: dense or expert. param_dtype, grad_dtype: names without "torch.".
 
     bucket_bytes: of each bucket's gradients, with padding, in the order of the buffer. num_bytes: parameters and
-    gradients of the whole buffer, with padding; padding_bytes: of these, what belongs to no parameter.
+    gradients of the whole buffer, with padding; padding_bytes: of these, what belongs to no parameter. bucket_ends: of
+    each bucket the names of the parameters that lie first and last in it.
     """
 
     chunk: int
@@ -23,6 +24,7 @@ class BufferLayout:
     bucket_bytes: tuple[int, ...]
     num_bytes: int
     padding_bytes: int
+    bucket_ends: tuple[tuple[str, str], ...] = ()
 
     @property
     def padding_share(self) -> float:
@@ -46,4 +48,8 @@ def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
                 tuple(bucket.span.numel * grad_size for bucket in buffer.layout.buckets),
                 num_bytes=buffer.layout.numel * (param_size + grad_size),
                 padding_bytes=padding * (param_size + grad_size),
+                bucket_ends=tuple(
+                    (buffer.entries[bucket.params[0]].name, buffer.entries[bucket.params[-1]].name)
+                    for bucket in buffer.layout.buckets
+                ),
             )

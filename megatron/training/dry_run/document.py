@@ -12,8 +12,10 @@ from typing import Any
 
 from megatron.core.replaced_file import replaced_file
 from megatron.training.device_table import Device
+from megatron.training.dry_run.buffers import BufferLayout
 from megatron.training.dry_run.page import page
 from megatron.training.dry_run.plan import NOT_PLANNED, Plan, RankPlan
+from megatron.training.dry_run.rank_ranges import rank_range
 from megatron.training.dry_run.rates import message_seconds
 from megatron.training.dry_run.run_time import ASSUMPTIONS, places
 from megatron.training.dry_run.step_time import StageTime, StepTime
@@ -110,10 +112,16 @@ def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: 
         **{name: vars(stage)[name] for name in ("working", "updating", "messages")},
         "peak": stage.peak,
         **{f"host_{kind}": count for kind, count in stage.host.items()},
+        "groups": {name: {"size": len(ranks), "ranks": rank_range(ranks)} for name, ranks in stage.groups.items()},
         "links": links,
-        "buffers": [{**asdict(one), "bucket_bytes": list(one.bucket_bytes)} for one in stage.buffers],
+        "buffers": [_buffer(one) for one in stage.buffers],
         "time": None if time is None else asdict(time),
     }
+
+
+def _buffer(one: BufferLayout) -> dict[str, Any]:
+    ends = [list(pair) for pair in one.bucket_ends]
+    return {**asdict(one), "bucket_bytes": list(one.bucket_bytes), "bucket_ends": ends}
 
 
 def _step(step: StepTime) -> dict[str, Any]:

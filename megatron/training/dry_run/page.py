@@ -230,7 +230,10 @@ def _links(document: Mapping[str, Any]) -> str:
         for one in stage["links"]
     ]
     said = f"<p>Of {_stage_name(stage)}, which sends most; times are of messages one after the other.</p>"
-    return said + stacked_bars(bars, colors, axis=f"{unit} on the rank's links") + _table(head, rows, words=3)
+    picture = stacked_bars(bars, colors, axis=f"{unit} on the rank's links")
+    members = [[name, f"{one['size']:,}", one["ranks"]] for name, one in stage["groups"].items()]
+    meaning = "<p>Ranks of its groups, as first:end:step; a sum has one of each.</p>"
+    return said + picture + _table(head, rows, words=3) + meaning + _table(["group", "size", "ranks"], members)
 
 
 def _buckets(document: Mapping[str, Any]) -> str:
@@ -245,7 +248,8 @@ def _buckets(document: Mapping[str, Any]) -> str:
         padding = total * one["padding_bytes"] / one["num_bytes"] if one["num_bytes"] else 0.0
         at = 0.0
         for number, length in enumerate(one["bucket_bytes"]):
-            tip = f"bucket {number}: {_bytes(length)}"
+            names_of = " to ".join(dict.fromkeys(one["bucket_ends"][number]) if one["bucket_ends"] else ())
+            tip = f"bucket {number}: {_bytes(length)}{', ' if names_of else ''}{names_of}"
             boxes.append(Box(row, at / size, (at + length) / size, _FORWARD[1 + number % 2], str(number), tip))
             at += length
         if padding:

@@ -137,6 +137,7 @@ def test_json_holds_the_plan_and_the_page_is_made_of_it(tmp_path: Path) -> None:
     # Activations take more than the update, which runs without them.
     assert stage["peak"] == stage["total"] + GIB // 4 == _stage(1, 4).peak
     assert replace(_stage(1, 4), updating=7 * GIB).peak == 19 * GIB
+    assert stage["groups"]["dp_cp"] == {"size": 8, "ranks": "0:113:16"}
     # 15 of 16 parts leave the rank; a node has 8 of the group's ranks.
     assert stage["links"][0] | {"seconds": 0} == {
         "group": "tp_ep",
