@@ -5,12 +5,14 @@ A configuration's own fields are checked by its class.
 
 import argparse
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from megatron.core.batch_schedule import build_batch_schedule
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.device import without_memory
 from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
 from megatron.core.num_microbatches_calculator import NumMicroBatches
 from megatron.core.transformer.moe.flex_backends import require_flex_backend
@@ -71,8 +73,8 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:
-    """As layers do, but on ranks without such a layer too, which would wait for the others."""
-    with flags_named_in_errors():
+    """As layers do, but on ranks without such a layer too, which would wait for the others; a plan needs no GPU."""
+    with flags_named_in_errors(), without_memory() if args.dry_run else nullcontext():
         require_flex_backend(core_transformer_config_from_args(args))
 
 

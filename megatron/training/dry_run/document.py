@@ -85,6 +85,7 @@ def notes(plan: Plan, device: Device) -> list[str]:
     found = [f"Memory leaves out {NOT_PLANNED}."]
     if plan.is_balanced:
         found.append("Rows of experts are those of tokens that choose all experts equally often.")
+    found += [f"{one}." for one in plan.stand_ins]
     full = [stage for stage in plan.stages if stage.peak > device.memory_bytes]
     if full:
         found.append(

@@ -40,6 +40,7 @@ from megatron.training.dry_run.rates import Kernels
 from megatron.training.dry_run.recorder import ranks_by_name
 from megatron.training.dry_run.rehearsal import rehearse, with_names
 from megatron.training.dry_run.same_stages import Passes, structure_of
+from megatron.training.dry_run.stand_ins import stand_ins
 from megatron.training.dry_run.step_time import ChunkWork
 from megatron.training.dry_run.traffic import Traffic
 from megatron.training.expert_memory import build_expert_memory
@@ -118,7 +119,7 @@ class RankPlan:
 class Plan:
     """Of a rank of each pipeline stage. num_microbatches: of the last, largest step. is_balanced: whether
     activations are those of experts that are all chosen equally often, as the number of their rows is not fixed.
-    flops_per_sample: of the model, as num_floating_point_operations counts them.
+    flops_per_sample: of the model, as num_floating_point_operations counts them. stand_ins: see stand_ins.py.
     """
 
     stages: list[RankPlan]
@@ -127,6 +128,7 @@ class Plan:
     num_microbatches: int
     is_balanced: bool
     flops_per_sample: float = 0.0
+    stand_ins: tuple[str, ...] = ()
 
 
 def plan_run(
@@ -165,7 +167,8 @@ def plan_run(
     stages = [replace(one, links=with_names(one.links, len(names))) for one in stages]
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
     num_microbatches = batch_sizes(args).final_num_microbatches
-    return Plan(stages, total, active, num_microbatches, is_balanced, num_floating_point_operations(args, 1))
+    flops = num_floating_point_operations(args, 1)
+    return Plan(stages, total, active, num_microbatches, is_balanced, flops, stand_ins(args))
 
 
 def place_of(args: argparse.Namespace, rank: int) -> int:

@@ -85,7 +85,7 @@ def _notes(plan: Plan, *, unit: str, size: int) -> list[str]:
     notes = [f"not in it: {NOT_PLANNED}"]
     if plan.is_balanced:
         notes.append("rows of experts are those of tokens that choose all experts equally often")
-    return [*notes, *_host_lines(plan, unit=unit, size=size)]
+    return [*notes, *plan.stand_ins, *_host_lines(plan, unit=unit, size=size)]
 
 
 def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:

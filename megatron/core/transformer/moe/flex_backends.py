@@ -12,9 +12,12 @@ import torch
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.dispatch_deepep import MoEDeepEPTokenDispatcher
-from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
+from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher, MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.symmetric_rows import build_symmetric_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+# The device of a run that is planned for another machine, see without_memory.
+_PLANNED = "meta"
 
 
 @dataclass(frozen=True)
@@ -46,20 +49,25 @@ def build_flex_dispatcher(
     config: TransformerConfig,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> MoEStaticTokenDispatcher:
-    """The dispatcher of the back end that the settings name, which is there: see require_flex_backend. Collective."""
-    build = FLEX_BACKENDS[config.moe_flex_dispatcher_backend].dispatcher
+    """The dispatcher of the back end that the settings name, which is there: see require_flex_backend. Collective.
+
+    On the device without memory, where no library runs, what fills the same buffers by torch's all-to-all.
+    """
+    build: Callable[..., MoEStaticTokenDispatcher] | None = FLEX_BACKENDS[config.moe_flex_dispatcher_backend].dispatcher
     assert build is not None, "required above"
+    if default_device().type == _PLANNED:
+        build = MoEStaticAlltoAllTokenDispatcher
     return build(num_local_experts, local_expert_indices, config=config, pg_collection=pg_collection)
 
 
 def _missing_for_symm_mem(config: TransformerConfig) -> list[str]:
     device = default_device()
-    return [] if device.type == "cuda" else [f"a CUDA device (here is {device.type})"]
+    return [] if device.type in ("cuda", _PLANNED) else [f"a CUDA device (here is {device.type})"]
 
 
 def _missing_for_deepep(config: TransformerConfig) -> list[str]:
     missing = _missing_for_symm_mem(config)
-    if importlib.util.find_spec("deep_ep") is None:
+    if default_device().type != _PLANNED and importlib.util.find_spec("deep_ep") is None:
         missing.append("the package deep_ep (not installed)")
     if config.params_dtype is not torch.bfloat16:
         missing.append("--bf16 (it sends no other tokens)")

@@ -9,6 +9,7 @@ from torch import nn
 import pretrain_gpt
 from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule, one_forward_one_backward
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.errors import CommandLineError
 from megatron.training.dry_run.activations import SavedBytes, peak_bytes
 from megatron.training.dry_run.plan import Plan, plan_run
 from megatron.training.dry_run.table import plan_lines
@@ -71,3 +72,16 @@ def test_parameters_of_a_plan_are_those_of_the_whole_model() -> None:
     one, _ = _planned("moe", {})
     cut, _ = _planned("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}, ranks=4)
     assert (one.num_parameters, one.active_parameters) == (cut.num_parameters, cut.active_parameters)
+
+
+@pytest.mark.parametrize("backend", ["deepep", "symm_mem"])
+def test_libraries_of_gpus_are_planned_without_them(backend: str) -> None:
+    experts: Flags = {"expert-model-parallel-size": 2, "moe-expert-rank-capacity-factor": 2.0, "bf16": True}
+    alone: Flags = {"expert-model-parallel-size": 1}
+    flex: Flags = {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": backend}
+    plan, lines = _planned("moe", {**experts, **flex}, ranks=2)
+    same, _ = _planned("moe", {**experts, "moe-token-dispatcher-type": "alltoall"}, ranks=2)
+    assert plan.stages == same.stages and any(one.operation == "all-to-all" for one in plan.stages[0].links)
+    assert any(f"backend {backend} is planned with the rows of" in line for line in lines)
+    with pytest.raises(CommandLineError, match="which needs a CUDA device"):
+        validate_args(parse_args(argv=command_line({**read_bases()["moe"], **experts, **flex, **alone})))
