@@ -6,8 +6,9 @@ What the arguments must fulfil together is in validation.py.
 import argparse
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from megatron.core.config_field import field_spec
@@ -44,13 +45,16 @@ def core_transformer_config_from_args(
         return config_class(**{**_field_values(config_class, args), **derived})
 
 
-def build_every_config(args: argparse.Namespace) -> None:
-    """Builds and drops all configurations, so that each checks its own fields before anything starts."""
-    for config_class in CONFIG_CLASSES:
-        if issubclass(config_class, TransformerConfig):
-            core_transformer_config_from_args(args, config_class)
-        else:
-            config_from_args(config_class, args)
+def config_checks() -> list[Callable[[argparse.Namespace], Any]]:
+    """One for each configuration, which builds it and drops it, so that it checks its own fields before anything
+    starts.
+    """
+    return [
+        partial(core_transformer_config_from_args, config_class=config_class)
+        if issubclass(config_class, TransformerConfig)
+        else partial(config_from_args, config_class)
+        for config_class in CONFIG_CLASSES
+    ]
 
 
 def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]:

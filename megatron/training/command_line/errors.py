@@ -7,7 +7,7 @@ import os
 
 
 class CommandLineError(ValueError):
-    """A flag or configuration file that cannot be honoured; the text is one line for the user."""
+    """A flag or configuration file that cannot be honoured; the text is a line for the user, of a plan one for each."""
 
 
 def is_first_rank() -> bool:

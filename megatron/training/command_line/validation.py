@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.flex_backends import require_flex_backend
 from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.training.command_line.config_builder import (
-    build_every_config,
+    config_checks,
     config_from_args,
     core_transformer_config_from_args,
     flags_named_in_errors,
@@ -53,23 +53,41 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     check_layout(args)
     check_batches(args)
     derive_length(args)
-    check_rotation(args)
-    check_positions(args)
-    check_attention(args)
-    check_experts(args)
-    check_schedule(args)
-    check_logging(args)
-    check_optimizer(args)
-    check_fully_sharded(args)
-    check_graphs(args)
-    check_faults(args)
-    check_upcycling_flags(args)
-    derive_shapes(args)
-    derive_run_state(args)
-    # Last, because it needs the derived values; a wrong field stops the run before any process group exists.
-    build_every_config(args)
-    check_flex_backend(args)
+    _check_rest(args)
     return args
+
+
+def _check_rest(args: argparse.Namespace) -> None:
+    """What does not rely on each other, and derives what configurations need. A run ends with the first that is wrong;
+    a plan tells of all, a line each.
+    """
+    wrong: list[str] = []
+    checks = (
+        check_rotation,
+        check_positions,
+        check_attention,
+        check_experts,
+        check_schedule,
+        check_logging,
+        check_optimizer,
+        check_fully_sharded,
+        check_graphs,
+        check_faults,
+        check_upcycling_flags,
+    )
+    # Configurations last, because they need the derived values; before any process group exists.
+    for check in (*checks, derive_shapes, derive_run_state, *config_checks(), check_flex_backend):
+        try:
+            check(args)
+        except CommandLineError as error:
+            if not args.dry_run:
+                raise
+            wrong.append(str(error))
+            if check in (derive_shapes, derive_run_state):
+                break
+    if wrong:
+        # Several configurations have some fields in common.
+        raise CommandLineError("\nerror: ".join(dict.fromkeys(wrong)))
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:

@@ -54,8 +54,8 @@ class Rehearsed:
 
     peak, update_peak, messages_peak: bytes that the passes of a step of two microbatches, or of one where there is one,
     take at their fullest moment beside what stands, with what they keep for backward; bytes that its update takes; and
-    what is handed to collectives at once, at most. chunks: what a microbatch computes in
-    each chunk; update: the optimizer's kernels.
+    what is handed to collectives at once, at most. chunks: what a microbatch computes in each chunk; update: the
+    optimizer's kernels.
     """
 
     links: tuple[Traffic, ...]

@@ -85,3 +85,21 @@ def test_libraries_of_gpus_are_planned_without_them(backend: str) -> None:
     assert any(f"backend {backend} is planned with the rows of" in line for line in lines)
     with pytest.raises(CommandLineError, match="which needs a CUDA device"):
         validate_args(parse_args(argv=command_line({**read_bases()["moe"], **experts, **flex, **alone})))
+
+
+def test_a_plan_tells_of_all_flags_that_clash_and_a_run_of_the_first() -> None:
+    clashing: Flags = {
+        "optimizer": "muon",
+        "use-torch-fsdp2": True,
+        "overlap-param-gather": True,
+        "moe-paged-stash": True,
+    }
+    argv = command_line({**read_bases()["dense"], **clashing})
+    words = ("--moe-paged-stash needs", "--optimizer is muon and --use-torch-fsdp2", "--overlap-param-gather is set")
+    with pytest.raises(CommandLineError) as planned:
+        validate_args(parse_args(argv=[*argv, "--dry-run"]))
+    lines = str(planned.value).splitlines()
+    assert all(sum(word in line for line in lines) == 1 for word in words) and len(set(lines)) == len(lines), lines
+    with pytest.raises(CommandLineError) as refused:
+        validate_args(parse_args(argv=argv))
+    assert str(refused.value) == lines[0]
