@@ -86,26 +86,27 @@ def _stage(number: int, stages: int) -> RankPlan:
 
 def _args(stages: int) -> argparse.Namespace:
     """What a plan reads of a run's arguments."""
-    return argparse.Namespace(
-        world_size=stages * 16,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=None,
-        num_experts=64,
-        data_parallel_size=8,
-        micro_batch_size=1,
-        seq_length=4096,
-        microbatch_group_size_per_vp_stage=None,
-        moe_shared_expert_overlap=False,
-        cp_comm_type="p2p",
-        overlap_grad_reduce=True,
-        overlap_param_gather=False,
-        use_torch_fsdp2=False,
-        overlap_p2p_comm=True,
-    )
+    sizes = {
+        "world_size": stages * 16,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 8,
+        "expert_tensor_parallel_size": None,
+        "num_experts": 64,
+        "data_parallel_size": 8,
+        "micro_batch_size": 1,
+        "seq_length": 4096,
+        "microbatch_group_size_per_vp_stage": None,
+        "moe_shared_expert_overlap": False,
+        "cp_comm_type": "p2p",
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": False,
+        "use_torch_fsdp2": False,
+        "overlap_p2p_comm": True,
+    }
+    return argparse.Namespace(**{**vars(_tiny({}, ranks=1)), **sizes})
 
 
 def _plan(stages: int, *, num_microbatches: int = 8) -> Plan:

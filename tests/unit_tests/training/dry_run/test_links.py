@@ -56,7 +56,7 @@ def test_memory_counts_from_its_operation_to_its_last_tensor() -> None:
         third = given * 2
         del second, third
         given.mul_(2)
-    assert live.peak == 2 * 400 and live.messages_peak == 0
+    assert live.peaks == {"": 2 * 400} and live.messages_peak == 0
 
 
 def test_further_microbatches_send_as_much_each_and_a_step_reduces_once() -> None:
