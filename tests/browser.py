@@ -16,6 +16,20 @@ FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--force-color-profile=srgb"),
 ]
+# Of the pictures of a page: texts that stick out of theirs, and texts that run into each other.
+PICTURE_PROBLEMS = """[...document.querySelectorAll("svg")].flatMap(picture => {
+  const frame = picture.getBoundingClientRect(), problems = [];
+  const texts = [...picture.querySelectorAll("text")].map(t => [t.textContent, t.getBoundingClientRect()]);
+  for (const [text, box] of texts) {
+    if (box.left < frame.left - 1 || box.right > frame.right + 1) problems.push(text);
+    if (box.top < frame.top - 1 || box.bottom > frame.bottom + 1) problems.push(text);
+  }
+  texts.forEach(([a, x], i) => texts.slice(i + 1).forEach(([b, y]) => {
+    if (x.left < y.right - 2 && y.left < x.right - 2 && x.top < y.bottom - 6 && y.top < x.bottom - 6)
+      problems.push(a + " on " + b);
+  }));
+  return problems;
+})"""
 
 
 class Page:

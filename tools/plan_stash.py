@@ -35,6 +35,7 @@ from megatron.training.stash_plan.routing import RoutingSpan, traced_spans  # no
 from megatron.training.stash_plan.skew import made_up_spans, parse_skew  # noqa: E402
 from megatron.training.stash_plan.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
 from megatron.training.stash_plan.walk import Rung, walk  # noqa: E402
+from tools.stash_plan_page import as_page  # noqa: E402
 from tools.stash_plan_words import StashPlan, as_json, as_text  # noqa: E402
 
 FACTORS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = stash_plan(args)
         if args.json is not None:
             Path(args.json).write_text(json.dumps(as_json(plan), indent=1) + "\n", encoding="utf-8")
+        if args.page is not None:
+            Path(args.page).write_text(as_page(plan), encoding="utf-8")
         print(as_text(plan))
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror or error}", file=sys.stderr)
@@ -133,7 +136,7 @@ def stash_plan(args: argparse.Namespace) -> StashPlan:
     best = recommended(run, needs, spans=routing.spans, flags=flags, wanted=args.wanted_probability) if stashes else {}
     chosen = best.get(Rung.DEVICE) or outlook(run, flags, spans=routing.spans)
     costs = {rung: stage_costs(run, one, spans=routing.spans, machine=machine) for rung, one in best.items()}
-    pays, reasons = verdict(chosen, stage_costs(run, chosen, spans=routing.spans, machine=machine))
+    pays, reasons = verdict(chosen, stage_costs(run, chosen, spans=routing.spans, machine=machine), others=costs)
     return StashPlan(
         run=run,
         source=routing.source,
@@ -226,6 +229,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "says of the planned one.",
     )
     group.add_argument("--json", metavar="FILE", help="Also write the plan here.")
+    group.add_argument("--page", metavar="FILE", help="Also write it here as a page of HTML, with pictures.")
     return parser
 
 

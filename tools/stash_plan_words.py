@@ -13,7 +13,7 @@ from megatron.training.stash_plan.outlook import Needs, Outlook
 from megatron.training.stash_plan.stages import PlannedRun, StashFlags
 from megatron.training.stash_plan.walk import Rung, StageSteps, Walk
 
-_RUNGS = {
+RUNGS = {
     Rung.DEVICE: "device",
     Rung.HOST: "spills",
     Rung.ACT: "act again",
@@ -21,7 +21,7 @@ _RUNGS = {
     Rung.NO_PAGES: "void: pages",
     Rung.OVER_CAPACITY: "void: rows",
 }
-_GOALS = {
+GOALS = {
     Rung.DEVICE: "every page on the device",
     Rung.HOST: "at most spilled to the host",
     Rung.ACT: "at most act computed again",
@@ -105,6 +105,13 @@ def paste(flags: StashFlags) -> str:
     )
 
 
+def needs_note(plan: StashPlan) -> str:
+    """Where steps are too few for the wanted probability; empty where they are enough."""
+    if len(plan.needs.rows) * (1 - plan.wanted) >= 1 - 1e-6:
+        return ""
+    return f"of {len(plan.needs.rows):,} steps p{100 * plan.wanted:g} is the most; more steps tell more"
+
+
 def _needs_lines(plan: StashPlan) -> list[str]:
     rows = [
         ("--moe-expert-rank-capacity-factor", plan.needs.rows),
@@ -114,9 +121,7 @@ def _needs_lines(plan: StashPlan) -> list[str]:
     cells = [["needed", f"p{100 * plan.wanted:g}", "median", "most"]]
     cells += [[name, *(f"{rounded_up(factor_at(one, of.tolist())):.2f}" for one in shares)] for name, of in rows]
     lines = _columns(cells)
-    if len(plan.needs.rows) * (1 - plan.wanted) < 1 - 1e-6:
-        lines.append(f"of {len(plan.needs.rows):,} steps p{100 * plan.wanted:g} is the most; more steps tell more")
-    return lines
+    return lines + ([note] if (note := needs_note(plan)) else [])
 
 
 def _given_lines(plan: StashPlan) -> list[str]:
@@ -141,7 +146,7 @@ def _given_lines(plan: StashPlan) -> list[str]:
 def _table_lines(table: Sequence[Outlook]) -> list[str]:
     shown = [rung for rung in Rung if rung in (Rung.DEVICE, Rung.NO_PAGES) or any(one.shares[rung] for one in table)]
     cells = [
-        ["page size", "factor", "on host", "device MiB", "host MiB", *(_RUNGS[rung] for rung in shown), "spilled MiB"]
+        ["page size", "factor", "on host", "device MiB", "host MiB", *(RUNGS[rung] for rung in shown), "spilled MiB"]
     ]
     for one in table:
         flags = one.flags
@@ -166,9 +171,7 @@ def _recommended_lines(plan: StashPlan) -> list[str]:
     steps = len(plan.needs.rows)
     for rung, one in plan.recommended.items():
         reached = round(one.share_up_to(rung) * steps)
-        lines.append(
-            f"{_GOALS[rung]}: reached in {reached:,} of {steps:,} steps, {_mib(one.device_bytes)} MiB of pages"
-        )
+        lines.append(f"{GOALS[rung]}: reached in {reached:,} of {steps:,} steps, {_mib(one.device_bytes)} MiB of pages")
         lines.append(f"  {paste(one.flags)}")
     if not plan.recommended:
         lines.append("none: no factor reaches it")
@@ -183,7 +186,7 @@ def _cost_lines(plan: StashPlan) -> list[str]:
     cells = [["enough for", "experts forward", "backward", "stash", "spill each way", "act again", "gate_up again"]]
     for rung, of_stages in plan.costs.items():
         times = [(one.forward, one.backward, one.stash, one.spill, one.act, one.gate_up) for one in of_stages]
-        cells.append([_RUNGS[rung], *(f"{1e3 * max(column):.3g}" for column in zip(*times, strict=True))])
+        cells.append([RUNGS[rung], *(f"{1e3 * max(column):.3g}" for column in zip(*times, strict=True))])
     lines += _columns(cells)
     for of_stages in plan.costs.values():
         spilling = [one for one in of_stages if one.spill > 0]

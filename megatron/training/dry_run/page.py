@@ -1,10 +1,11 @@
 """The page of a plan: one file of HTML that needs no network, from what plan.json holds. Its pictures: pictures.py."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from megatron.training.dry_run.html_parts import html_list, html_page, section, table
 from megatron.training.dry_run.pictures import Bar, Box, schedule, stacked_bars
 
 _PALETTE = (
@@ -42,13 +43,6 @@ _BACKWARD = ("#d7edd2", "#a3d59a", "#7cc273", "#569f51")
 _PASSES = ("forward", "backward")
 _MOST_BOXES = 4000
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-_STYLE = """
-body { font: 15px/1.5 sans-serif; color: #222; max-width: 1160px; margin: 24px auto; padding: 0 16px; }
-h1 { font-size: 24px; margin-bottom: 4px; } h2 { font-size: 18px; margin: 32px 0 4px; } p { margin: 4px 0 10px; }
-table { border-collapse: collapse; font-size: 14px; } td, th { padding: 3px 12px 3px 0; text-align: right; }
-td:first-child, th:first-child, td.word, th.word { text-align: left; } th { border-bottom: 1px solid #999; }
-tr + tr td { border-top: 1px solid #eee; } .scroll { overflow-x: auto; }
-"""
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -58,38 +52,15 @@ def page(document: Mapping[str, Any]) -> str:
     parts = [
         f"<h1>{title}</h1><p>{escape(layout or 'no parallelism')}</p>",
         _facts(document),
-        _section("Memory of a rank of each stage", _memory(document)),
-        _section("What a rank of each stage has in the host's memory", _host_memory(document)),
+        section("Memory of a rank of each stage", _memory(document)),
+        section("What a rank of each stage has in the host's memory", _host_memory(document)),
         *([] if document["step"] is None else _times(document)),
-        _section("What a rank sends in a step", _links(document)),
-        _section("Buckets of gradients", _buckets(document)),
-        _section("Notes", _list(document["notes"])),
-        _section("What the time assumes", _list(document["assumptions"])),
+        section("What a rank sends in a step", _links(document)),
+        section("Buckets of gradients", _buckets(document)),
+        section("Notes", html_list(document["notes"])),
+        section("What the time assumes", html_list(document["assumptions"])),
     ]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head><body>{''.join(part for part in parts if part)}</body></html>\n"
-    )
-
-
-def _section(title: str, body: str) -> str:
-    return f"<h2>{escape(title)}</h2>{body}" if body else ""
-
-
-def _list(lines: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """words: how many columns are text."""
-
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=word' if column < words else ''}>{escape(cell)}</{tag}>" for column, cell in enumerate(row)
-        )
-
-    lines = [f"<tr>{cells('th', head)}</tr>", *(f"<tr>{cells('td', row)}</tr>" for row in rows)]
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+    return html_page(title, parts)
 
 
 def _facts(document: Mapping[str, Any]) -> str:
@@ -109,10 +80,10 @@ def _facts(document: Mapping[str, Any]) -> str:
             [
                 "Estimated time",
                 f"{_seconds(step['seconds'])} a step, {step['tokens_per_second']:,.0f} tokens/s, "
-                f"{step['tflops']:.1f} TFLOP/s a device{mfu}",
+                f"{step['tflops']:.3g} TFLOP/s a device{mfu}",
             ]
         )
-    return _table(["", ""], rows, words=2).replace("<tr><th class=word></th><th class=word></th></tr>", "")
+    return table(["", ""], rows, words=2)
 
 
 def _memory(document: Mapping[str, Any]) -> str:
@@ -173,10 +144,10 @@ def _times(document: Mapping[str, Any]) -> list[str]:
     rows = [[name, _seconds(seconds), f"{100 * seconds / longest:.1f}%"] for name, seconds in kinds]
     waits = [[name, _seconds(seconds), f"{100 * seconds / longest:.1f}%"] for name, seconds in exposed]
     return [
-        _section("Time of a step", stacked_bars(bars, _TIMES, axis=f"{unit} in a step, by what it goes into")),
-        _section("Passes of the stage that waits least", _table(["module", "time", "of the step"], rows)),
-        _section("Its messages", _table(["", "time", "of the step"], waits)),
-        _section("Schedule", _drawn_schedule(document)),
+        section("Time of a step", stacked_bars(bars, _TIMES, axis=f"{unit} in a step, by what it goes into")),
+        section("Passes of the stage that waits least", table(["module", "time", "of the step"], rows)),
+        section("Its messages", table(["", "time", "of the step"], waits)),
+        section("Schedule", _drawn_schedule(document)),
     ]
 
 
@@ -224,7 +195,7 @@ def _links(document: Mapping[str, Any]) -> str:
     head = ["group", "operation", "phase", "ranks", "of them in a node", "messages", "payload", "on the link", "time"]
     rows = [
         [
-            *(one["group"], one["operation"], one["phase"], str(one["group_size"]), str(one["in_node"])),
+            *(one["group"], one["operation"], one["phase"], f"{one['group_size']:,}", str(one["in_node"])),
             *(f"{one['count']:,}", _bytes(one["num_bytes"]), _bytes(one["link_bytes"]), _seconds(one["seconds"])),
         ]
         for one in stage["links"]
@@ -233,7 +204,7 @@ def _links(document: Mapping[str, Any]) -> str:
     picture = stacked_bars(bars, colors, axis=f"{unit} on the rank's links")
     members = [[name, f"{one['size']:,}", one["ranks"]] for name, one in stage["groups"].items()]
     meaning = "<p>Ranks of its groups, as first:end:step; a sum has one of each.</p>"
-    return said + picture + _table(head, rows, words=3) + meaning + _table(["group", "size", "ranks"], members)
+    return said + picture + table(head, rows, words=3) + meaning + table(["group", "size", "ranks"], members)
 
 
 def _buckets(document: Mapping[str, Any]) -> str:
@@ -266,7 +237,7 @@ def _buckets(document: Mapping[str, Any]) -> str:
     head = ["buffer", "parameters", "gradients", "buckets", "bytes of both", "padding", "of the buffer"]
     said = f"<p>Of {_stage_name(stage)}: the last bucket of a buffer is complete first.</p>"
     picture = schedule(boxes, names, axis=f"{unit} of gradients", legend=legend)
-    return said + picture + _table(head, rows, words=3)
+    return said + picture + table(head, rows, words=3)
 
 
 def _stage_name(stage: Mapping[str, Any]) -> str:
@@ -289,4 +260,6 @@ def _time_unit(seconds: float) -> tuple[str, float]:
 def _seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
+    if seconds < 1e-10:
+        return "0 s"  # what is left of sums that cancel
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.3g} us"

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH = 1120
-_LEFT, _RIGHT, _ROW, _BAR, _TOP = 150, 110, 26, 18, 8
+_LEFT, _RIGHT, _ROW, _BAR, _TOP = 172, 110, 26, 18, 8
 _LEGEND_ROW = 20
-# Of characters of 12 px in a sans-serif font, about.
-_CHARACTER = 6.7
+# Of characters of 12 px in a wide sans-serif font, about.
+_CHARACTER = 7.4
+# Of the numbers in boxes: digits, of 11 px, and of 9 px where these do not fit.
+_DIGIT = {11: 7.0, 9: 5.7}
+# A row of panels, and what is around the columns of one.
+_PANELS, _PANEL_HIGH, _PANEL_LEFT, _PANEL_RIGHT = 3, 190, 58, 14
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,14 @@ class Bar:
     label: str
     parts: Mapping[str, float]
     end: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart of columns beside others. columns: from left to right; their ends are shown by the mouse."""
+
+    title: str
+    columns: Sequence[Bar]
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ def stacked_bars(
     legend, legend_height = _legend([(name, colors[name]) for name in used])
     top = legend_height + _TOP + (16 if limit else 0)
     bottom = top + len(bars) * _ROW
-    parts = [legend, *_axis(longest, axis, top=top, bottom=bottom)]
+    parts, ends = [legend, *_axis(longest, axis, top=top, bottom=bottom)], []
     for number, bar in enumerate(bars):
         y = top + number * _ROW + (_ROW - _BAR) / 2
         parts.append(_text((_LEFT - 8, y + 13), bar.label, anchor="end"))
@@ -56,14 +68,74 @@ def stacked_bars(
                 tip = f"{bar.label}: {name} {bar.parts[name]:.4g} {axis}"
                 parts.append(_rect(x, y, wide=wide, high=_BAR, color=colors[name], title=tip))
             x += wide
-        parts.append(_text((x + 6, y + 13), bar.end))
+        ends.append(_text((x + 6, y + 13), bar.end, halo=True))
     if limit is not None:
         x = _LEFT + _scaled(limit[0], longest)
         parts.append(
             f'<path d="M{x:.1f} {top - 6}V{bottom}" stroke="#b00020" stroke-width="2" stroke-dasharray="5 3"/>'
         )
-        parts.append(_text((x, top - 9), limit[1], anchor="end", color="#b00020"))
-    return _svg(parts, bottom + 44)
+        anchor = "end" if x > WIDTH / 2 else "start"
+        parts.append(_text((x, top - 9), limit[1], anchor=anchor, color="#b00020"))
+    return _svg([*parts, *ends], bottom + 44)
+
+
+def stacked_columns(
+    panels: Sequence[Panel],
+    colors: Mapping[str, str],
+    *,
+    x_axis: str,
+    y_axis: str,
+    limit: tuple[float, str],
+) -> str:
+    """Columns that add up to 100, in panels beside each other with one legend. limit: a line across, and what it is."""
+    used = [name for name in colors if any(bar.parts.get(name, 0) > 0 for panel in panels for bar in panel.columns)]
+    legend, legend_height = _legend([(name, colors[name]) for name in used])
+    per_row = min(_PANELS, max(2, len(panels)))
+    parts, high = [legend], _PANEL_HIGH + 92
+    for number, panel in enumerate(panels):
+        row, place = divmod(number, per_row)
+        left, right = (WIDTH / per_row * at for at in (place, place + 1))
+        frame = left + _PANEL_LEFT, right - _PANEL_RIGHT, legend_height + row * high + 34
+        parts += _panel(panel, {name: colors[name] for name in used}, frame=frame, axes=(x_axis, y_axis), limit=limit)
+    return _svg(parts, legend_height + math.ceil(len(panels) / per_row) * high)
+
+
+def _panel(
+    panel: Panel,
+    colors: Mapping[str, str],
+    *,
+    frame: tuple[float, float, float],
+    axes: tuple[str, str],
+    limit: tuple[float, str],
+) -> list[str]:
+    """frame: left and right end of the columns, and their top."""
+    left, right, top = frame
+    bottom, x_axis, y_axis = top + _PANEL_HIGH, *axes
+    parts = [_text((left, top - 12), panel.title)]
+    for tick in range(0, 101, 20):
+        y = bottom - tick / 100 * _PANEL_HIGH
+        parts.append(f'<path d="M{left:.1f} {y:.1f}H{right:.1f}" stroke="#ddd"/>')
+        parts.append(_text((left - 6, y + 4), str(tick), anchor="end", color="#555"))
+    wide = (right - left) / max(1, len(panel.columns))
+    # Where there are many columns, every second or third one has its label.
+    every = math.ceil(_CHARACTER * (1 + max((len(bar.label) for bar in panel.columns), default=0)) / wide)
+    for number, bar in enumerate(panel.columns):
+        x, y = left + number * wide, float(bottom)
+        for name, color in colors.items():
+            tall = bar.parts.get(name, 0.0) / 100 * _PANEL_HIGH
+            y -= tall
+            if tall > 0:
+                tip = f"{bar.label}: {name} {bar.parts[name]:.4g} {y_axis}; {bar.end}"
+                parts.append(_rect(x + 0.1 * wide, y, wide=0.8 * wide, high=tall, color=color, title=tip))
+        if number % every == 0:
+            parts.append(_text((x + wide / 2, bottom + 16), bar.label, anchor="middle", color="#555"))
+    y = bottom - limit[0] / 100 * _PANEL_HIGH
+    dashed = f'<path d="M{left:.1f} {y:.1f}H{right:.1f}" stroke="#222" stroke-width="1.5" stroke-dasharray="5 3">'
+    parts.append(f"{dashed}<title>{escape(limit[1])}</title></path>")
+    parts.append(_text(((left + right) / 2, bottom + 36), x_axis, anchor="middle"))
+    middle = top + _PANEL_HIGH / 2
+    parts.append(_text((left - 40, middle), y_axis, anchor="middle", turned=True))
+    return parts
 
 
 def schedule(boxes: Iterable[Box], rows: Sequence[str], *, axis: str, legend: Sequence[tuple[str, str]]) -> str:
@@ -83,8 +155,9 @@ def schedule(boxes: Iterable[Box], rows: Sequence[str], *, axis: str, legend: Se
         )
         edge = "white" if wide > 4 else None
         parts.append(_rect(x, y, wide=max(wide, 0.3), high=_ROW - 6, color=box.color, title=box.title, edge=edge))
-        if wide > _CHARACTER * len(box.text) + 2:
-            parts.append(_text((x + wide / 2, y + 14), box.text, anchor="middle", size=11))
+        fitting = [size for size, digit in _DIGIT.items() if wide > digit * len(box.text) + 2]
+        if fitting:
+            parts.append(_text((x + wide / 2, y + 14), box.text, anchor="middle", size=fitting[0]))
     return _svg(parts, bottom + 44)
 
 
@@ -132,8 +205,21 @@ def _rect(x: float, y: float, *, wide: float, high: float, color: str, title: st
     )
 
 
-def _text(at: tuple[float, float], text: str, *, anchor: str = "start", color: str = "#222", size: int = 12) -> str:
+def _text(
+    at: tuple[float, float],
+    text: str,
+    *,
+    anchor: str = "start",
+    color: str = "#222",
+    size: int = 12,
+    halo: bool = False,
+    turned: bool = False,
+) -> str:
+    """halo: with a white edge, where lines may cross it; turned: upwards."""
     x, y = at
+    more = ' stroke="white" stroke-width="3" paint-order="stroke"' if halo else ""
+    more += f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}" font-size="{size}">{escape(text)}</text>'
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}" font-size="{size}"{more}>'
+        f"{escape(text)}</text>"
     )

@@ -3,7 +3,7 @@
 Rates of devices are configs/devices.yaml's; seconds are cost_model.py's estimates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,14 @@ from megatron.training.device_table import Device
 from megatron.training.stash_plan.outlook import Outlook
 from megatron.training.stash_plan.routing import RoutingSpan
 from megatron.training.stash_plan.stages import PlannedRun, StashFlags
+from megatron.training.stash_plan.walk import Rung
 
+_WHERE = {
+    Rung.DEVICE: "with every page on the device",
+    Rung.HOST: "where pages are spilled to the host",
+    Rung.ACT: "where act is computed again",
+    Rung.GATE_UP: "where gate_up is computed again",
+}
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -46,6 +53,12 @@ class StageCosts:
     def hides_spill(self) -> bool:
         """Whether rows reach the host, and come back, within the time of the experts' own products."""
         return self.spill <= min(self.forward, self.backward)
+
+    @property
+    def words(self) -> str:
+        """What it costs in time."""
+        extra = (self.stash + self.act + self.gate_up) / (self.forward + self.backward)
+        return f"copies and recomputation take {extra:.1%} of the experts' own time"
 
 
 def machine_of(device: Device, flags: StashFlags) -> Machine:
@@ -96,29 +109,38 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
     return costs
 
 
-def verdict(plan: Outlook, costs: Sequence[StageCosts]) -> tuple[bool, list[str]]:
-    """Whether the stash saves memory on the stage that needs most, and the figures that say why, in words."""
+def verdict(
+    plan: Outlook, costs: Sequence[StageCosts], *, others: Mapping[Rung, Sequence[StageCosts]]
+) -> tuple[bool, list[str]]:
+    """Whether the stash saves memory on the stage that needs most, and the figures that say why, in words.
+
+    costs: of the plan, with every page on the device; others: of plans with fewer pages, by the rung that they come to.
+    """
     if not costs:
         return False, [
             "stashing has no effect: the backward of every expert group directly follows its forward, so that nothing "
             "waits; it needs several layers with experts, or pipeline stages with several micro-batches"
         ]
-    worst = max(costs, key=lambda one: one.footprint.static_bytes)
+    worst = _fullest(costs)
     saving, factor = worst.footprint.saving, plan.flags.moe_expert_rank_capacity_factor or 1.0
     sets = 1 + plan.flags.moe_paged_stash_prefetch_layers
-    extra = worst.stash + worst.act + worst.gate_up
-    time = f"copies and recomputation take {extra / (worst.forward + worst.backward):.1%} of the experts' own time"
     figures = (
         f"stage {worst.stage}: buffers have {factor:.2f} of the balanced rows, {worst.waiting_groups} groups wait at "
         f"the peak, {min(sets, worst.waiting_groups)} of them in buffers all the same, and {worst.tail_share:.1%} of "
         "the pages' bytes are tails"
     )
     if saving > 0:
-        return True, [f"stashing pays: it saves {saving:.0%} of what waits on the device; {time}", figures]
-    reasons = [
-        f"stashing does not pay: it costs {-saving:.0%} more than buffers that wait as they are; {time}",
-        figures,
-    ]
+        return True, [f"stashing pays: it saves {saving:.0%} of what waits on the device; {worst.words}", figures]
+    costs_more = f"it costs {-saving:.0%} more than buffers that wait as they are; {worst.words}"
+    reasons = [f"stashing does not pay: {costs_more}", figures]
+    saves = {rung: _fullest(of) for rung, of in others.items() if of and _fullest(of).footprint.saving > 0}
+    if saves:
+        rung, least = min(saves.items())
+        reasons[0] = (
+            f"stashing pays only {_WHERE[rung]}: it saves {least.footprint.saving:.0%} of what waits on the device; "
+            f"{least.words}"
+        )
+        reasons.insert(1, f"with every page on the device {costs_more}")
     if worst.waiting_groups <= sets + 1:
         reasons.append(f"too few groups wait: {worst.waiting_groups} at the peak, where {sets} are working sets anyway")
     if factor < 1.3:
@@ -128,7 +150,12 @@ def verdict(plan: Outlook, costs: Sequence[StageCosts]) -> tuple[bool, list[str]
             f"rows are few for pages of this size: {worst.tail_share:.0%} of their bytes are tails; give a smaller "
             "--moe-paged-stash-page-size"
         )
-    return False, reasons
+    return bool(saves), reasons
+
+
+def _fullest(costs: Sequence[StageCosts]) -> StageCosts:
+    """Of the stage whose experts leave most for backward."""
+    return max(costs, key=lambda one: one.footprint.static_bytes)
 
 
 def _waiting_groups(needs: StepNeeds) -> int:

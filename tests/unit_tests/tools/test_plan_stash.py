@@ -1,7 +1,9 @@
 """plan_stash.py: rows of layouts that were not recorded, factors that are enough, words, and refusals of one line."""
 
 import json
+import re
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from megatron.training.stash_plan.outlook import outlook
 from megatron.training.stash_plan.routing import traced_spans
 from megatron.training.stash_plan.stages import planned_run
 from megatron.training.stash_plan.walk import Rung
+from tests.browser import PICTURE_PROBLEMS, opened_browser
 from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.unit_tests.tools.test_report import needs_browser
 from tools.plan_stash import main, read_flags, stash_plan
+from tools.stash_plan_page import NAMES, as_page
 from tools.stash_plan_words import paste
 
 FLAGS: Flags = {
@@ -136,6 +141,34 @@ def test_the_link_to_the_host_is_that_of_the_planned_device(
         plan = json.loads((tmp_path / "plan").read_text())
         seconds[rate] = plan["costs"]["host"][0]["seconds"]["spill"]
     assert seconds[25.6] == pytest.approx(2 * seconds[51.2]) and seconds[12.5] > seconds[25.6] > 0
+
+
+def test_the_page_shows_rungs_against_factors_and_needs_no_network(tmp_path: Path) -> None:
+    words = ["--skew", "zipf:0.8", "--plan-steps", "20", "--plan-host-factors", "0", "0.3"]
+    plan = stash_plan(read_flags(argv(*words)))
+    text = as_page(plan)
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "src=" not in text and "<script" not in text and "<link" not in text
+    shares = [(one.flags, rung, share) for one in plan.table for rung, share in one.shares.items() if share > 0]
+    assert len(shares) > 48
+    for flags, rung, share in shares:
+        # Of each column's parts the mouse tells factor, rung and share.
+        factor = flags.moe_paged_stash_buffer_size_factor_cuda
+        assert f"<title>{factor:g}: {NAMES[rung]} {100 * share:.4g} % of the steps" in text
+    assert all(escape(paste(one.flags)).split(" --")[-1] in text for one in plan.recommended.values())
+
+
+@needs_browser
+def test_a_browser_shows_the_page_readably(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    words = ["--skew", "zipf:0.8", "--plan-steps", "20", "--page", str(path), "--plan-host-factors", "0", "0.3"]
+    assert main(argv(*words)) == 0
+    with opened_browser(tmp_path) as tab:
+        tab.open(path.as_uri(), width=1200)
+        assert [*tab.evaluate(PICTURE_PROBLEMS), *tab.problems] == [] and tab.requests == [path.as_uri()]
+        # Panels without and with pages on the host, memory, costs and spills.
+        assert tab.evaluate("document.querySelectorAll('svg').length") == 5
+        assert tab.evaluate("document.documentElement.scrollWidth") == 1200
 
 
 def test_what_does_not_pay_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
