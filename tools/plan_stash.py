@@ -184,7 +184,15 @@ def _left_out(run: PlannedRun, groups: int) -> list[str]:
 def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[RoutingSpan]) -> list[Outlook]:
     """Of each page size, host factor and device factor."""
     flags, given = run.flags, run.flags.moe_paged_stash_page_size
-    sizes = args.plan_page_sizes or sorted({max(1, given // 4), given, given * 4})
+    # Of larger pages one alone holds a whole buffer.
+    rows = run.ranks.max_rows(flags.moe_expert_rank_capacity_factor or 1.0)
+    largest = 1 << (rows - 1).bit_length()
+    for size in args.plan_page_sizes or []:
+        if size > largest:
+            raise ValueError(
+                f"--plan-page-sizes has {size}: must be at most {largest}, as buffers have {rows} rows (tokens)"
+            )
+    sizes = args.plan_page_sizes or sorted({max(1, given // 4), given, max(given, min(given * 4, largest))})
     hosts = args.plan_host_factors or [max(0.0, flags.moe_paged_stash_buffer_size_factor_cpu)]
     tried: list[StashFlags] = [
         replace(
@@ -199,6 +207,8 @@ def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[Routing
         for factor in args.plan_factors or FACTORS
         if factor or host
     ]
+    if not tried:
+        raise ValueError("--plan-factors and --plan-host-factors have 0 alone: one of them must have a factor above 0")
     return [outlook(run, one, spans=spans) for one in tried]
 
 

@@ -256,10 +256,19 @@ def _draw(figure: Figure, runs: Sequence[RunLog]) -> dict[str, Any]:
             traces += _lines(_values(figure, run.series[name]), style=style, figure=figure)
         if figure.id in ("loss", "loss-scale"):
             traces += _skipped(figure, run, style={"name": f"{prefix}skipped", "color": index if prefix else 3})
-    options = {"log": figure.log, "fromZero": figure.from_zero, "steps": figure.steps, "stacked": figure.stacked}
+    # One line alone has to say which of them it is.
+    named = len(figure.fields) > 1 or figure.fields[0][0].endswith("/")
+    options = {
+        "named": named,
+        "log": figure.log,
+        "fromZero": figure.from_zero,
+        "steps": figure.steps,
+        "stacked": figure.stacked,
+    }
     return {
         **_frame(figure),
         **options,
+        "named": named,
         "range": _late_range(traces) if figure.id == "loss" else None,
         "traces": traces,
     }

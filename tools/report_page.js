@@ -130,7 +130,10 @@ function drawLines(figure, log) {
   // Of a line that never moves the scale would say nothing.
   else if (figure.fromZero || spread(figure) === 1) y.rangemode = "tozero";
   else if (figure.range) y.range = figure.range;
-  const legend = traces.filter(trace => trace.showlegend).length > 1;
+  const shown = traces.filter(trace => trace.showlegend);
+  const legend = shown.length > 1 || Boolean(figure.named && shown.length);
+  // Plotly leaves out the legend of one line unless it is asked for.
+  if (legend) for (const trace of shown) trace.showlegend = true;
   return {traces, axes: {x: {title: "step"}, y, legend, ...resumes()}};
 }
 
@@ -208,11 +211,12 @@ function addLoads(grid, index, name) {
     draw: () => {
       const {busiest, centres, layers, steps} = data();
       const top = Math.max(1, Math.ceil(Math.log2(Math.max(...busiest.map(row => Math.max(...row))))));
+      const ticks = top === 1 ? [1, 1.2, 1.4, 1.6, 1.8, 2] : range(top + 1).map(power => 2 ** power);
       return {
         traces: [{x: centres, y: layers, z: busiest.map(row => row.map(Math.log2)), type: "heatmap",
                   colorscale: "Cividis", zmin: 0, zmax: top, text: layers.map(() => steps), customdata: busiest,
                   colorbar: {title: {text: "busiest / even load", side: "right"}, thickness: 12,
-                             tickvals: range(top + 1), ticktext: range(top + 1).map(power => String(2 ** power))},
+                             tickvals: ticks.map(Math.log2), ticktext: ticks.map(String)},
                   hovertemplate: "layer %{y}, %{text}<br>busiest expert: %{customdata:.3g} times the even share<extra></extra>"}],
         axes: {x: {title: "step"}, y: {title: "layer", dtick}, hover: "closest"},
       };

@@ -88,10 +88,10 @@ def as_text(spans: Spans) -> str:
 def as_svg(spans: Spans, pipeline: Pipeline, *, title: str) -> str:
     """A picture: one row a stage, forwards blue, backwards green, darker for later chunks, lines for transfers."""
     length = max(span.end for stage in spans for span in stage.values())
-    width, height = _LEFT + length * _UNIT + 16, _TOP + len(spans) * _ROW + 40
+    width, height = _LEFT + length * _UNIT + 16, _TOP + len(spans) * _ROW + 72
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}" '
-        f'height="{height}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" '
+        f'style="max-width: {width:g}px" width="100%" font-family="sans-serif" font-size="11">',
         f'<rect width="{width:g}" height="{height}" fill="white"/>',
         f'<text x="12" y="24" font-size="14">{title}</text>',
     ]
@@ -100,6 +100,7 @@ def as_svg(spans: Spans, pipeline: Pipeline, *, title: str) -> str:
         parts += [_box(stage, action=action, span=span) for action, span in passes.items()]
     for stage, passes in enumerate(spans):
         parts += [_line(spans, pipeline, stage=stage, action=action) for action in passes]
+    parts += _axis(length, y=_TOP + len(spans) * _ROW)
     parts += [*_legend(pipeline.num_chunks, y=height - 22), "</svg>"]
     return "\n".join(part for part in parts if part) + "\n"
 
@@ -127,6 +128,19 @@ def _line(spans: Spans, pipeline: Pipeline, *, stage: int, action: Action) -> st
         f'<line x1="{x1:g}" y1="{_middle(stage) + side}" x2="{x2:g}" y2="{_middle(target.stage) - side}" '
         'stroke="#888" stroke-width="0.7"/>'
     )
+
+
+def _axis(length: float, *, y: int) -> list[str]:
+    """Time under the rows."""
+    parts = [f'<path d="M{_LEFT} {y}H{_LEFT + length * _UNIT:g}" stroke="#888"/>']
+    step = next(step * 10**power for power in range(9) for step in (1, 2, 5) if length <= 15 * step * 10**power)
+    for time in range(0, int(length) + 1, step):
+        x = _LEFT + time * _UNIT
+        parts.append(
+            f'<path d="M{x} {y}v4" stroke="#888"/><text x="{x}" y="{y + 15}" text-anchor="middle">{time}</text>'
+        )
+    middle = _LEFT + length * _UNIT / 2
+    return [*parts, f'<text x="{middle:g}" y="{y + 30}" text-anchor="middle">time, in forwards of a chunk</text>']
 
 
 def _legend(num_chunks: int, *, y: int) -> list[str]:

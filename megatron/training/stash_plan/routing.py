@@ -67,7 +67,7 @@ def traced_spans(
     layout = _Layout(run, num_groups=num_groups, random=np.random.default_rng(seed))
     planned = [layout.step(step) for step in steps]
     if not planned:
-        raise ValueError("the trace has no step yet")
+        raise ValueError("the trace has no step yet: must be what --record-routing wrote in a run of one step or more")
     check_size(run, num_steps=len(planned), num_groups=num_groups)
     spans = [_joined(list(alike)) for _, alike in groupby(planned, key=lambda one: one.num_microbatches)]
     return spans, sorted(layout.guesses)

@@ -22,6 +22,8 @@ _MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "drift": (("SPREAD", "STEPS"), "drift:0.5:50"),
 }
 _LEAST_POPULARITY = 1e-12
+# Beyond these one expert gets all or all get alike, and fp64 overflows: drift takes exp of SPREAD.
+_LEAST, _MOST = 0.001, {"EXPONENT": 100.0, "SPREAD": 100.0, "CONCENTRATION": 1e6, "STEPS": 1e6}
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,19 @@ def parse_skew(text: str) -> Skew:
         numbers = tuple(float(word) for word in words)
     except ValueError:
         numbers = ()
-    if len(numbers) != len(wanted) or not all(0 < number < math.inf for number in numbers):
+    if len(numbers) != len(wanted) or not all(map(_is_usable, wanted, numbers)):
+        limits = " and ".join(f"{one} from {_LEAST:g} to {_MOST[one]:g}" for one in wanted)
         shape = ":".join([name, *wanted])
         raise ValueError(
-            f"--skew is {text!r}: must be {shape} with numbers above 0, as {example}"
+            f"--skew is {text!r}: must be {shape} with {limits}, as {example}"
             if wanted
             else f"--skew is {text!r}: must be {shape}, which has no numbers"
         )
     return Skew(name, numbers)
+
+
+def _is_usable(what: str, number: float) -> bool:
+    return _LEAST <= number <= _MOST[what]
 
 
 def made_up_spans(run: PlannedRun, skew: Skew, *, num_steps: int, num_groups: int, seed: int) -> list[RoutingSpan]:

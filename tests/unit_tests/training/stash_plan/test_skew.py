@@ -90,10 +90,13 @@ def test_more_skew_needs_more_and_the_same_seed_gives_the_same() -> None:
     ("text", "words"),
     [
         ("even", "--skew is 'even': must be one of balanced, dirichlet:0.3, zipf:1.1, drift:0.5:50"),
-        ("zipf", "must be zipf:EXPONENT with numbers above 0, as zipf:1.1"),
-        ("zipf:-1", "must be zipf:EXPONENT with numbers above 0"),
+        ("zipf", "must be zipf:EXPONENT with EXPONENT from 0.001 to 100, as zipf:1.1"),
+        ("zipf:-1", "must be zipf:EXPONENT with EXPONENT from 0.001 to 100"),
         ("dirichlet:nan", "must be dirichlet:CONCENTRATION"),
-        ("drift:1", "must be drift:SPREAD:STEPS with numbers above 0, as drift:0.5:50"),
+        (
+            "drift:1",
+            "must be drift:SPREAD:STEPS with SPREAD from 0.001 to 100 and STEPS from 0.001 to",
+        ),
         ("balanced:1", "must be balanced, which has no numbers"),
     ],
 )
