@@ -16,21 +16,23 @@ from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.core.transformer.mtp_config import with_mtp_layers
 
-# A multiply-add is two operations; backward makes a product for the input and one for the weights.
+# A multiply-add is two operations; backward makes a product for the input, and one for weights that are not frozen.
 _FLOPS_PER_MULTIPLY_ADD = 2
-_PASSES = 3
+_PASSES, _PASSES_OF_FROZEN = 3, 2
 
 
 def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> float:
     """Operations of forward and backward over `batch_size` samples of the GPT of the flags, over all ranks.
 
     Counts the matrix products, attention with the half of its matrix that a causal mask leaves. Sliding windows,
-    borders between packed samples, dropped tokens and recomputation are not taken into account.
+    borders between packed samples, dropped tokens and recomputation are not taken into account. With --lora-rank
+    weights have no gradients; adapters are left out, and so is that the first layer's input needs none.
     """
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
     num_layers, moe_layers = len(has_experts), sum(has_experts)
     products = num_layers * _attention_products(args)
+    scores = num_layers * _score_products(args)
     products += (num_layers - moe_layers) * _mlp_products(args, args.ffn_hidden_size)
     if moe_layers:
         products += moe_layers * _moe_products(args)
@@ -38,18 +40,27 @@ def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> 
     products += (1 + further) * args.hidden_size * args.padded_vocab_size
     # Multi-token prediction joins hidden states and embeddings.
     products += further * 2 * args.hidden_size * args.hidden_size
-    return float(_FLOPS_PER_MULTIPLY_ADD * _PASSES * batch_size * args.seq_length * products)
+    passes = _PASSES if args.lora_rank is None else _PASSES_OF_FROZEN
+    tokens = batch_size * args.seq_length
+    return float(_FLOPS_PER_MULTIPLY_ADD * tokens * (passes * products + _PASSES * scores))
+
+
+def _score_products(args: argparse.Namespace) -> int:
+    """Multiply-adds per token of the two products with all positions of a layer, of which half are masked, forward."""
+    if args.multi_latent_attention:
+        # Keys and values differ in their width.
+        widths = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
+        return int(args.num_attention_heads * widths * args.seq_length / 2)
+    return int(args.kv_channels * args.num_attention_heads * args.seq_length)
 
 
 def _attention_products(args: argparse.Namespace) -> int:
-    """Multiply-adds of a layer's attention per token, forward."""
+    """Multiply-adds of a layer's projections for attention per token, forward."""
     if args.multi_latent_attention:
         return _latent_attention_products(args)
     query = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    projections = args.hidden_size * (2 * query + 2 * args.kv_channels * groups)
-    # Two products with all positions, of which half are masked.
-    return int(projections + query * args.seq_length)
+    return int(args.hidden_size * (2 * query + 2 * args.kv_channels * groups))
 
 
 def _latent_attention_products(args: argparse.Namespace) -> int:
@@ -58,8 +69,7 @@ def _latent_attention_products(args: argparse.Namespace) -> int:
     rank, latent = args.q_lora_rank, args.kv_lora_rank
     queries = hidden * query if rank is None else rank * (hidden + query)
     keys = hidden * (latent + args.qk_pos_emb_head_dim) + latent * (heads * args.qk_head_dim + value)
-    # Keys and values differ in their width; half of their positions are masked.
-    return int(queries + keys + value * hidden + (query + value) * args.seq_length / 2)
+    return int(queries + keys + value * hidden)
 
 
 def _mlp_products(args: argparse.Namespace, width: int) -> int:

@@ -41,6 +41,11 @@ def small_model(flags: str):
 )
 def test_operations_are_those_that_torch_counts_with_half_of_attention(flags: str) -> None:
     args, model = small_model(flags)
+    assert num_floating_point_operations(args, 2) == counted(model)
+
+
+def counted(model: torch.nn.Module) -> float:
+    """Of forward and backward over two samples."""
     tokens = torch.randint(100, (2, 16))
     with FlopCounterMode(display=False) as counter:
         model(tokens, torch.arange(16).expand(2, 16), None, labels=tokens).mean().backward()
@@ -48,7 +53,18 @@ def test_operations_are_those_that_torch_counts_with_half_of_attention(flags: st
     counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
     attention = sum(count for op, count in counts.items() if "bmm" in op or "attention" in op)
     assert attention > 0
-    assert num_floating_point_operations(args, 2) == sum(counts.values()) - attention / 2
+    return sum(counts.values()) - attention / 2
+
+
+def test_frozen_weights_have_no_gradients_to_compute() -> None:
+    args, model = small_model("--lora-rank 2")
+    tokens, hidden, rank = 2 * 16, 32, 2
+    # Inputs and outputs of what has adapters: qkv, proj, fc1, fc2.
+    widths = (1 + 3) * hidden + (1 + 1) * hidden + 2 * (1 + 4) * hidden
+    adapters = 3 * 2 * tokens * 3 * rank * widths
+    # The first layer's input is of frozen embeddings.
+    unneeded = 2 * tokens * (hidden * 3 * hidden + hidden * rank)
+    assert num_floating_point_operations(args, 2) == counted(model) - adapters + unneeded
 
 
 def test_a_token_meets_the_chosen_experts_only() -> None:
