@@ -3,7 +3,6 @@
 Nothing is measured here; benchmarks/device_figures.py writes the entry of the machine it runs on.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -138,10 +137,11 @@ def _device(name: str, figures: Any, *, path: Path) -> Device:
 def _fits(field: str, value: Any) -> bool:
     if value is None:
         return field in _MAY_BE_NONE
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     if field == "devices_per_node":
         return isinstance(value, int) and value >= 1
+    # NaN is in no range.
     most = 1 if field.startswith(_SHARES) else _MOST
     return 0 <= value <= most if field.endswith("_us") else 0 < value <= most
 

@@ -91,6 +91,11 @@ def test_figures_of_ones_own_go_before_those_that_come_along(tmp_path: Path) -> 
             True,
             "H100.memory_gb_s is True: must be a number above 0 and up to 1000000, in 10^9 bytes a second",
         ),
+        (
+            "memory_gib",
+            10**400,
+            f"H100.memory_gib is {10**400}: must be a number above 0 and up to 1000000, in GiB",
+        ),
         ("devices_per_node", 2.5, "H100.devices_per_node is 2.5: must be a whole number of at least 1"),
         ("kernel_us", -1, "H100.kernel_us is -1: must be a number of at least 0 and up to 1000000, in microseconds"),
         (
