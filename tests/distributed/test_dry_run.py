@@ -46,6 +46,13 @@ PAGES: Flags = {
     "moe-paged-stash-page-size": 2,
 }
 CHUNKS: Flags = {"num-layers": 4, "pipeline-model-parallel-size": 2, "num-virtual-stages-per-pipeline-rank": 2}
+# The first stage has no experts.
+UNEVEN: Flags = {
+    "num-layers": 3,
+    "moe-layer-freq": "[0,1,1]",
+    "pipeline-model-parallel-size": 2,
+    "decoder-first-pipeline-num-layers": 1,
+}
 TENSORS: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": True}
 FULL: Flags = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 RECOMPUTE: Flags = {"recompute-granularity": "selective", "recompute-modules": ["core_attn", "layernorm"]}
@@ -92,7 +99,7 @@ RUNS: dict[str, tuple[str, Flags]] = {
 }
 # Every kind of parallelism at once, and pages.
 ON_EIGHT: dict[str, tuple[str, Flags]] = {
-    "eight with experts": ("moe", {**EXPERTS, **PAGES, **SHARDED, "pipeline-model-parallel-size": 2, **TENSORS}),
+    "eight with experts": ("moe", {**EXPERTS, **PAGES, **SHARDED, **UNEVEN, **TENSORS}),
     "eight with sequences": ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED}),
 }
 

@@ -208,7 +208,9 @@ def rehearsing(
     )
     layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
     static = [layer for layer in layers if layer.expert_step is not None]
-    steps.memory = _Experts(static) if static else None
+    if args.num_experts is not None and args.moe_expert_rank_capacity_factor is not None:
+        # Ranks whose stages have no experts tell as many numbers as others.
+        steps.memory = _Experts(static)
     steps.statistics = statistics = _NamesNoted(dist.group.WORLD)
     with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
         yield Rehearsal(steps, optimizer, statistics)
