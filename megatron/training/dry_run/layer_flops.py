@@ -23,7 +23,8 @@ def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[d
 
 def _count(args: argparse.Namespace, kinds: Sequence[LayerKind], **changed: int | None) -> float:
     args = copy.copy(args)
-    args.num_layers, args.mtp_num_layers = len(kinds), None
+    # Forward is a third of what trains all weights.
+    args.num_layers, args.mtp_num_layers, args.lora_rank = len(kinds), None, None
     if args.num_experts is not None:
         args.moe_layer_freq = [int(kind.has_experts) for kind in kinds]
     vars(args).update(changed)
