@@ -172,16 +172,16 @@ def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
         only_stages={stage, len(advice.stages) - 1},
     )
     planned = next(one.total for one in plan.stages if one.stage == stage)
-    quick, peak = advice.stages[stage].total, max(plan.stages, key=lambda one: one.total + one.working)
+    quick, peak = advice.stages[stage].total, max(plan.stages, key=lambda one: one.peak)
     words_of = "the same" if planned == quick else f"{planned - quick:+,} bytes ({100 * (planned / quick - 1):+.2f}%)"
     return {
         "stage": stage,
         "bytes": planned,
         "difference": planned - quick,
-        "peak": peak.total + peak.working,
+        "peak": peak.peak,
         "peak_stage": peak.stage,
         "words": f"stage {stage}: {bytes_in_words(planned)}, {words_of}; with what passes take and free again at most "
-        f"{bytes_in_words(peak.total + peak.working)}, of stage {peak.stage}",
+        f"{bytes_in_words(peak.peak)}, of stage {peak.stage}",
     }
 
 
