@@ -10,17 +10,18 @@ from functools import partial
 
 from torch import nn
 
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.flat_buffer import buffer_kind
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from megatron.training.dry_run.layer_facts import LayerKind, distinct_kinds, part_at, probe_args
-from megatron.training.dry_run.part_work import NO_WORK, PartMessages, PartRecorder, PartWork, together, without
+from megatron.training.dry_run.part_work import NO_WORK, PartMessages, PartRecorder, PartWork, Table, together, without
 from megatron.training.dry_run.plan import ForwardStep, as_rank, batch_of, pipeline_of
 from megatron.training.dry_run.rates import Kernels
 from megatron.training.dry_run.rehearsal import live_rows, rehearsing
 from megatron.training.dry_run.step_time import BACKWARD, FORWARD, GRADS, PARAMS
 from megatron.training.dry_run.traffic import Traffic
-from megatron.training.held_memory import gradient_tensors, parameter_tensors
 from megatron.training.setup import setup_model_and_optimizer
 
 # Whose messages of gradients and parameters depend on how they lie in buckets.
@@ -110,7 +111,7 @@ def _stage_of(
         model[0],
         live_rows=live_rows(args),
         part_of=partial(part_at, num_layers=len(unwrap_model(model[0]).decoder.layers)),
-        standing=[*parameter_tensors(model), *gradient_tensors(model)],
+        tables=_tables(model[0], args),
     )
     messages = PartMessages(groups, lambda: recorder.part)
     with rehearsing(
@@ -125,6 +126,21 @@ def _stage_of(
         recorder.update,
         state_bytes=sum(optimizer.state_bytes.values()),
     )
+
+
+def _tables(chunk: nn.Module, args: argparse.Namespace) -> dict[int, list[Table]]:
+    """Of a chunk's parameters and of their gradients in buffers, which lie as they do."""
+    found: dict[int, list[Table]] = {}
+    for param in chunk.parameters():
+        kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
+        start = int(param.storage_offset())
+        table = Table(start, start + param.numel(), kind.is_expert)
+        found.setdefault(param.untyped_storage()._cdata, []).append(table)
+    assert isinstance(chunk, _BaseDataParallel), "wrapped as runs do"
+    for buffer in chunk.all_buffers:
+        of_params = found.get(buffer.param_data.untyped_storage()._cdata, [])
+        found[buffer.grad_data.untyped_storage()._cdata] = of_params
+    return found
 
 
 def _is_data(one: Traffic) -> bool:

@@ -5,7 +5,7 @@ The recorders are those of a dry run; here they tell parts apart, so that stages
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
-from megatron.training.dry_run.activations import EXPERTS
 from megatron.training.dry_run.rates import Kernel, Kernels, Unit
 from megatron.training.dry_run.recorder import MessageRecorder
 from megatron.training.dry_run.step_time import BACKWARD, FORWARD, ChunkWork
@@ -27,11 +26,23 @@ _OF_EXPERTS = ("ep", "tp_ep")
 
 
 @dataclass(frozen=True)
+class Table:
+    """Elements of a storage that belong to one parameter, its own or its gradient's."""
+
+    start: int
+    end: int
+    is_expert: bool
+
+
+@dataclass(frozen=True)
 class Counted:
-    """A kernel, and of its bytes those of parameters and their gradients, which more tokens do not change."""
+    """A kernel, and of its bytes those of parameters and their gradients, which more tokens do not change: of experts
+    and of the rest.
+    """
 
     kernel: Kernel
     standing: float
+    of_experts: float
 
 
 # How often each runs.
@@ -70,10 +81,11 @@ class PartWork:
         def counts(some: Counts) -> Counts:
             found: Counts = Counter()
             for one, number in some.items():
-                standing = one.standing * (experts if one.kernel.kind == EXPERTS else 1.0)
-                num_bytes = (one.kernel.num_bytes - one.standing) * samples + standing
+                moving = max(0.0, one.kernel.num_bytes - one.standing - one.of_experts)
+                own = one.of_experts * experts
+                num_bytes = moving * samples + one.standing + own
                 kernel = replace(one.kernel, flops=one.kernel.flops * samples, num_bytes=num_bytes)
-                found[Counted(kernel, standing)] += number
+                found[Counted(kernel, one.standing, own)] += number
             return found
 
         traffic = (
@@ -116,7 +128,7 @@ def _kernels(counts: Counts) -> Kernels:
 
 class PartRecorder(WorkRecorder):
     """Notes kernels of the one chunk of a model by part. part_of: from the name of a module, "" outside of all, and how
-    many layers have been entered. standing: the tensors of parameters and gradients.
+    many layers have been entered. tables: of parameters and gradients, by the storage that they lie in.
     """
 
     def __init__(
@@ -125,12 +137,12 @@ class PartRecorder(WorkRecorder):
         *,
         live_rows: float,
         part_of: Callable[[str, int], str],
-        standing: Collection[Tensor],
+        tables: Mapping[int, Sequence[Table]],
     ) -> None:
         super().__init__([model], live_rows=live_rows)
         self._layers, self._part_of = list(unwrap_model(model).decoder.layers), part_of
-        self._tables = {one.untyped_storage()._cdata for one in standing}
-        self._entered, self._kept, self._standing = 0, "", 0.0
+        self._tables = tables
+        self._entered, self._kept, self._standing = 0, "", {False: 0.0, True: 0.0}
         self._counts: dict[tuple[str, str], Counts] = {}
 
     @contextmanager
@@ -175,19 +187,22 @@ class PartRecorder(WorkRecorder):
         if name is not None:
             kernel = Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))
             counts = self._counts.setdefault((self.part, name), Counts())
-            counts[Counted(kernel, min(self._standing, kernel.num_bytes))] += 1
+            counts[Counted(kernel, self._standing[False], self._standing[True])] += 1
 
     def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
         if name not in ROWS_OF_TABLES:
-            tables = [one for one in tree_leaves((args, kwargs)) if self._is_table(one)]
-            self._standing = float(sum(one.nbytes for one in tables))
-            if func._schema.is_mutable and self._is_table(args[0]):
-                self._standing += args[0].nbytes
+            # What is changed in place is read and written.
+            written = args[:1] if func._schema.is_mutable else ()
+            for leaf in tree_leaves((args, kwargs, written)):
+                if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self._tables:
+                    self._standing[self._is_of_experts(leaf)] += leaf.nbytes
         super()._count(func, name, args=args, kwargs=kwargs, result=result)
-        self._standing = 0.0
+        self._standing = {False: 0.0, True: 0.0}
 
-    def _is_table(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self._tables
+    def _is_of_experts(self, leaf: Tensor) -> bool:
+        start = leaf.storage_offset()
+        tables = self._tables[leaf.untyped_storage()._cdata]
+        return any(one.is_expert for one in tables if one.start <= start < one.end)
 
     def _enter_layer(self, number: int) -> Callable[..., None]:
         def enter(*_: Any) -> None:

@@ -9,6 +9,7 @@ from megatron.training.dry_run.layer_facts import layer_kinds
 from megatron.training.dry_run.layer_flops import layer_flops
 from megatron.training.dry_run.layout_costs import LayoutCosts
 from megatron.training.dry_run.layout_request import read_request
+from megatron.training.dry_run.layout_space import Experts
 from megatron.training.dry_run.plan import plan_run
 from megatron.training.dry_run.run_time import run_time
 from megatron.training.flops import num_floating_point_operations
@@ -81,3 +82,33 @@ def test_layers_and_what_follows_them_add_up_to_the_whole_model(model: str) -> N
     flops, end = layer_flops(args, kinds)
     forward = sum(flops[kind] for kind in kinds) + end
     assert min(*flops.values(), end) > 0 and 3 * forward == pytest.approx(num_floating_point_operations(args, 1))
+
+
+def test_layouts_with_other_experts_and_samples_are_scaled_to_their_own_time() -> None:
+    device = _device()
+    # Full recompute: what backward runs again is not told to be the experts' by the module that saved it.
+    words = ["--model", *MIXTURE, *FLAGS.split(), *f"{ZERO_1} {FULL}".split()]
+    request = read_request(words, world_size=RANKS, devices_per_node=device.devices_per_node)
+
+    def costs() -> LayoutCosts:
+        return LayoutCosts(
+            request.words,
+            request.args,
+            space=request.space,
+            device=device,
+            model_provider=pretrain_gpt.model_provider,
+            forward_step=pretrain_gpt.forward_step,
+        )
+
+    layouts = {
+        (one.expert, one.micro_batch): one
+        for one in request.space.layouts()
+        if (one.tensor, one.stages, one.context) == (1, 1, 1) and one.experts is Experts.DYNAMIC
+    }
+    scaled = costs()
+    assert scaled.cost(layouts[2, 1], limit=1 << 40) is not None
+    for place in ((8, 1), (4, 2)):
+        about, own = (one.cost(layouts[place], limit=1 << 40) for one in (scaled, costs()))
+        assert about is not None and own is not None
+        # As much as the search allows for.
+        assert about.seconds == pytest.approx(own.seconds, rel=0.02)
