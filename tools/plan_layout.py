@@ -13,20 +13,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pretrain_gpt
-from megatron.core.transformer.moe.paged_stash_config import parse_bytes
-from megatron.training.arguments import parse_args, validate_args
-from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.parser import FlagParser, did_you_mean
-from megatron.training.device_table import Device, known_devices
-from megatron.training.dry_run.layout_costs import Advice, LayoutCosts
-from megatron.training.dry_run.layout_request import Request, read_request
-from megatron.training.dry_run.layout_search import Found, search
-from megatron.training.dry_run.layout_table import WIDTH, bytes_in_words, flag_lines, found_as_json, table_lines
-from megatron.training.dry_run.plan import plan_run
-from megatron.training.errors import exit_on_user_error
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-_DEVICE = "H100"
+import pretrain_gpt  # noqa: E402
+from megatron.core.transformer.moe.paged_stash_config import parse_bytes  # noqa: E402
+from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from megatron.training.command_line.errors import CommandLineError  # noqa: E402
+from megatron.training.command_line.parser import FlagParser  # noqa: E402
+from megatron.training.device_table import Device, device_of_name, planned_device  # noqa: E402
+from megatron.training.dry_run.layout_costs import Advice, LayoutCosts  # noqa: E402
+from megatron.training.dry_run.layout_request import Request, read_request  # noqa: E402
+from megatron.training.dry_run.layout_search import Found, search  # noqa: E402
+from megatron.training.dry_run.layout_table import WIDTH, bytes_in_words, flag_lines, found_as_json, table_lines  # noqa: E402
+from megatron.training.dry_run.plan import plan_run  # noqa: E402
+from megatron.training.errors import exit_on_user_error  # noqa: E402
+
 _FRONT = 12
 # A size without a unit that is below is taken for one whose unit was forgotten.
 _LEAST_BYTES = 1_000_000
@@ -37,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints the layouts that nothing beats and the flags of the fastest; exits with 1 where no layout fits."""
     with exit_on_user_error():
         own, words = _parser().parse_known_args(argv)
-        device = _device(own.device)
+        device = planned_device() if own.device is None else device_of_name(own.device, source="--device")
         if own.gpus is None:
             raise CommandLineError("missing --gpus: give the number of ranks of the run, as --gpus 64")
         if own.gpus < 1:
@@ -88,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, metavar="N", help="Ranks of the run; needed.")
     parser.add_argument("--memory", metavar="SIZE", help="Of a GPU, such as 80GB or 79.6GiB; unset: the device's.")
     parser.add_argument("--keep-free", metavar="SIZE", help="Of it, for what plans do not count; unset: a tenth.")
-    parser.add_argument("--device", default=_DEVICE, metavar="NAME", help="Of configs/devices.yaml (default: H100).")
+    parser.add_argument(
+        "--device", metavar="NAME", help="Of configs/devices.yaml; unset: MEGATRON_PLAN_DEVICE, or H100."
+    )
     parser.add_argument("--top", type=int, default=3, metavar="N", help="Layouts whose flags are printed (default: 3).")
     parser.add_argument("--json", metavar="FILE", help="Writes all that was found there.")
     return parser
@@ -102,14 +107,6 @@ def _bytes(text: str, flag: str) -> int:
     if flag == "--memory" and text.strip().isdigit() and num_bytes < _LEAST_BYTES:
         raise CommandLineError(f"{flag} is {text}, which is so many bytes: must have a unit, such as {text.strip()}GB")
     return num_bytes
-
-
-def _device(name: str) -> Device:
-    devices = {device.name: device for device in known_devices()}
-    if name not in devices:
-        hint = did_you_mean(name, list(devices))
-        raise CommandLineError(f"--device is {name}: not known{hint}; known: {', '.join(devices)}")
-    return devices[name]
 
 
 def _print_head(found: Found, request: Request, *, device: Device, memory: int, kept: int) -> None:

@@ -87,12 +87,15 @@ def planned_device(environment: Mapping[str, str] | None = None) -> Device:
     """The device that MEGATRON_PLAN_DEVICE names, H100 by default; CommandLineError for one that is not known."""
     environment = os.environ if environment is None else environment
     name = environment.get(NAME_VARIABLE) or DEFAULT_NAME
+    return device_of_name(name, source=NAME_VARIABLE, environment=environment)
+
+
+def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | None = None) -> Device:
+    """As planned_device; source: the flag or variable that names it, for the error."""
     devices = {device.name: device for device in known_devices(environment)}
     if name not in devices:
         names = list(devices)
-        raise CommandLineError(
-            f"{NAME_VARIABLE} is {name}: not known{did_you_mean(name, names)}; known: {', '.join(names)}"
-        )
+        raise CommandLineError(f"{source} is {name}: not known{did_you_mean(name, names)}; known: {', '.join(names)}")
     return devices[name]
 
 

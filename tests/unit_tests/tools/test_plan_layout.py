@@ -1,13 +1,17 @@
 """The advisor on tiny models: what it prints runs, fits and is not beaten; what cannot be had is said."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pretrain_gpt
+from tests.harness import ROOT
 from tools import plan_layout
 
 TINY = "--model-scale tiny --seq-length 64 --global-batch-size 32".split()
@@ -23,6 +27,21 @@ def _found(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> t
 FIXED = (
     "--micro-batch-size 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel".split()
 )
+
+
+def test_the_program_needs_no_installation(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    program = [sys.executable, str(ROOT / "tools" / "plan_layout.py"), "--gpus", "0"]
+    ended = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (2, "error: --gpus is 0: must be at least 1\n")
+
+
+def test_plans_are_for_the_device_of_the_environment(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_PLAN_DEVICE", "A100")
+    text, _ = _found(capsys, tmp_path, "--model", "llama3.2-1b", "--gpus", "1", "--micro-batch-size", "1")
+    assert " layouts of 1 x A100 compared" in text
 
 
 @pytest.mark.parametrize("model", ["llama3.2-1b", "deepseek-v3"])
