@@ -19,7 +19,7 @@ BEGIN, END = "<!-- published figures -->\n", "<!-- end of published figures -->\
 _HEAD = "| what | source | published | planned | error |\n|---|---|---|---|---|\n"
 _ALWAYS = "--dry-run --mock-data --train-iters 1 --lr 1e-4 --bf16 --tokenizer-type NullTokenizer"
 
-# What the model cards on the hub say, or the sizes in the indices of the files there.
+# What the model cards on the hub say, and to the last digit the tensors of the files there.
 PARAMETERS = {
     "llama3-8b": 8_030_261_248,
     "llama3.1-70b": 70_553_706_496,
@@ -103,17 +103,22 @@ def zero_rows() -> Iterator[Row]:
 
 
 def activation_rows() -> Iterator[Row]:
-    """What a layer of a GPT keeps for backward, with sequence parallelism; s b h / t of the paper's symbols."""
+    """What a layer of a GPT keeps for backward, in the paper's symbols: 34 s b h / t with sequence parallelism, and
+    2 s b h without it where all is recomputed.
+    """
     for name, (heads, hidden, batch) in _GPTS.items():
-        unit = _SEQUENCE * batch * hidden / _TENSOR
-        for how, factor, flags in (("attention recomputed or fused", 34, ""), ("all recomputed", 2, _FULL)):
+        whole = _SEQUENCE * batch * hidden
+        for how, published, flags in (
+            ("sequence parallel, attention recomputed or fused", 34 * whole / _TENSOR, "--sequence-parallel"),
+            ("all recomputed", 2 * whole, _FULL),
+        ):
             words = _gpt_words(heads, hidden, batch=batch)
             one, two = (
                 sum(_plan(f"{words} --num-layers {n} {flags}", ranks=_TENSOR).stages[0].activations.values())
                 for n in (1, 2)
             )
             what = f"activations of a layer of GPT {name}, tensor parallel 8, {how}"
-            yield Row(what, _RECOMPUTING, factor * unit / 1e6, (two - one) / 1e6, "MB", 1)
+            yield Row(what, _RECOMPUTING, published / 1e6, (two - one) / 1e6, "MB", 1)
     yield _interleaved_row()
 
 
@@ -121,14 +126,16 @@ def _gpt_words(heads: int, hidden: int, *, batch: int) -> str:
     return (
         f"--hidden-size {hidden} --num-attention-heads {heads} --seq-length {_SEQUENCE} --max-position-embeddings "
         f"{_SEQUENCE} --micro-batch-size {batch} --global-batch-size 64 --vocab-size 51200 "
-        f"--tensor-model-parallel-size {_TENSOR} --sequence-parallel"
+        f"--tensor-model-parallel-size {_TENSOR}"
     )
 
 
 def _interleaved_row() -> Row:
     """The first of 8 stages of 3 chunks keeps what 1 + 7 / 24 of all layers keep of a microbatch."""
     heads, hidden, batch = _GPTS["175B"]
-    layout = "--num-layers 96 --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 3"
+    layout = (
+        "--sequence-parallel --num-layers 96 --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 3"
+    )
     stage = _plan(f"{_gpt_words(heads, hidden, batch=batch)} {layout}", ranks=8 * _TENSOR).stages[0]
     published = 34 * _SEQUENCE * batch * hidden / _TENSOR * 96 * (1 + 7 / 24)
     planned = sum(stage.activations.values()) - stage.activations["embedding"]
