@@ -1,4 +1,4 @@
-"""What has to be told of a JSON value to one who has an earlier state of it: report_page.js puts it together again."""
+"""What changed in a JSON value since an earlier state of it; `applied` in report_live.js puts it together again."""
 
 from typing import Any
 

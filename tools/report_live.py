@@ -42,7 +42,7 @@ class LiveReport:
         self._look_again_at = 0.0
 
     def answer(self, since: str | None) -> dict[str, Any]:
-        """ "version"; with "content", all of it, or "changes" since the version `since`, None for none."""
+        """{"version", "content"} for a version not kept, else {"version", "changes"}; None of these for no news."""
         with self._lock:
             self._look()
             version = next(reversed(self._contents))

@@ -17,9 +17,9 @@ class RunFollower:
     """One run, by its folder or log, which need not be there yet.
 
     Lines count once they are complete. A run that is resumed or set back replaces its log by one without the later
-    lines: then the file has another number, is shorter, or has other bytes before the place that was read to.
+    lines: then the file has another inode, is shorter, or has other bytes before the place that was read to.
     Attributes: problem, why there is nothing to show, "" where there is; num_starts, how often it was read from its
-    begin.
+    start.
     """
 
     def __init__(self, place: Path) -> None:
@@ -60,7 +60,7 @@ class RunFollower:
         if self._file is not None and path == self._path and self._is_same(self._file):
             return False
         self.close()
-        # An open file keeps its number: one that takes its name cannot have the same.
+        # While it is open its inode is not reused: a file that takes its name has another.
         self._file, self._path = path.open("rb"), path
         self._reader, self._offset, self._tail = LogReader(), 0, b""
         self.num_starts += 1

@@ -46,7 +46,8 @@ def join_process_group(
 ) -> None:
     """Initialises torch.distributed from torchrun's environment; one process alone needs no address. Collective.
 
-    settings: see `common_settings`. board: gets connected, where there are others. Raises
+    rank: of --fake-process-group, whose groups send nothing: no settings are compared, no board is connected; torchrun
+    says others' ranks. settings: see `common_settings`. board: gets connected, where there are others. Raises
     CommandLineError on every rank where settings differ, OSError naming the ranks that did not come in time.
     """
     if dist.is_initialized():

@@ -8,10 +8,9 @@ import copy
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -303,7 +302,7 @@ def _chunk(
         first, own = parts[f"layer {number - 1}"].saved or {}, parts[f"layer {number}"].saved or {}
         saved.update({kind: first.get(kind, 0) - own.get(kind, 0) for kind in {**first, **own}})
     other, further = 0, args.mtp_num_layers or 0
-    for part in _once(model.modules()):
+    for part in model.modules():
         size = sum(_bytes(buffer) for buffer in part.buffers(recurse=False))
         if isinstance(part, RotaryEmbedding):
             other += size * args.max_position_embeddings // probe.max_position_embeddings
@@ -312,10 +311,6 @@ def _chunk(
             alone = _bytes(part.backward_scale)
             other += alone + (size - alone) // (probe.num_layers + further) * (args.num_layers + further)
     return PartFacts((), other, {kind: size for kind, size in saved.items() if size})
-
-
-def _once(modules: Iterator[Any]) -> Iterator[Any]:
-    yield from dict.fromkeys(modules)
 
 
 def _bytes(tensor: Tensor) -> int:

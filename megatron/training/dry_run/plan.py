@@ -32,6 +32,7 @@ from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
+from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.dry_run.activations import EXPERTS, AsFusedKernels, Kept, SavedBytes, peak_bytes
 from megatron.training.dry_run.buffers import BufferLayout, buffer_layouts
@@ -172,9 +173,11 @@ def plan_run(
 
 
 def place_of(args: argparse.Namespace, rank: int) -> int:
-    """Which of the pipelines the rank is in. Raises ValueError for one that there is not."""
+    """Which of the pipelines the rank is in. Raises CommandLineError for one that there is not."""
     if not 0 <= rank < args.world_size:
-        raise ValueError(f"RANK is {rank} in the environment: must be from 0 to {args.world_size - 1}, of --world-size")
+        raise CommandLineError(
+            f"RANK is {rank} in the environment: must be from 0 to {args.world_size - 1}, of --world-size"
+        )
     return next(number for number, ranks in enumerate(_pipelines(args)) if rank in ranks)
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron.training.stash_plan.routing import RoutingSpan, check_size
 from megatron.training.stash_plan.stages import PlannedRun
 
-# Names, their numbers in order with what they must be above, and one example each.
+# Names of the models, of their numbers in order, and one example each.
 _MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "balanced": ((), "balanced"),
     "dirichlet": (("CONCENTRATION",), "dirichlet:0.3"),

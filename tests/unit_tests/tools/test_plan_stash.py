@@ -122,7 +122,14 @@ def test_text_and_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
     best = plan["recommended"]["device"]["flags"]
     assert f"--moe-paged-stash-buffer-size-factor-cuda {best['moe_paged_stash_buffer_size_factor_cuda']:g}" in text
     assert plan["reasons"][0] in text and "pay" in plan["reasons"][0]
-    assert f"{max(plan['capacity_factor_needed']):.1f}"[:2] in text
+    lines = [line.split() for line in text.splitlines()]
+    needed = next(line for line in lines if line[:1] == ["--moe-expert-rank-capacity-factor"])
+    assert float(needed[-1]) == pytest.approx(max(plan["capacity_factor_needed"]), abs=0.01)
+    for row in plan["table"]:
+        columns = ["page_size", "buffer_size_factor_cuda", "buffer_size_factor_cpu"]
+        begin = [f"{row['flags'][f'moe_paged_stash_{column}']:g}" for column in columns]
+        shown = [line for line in lines if line[:3] == begin]
+        assert len(shown) == 1 and f"{row['shares']['device']:.1%}" in shown[0], row
 
 
 def test_the_link_to_the_host_is_that_of_the_planned_device(
