@@ -191,10 +191,19 @@ class LayoutCosts:
         return *sizes, layout.recompute, layout.experts
 
     def _work_of(self, layout: Layout) -> ModelWork:
-        """Scaled from that of the first layout of its kind, whose facts are known."""
-        kind = self._kind_of(layout)
+        """Scaled from that of a layout of its kind in which experts' messages have their own name.
+
+        Ranks that share experts may be those that share layers too: then messages are named after the latter, and do
+        not say how many ranks with other numbers of experts send them.
+        """
+        shared = layout.expert if _share_ranks(layout) else None
+        kind = (*self._kind_of(layout), shared)
         if kind not in self._works:
-            base = self._known[kind][1]
+            known = self._known[self._kind_of(layout)][1]
+            base = known if not _share_ranks(known) and shared is None else layout
+            if base.sharding is Sharding.GRADIENTS:
+                # What it copies of gradients follows neither tokens nor weights of one layer.
+                base = replace(base, sharding=Sharding.STATES)
             work = model_work(
                 self._validated(base),
                 self._provider,
@@ -429,3 +438,10 @@ def _weights(facts: ModelFacts, shape: Shape, *, stage: int) -> Weights:
                 before = found.get(is_expert, (0, 0))
                 found[is_expert] = before[0] + params, before[1] + grads
     return found
+
+
+def _share_ranks(layout: Layout) -> bool:
+    """Whether a group of experts has the ranks of a group of layers: stride and size of both are the same."""
+    tp, cp, ep, etp = layout.tensor, layout.context, layout.expert, layout.expert_tensor
+    of_layers = {(1, tp), (tp, cp), (1, tp * cp)}
+    return any(size > 1 and (stride, size) in of_layers for stride, size in ((etp, ep), (1, etp * ep)))

@@ -134,7 +134,7 @@ def _tables(chunk: nn.Module, args: argparse.Namespace) -> dict[int, list[Table]
     for param in chunk.parameters():
         kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
         start = int(param.storage_offset())
-        table = Table(start, start + param.numel(), kind.is_expert)
+        table = Table(start, start + param.numel(), kind.is_expert, tuple(param.shape))
         found.setdefault(param.untyped_storage()._cdata, []).append(table)
     assert isinstance(chunk, _BaseDataParallel), "wrapped as runs do"
     for buffer in chunk.all_buffers:

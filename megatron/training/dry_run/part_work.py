@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
@@ -19,7 +20,7 @@ from megatron.training.dry_run.rates import Kernel, Kernels, Unit
 from megatron.training.dry_run.recorder import MessageRecorder
 from megatron.training.dry_run.step_time import BACKWARD, FORWARD, ChunkWork
 from megatron.training.dry_run.traffic import Traffic, merged
-from megatron.training.dry_run.work import RECOMPUTE, ROWS_OF_TABLES, WorkRecorder, dtype_name
+from megatron.training.dry_run.work import GROUPED, RECOMPUTE, ROWS_OF_TABLES, WorkRecorder, dtype_name
 
 # Over ranks that share experts.
 _OF_EXPERTS = ("ep", "tp_ep")
@@ -27,11 +28,12 @@ _OF_EXPERTS = ("ep", "tp_ep")
 
 @dataclass(frozen=True)
 class Table:
-    """Elements of a storage that belong to one parameter, its own or its gradient's."""
+    """Elements of a storage that belong to one parameter, its own or its gradient's; shape: of the parameter."""
 
     start: int
     end: int
     is_expert: bool
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class PartRecorder(WorkRecorder):
         super().__init__([model], live_rows=live_rows)
         self._layers, self._part_of = list(unwrap_model(model).decoder.layers), part_of
         self._tables = tables
+        # Whether weights of that shape are experts'.
+        self._shapes = {one.shape: one.is_expert for some in tables.values() for one in some}
         self._entered, self._kept, self._standing = 0, "", {False: 0.0, True: 0.0}
         self._counts: dict[tuple[str, str], Counts] = {}
 
@@ -193,11 +197,34 @@ class PartRecorder(WorkRecorder):
         if name not in ROWS_OF_TABLES:
             # What is changed in place is read and written.
             written = args[:1] if func._schema.is_mutable else ()
-            for leaf in tree_leaves((args, kwargs, written)):
-                if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self._tables:
-                    self._standing[self._is_of_experts(leaf)] += leaf.nbytes
+            leaves = [leaf for leaf in tree_leaves((args, kwargs, written)) if isinstance(leaf, Tensor)]
+            known = [leaf for leaf in leaves if leaf.untyped_storage()._cdata in self._tables]
+            for leaf in known:
+                self._standing[self._is_of_experts(leaf)] += leaf.nbytes
+            results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            if name in GROUPED or func._overloadpacket in flop_registry:
+                # Grouped ones may be given the place of their result.
+                places = [*leaves, *results] if name in GROUPED else results
+                self._count_gradients([] if known else places, is_grouped=name in GROUPED)
+            else:
+                self._count_alike([*leaves, *results], known)
         super()._count(func, name, args=args, kwargs=kwargs, result=result)
         self._standing = {False: 0.0, True: 0.0}
+
+    def _count_gradients(self, results: Iterable[Tensor], *, is_grouped: bool) -> None:
+        """Of a product without weights: a result as large as a weight, or one matrix for each expert, is a gradient."""
+        for leaf in results:
+            if is_grouped and leaf.dim() == 3:
+                self._standing[True] += leaf.nbytes
+            elif not is_grouped and tuple(leaf.shape) in self._shapes:
+                self._standing[self._shapes[tuple(leaf.shape)]] += leaf.nbytes
+
+    def _count_alike(self, leaves: Iterable[Tensor], known: Sequence[Tensor]) -> None:
+        """Of what adds a gradient to its place in a buffer: the gradient."""
+        shapes = {tuple(leaf.shape): self._is_of_experts(leaf) for leaf in known}
+        for leaf in leaves:
+            if tuple(leaf.shape) in shapes and leaf.untyped_storage()._cdata not in self._tables:
+                self._standing[shapes[tuple(leaf.shape)]] += leaf.nbytes
 
     def _is_of_experts(self, leaf: Tensor) -> bool:
         start = leaf.storage_offset()

@@ -23,7 +23,7 @@ RECOMPUTE = "recompute"
 _FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 # torch's, and those of experts with buffers of a fixed size.
-_GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
+GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
 _COUNTED = {"aten", "paged_stash", "static_rows"}
 # They move nothing: memory that is handed out, other views of it, reads by the host.
 _FREE = {
@@ -105,7 +105,7 @@ class WorkRecorder(TorchDispatchMode):
         example = next((one for one in (*inputs, *outputs) if one.is_floating_point()), None)
         moved = _moved_bytes(func, name, inputs=inputs, outputs=outputs)
         unit, flops = Unit.MEMORY, 0.0
-        if name in _GROUPED:
+        if name in GROUPED:
             # Of both forms: rows by the matrices of experts, and rows by rows to such matrices.
             unit, flops = Unit.MATMUL, 2.0 * self._live_rows * inputs[0].numel() * inputs[1].shape[-1]
         elif func._overloadpacket in flop_registry:

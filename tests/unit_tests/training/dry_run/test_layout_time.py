@@ -1,5 +1,7 @@
 """Times that the advisor adds up from single layers, against the dry run's of the same runs."""
 
+from dataclasses import replace
+
 import pytest
 
 import pretrain_gpt
@@ -112,3 +114,29 @@ def test_layouts_with_other_experts_and_samples_are_scaled_to_their_own_time() -
         assert about is not None and own is not None
         # As much as the search allows for.
         assert about.seconds == pytest.approx(own.seconds, rel=0.02)
+
+
+def test_estimates_do_not_depend_on_the_layout_that_they_are_scaled_from() -> None:
+    # The first has experts over the ranks of tensor parallelism, which name its messages; others send between nodes.
+    device = replace(_device(), devices_per_node=2)
+    words = f"{TENSOR} --expert-tensor-parallel-size 1 {PIPE} 2 {FULL} --moe-expert-rank-capacity-factor 2"
+    given = ["--model", *MIXTURE, *FLAGS.split(), *words.split()]
+    request = read_request(given, world_size=RANKS, devices_per_node=2)
+    costs = LayoutCosts(
+        request.words,
+        request.args,
+        space=request.space,
+        device=device,
+        model_provider=pretrain_gpt.model_provider,
+        forward_step=pretrain_gpt.forward_step,
+    )
+    found = {}
+    for layout in request.space.layouts():
+        if layout.chunks == 1 and layout.expert > 1 and layout.micro_batch < 4:
+            cost = costs.cost(layout, limit=1 << 40)
+            assert cost is not None, costs.last_refusal
+            found[layout.expert, layout.micro_batch, layout.sharding] = layout, cost.seconds
+    assert {expert for expert, _, _ in found} == {2, 4, 8} and len(found) >= 12
+    for layout, seconds in found.values():
+        advice = costs.advice(layout)
+        assert advice is not None and seconds == pytest.approx(advice.time.seconds, rel=0.1), layout
