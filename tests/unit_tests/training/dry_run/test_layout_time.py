@@ -10,7 +10,7 @@ from megatron.training.device_table import Device, known_devices
 from megatron.training.dry_run.layer_facts import layer_kinds
 from megatron.training.dry_run.layer_flops import layer_flops
 from megatron.training.dry_run.layout_costs import LayoutCosts
-from megatron.training.dry_run.layout_request import read_request
+from megatron.training.dry_run.layout_request import Request, read_request
 from megatron.training.dry_run.layout_space import Experts
 from megatron.training.dry_run.plan import plan_run
 from megatron.training.dry_run.run_time import run_time
@@ -46,12 +46,9 @@ def _device() -> Device:
     return next(device for device in known_devices() if device.name == "H100")
 
 
-@pytest.mark.parametrize(("model", "words"), LAYOUTS)
-def test_steps_take_as_long_as_the_dry_run_says(model: tuple[str, ...], words: str) -> None:
-    device = _device()
-    given = ["--model", *model, *FLAGS.split(), *words.split()]
-    request = read_request(given, world_size=RANKS, devices_per_node=device.devices_per_node)
-    costs = LayoutCosts(
+def _costs(request: Request, device: Device) -> LayoutCosts:
+    """With nothing known yet."""
+    return LayoutCosts(
         request.words,
         request.args,
         space=request.space,
@@ -59,6 +56,14 @@ def test_steps_take_as_long_as_the_dry_run_says(model: tuple[str, ...], words: s
         model_provider=pretrain_gpt.model_provider,
         forward_step=pretrain_gpt.forward_step,
     )
+
+
+@pytest.mark.parametrize(("model", "words"), LAYOUTS)
+def test_steps_take_as_long_as_the_dry_run_says(model: tuple[str, ...], words: str) -> None:
+    device = _device()
+    given = ["--model", *model, *FLAGS.split(), *words.split()]
+    request = read_request(given, world_size=RANKS, devices_per_node=device.devices_per_node)
+    costs = _costs(request, device)
     # What is not given is left to the first of them: sizes of 1.
     layout = next(iter(request.space.layouts()))
     advice = costs.advice(layout)
@@ -92,25 +97,15 @@ def test_layouts_with_other_experts_and_samples_are_scaled_to_their_own_time() -
     words = ["--model", *MIXTURE, *FLAGS.split(), *f"{ZERO_1} {FULL}".split()]
     request = read_request(words, world_size=RANKS, devices_per_node=device.devices_per_node)
 
-    def costs() -> LayoutCosts:
-        return LayoutCosts(
-            request.words,
-            request.args,
-            space=request.space,
-            device=device,
-            model_provider=pretrain_gpt.model_provider,
-            forward_step=pretrain_gpt.forward_step,
-        )
-
     layouts = {
         (one.expert, one.micro_batch): one
         for one in request.space.layouts()
         if (one.tensor, one.stages, one.context) == (1, 1, 1) and one.experts is Experts.DYNAMIC
     }
-    scaled = costs()
+    scaled = _costs(request, device)
     assert scaled.cost(layouts[2, 1], limit=1 << 40) is not None
     for place in ((8, 1), (4, 2)):
-        about, own = (one.cost(layouts[place], limit=1 << 40) for one in (scaled, costs()))
+        about, own = (one.cost(layouts[place], limit=1 << 40) for one in (scaled, _costs(request, device)))
         assert about is not None and own is not None
         # As much as the search allows for.
         assert about.seconds == pytest.approx(own.seconds, rel=0.02)
@@ -122,14 +117,7 @@ def test_estimates_do_not_depend_on_the_layout_that_they_are_scaled_from() -> No
     words = f"{TENSOR} --expert-tensor-parallel-size 1 {PIPE} 2 {FULL} {ZERO_1} --moe-expert-rank-capacity-factor 2"
     given = ["--model", *MIXTURE, *FLAGS.split(), *words.split()]
     request = read_request(given, world_size=RANKS, devices_per_node=2)
-    costs = LayoutCosts(
-        request.words,
-        request.args,
-        space=request.space,
-        device=device,
-        model_provider=pretrain_gpt.model_provider,
-        forward_step=pretrain_gpt.forward_step,
-    )
+    costs = _costs(request, device)
     found = {}
     for layout in request.space.layouts():
         if layout.chunks == 1 and layout.expert > 1 and layout.micro_batch < 4:
