@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron.training.device_table import Device
-from megatron.training.dry_run.traffic import Traffic
+from megatron.training.dry_run.traffic import RING_SHARES, Traffic
 
-# Times that the payload crosses the links, with the share (n - 1) / n that does; see link_bytes in traffic.py.
-_CROSSINGS = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
@@ -82,10 +80,10 @@ def message_seconds(traffic: Traffic, device: Device, *, in_node: int) -> float:
     between = in_node < size
     latency = (device.network_latency_us if between else device.node_latency_us) * _MICRO
     node, network = (gb * _GIGA * device.attainable_link for gb in (device.node_gb_s, device.network_gb_s))
-    if traffic.operation not in _CROSSINGS:
+    if traffic.operation not in RING_SHARES:
         rate = network if between else node
         return traffic.num_bytes / rate + traffic.count * latency
-    moved = traffic.num_bytes * _CROSSINGS[traffic.operation] / size
+    moved = traffic.num_bytes * RING_SHARES[traffic.operation] / size
     if traffic.operation == "all-to-all":
         seconds = max(moved * (in_node - 1) / node, moved * (size - in_node) / network)
     else:

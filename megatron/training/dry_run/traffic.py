@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 # Shares of the payload that leave a rank, and reach it, where ranks form a ring; per rank of n: share * (n - 1) / n.
-_RING_SHARES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+RING_SHARES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def link_bytes(traffic: Traffic) -> float:
     2 (n - 1) / n of an all-reduce, (n - 1) / n of an all-gather, reduce-scatter or all-to-all among n ranks. Of a send,
     a receive or a broadcast all, one way.
     """
-    share = _RING_SHARES.get(traffic.operation)
+    share = RING_SHARES.get(traffic.operation)
     if share is None:
         return float(traffic.num_bytes)
     return traffic.num_bytes * share * (traffic.group_size - 1) / traffic.group_size
