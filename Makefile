@@ -8,13 +8,13 @@ DATA ?=
 MINUTES ?=
 BASE ?=
 OUT ?=
-# The tests in these folders start ranks; the others need one core, and print what they print when they end.
-OF_RANKS := tests/distributed tests/functional_tests
-TWO_AT_ONCE := --no-print-directory --jobs=2 --keep-going test-ranks test-others
-SELECTED ?=
+ORDER ?=
+TEST_OPTIONS ?=
+# Two processes, a file of tests at a time each: most tests wait for ranks or for files now and then.
+PYTEST = $(IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(if $(ORDER),--order-seed=$(ORDER)) $(TEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train test test-fast test-ranks test-others check structure soak same-losses gpu clean
+.PHONY: help env lock train test test-fast check check-types check-structure structure soak same-losses gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,30 +38,28 @@ lock:  ## rewrite requirements/cpu.txt from what .venv holds
 train: env  ## pretrain a small mixture-of-experts GPT on real text (DATA=file.txt or file.jsonl: on yours; MINUTES=2)
 	$(IN_VENV) tools/quickstart.py $(if $(DATA),--data "$(DATA)") $(if $(MINUTES),--minutes $(MINUTES))
 
-test: env  ## run every test
-	@$(MAKE) $(TWO_AT_ONCE)
+test: env  ## run every test (ORDER=7: in the random order of that seed)
+	$(PYTEST)
 
 test-fast: env  ## run the tests that are not slow
-	@$(MAKE) $(TWO_AT_ONCE) SELECTED='-m "not slow"'
-
-test-ranks:
-	$(IN_VENV) -m pytest $(OF_RANKS) $(SELECTED)
-
-test-others:
-	output=$$(mktemp); $(IN_VENV) -m pytest tests $(OF_RANKS:%=--ignore=%) $(SELECTED) > $$output 2>&1; status=$$?; \
-		cat $$output; rm $$output; exit $$status
+	$(PYTEST) -m "not slow and not soak"
 
 check: env  ## format, lint, types and structure, without changing anything
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target check-types check-structure
+
+check-types:
+	$(IN_VENV) -m mypy $(SOURCES) tests/harness.py tests/structure
+
+check-structure:
 	$(IN_VENV) -m ruff format --check .
 	$(IN_VENV) -m ruff check .
-	$(IN_VENV) -m mypy $(SOURCES) tests/harness.py tests/structure
 	$(IN_VENV) -m pytest --quiet tests/structure
 
-structure:  ## print every place that breaks a limit of the house style (seconds; for use while working)
+structure:  ## print what the structure rules refuse, and the measures of the code beside those of others
 	@$(IN_VENV) -m tests.structure
 
-soak: env  ## run every test with its long counts
-	@SOAK=1 $(MAKE) $(TWO_AT_ONCE)
+soak: env  ## run every test with its long counts, and those that only repeat another's property (hours)
+	SOAK=1 $(PYTEST)
 
 same-losses: env  ## train small runs with BASE=commit and with these files: every logged number must be the same
 	@test -n "$(BASE)" || { echo 'Which commit to compare with: make same-losses BASE=main'; exit 1; }

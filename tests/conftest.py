@@ -1,22 +1,103 @@
-"""What holds for all tests: GPU tests are skipped without a GPU, property tests draw the same examples each time."""
+"""Settings of every test run: which tests are skipped, in which order they run, how property tests draw examples."""
+
+import gc
+import os
+import random
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.counts import long_count
 
 pytest.register_assert_rewrite("tests.functional_tests.expectations")
-settings.register_profile("project", deadline=None, derandomize=True, max_examples=long_count(50, soak=2000))
+# Name of a kernel -> registers, spilled bytes, shared bytes and cubin bytes on each architecture.
+COMPILED = pytest.StashKey[dict[str, list[str]]]()
+settings.register_profile(
+    "project",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=long_count(50, soak=2000),
+    suppress_health_check=[HealthCheck.too_slow],  # the machine may be busy
+)
 settings.load_profile("project")
 # One thread, as in the ranks: sums keep their order on any machine, and small tensors gain nothing from more.
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--order-seed", type=int, metavar="SEED", help="run files, and the tests of a file, in random order"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Imported modules live as long as the process: without this every full collection walks all of torch's objects.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not os.environ.get("SOAK"):
+        _leave_out_soak(config, items)
+    if not torch.cuda.is_available():
+        _skip_gpu(items)
+    _order_files(items, seed=config.getoption("--order-seed"))
+
+
+def _leave_out_soak(config: pytest.Config, items: list[pytest.Item]) -> None:
+    soak = [item for item in items if item.get_closest_marker("soak") is not None]
+    if soak:
+        config.hook.pytest_deselected(items=soak)
+        items[:] = [item for item in items if item.get_closest_marker("soak") is None]
+
+
+def _skip_gpu(items: list[pytest.Item]) -> None:
     for item in items:
         # Keywords have the names of folders too: a checkout may be in one that is called gpu.
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _order_files(items: list[pytest.Item], *, seed: int | None) -> None:
+    """Puts files with the most slow tests first, so that no process is left alone with one; or shuffles with `seed`."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    if seed is None:
+        names = sorted(
+            files, key=lambda name: -sum(item.get_closest_marker("slow") is not None for item in files[name])
+        )
+    else:
+        shuffle = random.Random(seed).shuffle
+        names = sorted(files)
+        shuffle(names)
+        for tests in files.values():
+            shuffle(tests)
+    items[:] = [item for name in names for item in files[name]]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hands what a worker of pytest-xdist compiled to the process that prints the end of the run."""
+    output = vars(session.config).get("workeroutput")
+    if output is not None:
+        output["compiled"] = session.config.stash.get(COMPILED, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Collects what a worker compiled; a worker that crashed has no output."""
+    compiled = vars(node).get("workeroutput", {}).get("compiled", {})
+    node.config.stash.setdefault(COMPILED, {}).update(compiled)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    kernels = config.stash.get(COMPILED, {})
+    if kernels:
+        terminalreporter.section(
+            "kernels: registers, spilled bytes, shared bytes, cubin bytes on sm_80 | sm_90 | sm_100"
+        )
+    for name, figures in kernels.items():
+        terminalreporter.write_line(f"{name:40} {' | '.join(figures)}")

@@ -1,4 +1,4 @@
-"""How often a test repeats, briefly or long under `make soak`, and which of its cases are slow. No test here."""
+"""How often a test repeats, and which of its cases run only in `make test` or only in `make soak`. No test here."""
 
 import os
 from typing import Any
@@ -15,3 +15,8 @@ def long_count(usual: int, *, soak: int) -> int:
 def slow(*values: Any) -> ParameterSet:
     """A case of pytest.mark.parametrize that `make test-fast` leaves out, where another shows the same in less time."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def soak_only(*values: Any) -> ParameterSet:
+    """A case of pytest.mark.parametrize that runs under `make soak` alone."""
+    return pytest.param(*values, marks=pytest.mark.soak)

@@ -9,24 +9,15 @@ import numpy
 import pytest
 import torch
 
+from tests.conftest import COMPILED
+
 STASH = "megatron.core.transformer.moe.paged_stash"
-COMPILED = pytest.StashKey[dict[str, list[str]]]()
 
 
 @pytest.fixture
 def compiled_kernels(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     """What kernels take on each architecture, as lines for the end of the run."""
     return request.config.stash.setdefault(COMPILED, {})
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    kernels = config.stash.get(COMPILED, {})
-    if kernels:
-        terminalreporter.section(
-            "kernels: registers, spilled bytes, shared bytes, cubin bytes on sm_80 | sm_90 | sm_100"
-        )
-    for name, takes in kernels.items():
-        terminalreporter.write_line(f"{name:40} {' | '.join(takes)}")
 
 
 @pytest.fixture
