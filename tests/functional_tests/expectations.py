@@ -74,6 +74,19 @@ def _refused_load(runner: Runner, wanted: dict[str, Any]) -> None:
     assert contents(saved) == before
 
 
+def _loads(runner: Runner, wanted: dict[str, Any]) -> None:
+    """{saved_with: {flags}, steps: [4, 5, 6]}: the case loads what a run of three steps with these flags saved.
+
+    It then logs these steps and ends well. The checkpoint is in {tmp}/saved.
+    """
+    loading = dict.fromkeys(runner.case.flags.keys() & _LOADING)
+    runner.finished_run("saving", {**loading, **_SAVING, **wanted["saved_with"]})
+    run = runner.run("loading")
+    assert run.exit_codes == [0] * len(run.outcomes), run.written()
+    assert sorted(run.steps) == wanted["steps"], run.written()
+    assert "successfully loaded checkpoint" in run.outcomes[0].stdout, run.written()
+
+
 def _assert_failure(run: Run, wanted: dict[str, Any]) -> None:
     assert run.exit_codes == [wanted["exit_code"]] * len(run.outcomes), run.written()
     for outcome in run.outcomes:
@@ -164,8 +177,16 @@ def _prints(runner: Runner, pattern: str) -> None:
     assert re.search(pattern, run.outcomes[0].stdout), run.written()
 
 
-# What _refused_load leaves out of and adds to the flags of the run that saves.
-_LOADING = {"load", "use-checkpoint-args", "ckpt-step", "finetune", "exit-on-missing-checkpoint"}
+# What _refused_load and _loads leave out of and add to the flags of the run that saves.
+_LOADING = {
+    "load",
+    "use-checkpoint-args",
+    "ckpt-step",
+    "finetune",
+    "exit-on-missing-checkpoint",
+    "no-load-optim",
+    "no-load-rng",
+}
 _SAVING: Flags = {"save": "{tmp}/saved", "train-iters": 3}
 _LOG_LINES = (
     r" \[[-0-9]+ [:0-9]+\] iteration +\d+/ +\d+ \| consumed samples: .* \| lm loss: ",
@@ -191,6 +212,7 @@ def _checkpoints(runner: Runner, iterations: list[int]) -> None:
 EXPECTATIONS: dict[str, Callable[[Runner, Any], None]] = {
     "failure": _failure,
     "refused_load": _refused_load,
+    "loads": _loads,
     "resume_at": _resume_at,
     "same_as": _same_as,
     "close_to": _close_to,
