@@ -22,14 +22,13 @@ from tests.distributed.tiny_runs import comparable, gather_parameters, started_r
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-STEPS = long_count(8, soak=20)
-PIPELINED_STEPS = long_count(4, soak=20)  # each takes four times as long as others do
+STEPS = long_count(3, soak=20)
 CLIP = 0.3  # below every norm, so that a wrong one shows in the weights
 FLAGS: Flags = {
     "init-method-std": 0.1,
     "seq-length": 16,
     "micro-batch-size": 1,
-    "train-iters": STEPS,
+    "train-iters": long_count(8, soak=20),
     "lr-warmup-iters": 0,
     "eval-iters": 0,
     "clip-grad": CLIP,
@@ -50,20 +49,17 @@ MODES: list[Flags] = [
 # The default is 40 million elements: more than there are. So is the last, which is the default without overlap.
 BUCKET_SIZES: list[Flags] = [{"ddp-bucket-size": size} for size in (1, 1001)] + [{}, {"ddp-bucket-size": 10**9}]
 MATRIX = [{**mode, **size} for mode, size in product(MODES, BUCKET_SIZES)]
-# Each mode once, with bucket sizes in turn; the whole matrix in the long run.
-SOME = [{**mode, **BUCKET_SIZES[(index + 2) % 4]} for index, mode in enumerate(MODES)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Runs that differ in what must not matter. frozen: the start of names that are not trained."""
+    """Runs whose variants must train identically. frozen: prefix of the names of parameters that are not trained."""
 
     ranks: int
     base: str
     flags: Flags
     variants: Sequence[Flags] = ()
     frozen: str = "nothing"
-    steps: int = STEPS
 
 
 BF16: Flags = {"bf16": True}
@@ -71,7 +67,40 @@ UNALIGNED: list[Flags] = [{**mode, "no-align-grad-reduce": True} for mode in MOD
 UNALIGNED += [{**mode, "no-align-param-gather": True} for mode in MODES[1:4:2]]
 INTERLEAVED: Flags = {**layout(pp=2, vpp=2), "num-layers": 4, "global-batch-size": 8}
 EP2: Flags = {"expert-model-parallel-size": 2, "global-batch-size": 8}
-CASES = {
+# Together they have every mode and every bucket size, aligned and not.
+ALWAYS = {
+    "frozen": Case(
+        3,
+        "dense",
+        {**BF16, "global-batch-size": 6},
+        [
+            {**MODES[1], "ddp-bucket-size": 1001},
+            {**MODES[2], "ddp-bucket-size": 10**9},
+            {**MODES[4], "ddp-bucket-size": 1},
+        ],
+        frozen="embedding.",
+    ),
+    # 1, 4 and 2 microbatches a step.
+    "microbatches": Case(
+        3,
+        "moe",
+        {"step-batch-size-schedule": "0:3 3:12 15:6", "global-batch-size": None},
+        [{**MODES[3], "ddp-bucket-size": 1}, MODES[1], {**MODES[5], "ddp-bucket-size": 1001}],
+    ),
+    "pp 2, vpp 2, ep 2": Case(
+        4,
+        "moe",
+        {**INTERLEAVED, **BF16, **EP2},
+        [
+            {**MODES[3], "ddp-bucket-size": 1001},
+            {**UNALIGNED[0], "ddp-bucket-size": 1},
+            {**UNALIGNED[1], "ddp-bucket-size": 1001},
+            UNALIGNED[4],
+        ],
+    ),
+}
+# For the long run, with the whole matrix.
+SOAK = {
     "dense, 3 ranks, bf16": Case(3, "dense", {**BF16, "global-batch-size": 6}),
     "dense, 3 ranks, fp32": Case(3, "dense", {"global-batch-size": 6}),
     "dense, 4 ranks, bf16": Case(4, "dense", {**BF16, "global-batch-size": 8}),
@@ -84,31 +113,33 @@ CASES = {
     "moe, ep 2, fp32": Case(4, "moe", EP2),
     "pp 2, tied": Case(4, "dense", {**layout(pp=2), "global-batch-size": 8}),
     "pp 2, vpp 2, tied": Case(4, "dense", INTERLEAVED, UNALIGNED),
-    "pp 2, vpp 2, ep 2": Case(4, "moe", {**INTERLEAVED, **BF16, **EP2}, UNALIGNED, steps=PIPELINED_STEPS),
     "pp 2, tied, mtp": Case(4, "dense", {**layout(pp=2), "global-batch-size": 8, "mtp-num-layers": 2}),
-    "pp 2, vpp 2, ep 2, mtp": Case(
-        4, "moe", {**INTERLEAVED, **BF16, **EP2, "mtp-num-layers": 1}, steps=PIPELINED_STEPS
-    ),
+    "pp 2, vpp 2, ep 2, mtp": Case(4, "moe", {**INTERLEAVED, **BF16, **EP2, "mtp-num-layers": 1}),
     "tp 2, sp": Case(4, "moe", {**layout(2), "num-query-groups": 2, "global-batch-size": 4}),
-    # 1, 4 and 2 microbatches a step.
-    "microbatches": Case(3, "moe", {"step-batch-size-schedule": "0:3 9:12 45:6", "global-batch-size": None}),
-    "frozen": Case(3, "dense", {**BF16, "global-batch-size": 6}, frozen="embedding."),
 }
-# Each kind of model, layout and dtype once; all of them in the long run.
-ALWAYS = ("dense, 3 ranks, bf16", "moe, ep 2, fp32", "pp 2, vpp 2, ep 2", "microbatches", "frozen")
-CHOSEN = tuple(CASES) if long_count(0, soak=1) else ALWAYS
 
 
-@pytest.mark.parametrize("name", [name if name in ALWAYS[:2] else slow(name) for name in CHOSEN])
+@pytest.mark.parametrize("name", ["microbatches", slow("frozen"), slow("pp 2, vpp 2, ep 2")])
 def test_b25_buckets_shards_and_overlap_change_no_bit(name: str) -> None:
-    case = CASES[name]
-    variants = [*(MATRIX if long_count(0, soak=1) else SOME), *case.variants]
-    argvs = [command_line({**read_bases()[case.base], **FLAGS, **case.flags, **variant}) for variant in variants]
-    by_rank = run_on_ranks(_train_all, case.ranks, argvs, case.frozen, case.steps, timeout=60 + 60 * len(argvs))
+    case = ALWAYS[name]
+    _assert_variants_train_identically(case, [*(MATRIX[1:] if long_count(0, soak=1) else []), *case.variants])
+
+
+@pytest.mark.soak  # `make test` has the cases of the test above
+@pytest.mark.parametrize("name", SOAK)
+def test_b25_the_whole_matrix_changes_no_bit_in_more_layouts_and_dtypes(name: str) -> None:
+    _assert_variants_train_identically(SOAK[name], [*MATRIX[1:], *SOAK[name].variants])
+
+
+def _assert_variants_train_identically(case: Case, variants: Sequence[Flags]) -> None:
+    """Compares with the plain run: neither sharded nor overlapped, one bucket."""
+    flags = {**read_bases()[case.base], **FLAGS, **case.flags}
+    argvs = [command_line({**flags, **variant}) for variant in [{}, *variants]]
+    by_rank = run_on_ranks(_train_all, case.ranks, argvs, case.frozen, STEPS, timeout=60 + 60 * len(argvs))
     for rank, (expected, *others) in enumerate(by_rank):
-        assert len({step["grad_norm"] for step in expected[0]}) == case.steps
+        assert len({step["grad_norm"] for step in expected[0]}) == STEPS
         assert all(float(step["grad_norm"]) > CLIP for step in expected[0])
-        for variant, run in zip(variants[1:], others, strict=True):
+        for variant, run in zip(variants, others, strict=True):
             for step, reference in zip(run[0], expected[0], strict=True):
                 assert step == reference, f"rank {rank}, {variant}"
             different = [key for key, digest in expected[1].items() if run[1][key] != digest]
@@ -118,7 +149,7 @@ def test_b25_buckets_shards_and_overlap_change_no_bit(name: str) -> None:
 def _train_all(
     argvs: Sequence[Sequence[str]], frozen: str, steps: int
 ) -> list[tuple[list[dict[str, Any]], dict[str, str]]]:
-    """Reports of all steps, and digests of the weights at the end, of each run in turn."""
+    """Reports of all steps and digests of the final weights, run by run."""
     return [_train(argv, frozen, steps) for argv in argvs]
 
 
