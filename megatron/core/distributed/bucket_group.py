@@ -42,7 +42,6 @@ class _ParamAndGradBucketGroup(SyncedGroup):
 
     @property
     def is_moving(self) -> bool:
-        """See SyncedGroup."""
         return self.grad_state is GradState.IN_FLIGHT
 
     # For users: each in its turn among all groups.
@@ -190,7 +189,7 @@ class _ParamAndGradBucketGroup(SyncedGroup):
         return [work for handle in handles[traffic] for work in handle.works()]
 
     def _unpack(self) -> None:
-        """See SyncedGroup: parameters are views of what was gathered."""
+        """Does nothing: parameters are views of the gathered buffer."""
 
     def _reduce(self, bucket: _ParamAndGradBucket, flat: torch.Tensor) -> Handle:
         buffer = bucket.buffer

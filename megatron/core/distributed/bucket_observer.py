@@ -99,7 +99,7 @@ class BucketObserver(Protocol):
 
 
 class Observers:
-    """Those of one LaunchOrder, told in the order they were added."""
+    """The observers of one LaunchOrder, called in the order they were added."""
 
     def __init__(self) -> None:
         self._observers: list[BucketObserver] = []
@@ -108,17 +108,17 @@ class Observers:
         return iter(self._observers)
 
     def add(self, observer: BucketObserver) -> None:
-        """From now on it is told, too."""
+        """Adds an observer, which is called from now on."""
         self._observers.append(observer)
 
     def end_iteration(self) -> None:
-        """See BucketObserver."""
+        """Tells every observer that the iteration has ended."""
         for observer in self._observers:
             observer.end_iteration()
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """What is run inside waits for the other ranks."""
+        """Tells every observer before and after its body, which waits for the other ranks."""
         for observer in self._observers:
             observer.before_agreement()
         yield
@@ -127,7 +127,7 @@ class Observers:
 
     @contextmanager
     def launching(self, traffic: Traffic, group: ObservedGroup) -> Iterator[None]:
-        """What is run inside launches the group's collectives."""
+        """Tells every observer before and after its body, which launches the group's collectives."""
         for observer in self._observers:
             observer.before_launch(traffic, group)
         yield
@@ -136,7 +136,7 @@ class Observers:
 
     @contextmanager
     def waiting(self, traffic: Traffic, group: ObservedGroup) -> Iterator[None]:
-        """What is run inside waits for them."""
+        """Tells every observer before and after its body, which waits for the group's collectives."""
         for observer in self._observers:
             observer.before_wait(traffic, group)
         yield

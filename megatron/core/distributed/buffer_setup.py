@@ -223,7 +223,7 @@ def build_groups(
 
 
 def build_launch_order(groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig) -> LaunchOrder:
-    """That of all chunks of a stage with these groups; while debugging with who looks on. Collective."""
+    """Builds the launch order shared by all model chunks of a stage; with ddp_debug also its observer. Collective."""
     stage_group = stage_group_of(groups)
     in_flight = _MAX_IN_FLIGHT_RELEASED if ddp_config.release_gradients else _MAX_IN_FLIGHT
     order = LaunchOrder(

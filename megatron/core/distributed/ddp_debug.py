@@ -31,9 +31,9 @@ class DdpDebugError(RuntimeError):
 
 
 class DdpDebug:
-    """The checks of --ddp-debug; see [Note: debug mode].
+    """A BucketObserver with the checks of --ddp-debug; see [Note: debug mode].
 
-    tell_others: what makes the other ranks raise as well, who may have nothing to object to and wait for this one.
+    tell_others: makes the other ranks raise as well, which may have found no error and wait for this one.
     """
 
     def __init__(self, tell_others: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class DdpDebug:
         self._reads = StaleReads(self._stop)
 
     def attach(self, groups: Sequence[ObservedGroup], module: nn.Module) -> None:
-        """See BucketObserver. Collective: the ranks' shards must cover every element once."""
+        """Starts to check these groups. Collective: the ranks' shards must cover every element once."""
         for group in groups:
             self._check_views(group)
         for buffer in dict.fromkeys(bucket.buffer for group in groups for bucket in group.buckets):
@@ -59,24 +59,22 @@ class DdpDebug:
     # Gradients.
 
     def begin_iteration(self) -> None:
-        """See BucketObserver."""
         self._reductions.clear()
         self._sent_grads.clear()
         self._is_first_grad = True
 
     def before_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
-        """See BucketObserver. All gradients are zero before the first comes, but those that kernels have added."""
+        """Checks before the first gradient that all are zero, except those that kernels have already added."""
         if self._is_first_grad:
             self._is_first_grad = False
             for other in self._groups:
                 self._check_zero_sync(other, "when the first gradient of the iteration came")
 
     def after_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
-        """See BucketObserver. A late gradient must have been put aside."""
+        """Checks that a late gradient was kept apart from gradients already sent."""
         self._check_grads_unchanged(group, "its gradient came")
 
     def before_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """See BucketObserver."""
         if traffic is Traffic.GATHER:
             self._check_poison_sync(group)
             return
@@ -88,33 +86,30 @@ class DdpDebug:
                 self._stop(f"gradients of {_names(group)} are reduced twice in one iteration")
 
     def after_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """See BucketObserver."""
         if traffic is Traffic.GATHER:
             self._under_way.add(group.name)
         elif group.can_repeat:
             self._sent_grads[group.name] = [_checksum_sync(entry.wire) for entry in group.entries]
 
     def before_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """See BucketObserver."""
         if traffic is not Traffic.GATHER:
             self._check_grads_unchanged(group, "someone waited for the sum")
             # The wait itself changes them.
             self._sent_grads.pop(group.name, None)
 
     def after_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """See BucketObserver."""
         if traffic is Traffic.GATHER:
             self._under_way.discard(group.name)
             self._reads.allow(group.entries)
 
     def before_agreement(self) -> None:
-        """See BucketObserver."""
+        """Checks nothing."""
 
     def after_agreement(self) -> None:
-        """See BucketObserver."""
+        """Checks nothing."""
 
     def end_iteration(self) -> None:
-        """See BucketObserver."""
+        """Checks that every group was reduced once, and poisons the gradient shards of other ranks."""
         for group in self._groups:
             if self._reductions[group.name] != 1:
                 self._stop(
@@ -129,7 +124,7 @@ class DdpDebug:
     # Parameters.
 
     def gather_due(self, group: ObservedGroup) -> None:
-        """See BucketObserver."""
+        """Poisons the parameter shards of other ranks and forbids reads of them until the gather."""
         if group.name in self._under_way:
             self._stop(f"{_names(group)} were updated while their gather was under way: it was never waited for")
         self._check_views(group)
@@ -192,7 +187,7 @@ def _slice_of(flat: torch.Tensor, entry: Entry, *, bucket: _ParamAndGradBucket) 
 
 
 def _shards_of_others(flat: torch.Tensor, bucket: _ParamAndGradBucket) -> list[torch.Tensor]:
-    """Those of a bucket's flat tensor that lie before this rank's, and behind it; views."""
+    """Returns the parts of a bucket's flat tensor before and after this rank's shard; views."""
     group = bucket.buffer.data_parallel_group
     rows, rank = flat.view(group_size(group), -1), group_rank(group)
     return [rows[:rank], rows[rank + 1 :]]

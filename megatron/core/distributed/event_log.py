@@ -83,30 +83,26 @@ class EventLog:
     # BucketObserver.
 
     def attach(self, groups: Sequence[ObservedGroup], module: nn.Module) -> None:
-        """See BucketObserver."""
+        """Does nothing: groups are recorded when they are launched."""
 
     def begin_iteration(self) -> None:
-        """See BucketObserver."""
         # An iteration that was broken off: its gathers are waited for all the same.
         self._last_grad.clear()
         self._marks = [marks for marks in self._marks if marks.traffic is Traffic.GATHER]
 
     def before_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
-        """See BucketObserver."""
+        """Records nothing: only the time after a gradient counts."""
 
     def after_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
-        """See BucketObserver."""
         if self._is_recording:
             self._last_grad[group.name] = self._now()
 
     def before_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """See BucketObserver."""
         if self._is_recording:
             ready = (self._due if traffic is Traffic.GATHER else self._last_grad).get(group.name)
             self._marks.append(_Marks(group, traffic, ready, self._now()))
 
     def after_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """See BucketObserver."""
         marks = self._find(traffic, group)
         if marks is not None:
 
@@ -118,37 +114,31 @@ class EventLog:
             self._completion.mark(works, note)
 
     def before_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """See BucketObserver."""
         marks = self._find(traffic, group)
         if marks is not None:
             marks.waits.append([self._now()])
 
     def after_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """See BucketObserver."""
         marks = self._find(traffic, group)
         if marks is not None:
             marks.waits[-1].append(self._now())
 
     def before_agreement(self) -> None:
-        """See BucketObserver."""
         if self._is_recording:
             now = self._now()
             self._marks.append(_Marks(None, Traffic.AGREE, now, now, num_messages=1, waits=[[now]]))
 
     def after_agreement(self) -> None:
-        """See BucketObserver."""
         if self._is_recording:
             self._marks[-1].waits[0].append(self._now())
 
     def end_iteration(self) -> None:
-        """See BucketObserver."""
         if self._start is not None:
             self._finished.append((self._start, self._last_grad, self._marks))
         self._last_grad, self._due, self._marks = {}, {}, []
         self._start, self._is_asked = (self._now() if self._is_asked else None), False
 
     def gather_due(self, group: ObservedGroup) -> None:
-        """See BucketObserver."""
         if self._is_recording:
             self._due[group.name] = self._now()
 
@@ -222,9 +212,10 @@ def hidden_seconds(step: StepTimes, traffic: Traffic) -> float:
 
 
 def launched_before_next_was_ready(step: StepTimes) -> list[bool]:
-    """Of each reduction but the last: whether it was launched before the last gradient of the one after it came.
+    """Returns, for each reduction but the last, whether it was launched before the next one was ready.
 
-    False means that communication had to wait for gradients that it did not need.
+    Ready means that the last gradient was accumulated. False means that communication had to wait for gradients that it
+    did not need.
     """
     reductions = _reductions(step)
     return [one.launched < following.ready for one, following in zip(reductions, reductions[1:])]

@@ -52,8 +52,9 @@ class UnitGroup:
 
 
 def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> dict[Unit, list[UnitGroup]]:
-    """Those of units that are trained, in the order of the units: one of each, or two where a part of its gradients is
-    completed later.
+    """Returns the groups of each trained unit, in the order of the units.
+
+    A unit has one group, or two where a part of its gradients is completed later.
     """
     found: dict[str, list[UnitGroup]] = {}
     for buffer in buffers:

@@ -52,7 +52,7 @@ class UnitsGiven(Protocol):
 
 
 class GivenAtEnd:
-    """All at the end: gradients stand."""
+    """Releases all units at the end of an iteration; gradients are persistent."""
 
     error = None
 
@@ -61,29 +61,27 @@ class GivenAtEnd:
         self._buffers, self._hand_out, self._checks = buffers, hand_out, checks
 
     def begin(self) -> None:
-        """See UnitsGiven."""
         for buffer in self._buffers:
             buffer.zero_grads()
         self._hand_out.begin()
 
     def settle(self) -> None:
-        """See UnitsGiven."""
         for buffer in self._buffers:
             buffer.attach_grads()
             if self._checks is not None:
                 self._checks.measure([(entry.name, entry.main_grad) for entry in buffer.entries])
 
     def give(self) -> None:
-        """See UnitsGiven."""
         for group in self._hand_out.groups:
             self._hand_out.reduced(group)
 
 
 class GivenInBackward:
-    """Each in the last backward of an iteration, and its gradients are freed then. See [Note: units in backward].
+    """Releases each unit in the last backward of an iteration and then frees its gradients.
 
-    An error of a hook or an optimizer is kept to the end: the other ranks are in torch's collectives, and learn of it
-    where all agree. units: what is given out of each that is trained.
+    See [Note: units in backward]. An error of a hook or an optimizer is kept until the end of the iteration, when all
+    ranks agree on it; before that the other ranks are in torch's collectives. units: the groups released of each
+    trained unit.
     """
 
     def __init__(
@@ -105,11 +103,9 @@ class GivenInBackward:
 
     @property
     def error(self) -> Exception | None:
-        """See UnitsGiven."""
         return self._kept.error
 
     def begin(self) -> None:
-        """See UnitsGiven."""
         self._reduced.clear()
         self._kept.error = None
         for unit in self._units:
@@ -119,13 +115,11 @@ class GivenInBackward:
         self._hand_out.begin()
 
     def settle(self) -> None:
-        """See UnitsGiven."""
         for unit in self._units:
             if not unit.is_given:
                 unit.settle(self._checks)
 
     def give(self) -> None:
-        """See UnitsGiven."""
         for unit in self._units:
             if self._is_counting:
                 unit.expected = max(unit.expected, unit.num_reductions)
@@ -201,19 +195,16 @@ class _WatchedUnit:
     # For torch's passes.
 
     def forward_begins(self) -> None:
-        """See PassWatcher."""
         if not is_in_backward() and not self._owner.is_evaluating:
             self.num_to_come += 1
 
     def reduction_begins(self) -> None:
-        """See PassWatcher."""
         if self.is_given:
             self._owner._refuse(self)
         for group in self.groups:
             group.open()
 
     def backward_ends(self, *, is_reduced: bool) -> None:
-        """See PassWatcher."""
         self.num_to_come = max(0, self.num_to_come - 1)
         if is_reduced:
             self._owner._is_reduced(self)

@@ -173,7 +173,7 @@ def _local_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def shards_of(module: FSDPModule) -> list[ParamShard]:
-    """Those of the parameters that fully_shard was given with this module, not with modules inside it."""
+    """Returns the shards of the parameters that fully_shard manages with this module, not with modules inside it."""
     return [ParamShard(state) for group in _groups_of(module) for state in group.fsdp_params]
 
 
@@ -234,7 +234,7 @@ def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *args:
 
 
 class PassWatcher(Protocol):
-    """Who wants to know of a module's passes, one that fully_shard was given."""
+    """An observer of the forwards and backwards of one module that fully_shard was applied to."""
 
     def forward_begins(self) -> None:
         """Its parameters are about to be needed: in a forward, or where a backward runs that again."""

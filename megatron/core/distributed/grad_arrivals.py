@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, se
 
 
 class GradArrivals:
-    """Of one wrapper, from now on until `release`. group_of: its parameters."""
+    """Registers gradient hooks on one wrapper's parameters, until `release`. group_of: their bucket groups."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class GradArrivals:
             self._outermost.watch(outputs)
 
     def forget(self) -> None:
-        """As if no backward had begun."""
+        """Resets the state of the backward that is in progress."""
         self._end.forget()
 
     def release(self) -> None:

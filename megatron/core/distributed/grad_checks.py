@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Measured:
-    """Of an iteration, on the device. by_bucket: names, and [1 or 2, names], fp64. finite_so_far: by name, after each
-    gradient of a parameter, whether its sum is finite: [], bool.
+    """Measurements of one iteration's gradients, on the device. by_bucket: names, and [1 or 2, names], fp64.
+
+    finite_so_far: by name, after each gradient of a parameter, whether its sum is finite: [], bool.
     """
 
     by_bucket: list[tuple[list[str], torch.Tensor]] = field(default_factory=list)

@@ -37,29 +37,27 @@ class GraphedReductions(GraphParticipant):
         ]
 
     def prepare(self) -> None:
-        """See GraphParticipant. Collective, where anything has been gathered since the last update, on all ranks alike:
-        the rest of it would pair with gathers of the graph.
+        """Completes the parameter gathers that were started, which would otherwise pair with gathers of the graph.
+
+        Collective where anything has been gathered since the last update, which is the same on all ranks.
         """
         if any(group.param_state is not ParamState.STALE for group in self._gathered):
             self._order.finish_param_sync(self._gathered)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """See GraphParticipant."""
         with self._order.captured_iteration(self._gathered):
             yield
 
     def captured(self) -> list[Measured | None]:
-        """See GraphParticipant: what was measured of gradients, of each chunk."""
+        """Returns the gradient measurements of each chunk."""
         self._order.forget_captured(self._gathered)
         return [None if chunk.checks is None else chunk.checks.take_measured() for chunk in self._chunks]
 
     def dropped(self) -> None:
-        """See GraphParticipant."""
         self._order.forget_captured(self._gathered)
 
     def replayed(self, account: list[Measured | None]) -> None:
-        """See GraphParticipant."""
         self._order.note_replayed(self._gathered)
         for chunk, measured in zip(self._chunks, account):
             if chunk.checks is not None and measured is not None:

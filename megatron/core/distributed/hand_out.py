@@ -136,14 +136,14 @@ def _slice(entry: Entry, owned: Span) -> RunParam:
 
 
 class HandOut:
-    """Of one chunk. In an iteration, after `begin`: each of its groups is given out once by `reduced`, those whose
-    gradients are completed later by `complete`, in launch order.
+    """Releases the reduced bucket groups of one chunk to hooks and to the attached optimizer.
 
-    is_later: whether a parameter's gradient is completed later.
+    In an iteration, after `begin`, each group is released once by `reduced`, and groups whose gradients are completed
+    later by `complete`, in launch order. is_later: whether a parameter's gradient is completed later.
 
     [Note: several gradients] A parameter has one gradient in a backward, unless activation recomputation runs others
-    inside. How many then come is learnt in the first backward; as long as nobody knows, what is released in it would be
-    too early, and groups `hold` it to the end.
+    inside. The first backward counts how many there are. Until that is known, a release in backward would be too early,
+    and groups `hold` their gradients to the end.
     """
 
     def __init__(self, groups: Sequence[HandedGroup], *, is_later: Callable[[nn.Parameter], bool]) -> None:

@@ -7,10 +7,12 @@ _MOST_SPARE = 3
 
 
 class MessageMemory:
-    """Of one dtype and device. On a CPU memory of this size goes back to the system when it is freed, and comes back as
-    pages that are zeroed one by one: a tenth of a step. An accelerator's allocator keeps it, stream by stream.
+    """A pool of communication buffers of one dtype and device.
 
-    is_kept: all of it comes back by `give_back`; a few pieces then stay, also between steps.
+    On a CPU, memory of this size returns to the system when it is freed, and allocating it again zeroes its pages one
+    by one, which costs a tenth of a step. An accelerator's allocator caches it, stream by stream.
+
+    is_kept: all of it is returned by `give_back`; a few buffers are then kept, also between steps.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
@@ -35,7 +37,7 @@ class MessageMemory:
         return whole[:numel]
 
     def give_back(self, message: torch.Tensor) -> None:
-        """Says that nobody reads what `take` gave any more: [n], its dtype; other tensors are none of its business."""
+        """Returns a buffer of `take` to the pool, [n], its dtype. Ignores tensors it did not allocate."""
         whole = self._in_use.pop(message.data_ptr(), None)
         if whole is not None:
             self._spare = sorted([*self._spare, whole], key=torch.Tensor.numel)[-_MOST_SPARE:]

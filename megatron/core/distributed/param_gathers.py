@@ -75,7 +75,7 @@ class ParamGathers(ABC):
             group.launch_gathers()
 
     def _wait_if_skipped(self, group: SyncedGroup) -> None:
-        """Of modules that forward skipped: the optimizer is about to write where it arrives."""
+        """Waits for the gather of modules that forward skipped: the optimizer is about to write to its destination."""
         if group.param_state is ParamState.IN_FLIGHT:
             self._wait_for_gather(group)
 

@@ -29,7 +29,7 @@ class PassScope(Enum):
 
 
 class Passes:
-    """Those of one launch order. max_in_flight: how many reductions may hold memory at a time."""
+    """The backward passes of one launch order. max_in_flight: how many reductions may hold memory at a time."""
 
     def __init__(self, scope: PassScope, *, max_in_flight: int) -> None:
         self.scope = scope
@@ -43,7 +43,7 @@ class Passes:
         self._ended: set[int] = set()
 
     def add_chunk(self, numbers: Collection[int]) -> None:
-        """Another chunk has these groups, on some rank."""
+        """Registers a model chunk's bucket groups."""
         self._chunks.append(frozenset(numbers))
 
     def begin(self) -> None:
@@ -52,14 +52,15 @@ class Passes:
         self._in_flight.clear()
 
     def groups_with(self, number: int) -> frozenset[int] | None:
-        """Those of a pass in which this group has a gradient; None for all."""
+        """Returns the groups of a backward pass in which this group has a gradient; None for all."""
         if self.scope is not PassScope.CHUNK:
             return None
         return next(chunk for chunk in self._chunks if number in chunk)
 
     def launched(self, group: SyncedGroup) -> SyncedGroup | None:
-        """Notes a reduction; returns the group whose oldest one must be settled now, at the same places on all ranks,
-        as its wait may send more.
+        """Records a reduction and returns the group whose oldest one must be settled now.
+
+        It is returned at the same places on all ranks, since its wait may send more.
         """
         if self.scope is PassScope.ITERATION:
             return None
@@ -73,19 +74,20 @@ class Passes:
         return found
 
     def all_settled(self) -> None:
-        """Says that nothing is under way any more."""
+        """Records that no reduction is in flight."""
         self._in_flight.clear()
 
     def ended(self, numbers: Collection[int], *, seen: list[int]) -> None:
-        """Says that the pass of these groups, and of other ranks' groups of their chunk, has been launched whole."""
+        """Records that the pass of these groups, and of other ranks' groups of their chunk, was launched completely."""
         self._seen = seen
         for chunk in self._chunks:
             if not chunk.isdisjoint(numbers):
                 self._ended |= chunk
 
     def rest(self, sequence: LaunchSequence) -> list[int]:
-        """What is left at the end of an iteration, or when one is broken off: of the pass under way, and of chunks that
-        have had none, where each has one.
+        """Returns the groups still to be launched at the end of an iteration, or when one is aborted.
+
+        They are those of the pass in progress, and where each chunk has a pass, those of chunks without one.
         """
         if self.scope is not PassScope.CHUNK:
             return sequence.rest()
@@ -96,8 +98,9 @@ class Passes:
         return left
 
     def order_seen(self, sequence: LaunchSequence, *, incomplete: Collection[int]) -> list[int]:
-        """In which order groups became complete, those that are `incomplete` last; passes of several chunks say nothing
-        of the order of all.
+        """Returns the order in which groups became complete, with `incomplete` groups last.
+
+        Passes of several chunks do not determine an order of all groups, which then stays as it was.
         """
         if self.scope is PassScope.ITERATION:
             return sequence.seen(incomplete)

@@ -179,7 +179,7 @@ class ShardedFlatBuffer:
 
 
 class ReleasedShardBuffer(ShardedFlatBuffer):
-    """One whose gradients have memory, a bucket's at once, from `open_grads` to `close_grads`.
+    """A buffer whose gradients have memory only from `open_grads` to `close_grads`, for one bucket at a time.
 
     grad_data, and `main_grad` of entries, are only sizes and dtypes, on the meta device.
     """
@@ -196,35 +196,35 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
 
     @property
     def standing_grads(self) -> list[torch.Tensor]:
-        """See ShardedFlatBuffer, [N], grad_data's dtype: none."""
+        """An empty list of [N], grad_data's dtype: no gradient memory is persistent."""
         return []
 
     def open_grads(self, bucket: int) -> None:
-        """See ShardedFlatBuffer: they begin as zeros, once in an iteration."""
+        """Allocates a bucket's gradients as zeros, once in an iteration, and lets torch reduce into them."""
         assert bucket not in self._closed, f"the gradients of {self.unit_names[bucket]} were given away"
         if bucket not in self._grads:
             self._grads[bucket] = self._zeros(self.layout.buckets[bucket].span.numel, self.param_data)
         super().open_grads(bucket)
 
     def close_grads(self, bucket: int) -> None:
-        """See ShardedFlatBuffer: their memory is whose who took them, or nobody's."""
+        """Drops a bucket's gradients; a tensor of `grad_of` that someone still holds stays valid."""
         self._grads.pop(bucket, None)
         self._closed.add(bucket)
         for entry in self._entries_of(bucket):
             entry.param.grad = None
 
     def attach_grads(self) -> None:
-        """See ShardedFlatBuffer: of those that have memory."""
+        """Lets torch reduce into the gradients of open buckets."""
         for bucket in self._grads:
             super().open_grads(bucket)
 
     def grad_of(self, span: Span) -> torch.Tensor:
-        """See ShardedFlatBuffer: [span.numel], grad_data's dtype, of an open bucket."""
+        """Returns the gradients of one owned span of an open bucket, a view: [span.numel], grad_data's dtype."""
         bucket, part = locate(span, self._owned)
         return self._grads[bucket][part]
 
     def zero_grads(self) -> None:
-        """See ShardedFlatBuffer: their memory is freed."""
+        """Frees all gradients and lets every bucket be opened again."""
         self._grads.clear()
         self._closed.clear()
         for param, shard in self._shards.items():
@@ -232,8 +232,9 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
             param.grad = None
 
     def scale_grads(self, factor: float | torch.Tensor) -> None:
-        """See ShardedFlatBuffer: a number or a tensor [], any float dtype. Raises RuntimeError where hooks have had
-        some of them.
+        """Multiplies all gradients by a number or a tensor [], any float dtype.
+
+        Raises RuntimeError where hooks have already received some of them.
         """
         missing = next((bucket for bucket in range(len(self.layout.buckets)) if bucket not in self._grads), None)
         if missing is not None:
@@ -245,7 +246,7 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
             grad.mul_(factor)
 
     def may_hold_grads(self) -> bool:
-        """See ShardedFlatBuffer: whether any were reduced in this iteration."""
+        """Returns whether any gradients were reduced in this iteration."""
         return bool(self._grads or self._closed)
 
     def _new_grads(self, like: torch.Tensor) -> torch.Tensor:

@@ -256,5 +256,5 @@ class SyncedGroup(ABC):
 
     @property
     def can_repeat(self) -> bool:
-        """See ObservedGroup."""
+        """Whether gradients under reduction keep the values that were sent until the wait."""
         return self.buckets[0].buffer.settings.policy.can_repeat

@@ -398,7 +398,7 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str, Any], Any]]:
-    """Of each parameter of each module: its name, the first one where it is shared, what is marked on it, its hooks."""
+    """Maps each module's parameters to their name (the first one where it is shared), attributes and hooks."""
     names: dict[nn.Parameter, str] = {}
     owners = {}
     for module_name, module in root.named_modules(remove_duplicate=False):

@@ -78,12 +78,15 @@ class TransientBuffer(_ParamAndGradBuffer):
 
     @property
     def standing_params(self) -> list[torch.Tensor]:
-        """See _ParamAndGradBuffer, [N], their dtype: none where parameters stay in their own memory."""
+        """The persistent parameter memory, [N] each, their dtype: none where parameters keep their own memory."""
         return [self.param_data] if self.memory.params is ParamMemory.FLAT else []
 
     @property
     def standing_grads(self) -> list[torch.Tensor]:
-        """See _ParamAndGradBuffer, [N], their dtype: the sums, unless they are released, and what kernels write to."""
+        """The persistent gradient memory, [N] each, their dtype.
+
+        It holds the sums, unless these are released, and the memory that kernels accumulate into, where there is one.
+        """
         sums = [self.shard_grads] if self.memory.sums is SumMemory.STANDING else []
         return [*sums, self.grad_data] if self.memory.grads is GradMemory.STANDING else sums
 
@@ -107,7 +110,7 @@ class TransientBuffer(_ParamAndGradBuffer):
         return self.shard_grad(bucket)[part]
 
     def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
-        """See _ParamAndGradBuffer: of the sums of all passes, each [N], the gradients' dtype."""
+        """Returns this rank's parts of a parameter's gradient, summed over all passes: [N] each, their dtype."""
         parts = [entry.span.intersection(owned) for owned in self._owned]
         return [self.grad_of(part) for part in parts if part.numel]
 

@@ -82,36 +82,33 @@ class TransientGroup(SyncedGroup):
 
     @property
     def is_late(self) -> bool:
-        """See SyncedGroup: whether any gradient has come since the last launch."""
+        """Whether any gradient was added since the last launch."""
         return bool(self._filled)
 
     @property
     def is_moving(self) -> bool:
-        """See SyncedGroup: some are reduced and some are not, until all are."""
+        """Whether some gradients were added in this iteration and are not all reduced yet."""
         return bool(self._came) and self.grad_state is not GradState.REDUCED
 
     def take(self, param: nn.Parameter) -> None:
-        """See SyncedGroup. `param.grad` stays: other buckets may have parts of it."""
+        """Moves `param.grad` into the bucket. The attribute stays set, since other buckets may hold parts of it."""
         grad = plain_grad(param)
         if grad is not None:
             self._move(param, grad)
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        """See SyncedGroup."""
         self._move(param, new.compute())
 
     def note_added(self, param: nn.Parameter) -> None:
-        """Says that a kernel has added a parameter's gradient to its standing memory."""
+        """Records that a kernel has added a parameter's gradient to its persistent memory."""
         self._open()
         self._note(param)
 
     def unfilled(self) -> list[str]:
-        """See SyncedGroup."""
         return [entry.name for entry in self.entries if entry.param not in self._came]
 
     @record_function("TransientGroup.launch_reductions")
     def launch_reductions(self) -> None:
-        """See SyncedGroup."""
         self._writers.join()
         flat = self._open()
         for param, fragment in self._fragment_of.items():
@@ -137,11 +134,10 @@ class TransientGroup(SyncedGroup):
 
     @property
     def keeps_memory(self) -> bool:
-        """See SyncedGroup."""
         return self._is_standing
 
     def settle(self) -> None:
-        """See SyncedGroup; nothing where `_open` had to wait for it already."""
+        """Waits for the oldest reduction, if there is one, and adds this rank's part to the sum."""
         if not self._in_flight:
             return
         done = self._in_flight.popleft()
@@ -167,20 +163,18 @@ class TransientGroup(SyncedGroup):
 
     @property
     def can_be_released(self) -> bool:
-        """See SyncedGroup."""
         return self.is_closed and not self._in_flight
 
     @property
     def is_closed(self) -> bool:
-        """See SyncedGroup."""
         return self._is_released and self._is_last_sent and not self._is_held
 
     def hold(self) -> None:
-        """See SyncedGroup; what was given away is not there any more."""
+        """Keeps the sums to the end of the iteration, unless they were released already."""
         self._is_held = self._sum is not None or not self._has_sum
 
     def reduced_grad(self, bucket: _ParamAndGradBucket) -> torch.Tensor:
-        """See SyncedGroup, [owned elements], the gradients' dtype: what is released is the caller's from then on."""
+        """This rank's part of the sums, [owned elements], the gradients' dtype. A released sum becomes the caller's."""
         if not self._is_released:
             return self.shard
         assert self._sum is not None, f"{self.name} was given away, or not reduced"
@@ -188,26 +182,23 @@ class TransientGroup(SyncedGroup):
         return given
 
     def start_second_round(self) -> None:
-        """See SyncedGroup."""
         if self._flat is not None:
             keep_for_current_stream(self._flat)
         self.launch_reductions()
 
     def advance(self) -> None:
-        """See SyncedGroup."""
         for one in self._in_flight:
             one.handle.advance()
 
     def advance_early(self) -> bool:
-        """See SyncedGroup."""
         return all(one.handle.advance_early() for one in self._in_flight)
 
     def advance_second_round(self) -> None:
-        """See SyncedGroup: `advance` has done it."""
+        """Does nothing: `advance` covers the second round."""
 
     @record_function("TransientGroup.complete_reductions")
     def complete_reductions(self) -> None:
-        """See SyncedGroup: `shard` holds the sums of all passes."""
+        """Waits for all reductions; `shard` then holds the sums of all passes, unless sums are released."""
         while self._in_flight:
             self.settle()
         if not self._has_sum:
@@ -216,25 +207,21 @@ class TransientGroup(SyncedGroup):
         self.grad_state, self._has_sum = GradState.REDUCED, True
 
     def take_sums(self) -> None:
-        """See SyncedGroup: there is no main_grad."""
+        """Does nothing: there is no main_grad."""
 
     def go_on(self) -> None:
-        """See SyncedGroup."""
         self.grad_state = GradState.COLLECTING
 
     def abandon(self) -> None:
-        """See SyncedGroup."""
         self._drop()
         self.grad_state = GradState.REDUCED
 
     def reset(self) -> None:
-        """See SyncedGroup."""
         self._drop()
         self.readiness.forget()
         self.grad_state = GradState.COLLECTING
 
     def works(self, traffic: Traffic) -> list[dist.Work]:
-        """See SyncedGroup."""
         handles = self._gathers if traffic is Traffic.GATHER else [one.handle for one in self._in_flight]
         return [work for handle in handles for work in handle.works()]
 
