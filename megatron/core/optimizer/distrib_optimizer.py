@@ -70,7 +70,7 @@ class DistributedOptimizer(MegatronOptimizer):
 
     @contextmanager
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
-        """See MegatronOptimizer. Collective where masters are kept as remainders."""
+        """Yields the boxes of sharded_state to load in place. Collective where masters are kept as remainders."""
         with super().loading(model_pieces) as tensors:
             yield tensors
         # Not by what this rank owns, which may be nothing.

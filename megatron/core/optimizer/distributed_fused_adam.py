@@ -165,7 +165,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             self._forward = ForwardGathers(self._shards.names, self._shards.groups_of, need=self._need)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer; parameters that require grad are taken over with their first gradients."""
+        """Adds a parameter group; its trained parameters move into buckets with their first gradients."""
         super().add_param_group(param_group)
         group, key = self.param_groups[-1], len(self.param_groups) - 1
         names = group.get("param_names") or [f"parameter {i} of group {key}" for i in range(len(group["params"]))]

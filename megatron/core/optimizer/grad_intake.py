@@ -143,7 +143,7 @@ class GradIntake:
             self._pass.note()
 
     def unscale_reduced(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """See ReducedGrads: both [], fp32."""
+        """Unscales the reduced gradients for a GradScaler; found_inf, inv_scale: [], fp32."""
         self.check_none_left()
         self.unscale(found_inf, inv_scale)
 
@@ -154,7 +154,7 @@ class GradIntake:
         self._scaling.divide(1.0 / inv_scale.to(found_inf.device).double())
 
     def any_not_finite(self) -> torch.Tensor:
-        """See ShardScaling, of all sums: [], fp32."""
+        """Returns 1 if any reduced gradient of any rank is not finite, else 0: [], fp32. Collective."""
         self.is_checked = True
         return self._scaling.any_not_finite(self._params.sums)
 
@@ -250,7 +250,7 @@ class GradIntake:
             raise RuntimeError(UNSEEN)
 
     def _take_left(self) -> None:
-        """Of no_sync, of the first backward, or set by hand."""
+        """Moves gradients of no_sync, of the first backward, or set by hand, into their buckets."""
         # From the last place on, as buckets are launched: what is full is sent and freed before the next one fills.
         for param, groups in reversed(self._params.groups_of.items()):
             if _has_own_grad(param):
@@ -267,7 +267,10 @@ class GradIntake:
             self._stands = True
 
     def replace_stand_in(self, new: torch.Tensor) -> torch.Tensor:
-        """See ReducedGrads; of any shape and dtype. A hook before it would run for torch.autograd.grad as well."""
+        """Puts a new gradient, any shape and dtype, in place of the stand-in.
+
+        A hook called earlier would also run for torch.autograd.grad.
+        """
         assert self._holder is not None
         # Where it stays, other gradients may be the same memory.
         new = new.clone().as_subclass(KeptGrad) if self._mode is GradMode.KEEP else new

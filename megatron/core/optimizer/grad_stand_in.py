@@ -21,7 +21,7 @@ _ADDS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
 
 class ReducedGrads(Protocol):
-    """Who knows where the gradients are."""
+    """The owner of reduced gradients, to which a GradStandIn forwards."""
 
     def unscale_reduced(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """Multiplies them by inv_scale, [] fp32; sets found_inf, [] fp32, above 0 where one is not finite. Raises
@@ -39,16 +39,17 @@ class ReducedGrads(Protocol):
 
 
 class GradStandIn(torch.Tensor):
-    """Of a parameter's shape, dtype and device, without memory. torch.amp.GradScaler unscales gradients in place, and
-    notes whether any is not finite: that, a module's zero_grad, and what autograd adds to it, is handed to `grads`.
-    Anything else raises RuntimeError.
+    """A tensor of a parameter's shape, dtype and device, without memory, in the place of its gradient.
+
+    torch.amp.GradScaler unscales gradients in place and records whether any is not finite. That, a module's zero_grad,
+    and what autograd adds to it, is forwarded to `grads`. Anything else raises RuntimeError.
     """
 
     _grads: "weakref.ref[ReducedGrads]"
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, grads: ReducedGrads) -> "GradStandIn":
-        """See the class; param: any shape and dtype."""
+        """Makes the stand-in of one parameter, any shape and dtype."""
         stand_in = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )

@@ -62,7 +62,7 @@ class ShardGroups:
 
     @classmethod
     def of(cls, buffers: Sequence[FlatBuffer]) -> "ShardGroups":
-        """Those of some buffers, which the other ranks of their groups have alike."""
+        """Returns the data-parallel groups of the sharded buffers; the other ranks of a group have the same buffers."""
         found = {b.is_expert: b.data_parallel_group for b in buffers if b.is_sharded}
         # Experts without a buffer of their own lie among the dense parameters.
         return cls(found.get(False), found.get(True, found.get(False)))

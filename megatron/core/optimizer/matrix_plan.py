@@ -26,7 +26,7 @@ class MatrixUnit:
 
     @property
     def cost(self) -> int:
-        """See the class."""
+        """Approximate multiplications of one Newton-Schulz step of these matrices."""
         shapes = [window.matrix_shape for window in self.windows]
         return sum(min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes)
 

@@ -116,11 +116,11 @@ class MuonRule:
         return list(groups.values()) or [{"params": []}]
 
     def refresh_rates(self) -> None:
-        """See UpdateRule: nothing, `update` reads them where the schedule writes them."""
+        """Does nothing: `update` reads the learning rates where the schedule writes them."""
 
     @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
-        """See UpdateRule; all runs at once. Collective over the ranks that shards are spread over."""
+        """Steps all runs in one call. Collective over the ranks that shards are spread over."""
         assert runs >= set(self.runs), "matrices reach over ranks' runs: they are stepped together"
         divisor = scale.divisor
         assert isinstance(divisor, float), "the host decides whether Muon steps: see OptimizerConfig"
@@ -174,11 +174,13 @@ class MuonRule:
                 tensor.copy_(whole[first : first + tensor.numel()])
 
     def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
-        """See UpdateRule."""
         return {"momentum_buffer": Plain(self._momenta[run])}
 
     def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
-        """See UpdateRule: by parameter; of one with matrices in several groups, what these have in common."""
+        """Returns the group settings of each parameter in a run.
+
+        Of a parameter with matrices in several groups, these are the settings that the groups have in common.
+        """
         ends = [member.span.start for member in run.params[1:]] + [run.span.numel]
         parts = [Span(one.span.start, end - one.span.start) for one, end in zip(run.params, ends, strict=True)]
         return [(part, self._settings_of(member.name)) for part, member in zip(parts, run.params, strict=True)]
@@ -189,7 +191,7 @@ class MuonRule:
         return {key: first[key] for key in shared if all(other[key] == first[key] for other in others)}
 
     def step_counts(self) -> list[torch.Tensor]:
-        """See UpdateRule: none, [], fp32 each."""
+        """Returns an empty list of [], fp32: Muon counts no steps."""
         return []
 
 

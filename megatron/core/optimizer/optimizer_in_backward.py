@@ -84,7 +84,7 @@ def check_in_backward(
 
 
 class HandedGrads:
-    """The gradients of a buffer that are in the optimizer's hands."""
+    """The gradients of a buffer that the optimizer currently holds."""
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
@@ -92,22 +92,22 @@ class HandedGrads:
         self._grads: dict[int, Tensor] = {}
 
     def hold(self, bucket: int, grad: Tensor) -> None:
-        """grad: [n], any float dtype, of all that this rank owns of the bucket."""
+        """Keeps a bucket's gradients; grad: [n], any float dtype, all elements of the bucket that this rank owns."""
         self._grads[bucket] = grad
 
     @contextmanager
     def lent(self, bucket: int, grad: Tensor) -> Iterator[None]:
-        """As `hold`, inside: [n], any float dtype."""
+        """Holds a bucket's gradients, [n], any float dtype, inside the block."""
         self.hold(bucket, grad)
         yield
         del self._grads[bucket]
 
     def forget(self) -> None:
-        """Lets go of their memory."""
+        """Releases the memory of all held gradients."""
         self._grads.clear()
 
     def grad_of(self, span: Span) -> Tensor:
-        """See GradPlace: [span.numel], any float dtype."""
+        """Returns the gradients of one owned span, a view: [span.numel], any float dtype."""
         bucket, part = locate(span, self._owned)
         return self._grads[bucket][part]
 
@@ -122,7 +122,7 @@ class _Iteration(Enum):
 
 @dataclass(frozen=True)
 class _Counted:
-    """What a bucket's gradients were, of which nothing is left. zeros: None where they are not counted."""
+    """The statistics of a bucket's gradients, which are freed already. zeros: None where they are not counted."""
 
     norms: NormsHere
     zeros: ZerosHere | None
@@ -168,7 +168,7 @@ class UpdatesInBackward(RunUpdates):
     # For the wrapper.
 
     def begin(self) -> None:
-        """An iteration begins, or begins anew: what was held of the one before is dropped."""
+        """Begins an iteration, perhaps a repeated one; gradients held of the previous one are dropped."""
         self._forget()
 
     @record_function("UpdatesInBackward.take")
@@ -202,12 +202,15 @@ class UpdatesInBackward(RunUpdates):
     # For the optimizer's step.
 
     def prepare(self) -> None:
-        """See RunUpdates; of parameters that are updated already `take` has done it."""
+        """Prepares the step, unless `take` did so because parameters are updated already."""
         if self._iteration is not _Iteration.UPDATED:
             super().prepare()
 
     def norm(self) -> Tensor:
-        """See RunUpdates: [], fp64. Raises RuntimeError where buckets have not been handed out."""
+        """Returns the 2-norm of all reduced gradients: [], fp64. Collective.
+
+        Raises RuntimeError where buckets were not released to the optimizer yet.
+        """
         missing = [run for key, runs in self._runs_in.items() if key not in self._taken for run in runs]
         if missing:
             raise RuntimeError(
@@ -220,23 +223,23 @@ class UpdatesInBackward(RunUpdates):
         return self._owned.norm_of_all([counted.norms for counted in self._in_order()])
 
     def count_zeros(self) -> Tensor:
-        """See RunUpdates: [], int64."""
+        """Returns the exact zeros in all gradients, over all ranks: [], int64. Collective."""
         if self._iteration is not _Iteration.UPDATED:
             return super().count_zeros()
         return self._owned.zeros_of_all([one.zeros for one in self._in_order() if one.zeros is not None])
 
     def update(self, scale: GradScale, runs: Iterable[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
-        """See RunUpdates: of what was held."""
+        """Steps runs whose gradients were held; others were updated in backward."""
         if self._iteration is not _Iteration.UPDATED:
             super().update(scale, runs, rules=rules)
 
     def end_step(self, grad_norm: float) -> None:
-        """See RunUpdates: gradients that were held are freed."""
+        """Records the norm for the next step and frees held gradients."""
         self._previous_norm = grad_norm
         self._forget()
 
     def skip_step(self, grad_norm: float) -> None:
-        """See RunUpdates. Raises RuntimeError where parameters are updated already."""
+        """Frees held gradients. Raises RuntimeError where parameters are updated already."""
         if self._iteration is _Iteration.UPDATED:
             raise RuntimeError(
                 f"the norm of all gradients is {grad_norm}, found after parameters were updated in backward: load a "
@@ -246,7 +249,7 @@ class UpdatesInBackward(RunUpdates):
         self._forget()
 
     def check_whole(self) -> None:
-        """See RunUpdates and [Note: half a step]."""
+        """Raises RuntimeError if an update was not followed by the end of its step; see [Note: half a step]."""
         if self._is_half_done:
             raise RuntimeError(
                 "parameters were updated in backward, and the step of that iteration never ended, so parameters and "
@@ -255,16 +258,15 @@ class UpdatesInBackward(RunUpdates):
             )
 
     def make_whole(self) -> None:
-        """See RunUpdates."""
         super().make_whole()
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """See RunUpdates: the norm that clips the next step, where one does."""
+        """Returns the norm that clips the next step, with the policy `previous-norm`; else nothing."""
         return {_PREVIOUS_NORM: self._previous_norm} if self._clip is InBackwardClip.PREVIOUS_NORM else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See RunUpdates; of another optimizer the first step clips exactly."""
+        """Restores the norm that clips the next step; without one the first step clips exactly."""
         self._previous_norm = state_dict.get(_PREVIOUS_NORM)
 
     # Inside.
@@ -299,7 +301,7 @@ class UpdatesInBackward(RunUpdates):
         return GradScale(clip_coefficient_on_device(self._config.clip_grad, norm).reciprocal().float())
 
     def _in_order(self) -> list[_Counted]:
-        """Of all runs, in their order; a part without any, as norms of nothing have a device all the same."""
+        """Returns the statistics of all runs in order; never empty, since norms of nothing still need a device."""
         counted = [self._counted[key] for key in self._runs_in]
         return counted or [_Counted(self.norms_of([]), self.zeros_of([]))]
 

@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import group_size
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of the parameters that are trained, on one rank. Padding, below 64 elements a parameter, is not counted."""
+    """Bytes of the trained parameters and their state on one rank, without padding (below 64 elements a parameter)."""
 
     parameters: float = 0
     gradients: float = 0
@@ -29,7 +29,7 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all fields."""
         return sum(astuple(self))
 
     def __add__(self, other: "StateBytes") -> "StateBytes":
@@ -47,12 +47,12 @@ def state_bytes(
     num_param_shards: int = 1,
     num_matrix_params: int = 0,
 ) -> StateBytes:
-    """Of `num_params` parameters on a rank, all of one dtype.
+    """Returns the bytes of `num_params` parameters and their state on one rank, all of one dtype.
 
-    num_shards: the ranks that share the optimizer's state (use_distributed_optimizer); 1 where each has all of it.
-    num_grad_shards: those that share the gradients (shard_gradients), of which a backward holds buckets besides.
-    num_param_shards: those that share the parameters (torch's fully_shard), of which units are gathered besides.
-    num_matrix_params: how many of them Muon steps, which keeps one moment.
+    num_shards: ranks that share the optimizer's state (use_distributed_optimizer); 1 where each has all of it.
+    num_grad_shards: ranks that share the gradients (shard_gradients), apart from buckets held during a backward.
+    num_param_shards: ranks that share the parameters (torch's fully_shard), apart from units gathered for a pass.
+    num_matrix_params: how many of the parameters Muon steps, which keeps one moment.
     """
     # What the update computes in.
     wide = torch.promote_types(params_dtype, torch.float32).itemsize

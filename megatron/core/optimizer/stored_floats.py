@@ -30,23 +30,23 @@ class StoredFloats(Protocol):
     @property
     def numel(self) -> int: ...
     def read(self, start: int, end: int) -> torch.Tensor:
-        """[end - start], fp32 or fp64: the storage itself where it is such, else a copy."""
+        """Returns numbers start to end: [end - start], fp32 or fp64, the storage itself if it is such, else a copy."""
         ...
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Takes back what `read` gave from `start` on, changed: [n], fp32 or fp64."""
+        """Stores values from `start` on, as `read` returned them or changed: [n], fp32 or fp64."""
         ...
 
 
 class _OneTensor:
-    """What the forms that keep one number in each element of a tensor, [N], have in common."""
+    """Base class of forms that keep one number in each element of a tensor, [N]."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
     @property
     def num_bytes(self) -> int:
-        """Memory of it."""
+        """Bytes of the tensor."""
         return self.tensor.nbytes
 
     @property
@@ -59,11 +59,11 @@ class Plain(_OneTensor):
     """fp32 or fp64 as it is; tensor: [N]."""
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """See StoredFloats: [end - start], the tensor's dtype, a view."""
+        """Returns the numbers from start to end: [end - start], the tensor's dtype, a view."""
         return self.tensor[start:end]
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """See StoredFloats; values: [n], the tensor's dtype."""
+        """Stores values from `start` on: [n], the tensor's dtype. Free if they are the view that `read` returned."""
         own = self.tensor[start : start + values.numel()]
         # What was read is the storage itself.
         if own.data_ptr() != values.data_ptr():
@@ -81,11 +81,11 @@ class Rounded(_OneTensor):
         self._wide = wide
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """See StoredFloats: [end - start], fp32 or fp64, a copy."""
+        """Returns the numbers from start to end: [end - start], fp32 or fp64, a copy."""
         return self.tensor[start:end].to(self._wide)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """See StoredFloats; values: [n], fp32 or fp64."""
+        """Stores values from `start` on, rounded to the tensor's dtype: [n], fp32 or fp64."""
         self.tensor[start : start + values.numel()].copy_(values)
 
 
@@ -105,12 +105,12 @@ class ScaledHalf(_OneTensor):
         return super().num_bytes + self.exponents.nbytes
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """See StoredFloats: [end - start], fp32, a copy."""
+        """Returns the numbers from start to end: [end - start], fp32, a copy."""
         factors = _power_of_two(-self.exponents[start // BLOCK : end // BLOCK].int())
         return (self.tensor[start:end].float().view(-1, BLOCK) * factors.unsqueeze(1)).view(-1)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """See StoredFloats; values: [n], fp32."""
+        """Stores values from `start` on, with a new exponent for each block: [n], fp32."""
         blocks = values.view(-1, BLOCK)
         # The highest is in [2^(e - 1), 2^e).
         highest = torch.frexp(blocks.abs().amax(dim=1)).exponent.clamp_(min=LOWEST_EXPONENT)
@@ -142,12 +142,12 @@ class WithRemainder:
         return self.lower.numel()
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """See StoredFloats: [end - start], fp32, a copy, each bit as it was written."""
+        """Returns the numbers from start to end: [end - start], fp32, a copy, each bit as it was written."""
         # The lower half is signed: it takes back what rounding added to the upper one.
         return (self.upper[start:end].int() << 16).add_(self.lower[start:end]).view(torch.float32)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """See StoredFloats; values: [n], fp32."""
+        """Stores values from `start` on, and so changes the parameters: [n], fp32."""
         bits = values.view(torch.int32)
         lower = bits.to(torch.int16)
         self.lower[start : start + values.numel()].copy_(lower)

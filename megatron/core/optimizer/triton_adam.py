@@ -87,7 +87,10 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _exponent(bits):
-    """That of frexp, clamped, from the bits of an absolute value; frexp gives 0 for zero, infinity and NaN."""
+    """Returns the clamped exponent of frexp from the bits of an absolute value.
+
+    Like frexp it gives 0 for zero, infinity and NaN.
+    """
     field = bits >> 23
     return tl.where((bits == 0) | (field == 255), 0, tl.maximum(field - 126, LOWEST))
 

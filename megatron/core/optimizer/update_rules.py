@@ -107,7 +107,6 @@ class FusedRule:
 
     @torch.no_grad()
     def refresh_rates(self) -> None:
-        """See UpdateRule."""
         # Groups have plain numbers, since a schedule calculates with them; graphs read the same memory in each replay.
         for group, rates in zip(self.optimizer.param_groups, self._rates):
             for rate in rates.values():
@@ -115,7 +114,7 @@ class FusedRule:
 
     @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
-        """See UpdateRule; what is kept as scaled fp16, or on the host, cannot be skipped on the device."""
+        """Steps those of its runs in `runs`. Scaled fp16 state and state on the host do not support scale.skip."""
         for settings, every in zip(self._settings(), self._members):
             members = [run for run in every if run in runs and run not in self._copies.runs]
             self._update_members(members, settings, scale=scale)
@@ -173,15 +172,14 @@ class FusedRule:
             stored.write(chunk.start, moments[name])
 
     def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
-        """See UpdateRule."""
         return self._states[run]
 
     def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
-        """See UpdateRule: all of a run is in one group."""
+        """Returns the settings of the one group that the whole run is in."""
         return [(Span(0, run.span.numel), self.optimizer.param_groups[self._group_of[run]])]
 
     def step_counts(self) -> list[torch.Tensor]:
-        """See UpdateRule: [], fp32 each."""
+        """Returns the step counter of each run: [], fp32 each, to read and to set."""
         return list(self._steps.values())
 
 
