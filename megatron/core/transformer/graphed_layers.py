@@ -70,26 +70,25 @@ def _parts_of(layer: TransformerLayer) -> dict[str, _Part]:
 
 
 class _Participant:
-    """A PartParticipant for those who have something to do at a few moments alone."""
+    """Base class of PartParticipants that act at a few moments only; by itself it does nothing."""
 
     def prepare(self) -> None:
-        """See PartParticipant."""
+        """Runs before each capture and each replay of a forward."""
 
     def new_account(self) -> Any:
-        """See PartParticipant."""
+        """Returns the account of a slot, before its capture."""
 
     def capturing(self, account: Any) -> AbstractContextManager[None]:
-        """See PartParticipant."""
         return nullcontext()
 
     def replaying(self, account: Any) -> Any:
-        """See PartParticipant."""
+        """Runs before a forward is replayed; returns the argument of `replaying_backward`."""
 
     def replayed(self, account: Any) -> None:
-        """See PartParticipant."""
+        """Runs after a forward was replayed."""
 
     def replaying_backward(self, forward: Any) -> None:
-        """See PartParticipant."""
+        """Runs before a backward is replayed."""
 
 
 class _GatheredParams(_Participant):
@@ -104,18 +103,18 @@ class _GatheredParams(_Participant):
 
 
 class _Experts(_Participant):
-    """What is counted and stashed of static experts, while a part with them runs from graphs."""
+    """Keeps the row counts and the stash of static experts correct while a part with them runs from graphs."""
 
     def __init__(self, layer: MoELayer) -> None:
         self._layer = layer
 
     def prepare(self) -> None:
-        """Copies of groups that ran eagerly end before a graph's begin."""
+        """Waits for stash copies of groups that ran eagerly, before those of a graph begin."""
         if self._step.stash is not None:
             self._step.stash.join()
 
     def new_account(self) -> CapturedForward:
-        """Of the layer's forward."""
+        """Returns the account of the layer's captured forward."""
         return self._step.new_part()
 
     def capturing(self, account: CapturedForward) -> AbstractContextManager[None]:

@@ -61,16 +61,16 @@ class KeyValueExchange(ABC):
         self.size, self.rank = group_size(group), group_rank(group)
 
     def held_by(self, rank: int) -> list[Stretch]:
-        """What a rank holds of every sequence."""
+        """Returns the tokens that a rank holds of every sequence."""
         return stretches(chunks_of_rank(self.seq_length, size=self.size, rank=rank))
 
     @abstractmethod
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
-        """All keys and values; own: of this rank's S / size tokens. Collective."""
+        """Yields the keys and values of all ranks, block by block; own: of this rank's S / size tokens. Collective."""
 
     @abstractmethod
     def gradients(self) -> GradientReturn:
-        """For the blocks of one pass. Collective."""
+        """Returns what brings the gradients of one pass's blocks to their owners. Collective."""
 
 
 class Ring(KeyValueExchange):
@@ -80,7 +80,6 @@ class Ring(KeyValueExchange):
     """
 
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
-        """See KeyValueExchange."""
         message = _message(own)
         for step in range(self.size):
             is_last = step == self.size - 1
@@ -91,7 +90,6 @@ class Ring(KeyValueExchange):
                 message = shift.wait()
 
     def gradients(self) -> GradientReturn:
-        """See KeyValueExchange."""
         return _RingReturn(self.group)
 
 
@@ -99,11 +97,9 @@ class Gather(KeyValueExchange):
     """One block, of all ranks: one collective forward, and the sum of its gradients scattered backward."""
 
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
-        """See KeyValueExchange."""
         yield Block([Stretch(0, 0, self.seq_length)], self._gathered(own))
 
     def gradients(self) -> GradientReturn:
-        """See KeyValueExchange."""
         return _ScatteredReturn(self.group)
 
     # Not in the generator, which would hold the parts besides the whole as long as the caller works.
@@ -141,11 +137,9 @@ class Alone(KeyValueExchange):
         return [Stretch(0, 0, self.seq_length)]
 
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
-        """See KeyValueExchange."""
         yield Block(self.held_by(0), own)
 
     def gradients(self) -> GradientReturn:
-        """See KeyValueExchange."""
         return _Kept()
 
 

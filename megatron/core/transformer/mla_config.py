@@ -8,7 +8,7 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class MLAConfig:
-    """What latent attention has in place of key/value groups; without multi_latent_attention nothing of it counts."""
+    """Settings that replace key/value groups in latent attention; ignored without multi_latent_attention."""
 
     cli_group: ClassVar[str] = "multi-latent attention"
 
@@ -30,7 +30,7 @@ class MLAConfig:
 
     @property
     def qk_width(self) -> int:
-        """Of each query and key head of latent attention."""
+        """Width of each query and key head of latent attention."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 

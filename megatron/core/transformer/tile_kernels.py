@@ -39,7 +39,7 @@ class SoftmaxResult:
 
 
 class TileKernel:
-    """Base class: what computes tiles; `scale` multiplies the scores."""
+    """Base class of the kernels that compute tiles; `scale` multiplies the scores."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -60,7 +60,6 @@ class PlainKernel(TileKernel):
     """Plain operations in fp32 or more, block by block of rows; on any device, any tile."""
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
-        """See TileKernel."""
         query, key, value = _in_groups(inputs)
         outputs, log_sums = [], []
         for rows in self._row_blocks(inputs):
@@ -108,7 +107,6 @@ class Widened(TileKernel):
         self._kernel, self._width = kernel, width
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
-        """See TileKernel."""
         result = self._kernel.forward(self._widened(inputs), tile)
         return SoftmaxResult(result.output[..., : inputs.value.shape[-1]], result.log_sum)
 
@@ -127,7 +125,6 @@ class FlashOnCpu(TileKernel):
     """torch's flash kernel of the CPU, which takes every dtype, groups of heads and masks."""
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
-        """See TileKernel."""
         query, key, value = inputs.query, inputs.key, inputs.value
         mask, is_causal = self._mask(inputs, tile)
         return SoftmaxResult(*_flash_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=self.scale))
@@ -163,7 +160,6 @@ class FlashOnGpu(PlainKernel):
     """torch's flash kernel of GPUs where it takes the tile, plain operations for windows and for fp32."""
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
-        """See TileKernel."""
         if not _gpu_kernel_takes(inputs, tile):
             return super().forward(inputs, tile)
         key, value = _repeated(inputs)
@@ -218,7 +214,7 @@ class MergedSoftmax:
             self._log_sum.copy_(sink.view(-1, 1))
 
     def add(self, result: SoftmaxResult, tile: Tile) -> None:
-        """Takes in what TileKernel.forward found for `tile`."""
+        """Merges the result of TileKernel.forward for `tile`."""
         output = self._output[tile.batch, :, tile.queries]
         log_sum = self._log_sum[tile.batch, :, tile.queries]
         total = torch.logaddexp(log_sum, result.log_sum)
@@ -227,7 +223,7 @@ class MergedSoftmax:
         log_sum.copy_(total)
 
     def result(self) -> SoftmaxResult:
-        """Of all tiles together; rows that no tile had are 0."""
+        """Returns the softmax over all tiles added so far; rows that no tile covered are 0."""
         return SoftmaxResult(self._output.to(self._dtype), self._log_sum)
 
 

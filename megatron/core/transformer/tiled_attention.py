@@ -26,7 +26,7 @@ class TilePlan:
     window: int | None
 
     def tiles(self, block: Block) -> list[Tile]:
-        """Those of this rank's queries and a block of keys."""
+        """Returns the tiles of this rank's queries with a block of keys."""
         queries = self.exchange.held_by(self.exchange.rank)
         return tiles_of_batch(queries, block.places, segments=self.segments, window=self.window)
 

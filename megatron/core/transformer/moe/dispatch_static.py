@@ -306,7 +306,10 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         )
 
     def _demand_of_both(self, begun: StaticSent) -> RowDemand:
-        """Of the pairs that send and the rank that receives, which counts rows for which no pair had room too."""
+        """Returns the larger demand of the sending pairs and of the receiving rank.
+
+        The receiving rank also counts rows for which no pair had room.
+        """
         budget = self.budget
         on_rank = aligned_rows(begun.parts.counts.sum(0), budget.alignment).sum(0, keepdim=True)
         pair = budget.demand_on_pair(begun.parts.sent.rows_needed, begun.num_tokens)

@@ -54,7 +54,7 @@ class _GroupedGemm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ExpertGrads:
-    """See WeightGrad: rows [R, I] and the gradient of what came out [R, O]; shape: the weight's. On the CPU."""
+    """A WeightGrad on the CPU: rows [R, I] and the gradient of the output [R, O]; shape: the weight's."""
 
     rows: Tensor
     grad: Tensor

@@ -31,8 +31,9 @@ class SymmetricTransport:
     group: ProcessGroup
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
-        """See RowTransport; rows: [ranks x P, *], any dtype, P for each rank. The first of a larger size than all
-        before makes the buffer grow, for which the ranks' hosts wait for each other.
+        """Sends rows, [ranks x P, *], any dtype, P to each rank, through the shared buffer.
+
+        A larger size than all before makes the buffer grow, for which the ranks' hosts wait for each other.
         """
         assert send is None and receive is None, "parts that symmetric memory carries have one size"
         received = rows.new_empty(rows.shape)

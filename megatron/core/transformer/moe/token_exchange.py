@@ -40,7 +40,7 @@ class CollectiveTransport:
     group: dist.ProcessGroup
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
-        """See RowTransport; rows: [R, *], any dtype."""
+        """Starts an asynchronous all-to-all of rows: [R, *], any dtype."""
         shape = len(rows) if receive is None else sum(receive), *rows.shape[1:]
         received = arriving(shape, self.group, dtype=rows.dtype, device=rows.device)
         work = dist.all_to_all_single(received, rows, receive, send, group=self.group, async_op=True)

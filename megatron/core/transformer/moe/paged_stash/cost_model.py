@@ -22,35 +22,35 @@ class ExpertShape:
 
     @property
     def input_bytes(self) -> int:
-        """Of x, per row; the row's routing weight, 4 bytes, is left out."""
+        """Bytes of x per row, without the row's routing weight (4 bytes)."""
         return self.hidden_size * self.itemsize
 
     @property
     def gate_up_bytes(self) -> int:
-        """Of gate_up, per row."""
+        """Bytes of gate_up per row."""
         return self._fc1_width * self.itemsize
 
     @property
     def act_bytes(self) -> int:
-        """Of act, per row."""
+        """Bytes of act per row."""
         return self.ffn_hidden_size * self.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """b: all that one row leaves for backward."""
+        """b: bytes that one row saves for backward."""
         return self.input_bytes + self.gate_up_bytes + self.act_bytes
 
     @property
     def flops(self) -> int:
-        """Of forward and backward per row: three H x F matrices, three products each, 2 flops per element: 18 H F.
+        """Operations of forward and backward per row: three H x F matrices, three products each, 18 H F.
 
-        Without a gate there are two matrices.
+        Each multiply-add counts as 2. Without a gate there are two matrices.
         """
         return 6 * self.hidden_size * (self._fc1_width + self.ffn_hidden_size)
 
     @property
     def gate_up_flops(self) -> int:
-        """Of gate_up computed once per row: 4 H F, or 2 H F without a gate."""
+        """Operations to compute gate_up once, per row: 4 H F, or 2 H F without a gate."""
         return 2 * self.hidden_size * self._fc1_width
 
     @property

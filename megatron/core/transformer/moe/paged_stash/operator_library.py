@@ -9,7 +9,7 @@ Register = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def returns_nothing(*args: Any, **named: Any) -> None:
-    """Of operators that write only into memory of the caller's: nothing to infer."""
+    """A fake implementation for operators that only write into memory of the caller: returns None."""
 
 
 def operator(

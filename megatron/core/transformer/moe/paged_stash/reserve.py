@@ -73,11 +73,11 @@ class Reserve:
 
     @property
     def share(self) -> float:
-        """Of max_rows: the rows that pages are kept back for."""
+        """The share of max_rows that pages are reserved for."""
         return self._share
 
     def raise_share(self, share: float) -> None:
-        """More is kept back from the next begin_step on. The rows stay where they are in memory."""
+        """Raises the reserved share from the next begin_step on. The rows stay where they are in memory."""
         self._share = share
         self._pages = {group: self._pages_of_share(group) for group in self._stashed}
         # Not written here: copies of the step that ends may still read the rows.
@@ -101,7 +101,7 @@ class Reserve:
 
     @property
     def table(self) -> tuple[ReserveRow, ...]:
-        """Of each forward of the step, what its tensors leave free; () if nothing is kept back, or not known yet."""
+        """The pages to leave free in each forward of the step; () if nothing is reserved, or not known yet."""
         return tuple(self._table) if self._is_written and self._share else ()
 
     def _pages_of_share(self, group: Group) -> PagesByPriority:

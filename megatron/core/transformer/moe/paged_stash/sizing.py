@@ -72,9 +72,9 @@ def capacity_factor(factor: float, learned: LearnedSizes) -> float:
 
 
 def expected_share(most_share: float, *, balanced_rows: int, max_rows: int) -> float:
-    """Of max_rows: the rows that a pass is expected to have, those of the fullest one so far, for a stash's reserve.
+    """Returns the share of max_rows that a pass is expected to have, for a stash's reserve.
 
-    most_share: that one's rows over balanced_rows; 0 if none is known.
+    It is that of the fullest pass so far. most_share: that pass's rows over balanced_rows; 0 if none is known.
     """
     return min(_ALMOST_ALL, max(1.0, most_share) * balanced_rows / max_rows)
 

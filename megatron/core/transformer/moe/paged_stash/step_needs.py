@@ -94,7 +94,7 @@ class StepNeeds:
 
 
 def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows: int, balanced_rows: int) -> StepNeeds:
-    """Of a stage whose step has these events, with experts in buffers of max_rows rows."""
+    """Returns the needs of a stage whose step has these events, with experts in buffers of max_rows rows."""
     one_page = page_bytes(
         config.moe_paged_stash_page_size, hidden_size=config.hidden_size, itemsize=config.params_dtype.itemsize
     )
