@@ -385,7 +385,7 @@ class CudaGraphs:
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """See GraphDevice: on the stream that captures, for which cuBLAS and others keep memory."""
+        """Runs its body on the stream that captures, for which cuBLAS and other libraries set up their workspaces."""
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)
         try:
@@ -397,7 +397,6 @@ class CudaGraphs:
 
     @contextmanager
     def capturing(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """See GraphDevice."""
         if not self._graphs:
             # What only a cycle of references keeps alive would hold its memory beside that of the graphs.
             gc.collect()
@@ -416,7 +415,7 @@ class CudaGraphs:
                 self._end(graph)
 
     def capturing_together(self) -> AbstractContextManager[None]:
-        """See GraphDevice: what a capture made stays as it is in any case."""
+        """Does nothing: memory that a capture allocated stays as it is."""
         return nullcontext()
 
     def _new_graph(self) -> torch.cuda.CUDAGraph:

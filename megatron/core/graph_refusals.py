@@ -121,7 +121,10 @@ _SCALARS = {"masked_fill": "value", "index_fill": "value", "_foreach_addcdiv": "
 
 
 def reason_against_operator(func: Any, given: Arguments) -> Reason | None:
-    """Of an operator overload with its arguments by name; those of copies between devices are in `reason_of_copy`."""
+    """Returns why an operator overload cannot be captured with these arguments (by name), or None.
+
+    Copies between devices are covered by `reason_of_copy`.
+    """
     name = func._schema.name.split("::")[-1].rstrip("_")
     if given.get("pin_memory") or name == "_pin_memory":
         return HOST_MEMORY
@@ -149,7 +152,10 @@ def _reason_of_tags(tags: Sequence[torch.Tag], given: Arguments) -> Reason | Non
 
 
 def reason_of_copy(func: Any, given: Arguments) -> Reason | None:
-    """Of an operator whose tensors lie on the host and on a device; other libraries' operators know what they do."""
+    """Returns why an operator with tensors on the host and on a device cannot be captured, or None.
+
+    Operators of other libraries are trusted.
+    """
     if func.namespace != "aten":
         return None
     if func._schema.name == "aten::_to_copy":
@@ -168,7 +174,7 @@ def reason_of_copy(func: Any, given: Arguments) -> Reason | None:
 
 
 def _is_asynchronous(given: Arguments) -> bool:
-    """Of copy_: nobody can ask a fake tensor whether it is pinned."""
+    """Whether a copy_ does not block the host. A fake tensor counts as pinned, since it does not say."""
     host = given["self"] if given["self"].device.type == "cpu" else given["src"]
     return bool(given["non_blocking"]) and (isinstance(host, torch._subclasses.FakeTensor) or host.is_pinned())
 
@@ -207,7 +213,10 @@ _COUNTED_IN_BACKWARD = frozenset(("prod", "cumprod"))
 
 
 def reason_against_function(name: str, given: Sequence[Any], *, named: Mapping[str, Any]) -> Reason | None:
-    """Of a function or method of torch, called with these arguments, that its operators do not give away on the CPU."""
+    """Returns why a function or method of torch cannot be captured with these arguments, or None.
+
+    Covers only functions whose operators do not show it on the CPU.
+    """
     if name in _READS:
         return READ
     if name == "pin_memory":
@@ -237,7 +246,7 @@ def fills_where_masked(name: str, given: Sequence[Any]) -> bool:
 
 
 def reason_against_result(name: str, result: Any, *, named: Mapping[str, Any]) -> Reason | None:
-    """Of a tensor that a function of torch has made, and of its backward."""
+    """Returns why a tensor that a function of torch returned, or its backward, cannot be captured, or None."""
     if name in _COUNTED_IN_BACKWARD and isinstance(result, Tensor) and result.requires_grad:
         return CHECK
     if name not in _FACTORIES or named.get("out") is not None or not isinstance(result, Tensor):
@@ -293,7 +302,7 @@ ON_CPU_ALONE = "megatron.core.device.cpu_alone.<locals>.run_on_cpu_alone"
 
 
 def reason_against_method(owner: Any, name: str) -> Reason | None:
-    """Of a method or function in C that torch's modes do not see."""
+    """Returns why a method or function in C, which torch's modes do not see, cannot be captured, or None."""
     if name in ("synchronize", "query", "elapsed_time") and isinstance(owner, (torch.Event, torch.Stream)):
         return WAIT
     if name == "is_completed":

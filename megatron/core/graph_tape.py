@@ -94,12 +94,12 @@ class TapeGraphs:
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """See GraphDevice: nothing is kept by stream here."""
+        """Runs its body unchanged: the CPU has no streams."""
         yield
 
     @contextmanager
     def capturing(self) -> Iterator[Tape]:
-        """See GraphDevice. Raises RuntimeError for operators whose result the host would have to read."""
+        """Records the body's operators as a Tape. Raises RuntimeError where the host would have to read a result."""
         tape, drawn = Tape(), rng_state_bytes(_CPU)
         recorder = _Recorder(tape)
         with nullcontext() if self._together is not None else self.capturing_together():
@@ -113,7 +113,7 @@ class TapeGraphs:
 
     @contextmanager
     def capturing_together(self) -> Iterator[None]:
-        """See GraphDevice: what the captures made holds its values until the end, as the later ones compute with it."""
+        """Keeps the values that the captures computed until the block ends, since later captures read them."""
         recorders: list[_Recorder] = []
         self._together = recorders
         try:

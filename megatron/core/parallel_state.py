@@ -146,7 +146,7 @@ def _first_and_last(pipelines: Tensor) -> Tensor:
 
 
 def _host_groups(dense: RankGenerator, maker: "_GroupMaker", *, backend: str | None) -> dict[str, ProcessGroup | None]:
-    """Those of the library that serves the host, which are the same ones where the ranks' device is the CPU."""
+    """Builds the process groups of the host's backend. On CPU ranks they are the device's groups."""
     if backend is None:
         return {}
     on_host = maker.for_backend(backend)

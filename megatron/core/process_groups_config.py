@@ -49,7 +49,7 @@ class ProcessGroupCollection:
 
 
 class _Alone(ProcessGroup):
-    """Of one rank, and nothing is ever sent; in a copy of a model it is the same one."""
+    """The process group of a single rank, over which nothing is sent. Copies of a model share it."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]

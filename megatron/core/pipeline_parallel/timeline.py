@@ -27,12 +27,12 @@ def timeline(
     transfer: float = 0.0,
     overlap: bool = True,
 ) -> list[dict[Action, Span]]:
-    """Of each stage, when its passes run: each as soon as the one before it is done and its input is there.
+    """Returns for each stage when its passes run: each as soon as the one before it is done and its input is there.
 
     seconds: how long a pass of a stage takes; without, DURATIONS say. transfer: how long an input is under way from
-    another stage. overlap: whether it is while the stage that waits for it computes, as for with_transfers.
-    Raises ValueError where a stage repeats a pass, turns forward and backward round, or where stages wait for each
-    other in a circle or for a pass that nobody runs.
+    another stage. overlap: whether it is while the stage that waits for it computes, as for with_transfers. Raises
+    ValueError where a stage repeats a pass, turns forward and backward round, or where stages wait for each other in a
+    circle or for a pass that nobody runs.
     """
     for order in orders:
         validate_schedule(order)

@@ -45,7 +45,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
 
 
 class _OwnLinear(torch.autograd.Function):
-    """That of one rank, whose weight has an owner. Can be differentiated twice, as F.linear can."""
+    """The linear layer of one rank whose weight has a gradient owner. Supports double backward, as F.linear does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

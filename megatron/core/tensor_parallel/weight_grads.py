@@ -80,21 +80,21 @@ def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class LinearGrad:
-    """That of y = x W^T: rows, y's gradient [N, O], and x [N, I], one dtype; W is [O, I]."""
+    """The WeightGrad of y = x W^T: rows, y's gradient [N, O], and x [N, I], one dtype; W is [O, I]."""
 
     rows: Tensor
     x: Tensor
 
     def compute(self) -> Tensor:
-        """See WeightGrad: [O, I], the dtype of both."""
+        """Returns the weight's gradient, [O, I], the dtype of both factors."""
         return self.rows.t().matmul(self.x)
 
     def fits(self, out: Tensor) -> bool:
-        """See WeightGrad: [O, I], the dtype of both."""
+        """Whether `out`, [O, I], has the dtype of both factors, as add_to needs."""
         return out.dtype == self.x.dtype
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
-        """See WeightGrad: [O, I], the dtype of both."""
+        """Adds scale times the gradient to `out`, [O, I], the dtype of both factors; is_zero: overwrites it."""
         # Not as beta=1 in any case: what is there would be read, and bits change where it is added first.
         torch.addmm(out, self.rows.t(), self.x, beta=0 if is_zero else 1, alpha=scale, out=out)
 
@@ -122,7 +122,7 @@ class _LookUp(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LookUpGrad:
-    """That of a table [V, H], of which rows `ids`, [*], were read: grad [*, H]."""
+    """The WeightGrad of an embedding table [V, H] of which rows `ids`, [*], were read: grad [*, H]."""
 
     grad: Tensor
     ids: Tensor
