@@ -157,7 +157,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _unmasked_share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Of all scores, by the arguments of scaled_dot_product_attention."""
+    """Returns the share of scores that is not masked, from the arguments of scaled_dot_product_attention."""
     return 0.5 if (args[5] if len(args) > 5 else kwargs.get("is_causal", False)) else 1.0
 
 
@@ -173,7 +173,9 @@ class AsFusedKernels(TorchFunctionMode):
         self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchFunctionMode."""
+        """Runs attention, dropout and RMSNorm so that they save what fused kernels save; other functions run
+        unchanged.
+        """
         if func is F.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3], self._note, _unmasked_share(args, kwargs or {}))
         if func is F.rms_norm:

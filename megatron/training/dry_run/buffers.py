@@ -28,7 +28,7 @@ class BufferLayout:
 
     @property
     def padding_share(self) -> float:
-        """Of the buffer, 0 to 1."""
+        """The share of the buffer that is padding, 0 to 1."""
         return self.padding_bytes / self.num_bytes if self.num_bytes else 0.0
 
 

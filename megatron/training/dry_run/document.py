@@ -131,7 +131,7 @@ def _step(step: StepTime) -> dict[str, Any]:
 
 
 def _schedule(step: StepTime) -> list[list[list[Any]]]:
-    """Of each stage its passes: F or B, chunk, microbatch, start and end in seconds."""
+    """Returns each stage's passes: F or B, chunk, microbatch, start and end in seconds."""
     most = _MOST_PASSES // len(step.spans)
     return [
         [[a.kind.value, a.chunk, a.microbatch, span.start, span.end] for a, span in list(stage.items())[:most]]

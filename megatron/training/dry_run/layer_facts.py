@@ -36,7 +36,7 @@ EMBEDDING, END = "embedding", "end"
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What makes layers of a model differ."""
+    """The properties in which a model's layers differ."""
 
     has_experts: bool = False
     has_window: bool = False
@@ -55,8 +55,10 @@ class Place:
 
 @dataclass(frozen=True)
 class PartFacts:
-    """Of a part of a chunk. params: in their order. other: bytes of frozen parameters and of modules' buffers. saved:
-    bytes that a microbatch leaves for its backward, by kind.
+    """Sizes of one part of a model chunk. params: in their order.
+
+    other: bytes of frozen parameters and of modules' buffers. saved: bytes that a microbatch saves for backward, by
+    kind.
     """
 
     params: tuple[Place, ...] = ()
@@ -77,7 +79,7 @@ class PartFacts:
 
 @dataclass(frozen=True)
 class StaticRows:
-    """Of experts in buffers of a fixed size. max_rows: of a buffer; balanced: that come if all ranks get as many."""
+    """Rows of static expert buffers. max_rows: of a buffer; balanced: received if all ranks get the same number."""
 
     max_rows: int
     balanced: int
@@ -85,9 +87,10 @@ class StaticRows:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Of one rank of a layout. embedding: of the first chunk; copies: of the last one's own copy of it, if it has one;
-    end: norm, layers of multi-token prediction and output layer; chunk: what each chunk has once. rows: None where
-    experts have as many rows as come.
+    """Sizes of one rank's model in a layout, by part.
+
+    embedding: of the first chunk; copies: of the last one's own copy of it, if it has one; end: norm, layers of
+    multi-token prediction and output layer; chunk: what each chunk has once. rows: None where experts are dropless.
     """
 
     config: TransformerConfig
@@ -107,7 +110,7 @@ class ModelFacts:
 
 
 def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
-    """Of each layer of the model of these arguments, in order; those of multi-token prediction left out."""
+    """Returns the kind of each layer of the model, in order, without layers of multi-token prediction."""
     experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     attention = config_from_args(AttentionConfig, args)
     windows = [attention.window_of_layer(number) is not None for number in range(1, args.num_layers + 1)]
@@ -115,7 +118,7 @@ def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
 
 
 def distinct_kinds(args: argparse.Namespace) -> list[LayerKind]:
-    """Of the model of these arguments. The last layer's kind at the end: those of multi-token prediction are of it."""
+    """Returns each kind of layer once; the last layer's kind, which layers of multi-token prediction share, is last."""
     every = layer_kinds(args)
     return [*(kind for kind in dict.fromkeys(every) if kind != every[-1]), every[-1]]
 
@@ -127,9 +130,10 @@ def model_facts(
     forward_step: ForwardStep,
     of_each_kind: int = 2,
 ) -> ModelFacts:
-    """Of the run of validated args. Raises ValueError as the run would for a layer that cannot be built so.
+    """Builds a short model of validated args without memory and returns its sizes.
 
-    of_each_kind: layers that are built; of two, the second shows what its chunk saves once for all layers, 1 is faster.
+    Raises ValueError as the run would for a layer that cannot be built. of_each_kind: layers that are built; of two,
+    the second shows what its chunk saves once for all layers, 1 is faster.
     """
     kinds = distinct_kinds(args)
     probe = with_known_rows(probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)]))
@@ -189,8 +193,10 @@ def scaled_facts(facts: ModelFacts, *, experts: tuple[int, int], saved: tuple[in
 def probe_args(
     args: argparse.Namespace, pattern: Sequence[LayerKind], *, has_all_replicas: bool = False
 ) -> argparse.Namespace:
-    """Those of a short model with layers of these kinds, on as few ranks as the layout can have, or with all that share
-    parameters; with stages the first has the embedding alone.
+    """Returns the arguments of a short model with layers of these kinds.
+
+    It runs on as few ranks as the layout can have, or with all that share parameters. With stages the first has the
+    embedding alone.
     """
     args = copy.copy(args)
     args.ddp_debug = False
@@ -270,7 +276,7 @@ def part_at(name: str, entered: int, *, num_layers: int) -> str:
 
 
 def part_of_name(name: str) -> str | None:
-    """Of a module or a tensor; None for what is around the layers."""
+    """Returns the part that a module or tensor of this name belongs to; None for what is outside of the layers."""
     layer = _LAYER.search(name)
     if layer is not None:
         return f"layer {layer[1]}"

@@ -15,7 +15,10 @@ _PASSES = 3
 
 
 def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[dict[LayerKind, float], float]:
-    """Of one sample, forward: of each kind, and of what follows the layers, multi-token prediction with it."""
+    """Returns forward operations for one sample: of each kind of layer, and of what follows the layers.
+
+    The latter includes multi-token prediction.
+    """
     found = {kind: _count(args, [kind, kind]) - _count(args, [kind]) for kind in dict.fromkeys(kinds)}
     with_end = _count(args, [kinds[-1]], mtp_num_layers=args.mtp_num_layers)
     return found, with_end - found[kinds[-1]]

@@ -72,7 +72,7 @@ _GIGA = 1e9
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a step of a layout: bytes of the fullest rank, and about the seconds; from scaled facts."""
+    """The estimated cost of a step of a layout, from scaled facts: bytes of the fullest rank, and seconds."""
 
     num_bytes: int
     seconds: float
@@ -89,7 +89,7 @@ class Advice:
 
     @property
     def num_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Bytes on the fullest rank."""
         return max(stage.total for stage in self.stages)
 
     @property
@@ -99,8 +99,9 @@ class Advice:
 
 
 class LayoutCosts:
-    """Of the layouts of one command line. words: its flags without those that choose a layout; args: what they come to
-    on one rank, validated. last_refusal: why the run refused the last layout that it did.
+    """Estimates the layouts of one command line. words: its flags without those that choose a layout.
+
+    args: the validated arguments of these flags on one rank. last_refusal: why the run refused the last refused layout.
     """
 
     def __init__(
@@ -132,13 +133,13 @@ class LayoutCosts:
         self.last_refusal = ""
 
     def words_of(self, layout: Layout) -> tuple[str, ...]:
-        """The whole command line."""
+        """Returns the complete command line of a layout."""
         return (*self._words, *self._space.flags(layout))
 
     def cost(self, layout: Layout, *, limit: int) -> Cost | None:
-        """About; None where the run refuses such layouts, or where parameters alone take more than twice the limit.
+        """Returns an estimate; None where the run refuses such layouts, or parameters take more than twice the limit.
 
-        Where what stands is too much already, it alone is counted, and seconds are infinite.
+        Where persistent memory alone exceeds the limit, only that is counted, and seconds are infinite.
         """
         if not self._may_fit(layout, limit=limit):
             return None
@@ -159,7 +160,7 @@ class LayoutCosts:
         return Cost(num_bytes, self._about_seconds(layout, shape=shape, weights=weights, updated=updated))
 
     def advice(self, layout: Layout) -> Advice | None:
-        """Counted from facts of its own; None where the run refuses it."""
+        """Returns exact figures of a layout, from a model built for it; None where the run refuses it."""
         try:
             args = self._validated(layout)
             facts = model_facts(args, self._provider, forward_step=self._forward_step)
@@ -172,8 +173,9 @@ class LayoutCosts:
         return Advice(layout, self.words_of(layout), stages, time)
 
     def _facts(self, layout: Layout) -> ModelFacts | None:
-        """Of microbatches of one sample, scaled from those of the first layout of its kind; None where the run refuses
-        the kind.
+        """Returns sizes for microbatches of one sample; None where the run refuses this kind of layout.
+
+        They are scaled from those of the first layout of the same kind.
         """
         kind = self._kind_of(layout)
         key = (*kind, layout.expert)
@@ -349,7 +351,7 @@ class LayoutCosts:
         return quick_seconds(stages, shape, reduced=reduced, gathered=gathered, updated=updated, sharding=sharding)
 
     def _seconds_of_parts(self, layout: Layout, *, in_node: Mapping[str, int]) -> dict[LayerKind | str, PassSeconds]:
-        """Of one microbatch in a layer of each kind, in the embedding, and in what follows the layers."""
+        """Returns one microbatch's times in a layer of each kind, in the embedding, and after the layers."""
         key = (self._kind_of(layout), layout.expert, layout.micro_batch)
         if key not in self._seconds:
             work = self._work_of(layout)

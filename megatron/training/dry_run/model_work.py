@@ -30,10 +30,12 @@ _DATA_GROUPS = ("dp", "dp_cp", "edp")
 
 @dataclass(frozen=True)
 class ModelWork:
-    """Of one rank of a layout. embedding: of the first chunk of a pipeline; end: of what the last chunk has beside its
-    layers, without a pipeline the embedding with it. update: the optimizer's kernels for state_bytes of states.
-    tied: messages about a table that the first and the last stage share. told: what else a step sends once, without
-    gradients and parameters of data-parallel ranks.
+    """The kernels and messages of one rank of a layout, by part.
+
+    embedding: of the first chunk of a pipeline; end: of what the last chunk has in addition to its layers, without a
+    pipeline also the embedding. update: the optimizer's kernels for state_bytes of states. tied: messages about a table
+    that the first and the last stage share. told: other messages sent once a step, without gradients and parameters of
+    data-parallel ranks.
     """
 
     embedding: PartWork
@@ -45,7 +47,7 @@ class ModelWork:
     told: tuple[Traffic, ...]
 
     def scaled(self, *, samples: float, experts: float, expert_ranks: float) -> "ModelWork":
-        """As PartWork.scaled."""
+        """Returns the work with every part scaled; see PartWork.scaled."""
         scale = partial(PartWork.scaled, samples=samples, experts=experts, expert_ranks=expert_ranks)
         layers = {kind: scale(part) for kind, part in self.layers.items()}
         return replace(self, embedding=scale(self.embedding), layers=layers, end=scale(self.end))
@@ -53,7 +55,7 @@ class ModelWork:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Of one stage of the short model. once: what it sends outside of passes."""
+    """The recorded work of one stage of the short model. once: messages outside of passes."""
 
     parts: dict[str, PartWork]
     once: tuple[Traffic, ...]
@@ -69,10 +71,11 @@ def model_work(
     of_each_kind: int = 2,
     has_all_replicas: bool = True,
 ) -> ModelWork:
-    """Of the run of validated args. Raises ValueError as the run would for a layer that cannot be built so.
+    """Traces a step of a short model of validated args and returns its work by part.
 
-    of_each_kind: layers that are run; a second one is like those behind it, the first may be taken for a part of what
-    is before it where its backward begins; 1 is faster. has_all_replicas: whether the short run has as many of them.
+    Raises ValueError as the run would for a layer that cannot be built. of_each_kind: layers that are run. The second
+    one is like all that follow it, while the first may be mistaken for a part of what precedes it where its backward
+    begins; 1 is faster. has_all_replicas: whether the short run has as many data-parallel ranks as the run.
     """
     kinds = distinct_kinds(args)
     pattern = [kind for kind in kinds for _ in range(of_each_kind)]
@@ -129,7 +132,7 @@ def _stage_of(
 
 
 def _tables(chunk: nn.Module, args: argparse.Namespace) -> dict[int, list[Table]]:
-    """Of a chunk's parameters and of their gradients in buffers, which lie as they do."""
+    """Maps storages to the tables of a chunk's parameters and of their gradients, which have the same layout."""
     found: dict[int, list[Table]] = {}
     for param in chunk.parameters():
         kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)

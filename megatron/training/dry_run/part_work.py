@@ -53,7 +53,7 @@ Counts = Counter[Counted]
 
 @dataclass(frozen=True)
 class PartWork:
-    """Of one microbatch in one part of a chunk; counts may be negative where a part is a difference of others.
+    """The work of one microbatch in one part of a chunk; counts may be negative where it is a difference of parts.
 
     recompute: forwards that backward runs again. traffic: with the phases forward and backward.
     """
@@ -64,11 +64,11 @@ class PartWork:
     traffic: tuple[Traffic, ...] = ()
 
     def chunk(self) -> ChunkWork:
-        """Its kernels as a plan has them."""
+        """Returns the kernels in the form that a plan uses."""
         return ChunkWork(*(_kernels(counts) for counts in (self.forward, self.backward, self.recompute)))
 
     def times(self, number: int) -> "PartWork":
-        """Of so many such parts."""
+        """Returns the work of that many such parts."""
 
         def counts(some: Counts) -> Counts:
             return Counter({one: n * number for one, n in some.items()})
@@ -77,8 +77,7 @@ class PartWork:
         return PartWork(counts(self.forward), counts(self.backward), counts(self.recompute), tuple(traffic))
 
     def scaled(self, *, samples: float, experts: float, expert_ranks: float) -> "PartWork":
-        """The same of so many times the samples, where each rank has so many times the experts, of so many times the
-        ranks."""
+        """Returns the work with samples, experts of a rank and ranks of experts multiplied by these factors."""
 
         def counts(some: Counts) -> Counts:
             found: Counts = Counter()
@@ -151,7 +150,7 @@ class PartRecorder(WorkRecorder):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """See WorkRecorder."""
+        """Records inside the block, and counts the layers that are entered."""
         handles = [
             layer.register_forward_pre_hook(self._enter_layer(number))
             for number, layer in enumerate(self._layers, start=1)
@@ -212,7 +211,10 @@ class PartRecorder(WorkRecorder):
         self._standing = {False: 0.0, True: 0.0}
 
     def _count_gradients(self, results: Iterable[Tensor], *, is_grouped: bool) -> None:
-        """Of a product without weights: a result as large as a weight, or one matrix for each expert, is a gradient."""
+        """Counts weight gradients among the results of a product without weights.
+
+        A result with a weight's shape, or with one matrix for each expert, is a gradient.
+        """
         for leaf in results:
             if is_grouped and leaf.dim() == 3:
                 self._standing[True] += leaf.nbytes
@@ -220,7 +222,7 @@ class PartRecorder(WorkRecorder):
                 self._standing[self._shapes[tuple(leaf.shape)]] += leaf.nbytes
 
     def _count_alike(self, leaves: Iterable[Tensor], known: Sequence[Tensor]) -> None:
-        """Of what adds a gradient to its place in a buffer: the gradient."""
+        """Counts the gradient of an operator that adds it to its place in a buffer."""
         shapes = {tuple(leaf.shape): self._is_of_experts(leaf) for leaf in known}
         for leaf in leaves:
             if tuple(leaf.shape) in shapes and leaf.untyped_storage()._cdata not in self._tables:

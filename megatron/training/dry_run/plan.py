@@ -60,17 +60,17 @@ NOT_PLANNED = "what the allocator keeps, and data"
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Of one rank: bytes by kind. layers: the numbers of its layers, from 1 over the model.
+    """The memory of one rank by kind, in bytes. layers: the numbers of its layers, from 1 over the model.
 
     parameters, gradients: of the buffers they lie in, with padding. masters, moments: the optimizer's. pages: of the
     paged stash, on the device. activations: at the fullest moment of the schedule. host_pages, host_states,
-    host_activations: pages, masters and moments, and what is offloaded for backward, in the host's memory.
-    sizes: elements of each logical tensor that the rank has a part of, as parameters_by_key. links: what it sends in a
-    step. buffers: how its parameters lie. chunks: what a microbatch computes in each of its model chunks; update: the
-    optimizer's kernels. groups: the ranks of those groups that links name. working: what passes take at
-    their fullest moment beside all this and free again, as logits, gradients under way and messages; updating: what the
-    update takes, when no activations are left; messages: of both, what collectives hold at once, gradients and
-    parameters that stand not counted. All 0 where nothing is trained.
+    host_activations: pages, masters and moments, and what is offloaded for backward, in the host's memory. sizes:
+    elements of each logical tensor that the rank has a part of, as parameters_by_key. links: what it sends in a step.
+    buffers: how its parameters lie. chunks: what a microbatch computes in each of its model chunks; update: the
+    optimizer's kernels. groups: the ranks of those groups that links name. working: what passes allocate at their
+    fullest moment in addition to all this and free again, as logits, gradients in flight and messages; updating: what
+    the update allocates, when no activations are left; messages: of both, what collectives hold at one time, persistent
+    gradients and parameters not counted. All 0 where nothing is trained.
     """
 
     rank: int
@@ -118,9 +118,11 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a rank of each pipeline stage. num_microbatches: of the last, largest step. is_balanced: whether
-    activations are those of experts that are all chosen equally often, as the number of their rows is not fixed.
-    flops_per_sample: of the model, as num_floating_point_operations counts them. stand_ins: see stand_ins.py.
+    """A RankPlan for one rank of each pipeline stage. num_microbatches: of the last, largest step.
+
+    is_balanced: whether activations assume that all experts are chosen equally often, as the number of their rows is
+    not fixed. flops_per_sample: of the model, as num_floating_point_operations counts them. stand_ins: see
+    stand_ins.py.
     """
 
     stages: list[RankPlan]

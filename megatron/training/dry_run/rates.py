@@ -51,7 +51,7 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
 
 
 def seconds_by_kind(kernels: Kernels, device: Device) -> dict[str, float]:
-    """Of all of them one after the other, by the kind of module."""
+    """Returns the time of all kernels run one after the other, by the kind of module."""
     found: dict[str, float] = {}
     for kernel, count in kernels.items():
         found[kernel.kind] = found.get(kernel.kind, 0.0) + count * kernel_seconds(kernel, device)
@@ -59,7 +59,7 @@ def seconds_by_kind(kernels: Kernels, device: Device) -> dict[str, float]:
 
 
 def compute_seconds(kernels: Kernels, device: Device) -> float:
-    """Of all of them one after the other."""
+    """Returns the time of all kernels run one after the other."""
     return sum(seconds_by_kind(kernels, device).values())
 
 
@@ -69,7 +69,8 @@ def ranks_in_node(ranks: Sequence[int], devices_per_node: int) -> int:
 
 
 def message_seconds(traffic: Traffic, device: Device, *, in_node: int) -> float:
-    """Of all messages of the entry, one after the other; in_node: ranks of the group that share a node.
+    """Returns the time of all messages of the entry, one after the other; in_node: ranks of the group that share a
+    node.
 
     Collectives run as rings through nodes, one for each rank that a node has of the group, so that a node sends with as
     many network ports; an all-to-all sends to each rank directly. Latencies are those of trees, log2 of the ranks.

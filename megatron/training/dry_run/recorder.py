@@ -98,7 +98,7 @@ class MessageRecorder(TorchDispatchMode):
         return merged(messages)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
+        """Records collectives and trace names, and runs every operator unchanged."""
         if func.namespace == "profiler":
             self._follow(func, args)
         elif func.namespace == "c10d":

@@ -85,7 +85,7 @@ class NoValues(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
+        """Answers reads of meta tensors, skips fused optimizer kernels, and runs other operators unchanged."""
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
             answer = self._answers.get(func)
@@ -111,8 +111,9 @@ def _on_host(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = 
 
 
 def _grouped_product(left: Tensor, right: Tensor, *more: Any, **rest: Any) -> Tensor:
-    """Of rows by expert with a matrix for each, or of two tables of rows, which makes such matrices; torch knows the
-    shapes of those of bf16 alone.
+    """Returns the empty result of a grouped product, since torch knows its shape for bf16 alone.
+
+    The product is of rows by expert with a matrix for each, or of two tables of rows, which gives one matrix an expert.
     """
     shape = left.shape[-2], right.shape[-1]
     ends = more[0] if more else rest["offs"]
@@ -217,7 +218,7 @@ def rehearsing(
 
 
 def live_rows(args: argparse.Namespace) -> float:
-    """Of the rows of experts' buffers, the share that has tokens."""
+    """Returns the share of expert buffer rows that hold tokens."""
     return 1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0)
 
 

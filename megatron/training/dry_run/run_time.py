@@ -63,7 +63,7 @@ def overlap_of(args: argparse.Namespace) -> Overlap:
 
 
 def places(plan: Plan, device: Device) -> dict[str, int]:
-    """Of each group, how many ranks share a node: of the stage where it is fewest."""
+    """Returns for each group how many of its ranks share a node, in the stage where they are fewest."""
     found: dict[str, int] = {}
     for stage in plan.stages:
         for name, ranks in stage.groups.items():

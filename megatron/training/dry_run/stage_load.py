@@ -23,7 +23,7 @@ from megatron.training.dry_run.traffic import Traffic, merged
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Of a microbatch. exposed: messages that its passes wait for."""
+    """Times of one microbatch. exposed: messages that its passes wait for."""
 
     forward: float
     backward: float
@@ -31,7 +31,7 @@ class PassSeconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all fields."""
         return self.forward + self.backward + self.exposed
 
 

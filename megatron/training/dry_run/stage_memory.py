@@ -205,9 +205,9 @@ def expert_layers(facts: ModelFacts, shape: Shape, *, part: int) -> int:
 def fullest_moments(
     pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Of each chunk, the microbatches between forward and backward, at the moments of a stage that no other exceeds.
+    """Returns the microbatches of each chunk between forward and backward, at the moments that no other exceeds.
 
-    Of a long step a shorter one stands for it, which has as many rounds as it takes to fill the pipeline.
+    A long step is replaced by a shorter one, which has as many rounds as it takes to fill the pipeline.
     """
     alive = [0] * pipeline.num_chunks
     found: set[tuple[int, ...]] = set()
@@ -230,7 +230,7 @@ def full_rounds(group_size: int) -> int:
 
 @lru_cache(maxsize=256)
 def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None) -> list[list[Action]]:
-    """Of a step that is no longer than it takes to fill the pipeline."""
+    """Returns the order of passes of each stage, in a step no longer than it takes to fill the pipeline."""
     length = short_step(num_microbatches, group_size or pipeline.num_stages)
     return stage_orders(pipeline, length, group_size=group_size)
 
@@ -251,7 +251,7 @@ def stash_bytes(facts: ModelFacts, shape: Shape, *, stage: int) -> tuple[int, in
 
 
 def _expert_layer_numbers(facts: ModelFacts, shape: Shape) -> list[list[int]]:
-    """Of each part, the numbers of its layers with experts, from 1 over the model."""
+    """Returns for each part of the pipeline the numbers of its layers with experts, from 1 over the model."""
     numbers, first = [], 1
     for part, kinds in enumerate(shape.layers):
         found = [first + index for index, kind in enumerate(kinds) if kind.has_experts]

@@ -74,7 +74,7 @@ class StageTime:
 
     @property
     def compute(self) -> float:
-        """Of passes."""
+        """Seconds of all passes."""
         return self.forward + self.recompute + self.backward
 
 
@@ -191,7 +191,7 @@ class _StageClock:
         self.update = self._step + self._step_messages + self._late_gather
 
     def seconds(self, action: Action) -> float:
-        """Of a pass, without what it waits for parameters."""
+        """Returns the time of a pass, without waits for parameters."""
         its = self.passes[action.kind][action.chunk]
         return its.compute + its.exposed
 
@@ -292,7 +292,7 @@ class _StageClock:
         return found
 
     def _streamed(self, kind: ActionKind, number: int) -> float:
-        """Of messages about parameters and gradients in each pass of a kind."""
+        """Returns the time of messages about parameters and gradients in each pass of a kind."""
         phases = self._overlap.in_every_pass
         gathers = self._gather / len(self._order) if PARAMS in phases else 0.0
         sums = self._reduction / number if GRADS in phases and kind is ActionKind.BACKWARD else 0.0

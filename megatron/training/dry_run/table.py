@@ -89,7 +89,7 @@ def _notes(plan: Plan, *, unit: str, size: int) -> list[str]:
 
 
 def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
-    """Of the stage with most in the host's memory, if any has something there."""
+    """Returns a line about the stage with most in the host's memory, if any uses it."""
     most = max(plan.stages, key=lambda stage: sum(stage.host.values()))
     kinds = ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in most.host.items() if count)
     if not kinds:

@@ -76,7 +76,7 @@ class WorkRecorder(TorchDispatchMode):
 
     @property
     def kind(self) -> str:
-        """Of the module that runs at this moment, or whose backward does."""
+        """The kind of the module whose forward or backward is running."""
         return kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
 
     @property
@@ -88,7 +88,7 @@ class WorkRecorder(TorchDispatchMode):
         return FORWARD if _FORWARD in self._names else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
+        """Runs an operator and counts its kernel, unless it is a view or free."""
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             self._follow(func, args)

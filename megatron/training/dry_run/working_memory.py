@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
         self.peaks[part] = self._bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
+        """Runs an operator and counts the storages that it allocated."""
         result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in self._storages((args, kwargs))}
         for storage in self._storages(result):
