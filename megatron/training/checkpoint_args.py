@@ -77,11 +77,11 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a checkpoint's arguments, those that make a run with the arguments `here` compute its model.
+    """Returns the checkpoint's arguments that make a run with the arguments `here` compute its model.
 
-    MODEL_SHAPE_DESTS, the vocabulary of a model that knows more ids than its tokenizer, and the way of balancing where
-    only one of the two uses Sinkhorn. Adapters that the run begins stay its own, and so do experts that it makes of a
-    dense model. An older checkpoint lacks what came later: it was trained with the defaults.
+    These are MODEL_SHAPE_DESTS, the vocabulary of a model that knows more ids than its tokenizer, and the way of
+    balancing where only one of the two uses Sinkhorn. Adapters that the run begins stay its own, and so do experts that
+    it makes of a dense model. An older checkpoint lacks newer arguments: it was trained with the defaults.
     """
     different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
     names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS

@@ -48,7 +48,7 @@ _MAX_PLANS = 8
 def build_expert_memory(
     model: Sequence[nn.Module], args: argparse.Namespace, *, groups: ProcessGroupCollection
 ) -> "ExpertMemory | None":
-    """That of the model's chunks on this rank; None where experts have as many rows as come."""
+    """Builds the expert memory of the model's chunks on this rank; None where experts are dropless."""
     config: TransformerConfig = get_model_config(model[0])
     if config.num_moe_experts is None or config.moe_expert_rank_capacity_factor is None:
         return None
@@ -61,22 +61,22 @@ def build_expert_memory(
 
 @dataclass(frozen=True)
 class _Plan:
-    """Of a step of a certain number of microbatches. stash: None where nothing is stashed."""
+    """The stash plan for steps of one number of microbatches. stash: None where nothing is stashed."""
 
     needs: StepNeeds
     stash: PagedStash | None
 
 
 class ExpertMemory:
-    """Of one rank; all ranks of a run have one, whether their stages hold experts or not.
+    """The expert buffers and stash of one rank; every rank has one, even if its stage holds no experts.
 
-    1. prepare: pages for a step of the run, once the checkpoint has told what it learned.
-    2. begin_step: the order of the step's passes is known, buffers and pages are empty.
-    3. void_flags: whether rows or pages were lacking; if they were on any rank, grow_sync and begin_step again.
-    4. end_step: what the step needed is read and remembered.
+    1. prepare: allocates pages for a step of the run, after the checkpoint was loaded with what it learned.
+    2. begin_step: fixes the order of the step's passes and empties buffers and pages.
+    3. void_flags: whether rows or pages were lacking; if they were on any rank, call grow_sync and begin_step again.
+    4. end_step: reads and records what the step needed.
     Attributes: step, what the layers share. last_step: the figures of the last complete training step. epoch: rises
     whenever a step that was captured in a CUDA graph may not be replayed any more, as its shapes, the pool, the stash
-    for its number of microbatches or that one's order are others; ask after begin_step. A reserve that grows does not
+    for its number of microbatches or that one's order have changed; ask after begin_step. A reserve that grows does not
     count. Ranks may differ in it.
     """
 
@@ -297,7 +297,7 @@ class ExpertMemory:
         return 0 if self._config.captures_experts else self._config.moe_paged_stash_prefetch_layers
 
     def _expected_share(self) -> float:
-        """Of C: the rows that a pass is expected to have."""
+        """Returns the share of C rows that a pass is expected to have."""
         most = max(self._learned.rows_share.values(), default=0.0)
         return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
 

@@ -33,12 +33,11 @@ class GraphedExperts(GraphParticipant):
         self._memory = memory
 
     def fingerprint(self) -> Hashable:
-        """See GraphParticipant: sizes of buffers and of the pool."""
+        """Returns the epoch of buffer and pool sizes."""
         return self._memory.epoch
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """See GraphParticipant."""
         stash = self._memory.stash
         if stash is None:
             yield
@@ -47,10 +46,8 @@ class GraphedExperts(GraphParticipant):
                 yield
 
     def captured(self) -> _Account:
-        """See GraphParticipant."""
         step = self._memory.step
         return _Account(list(step.passes), step.rows, step.stash)
 
     def replayed(self, account: _Account) -> None:
-        """See GraphParticipant."""
         self._memory.step.passes, self._memory.step.rows = list(account.passes), account.rows

@@ -128,14 +128,12 @@ class PassesOfStep(GraphParticipant):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """See GraphParticipant."""
         with self._timers.paused():
             yield
 
     def captured(self) -> tuple[Any, ...]:
-        """See GraphParticipant: what finalizes gradients after the step, tensors of the graph among it."""
+        """Returns the arguments that finalize gradients after the step, tensors of the graph among them."""
         return self._finalize.handed_over
 
     def replayed(self, account: tuple[Any, ...]) -> None:
-        """See GraphParticipant."""
         self._finalize.replayed(account)

@@ -37,7 +37,7 @@ def gradient_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of the memory behind them, each once; of a tensor that is spread over ranks, this one's part.
+    """Returns the bytes of the tensors' storages, each counted once; of a DTensor only this rank's part.
 
     tensors: any shape, any dtype.
     """
@@ -49,7 +49,10 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def held_bytes(
     model: Sequence[nn.Module], optimizer: MegatronOptimizer, *, memory: ExpertMemory | None = None
 ) -> dict[str, int]:
-    """Of this rank, by kind, as RankPlan has them; memory: of experts, whose stash may have pages."""
+    """Returns the bytes that this rank holds, by kind, as in RankPlan.
+
+    memory: of experts, whose stash may have pages.
+    """
     pages = {"device_pages": 0, "host_pages": 0}
     if memory is not None and memory.stash is not None:
         pages = memory.stash.pool.num_bytes

@@ -23,10 +23,10 @@ class NewParts:
 
     @classmethod
     def of(cls, args: argparse.Namespace, stored: Mapping[str, Any], *, may_upcycle: bool) -> "NewParts":
-        """Of a run with these arguments that loads what one with the arguments `stored` has saved; may_upcycle: where
-        that has no experts.
+        """Returns the new parts of a run that loads a checkpoint saved with the arguments `stored`.
 
-        Raises ValueError where the two models differ in anything else.
+        may_upcycle: where the checkpoint has no experts. Raises ValueError where the two models differ in anything
+        else.
         """
         experts = may_upcycle and is_upcycling(args, stored)
         (check_upcycling if experts else check_same_model)(args, stored)

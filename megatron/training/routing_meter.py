@@ -90,7 +90,7 @@ class _Place:
 
 
 def _stages_of(places: Sequence[_Place]) -> list[tuple[list[int], list[int]]]:
-    """Of each stage the ranks, in the order of the trace, and the layers; places: of each rank."""
+    """Returns the ranks, in the order of the trace, and the layers of each stage; places: of each rank."""
     stages: dict[int, tuple[list[int], list[int]]] = {}
     for rank, place in enumerate(places):
         ranks, _ = stages.setdefault(place.stage, ([], place.layers))

@@ -52,7 +52,7 @@ class RoutingHeader:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "RoutingHeader":
-        """Of a run with these arguments."""
+        """Returns the header of a run with these arguments."""
         has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
         has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
         shared_by = args.tensor_model_parallel_size * args.context_parallel_size

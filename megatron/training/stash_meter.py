@@ -76,7 +76,7 @@ class _Buffers(NamedTuple):
 
 @dataclass
 class _Interval:
-    """Of one rank, since the last log line: as much as there are layers, and six numbers a step."""
+    """One rank's figures since the last log line. Their size is one number a layer and six numbers a step."""
 
     totals: _Totals = _Totals()
     pool: _Pool = _Pool()
@@ -88,7 +88,7 @@ class _Interval:
     pages_factors: list[float] = field(default_factory=list)
 
     def add(self, step: StepFigures) -> None:
-        """Counts one more step in."""
+        """Adds the figures of one step."""
         counters = Multiset(step.counters)
         own = _Totals(
             planned_pages=counters[Counter.PLANNED_PAGES],
@@ -226,12 +226,15 @@ class StashMeter:
 
 
 def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
-    """Of each step the largest of all ranks, to seven digits, as the log has one for every step."""
+    """Returns the largest value of all ranks for each step, to seven digits, which keeps log lines short."""
     return tuple(float(f"{max(step):.7g}") for step in zip(*ranks, strict=True))
 
 
 def _rungs_by_kind(ranks: list[list[_Rungs]]) -> dict[str, list[int]]:
-    """Of each kind that occurred, how often in each step: over ranks, which run steps again together."""
+    """Returns how often each kind occurred in each step, over ranks, without kinds that never occurred.
+
+    A step that runs again does so on all ranks, and counts once.
+    """
     steps = [
         _Rungs(*map(sum, zip(*step, strict=True)))._replace(void_steps=max(one.void_steps for one in step))
         for step in zip(*ranks, strict=True)

@@ -68,20 +68,16 @@ class StepMemory(Protocol):
 
 
 class StepGraph(Protocol):
-    """What runs the passes from CUDA graphs, of a whole step or of its parts.
-
-    may_break_off: whether a call may raise CaptureFailedError, so that the start of the step has to be kept. failure:
-    why something could not be captured; None: all could so far.
-    """
+    """Runs the passes from CUDA graphs, of a whole step or of its parts."""
 
     @property
     def failure(self) -> str | None:
-        """See above."""
+        """Why something could not be captured; None while everything could."""
         ...
 
     @property
     def may_break_off(self) -> bool:
-        """See above."""
+        """Whether a call may raise CaptureFailedError, so that the start of the step has to be kept."""
         ...
 
     def __call__(

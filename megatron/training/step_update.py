@@ -22,20 +22,20 @@ from megatron.training.step_statistics import Reports, total_reports
 
 
 class StepUpdate:
-    """Launches what follows the passes one by one."""
+    """Finalizes gradients and updates parameters eagerly."""
 
     def __init__(self, finalize: DeferredFinalizer, optimizer: MegatronOptimizer, *, timers: Timers) -> None:
         self._finalize, self._optimizer, self._timers = finalize, optimizer, timers
 
     def run_sync(self) -> tuple[bool, float, float | None]:
-        """Does it, and returns what MegatronOptimizer.step does. Collective. NOTE: reads the device, see there."""
+        """Runs the update and returns what MegatronOptimizer.step does. Collective. NOTE: reads the device."""
         with self._timers("all-grads-sync", log_level=1):
             self._finalize.finish()
         with self._timers("optimizer", log_level=1):
             return self._optimizer.step()
 
     def forget(self) -> None:
-        """The passes were void."""
+        """Drops the gradients of void passes."""
         self._finalize.forget()
 
 
@@ -63,7 +63,10 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         self._done: DeviceStep | None = None  # by the graph, and not settled yet
 
     def run_sync(self) -> tuple[bool, float, float | None]:
-        """See StepUpdate; of a step that a graph has updated, takes note of it."""
+        """Runs the update, or records the one that the graph has done, and returns what MegatronOptimizer.step does.
+
+        Collective. NOTE: reads the device.
+        """
         if self._done is None:
             return super().run_sync()
         done, self._done = self._done, None
@@ -77,7 +80,7 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
             return self._optimizer.settle_step_sync(done)
 
     def forget(self) -> None:
-        """See StepUpdate: the device knew, and has updated nothing."""
+        """Drops a void step, of which the device has updated nothing."""
         super().forget()
         self._done = None
 
@@ -104,19 +107,17 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         return void
 
     def prepare(self) -> None:
-        """See GraphParticipant: fills in the learning rates."""
+        """Writes the learning rates that the graph reads."""
         self._optimizer.prepare_device_step()
 
     def captured(self) -> DeviceStep:
-        """See GraphParticipant: what each replay leaves for the host."""
+        """Returns the tensors that each replay leaves for the host."""
         captured, self._captured = self._captured, None
         assert captured is not None, "follow ran in the capture"
         return captured
 
     def dropped(self) -> None:
-        """See GraphParticipant."""
         self._optimizer.forget_broken_capture()
 
     def replayed(self, account: DeviceStep) -> None:
-        """See GraphParticipant."""
         self._done = account

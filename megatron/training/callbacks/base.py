@@ -173,51 +173,42 @@ class Callback:
 
 @dataclass
 class CallbackList(Callback):
-    """Hands each moment to its callbacks, in order."""
+    """Forwards each moment to its callbacks, in order."""
 
     callbacks: Sequence[Callback] = field(default_factory=tuple)
 
     def on_train_start(self, start: RunStart) -> None:
-        """See Callback."""
         for callback in self.callbacks:
             callback.on_train_start(start)
 
     def on_step_start(self, iteration: int) -> None:
-        """See Callback."""
         for callback in self.callbacks:
             callback.on_step_start(iteration)
 
     def on_step_end(self, report: StepReport) -> None:
-        """See Callback."""
         for callback in self.callbacks:
             callback.on_step_end(report)
 
     def on_evaluation_start(self, iteration: int) -> None:
-        """See Callback."""
         for callback in self.callbacks:
             callback.on_evaluation_start(iteration)
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """See Callback."""
         for callback in self.callbacks:
             callback.on_evaluation_end(report)
 
     def on_save(self, iteration: int) -> None:
-        """See Callback."""
         for callback in self.callbacks:
             callback.on_save(iteration)
 
     def on_rewind(self, iteration: int) -> None:
-        """See Callback."""
         for callback in self.callbacks:
             callback.on_rewind(iteration)
 
     def on_train_end(self) -> None:
-        """See Callback."""
         for callback in self.callbacks:
             callback.on_train_end()
 
     def on_run_end(self) -> None:
-        """See Callback."""
         for callback in self.callbacks:
             callback.on_run_end()

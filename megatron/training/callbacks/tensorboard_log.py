@@ -108,7 +108,10 @@ class TensorBoardLog(Callback):
 
 
 def _stash_scalars(report: StepReport) -> dict[str, float]:
-    """Of expert buffers and the paged stash since the last log line; layers count from 0 as in the tags of routers."""
+    """Returns scalars of expert buffers and the paged stash since the last log line.
+
+    Layers count from 0, as in the tags of routers.
+    """
     stash = report.stash
     if stash is None:
         return {}

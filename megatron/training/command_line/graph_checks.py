@@ -52,7 +52,7 @@ def graph_modules(args: argparse.Namespace) -> list[str]:
 
 
 def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Of flags that one of the two kinds of graphs, or both, cannot have: name, whether it is set, and why not."""
+    """Returns flags that one or both kinds of graphs cannot support: name, whether it is set, and why not."""
     draws = args.hidden_dropout > 0 or args.attention_dropout > 0 or args.moe_input_jitter_eps is not None
     common: list[tuple[str, Any, str]] = [
         (

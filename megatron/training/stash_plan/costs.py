@@ -31,10 +31,10 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Of one stage, on the rank whose value is the largest: seconds of a step, means over steps.
+    """Costs of one stage, on the rank with the largest value: seconds of a step, means over steps.
 
-    forward, backward: of the experts' own products, beside which copies can run. stash: to copy rows into pages and
-    back. spill: one way to the host. act, gate_up: computed again. line: what the stash saves, in words.
+    forward, backward: of the experts' own products, during which copies can run. stash: to copy rows into pages and
+    back. spill: one way to the host. act, gate_up: to recompute them. line: a sentence on what the stash saves.
     """
 
     stage: int
@@ -56,7 +56,7 @@ class StageCosts:
 
     @property
     def words(self) -> str:
-        """What it costs in time."""
+        """A sentence on the time that it costs."""
         extra = (self.stash + self.act + self.gate_up) / (self.forward + self.backward)
         return f"copies and recomputation take {extra:.1%} of the experts' own time"
 
@@ -73,7 +73,7 @@ def machine_of(device: Device, flags: StashFlags) -> Machine:
 
 
 def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan], machine: Machine) -> list[StageCosts]:
-    """Of each stage that stashes something."""
+    """Returns the costs of each stage that stashes something."""
     costs = []
     for number, stage in enumerate(plan.walk.stages):
         if not stage.layouts or not stage.layouts[-1]:
@@ -154,7 +154,7 @@ def verdict(
 
 
 def _fullest(costs: Sequence[StageCosts]) -> StageCosts:
-    """Of the stage whose experts leave most for backward."""
+    """Returns the stage whose experts save most for backward."""
     return max(costs, key=lambda one: one.footprint.static_bytes)
 
 

@@ -42,12 +42,12 @@ class Outlook:
     walk: Walk
 
     def share_up_to(self, rung: Rung) -> float:
-        """Of the steps, those that come to this rung or to none above it."""
+        """Returns the share of steps that reach this rung or a lower one."""
         return self.walk.share_up_to(rung)
 
 
 def needs_of_steps(run: PlannedRun, spans: Sequence[RoutingSpan]) -> Needs:
-    """Of all steps, whatever the factors."""
+    """Returns the needs of all steps, which do not depend on the factors."""
     found = walk(run, run.flags, spans=spans, grows=False)
     pages = [stage.pages_wanted.max(axis=1) / max(1, stage.balanced_pages) for stage in found.stages]
     rows = np.concatenate([factors_needed(span, run) for span in spans])

@@ -113,7 +113,7 @@ class StageWalk:
         return peak
 
     def learn(self, part: RoutingSpan) -> None:
-        """Of steps that were not void."""
+        """Records the rows of steps that were not void."""
         if not part.num_steps or not self.layers:
             return
         self._shares = np.maximum(self._shares, self._shares_of(part).max(axis=0).T)
@@ -179,7 +179,7 @@ class StageWalk:
 
 
 def _reserve(needs: StepNeeds, num_rows: int) -> list[ReserveRow]:
-    """Of each forward of the step, what its tensors leave free where passes are expected to have so many rows."""
+    """Returns the pages that each forward of the step leaves free if passes have that many rows."""
     own, resident = (
         pages_for(needs.specs, num_rows, layout=PoolLayout(needs.page_bytes, 1)),
         resident_groups(needs.events),

@@ -51,7 +51,7 @@ class StashFlags:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "StashFlags":
-        """Those of a run."""
+        """Returns the settings of a run."""
         return cls(**{one.name: vars(config)[one.name] for one in fields(cls)})
 
     @property
@@ -62,9 +62,10 @@ class StashFlags:
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Who shares experts in a stage. num_experts, topk: of a layer; tokens: of a rank's micro-batch; num_ranks: of the
-    stage, of which num_sharing share all experts, and num_shards of these each expert. budget: of their buffers.
-    counts_pairs: whether what one rank sends another has limited room too.
+    """The ranks of a stage that share experts. num_experts, topk: of a layer; tokens: of a rank's micro-batch.
+
+    num_ranks: of the stage, of which num_sharing share all experts, and num_shards of these each expert. budget: of
+    their buffers. counts_pairs: whether rows from one rank to another are limited, too.
     """
 
     num_experts: int
@@ -78,7 +79,7 @@ class ExpertRanks:
 
     @property
     def num_groups(self) -> int:
-        """Of ranks that share all experts with each other."""
+        """Number of groups of ranks that share all experts with each other."""
         return self.num_ranks // self.num_sharing
 
     @property
@@ -108,7 +109,7 @@ class PlannedStage:
 
     @classmethod
     def of(cls, schedule: ExpertSchedule) -> "PlannedStage":
-        """That of a rank with this schedule."""
+        """Returns the stage of a rank with this schedule."""
 
         @lru_cache(maxsize=32)
         def moves(num_microbatches: int, prefetch_groups: int) -> Sequence[PageMove]:
@@ -143,7 +144,7 @@ class PlannedRun:
 
 
 def planned_run(args: argparse.Namespace, model_provider: Callable[..., nn.Module]) -> PlannedRun:
-    """Of validated arguments, whose world_size says how many ranks there are, with experts in buffers of fixed size."""
+    """Returns the run of validated arguments, with world_size ranks and static expert buffers."""
     stages, found = [], None
     for rank in pipeline_of(args, 0):
         with as_rank(args, rank) as groups:

@@ -35,7 +35,7 @@ class Rung(enum.IntEnum):
 
 @dataclass(frozen=True)
 class StageSteps:
-    """Of one stage, for all steps S and its N expert ranks.
+    """The results of one stage, for all steps S and its N expert ranks.
 
     layouts: of each step, the ranks' pools; () without a stash. counters: as the pool's own, none without a stash;
     dropped_rows: of groups whose gate_up or act was dropped; pages_wanted: the peak, had every tensor got its own.
@@ -66,11 +66,11 @@ class Walk:
     ended_at: int | None
 
     def share(self, rung: Rung) -> float:
-        """Of the steps, those that come to this rung."""
+        """Returns the share of steps that reach exactly this rung."""
         return float((self.rungs == rung).mean())
 
     def share_up_to(self, rung: Rung) -> float:
-        """Of the steps, those that come to this rung or to none above it."""
+        """Returns the share of steps that reach this rung or a lower one."""
         return float((self.rungs <= rung).mean())
 
 
