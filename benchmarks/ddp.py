@@ -98,7 +98,10 @@ def parse_options() -> argparse.Namespace:
 
 
 def overlap_figures(measured: dict[str, list[Measurement]]) -> dict[str, dict[str, float]]:
-    """Of each side with overlap: what was hidden of what fits, and its CPU and wall time over those without."""
+    """Returns for each side with overlap the hidden share of what fits, and its CPU and wall time ratios.
+
+    The ratios are to the same side without overlap.
+    """
     figures: dict[str, dict[str, float]] = {}
     for name, without in WITHOUT.items():
         shares = [one.figure for one in measured.get(name, []) if one.figure is not None]

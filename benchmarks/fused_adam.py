@@ -139,7 +139,7 @@ def count_memory(chosen: Mapping[str, Build], *, ranks: int) -> dict[str, tuple[
 
 
 def live_bytes(build: Build, *, rank: int, ranks: int, port: int) -> tuple[float, float]:
-    """Of one rank, see count_memory."""
+    """Returns one rank's live bytes per parameter between steps, and the most in a step; see count_memory."""
     join_ranks(rank, ranks=ranks, port=port)
     with PeakBytes() as held:
         step = build()

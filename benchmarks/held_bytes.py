@@ -52,12 +52,12 @@ class HeldBytes:
 
 @dataclass
 class Peaks:
-    """Of the steps inside an ExpertBytes.
+    """Peaks over the steps inside an ExpertBytes.
 
-    held: when activations took most, between forwards of expert layers, so that nothing counts but what waits for
-    backward. wire: most bytes of that kind, forwards included. working_set: the largest group's whole buffers that went
-    into pages. excess_pages: how many more pages were held than live bytes fill, less one for each tensor; the memory
-    law says at most 0. page_bytes, high_water: of the pool; 0 without one.
+    held: when activations took most, between forwards of expert layers, so that only what is saved for backward counts.
+    wire: most bytes of that kind, forwards included. working_set: the largest group's whole buffers that went into
+    pages. excess_pages: how many more pages were held than live bytes fill, less one for each tensor (at most 0 by the
+    memory law). page_bytes, high_water: of the pool; 0 without one.
     """
 
     held: HeldBytes = HeldBytes()

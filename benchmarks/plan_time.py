@@ -73,7 +73,7 @@ def build_dense() -> Callable[[], None]:
 
 
 def estimated_seconds(flags: list[str]) -> float:
-    """Of a step of a run with these flags on RANKS ranks of this machine."""
+    """Returns the estimated step time of a run with these flags on RANKS ranks of this machine."""
     args = validate_args(parse_args(argv=[*flags, "--dry-run", "--world-size", str(RANKS)]))
     plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     step = run_time(plan, args, device=planned_device({**os.environ, NAME_VARIABLE: CPU_NAME}))

@@ -230,7 +230,7 @@ def run_rank(case: Case, connection: Connection, *, rank: int, port: int) -> Non
 
 
 def figures_of(run: TrainingRun, peaks: Peaks, *, rss: int) -> RankFigures:
-    """Of this rank's last step."""
+    """Returns the figures of this rank's last step."""
     step = None if run.expert_memory is None else run.expert_memory.last_step
     if step is None or step.layout is None:
         return RankFigures(peaks, arena_bytes=0, dropped=0, voids=0, rss_bytes=rss)

@@ -75,7 +75,7 @@ class Sizes:
 
     @property
     def widths(self) -> list[int]:
-        """Of x, gate_up, act and weights, in elements."""
+        """Widths of x, gate_up, act and weights, in elements."""
         return [self.hidden, 2 * self.ffn, self.ffn, 1]
 
 

@@ -46,7 +46,7 @@ SHARDED = {"use_distributed_optimizer": True}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and its batch; a layer has 8 x hidden x hidden parameters."""
+    """Sizes of the model and its batch; a layer has 8 x hidden x hidden parameters."""
 
     layers: int
     hidden: int

@@ -49,7 +49,7 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Of the group's live rows, about."""
+        """Approximate bytes of the group's live rows."""
         return 4 * self.width * self.rows
 
 
@@ -88,7 +88,7 @@ def measure(case: Case, rounds: int, *, device: torch.device) -> dict[str, Any]:
 
 
 def rates(seconds: dict[str, list[float]], bench: Bench) -> dict[str, float]:
-    """Of both directions together; GB/s count bytes read and bytes written."""
+    """Returns the rates of both directions together; GB/s count bytes read and bytes written."""
     copies = [sum(pair) for pair in zip(seconds["copy_in"], seconds["copy_out"], strict=True)]
     ours = [sum(pair) for pair in zip(seconds["stash"], seconds["restore"], strict=True)]
     moved = 4 * bench.live_bytes / 1e9
