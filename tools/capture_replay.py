@@ -50,7 +50,6 @@ class _CountedTapes(TapeGraphs):
 
     @contextmanager
     def capturing(self) -> Iterator[Tape]:
-        """See TapeGraphs."""
         self.num_captures += 1
         with super().capturing() as tape:
             yield tape
@@ -80,7 +79,7 @@ def _first_difference(own: _Trained, expected: _Trained) -> list[str]:
 
 
 def _train(argv: Sequence[str], num_steps: int, *, tapes: _CountedTapes | None) -> list[_Trained]:
-    """Of each rank."""
+    """Trains the run, with tapes if given, and returns the results of each rank."""
     asked, rest = asked_of(argv)
     with FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
         # Other kernels for experts in fp32 are told by the host, on the CPU alone, where rows begin.

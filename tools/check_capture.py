@@ -104,7 +104,7 @@ def breaks_of(argv: Sequence[str]) -> list[str]:
 
 @dataclass
 class LintedGraphs:
-    """A GraphDevice that captures nothing: the passes run, and are looked at."""
+    """A GraphDevice that captures nothing: it runs the passes and collects what a graph could not hold."""
 
     regions: list[Region] = field(default_factory=list)
     _may_be_together: bool = False
@@ -112,12 +112,12 @@ class LintedGraphs:
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """See GraphDevice."""
+        """Runs its body unchanged."""
         yield
 
     @contextmanager
     def capturing(self) -> Iterator["LintedGraphs"]:
-        """See GraphDevice."""
+        """Runs its body and collects what a graph could not hold, as a new region."""
         earlier = self.regions[-1] if self._are_together else None
         with collect_refusals(get_cuda_rng_tracker().generators(), goes_on_with=earlier) as region:
             self.regions.append(region)
@@ -126,7 +126,7 @@ class LintedGraphs:
 
     @contextmanager
     def capturing_together(self) -> Iterator[None]:
-        """See GraphDevice."""
+        """Lets each region of the block continue with tensors of the one before."""
         self._may_be_together = True
         try:
             yield
@@ -134,7 +134,7 @@ class LintedGraphs:
             self._may_be_together = self._are_together = False
 
     def replay(self) -> None:
-        """See Graph: what was to be captured has run already."""
+        """Does nothing: the passes ran already in place of the capture."""
 
     def breaks(self, steps: StepRunner) -> list[str]:
         """What was found, once the results have been used."""

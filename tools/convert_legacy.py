@@ -244,7 +244,7 @@ def model_args(stored: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def json_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Of arguments, those that are numbers, text, or lists and dicts of them."""
+    """Returns the arguments that are numbers, text, or lists and dicts of them."""
     return {name: value for name, value in args.items() if _is_json(value)}
 
 

@@ -182,7 +182,7 @@ def _left_out(run: PlannedRun, groups: int) -> list[str]:
 
 
 def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[RoutingSpan]) -> list[Outlook]:
-    """Of each page size, host factor and device factor."""
+    """Returns the outlook for each page size, host factor and device factor."""
     flags, given = run.flags, run.flags.moe_paged_stash_page_size
     # Of larger pages one alone holds a whole buffer.
     rows = run.ranks.max_rows(flags.moe_expert_rank_capacity_factor or 1.0)

@@ -273,7 +273,7 @@ class LogReader:
 
     @staticmethod
     def _rungs(record: dict[str, Any]) -> dict[str, list[int]]:
-        """Of each step, by name; the log leaves out a kind that did not occur."""
+        """Returns each rung's counts by step; a kind that the log leaves out did not occur."""
         counts = record.get("rungs")
         if counts is None:
             return {}
@@ -316,7 +316,7 @@ def _number(value: Any) -> float | None:
 
 
 def _rising(steps: "array[int]", values: "array[float]") -> Series:
-    """Of a step that is there twice the later line counts."""
+    """Returns the series in rising order; of a step that is there twice the later line counts."""
     all_steps, all_values = np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
     if np.all(np.diff(all_steps) > 0):
         return Series(all_steps, all_values)

@@ -137,7 +137,7 @@ def _recommended(plan: StashPlan) -> str:
 
 
 def _memory(plan: StashPlan) -> str:
-    """Of the stage that holds most, as it is without a stash and with each of the recommended ones."""
+    """Draws the stage that holds most, without a stash and with each of the recommended ones."""
     stages = {rung: max(of, key=lambda one: one.footprint.static_bytes) for rung, of in plan.costs.items() if of}
     if not stages:
         return ""
@@ -193,7 +193,10 @@ def _worst(stages: Sequence[StageCosts]) -> dict[str, float]:
 
 
 def _spills(plan: StashPlan) -> str:
-    """Of each row that spills: how long one way takes, beside the experts' forward, which is the shorter of both."""
+    """Draws how long each configuration that spills takes one way, with the experts' forward as the limit.
+
+    The forward is the shorter of the experts' passes.
+    """
     spilling = [one for one in [*plan.table, *plan.recommended.values()] if one.spilled_bytes]
     stages = next(iter(plan.costs.values()), [])
     if not spilling or not stages:

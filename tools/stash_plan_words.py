@@ -215,7 +215,7 @@ def _stage_numbers(stage: StageSteps) -> list[int]:
 
 
 def _stage(stage: StageSteps) -> dict[str, Any]:
-    """Of each step the ranks' counts."""
+    """Returns the ranks' counts in each step."""
     return {
         "page_bytes": stage.page_bytes,
         "balanced_pages": stage.balanced_pages,

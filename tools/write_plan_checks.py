@@ -85,7 +85,7 @@ def rows() -> Iterator[Row]:
 
 
 def parameter_rows() -> Iterator[Row]:
-    """Of published models; layers that predict further tokens are not counted, as they come on top."""
+    """Yields the parameters of published models, without layers of multi-token prediction, which come on top."""
     for name, published in PARAMETERS.items():
         # What steps hold is not asked for.
         words = "--mtp-num-layers 0 --seq-length 64 --micro-batch-size 1 --global-batch-size 1 --skip-train --load none"
