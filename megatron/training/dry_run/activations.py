@@ -173,9 +173,7 @@ class AsFusedKernels(TorchFunctionMode):
         self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs attention, dropout and RMSNorm so that they save what fused kernels save; other functions run
-        unchanged.
-        """
+        """Makes attention, dropout and RMSNorm save what fused kernels save; runs other functions unchanged."""
         if func is F.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3], self._note, _unmasked_share(args, kwargs or {}))
         if func is F.rms_norm:
