@@ -47,7 +47,7 @@ class _ParamAndGradBucketGroup(SyncedGroup):
     # For users: each in its turn among all groups.
 
     def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:
-        """Says that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad` itself."""
+        """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`."""
         self.note_added(param)
         self.order.gradient_ready(self, param)
 
@@ -87,7 +87,7 @@ class _ParamAndGradBucketGroup(SyncedGroup):
             self._put_aside(entry, grad.clone())
 
     def note_added(self, param: nn.Parameter) -> None:
-        """Says that someone added a gradient to main_grad, without the scale."""
+        """Records that a caller added a gradient to main_grad, without the scale."""
         if self.grad_state is not GradState.COLLECTING:
             name = self._bucket_of[param].buffer.entry_of[param].name
             raise RuntimeError(f"register_grad_ready: the gradient of {name} was added while that was being reduced")
@@ -132,16 +132,16 @@ class _ParamAndGradBucketGroup(SyncedGroup):
             self._late_reductions.append(self._reduce(bucket, late))
 
     def advance(self) -> None:
-        """Starts what follows the first messages, so that several groups' may be under way together. Collective."""
+        """Starts the second stage of reductions, so that several groups may run theirs together. Collective."""
         for handle in self._reductions:
             handle.advance()
 
     def advance_early(self) -> bool:
-        """Starts what may follow before the end, without blocking the host; whether all of it is under way."""
+        """Starts the second stage early, without blocking the host; returns whether all of it is in flight."""
         return all(handle.advance_early() for handle in self._reductions)
 
     def advance_second_round(self) -> None:
-        """As `advance`, of the second round; after all groups' `advance`, which others may have started long ago."""
+        """Starts the second stage of late reductions, as `advance` does for the first round. Collective."""
         for handle in self._late_reductions:
             handle.advance()
 
@@ -157,13 +157,13 @@ class _ParamAndGradBucketGroup(SyncedGroup):
         self.take_sums()
 
     def take_sums(self) -> None:
-        """Makes every main_grad what was reduced, if it was."""
+        """Copies the reduced values into every main_grad, if the group is reduced."""
         if self.grad_state is GradState.REDUCED:
             for entry in self.entries:
                 entry.take_wire()
 
     def abandon(self) -> None:
-        """Ends reductions whose sums nobody wants. Collective."""
+        """Ends reductions in flight and discards their results. Collective."""
         if self.can_repeat:
             self._discard()
         else:

@@ -16,8 +16,9 @@ from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket
 
 
 class Traffic(Enum):
-    """What is sent. LATE: a second round, for gradients that came after the first had started. AGREE: the few numbers
-    of the end of an iteration, which belong to no group.
+    """Kinds of traffic. LATE: a second round, for gradients added after the first had started.
+
+    AGREE: the few numbers at the end of an iteration, which belong to no group.
     """
 
     REDUCE = "reduce"
@@ -27,7 +28,7 @@ class Traffic(Enum):
 
 
 class ObservedGroup(Protocol):
-    """What an observer sees of a bucket group."""
+    """The view of a bucket group that an observer gets."""
 
     name: str
     buckets: list[_ParamAndGradBucket]
@@ -35,66 +36,66 @@ class ObservedGroup(Protocol):
 
     @property
     def can_repeat(self) -> bool:
-        """Whether gradients under reduction stay as they were sent until someone waits for the sums."""
+        """Whether gradients under reduction keep the values that were sent until the wait."""
         ...
 
     def works(self, traffic: Traffic) -> list[dist.Work]:
-        """The messages under way."""
+        """The collectives in flight."""
         ...
 
 
 class BucketObserver(Protocol):
     """The moments of an iteration, in this order for each bucket group; those of several groups interleave.
 
-    An observer that raises ends the iteration, before what it objects to has happened.
+    An observer that raises ends the iteration before the event that it objects to.
     """
 
     def attach(self, groups: Sequence[ObservedGroup], module: nn.Module) -> None:
-        """These groups, of another model chunk with this module, are to be observed as well."""
+        """Adds the groups of another model chunk with this module to the observed ones."""
         ...
 
     def begin_iteration(self) -> None:
-        """Gradients are to be forgotten; comes once a chunk, before the first gradient of any."""
+        """Called once a chunk before the first gradient of any chunk: gradients are about to be dropped."""
         ...
 
     def before_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
-        """A gradient has come, and will be moved to `param.main_grad`, or aside if it is late."""
+        """Called when a gradient is ready, before it moves to `param.main_grad`, or elsewhere if it is late."""
         ...
 
     def after_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
-        """It was moved."""
+        """Called when a gradient was moved."""
         ...
 
     def before_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """Collectives over the group's buckets come next."""
+        """Called before collectives over the group's buckets are launched."""
         ...
 
     def after_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """They are under way."""
+        """Called when these collectives are in flight."""
         ...
 
     def before_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """Someone needs the result; may come more than once, where a collective has several parts."""
+        """Called before a wait for the result; more than once where a collective has several parts."""
         ...
 
     def after_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
-        """The wait is over."""
+        """Called after that wait."""
         ...
 
     def before_agreement(self) -> None:
-        """All gradients have come, and everything is launched: the ranks of the stage wait for each other."""
+        """Called when everything is launched, before the ranks of the stage wait for each other."""
         ...
 
     def after_agreement(self) -> None:
-        """They have."""
+        """Called when the ranks of the stage have agreed."""
         ...
 
     def end_iteration(self) -> None:
-        """All groups of all chunks hold their sums; the optimizer may step."""
+        """Called when all groups of all chunks are reduced; the optimizer may step."""
         ...
 
     def gather_due(self, group: ObservedGroup) -> None:
-        """This rank's shards of the parameters are new, the others' stale until the next gather is waited for."""
+        """Called when this rank's parameter shards are new; the others are stale until the wait for the next gather."""
         ...
 
 

@@ -222,10 +222,10 @@ def launched_before_next_was_ready(step: StepTimes) -> list[bool]:
 
 
 def hidden_share(step: StepTimes) -> float | None:
-    """How much of the reductions ran before backward ended, of what could have; 1 is the best there is.
+    """Returns the share of reduction time hidden by backward, out of what could have been hidden; 1 is the best.
 
-    What could have: each transfer takes as long as it did, starts when its last gradient has come and the one before
-    it is done. None where nothing could have, as with one bucket, whose last gradient is the last of all.
+    What could have: each transfer takes as long as it did, starts when its last gradient is ready and the one before it
+    is done. None where nothing could have been hidden, as with one bucket, whose last gradient is the last of all.
     """
     hidden = possible = 0.0
     free = ideally_free = 0.0  # when the transfers before this one were, or could have been, done

@@ -16,7 +16,7 @@ from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer
 
 @dataclass(frozen=True, eq=False)
 class UnitBucket:
-    """What a unit has in a buffer."""
+    """The part of a unit that lies in one buffer."""
 
     buffer: ShardedFlatBuffer
     layout: BucketLayout
@@ -24,18 +24,18 @@ class UnitBucket:
 
 
 class UnitGroup:
-    """A unit, or what of it is given out together, as a group of one bucket. name: the same on all ranks."""
+    """A unit, or a part of it that is released separately, as a group of one bucket. name: the same on all ranks."""
 
     def __init__(self, bucket: UnitBucket, *, name: str) -> None:
         self.name, self.buckets, self.entries = name, [bucket], bucket.entries
         self._buffer, self._index = bucket.buffer, bucket.layout.index
 
     def open(self) -> None:
-        """Lets torch reduce into the places of gradients; what it has reduced elsewhere is taken there."""
+        """Lets torch reduce into the places of gradients, and moves there what it has reduced elsewhere."""
         self._buffer.open_grads(self._index)
 
     def close(self) -> None:
-        """Says that nobody needs the gradients any more."""
+        """Releases the gradients."""
         self._buffer.close_grads(self._index)
 
     def named_grads(self) -> list[tuple[str, torch.Tensor]]:
@@ -47,7 +47,7 @@ class UnitGroup:
         return bucket.buffer.grad_of(bucket.layout.span)
 
     def take_sums(self) -> None:
-        """Hooks may have put others in the place of gradients: they are taken to theirs."""
+        """Moves gradients that hooks have replaced to their places."""
         self.close()
 
 

@@ -28,9 +28,9 @@ from megatron.core.distributed.sharded_flat_buffer import ShardedFlatBuffer
 
 
 class UnitsGiven(Protocol):
-    """When units are given out. error: of a hook or an optimizer, which was kept in backward; None: there was none.
+    """Decides when units are released. error: of a hook or an optimizer in backward, kept for the end; None without.
 
-    is_evaluating: in a forward of all that has no backward.
+    is_evaluating: whether a forward of the whole model runs that has no backward.
     """
 
     is_last_backward: bool
@@ -43,11 +43,11 @@ class UnitsGiven(Protocol):
         ...
 
     def settle(self) -> None:
-        """After the last backward: all gradients that were not given out are in their places, and checked."""
+        """Waits after the last backward until all gradients that were not released are in place, and checks them."""
         ...
 
     def give(self) -> None:
-        """Gives out all that were not given out yet."""
+        """Releases all units that were not released yet."""
         ...
 
 
@@ -175,7 +175,7 @@ class _WatchedUnit:
         self.is_given = False
 
     def settle(self, checks: GradChecks | None) -> None:
-        """Its sums are there, for the current stream; where it has none they are zeros."""
+        """Makes the current stream wait for the unit's sums and checks them; missing gradients are zeros."""
         wait_for_sums(self._module)
         for group in self.groups:
             group.open()

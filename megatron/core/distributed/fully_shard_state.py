@@ -86,14 +86,14 @@ class ParamShard:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows lie; where they are to lie while they are on the meta device."""
+        """The device of the rows; for rows on the meta device, the one they will be on."""
         if not self.local.is_meta or default_device().type == "meta":
             return self.local.device
         return torch.device("cpu") if self._state.offload_to_cpu else torch.device(self._state.device)
 
     @property
     def whole(self) -> nn.Parameter | None:
-        """What modules compute with, [*parameter shape], memory behind it or not; None before the first gather."""
+        """The gathered parameter, [*parameter shape], with or without memory; None before the first gather."""
         return vars(self._state).get("_unsharded_param")
 
     @property
@@ -107,7 +107,7 @@ class ParamShard:
         return self.local.data_ptr() != self._address or self.param.untyped_storage()._cdata != self._storage
 
     def note_converted(self) -> None:
-        """Says that torch has exchanged what is behind the parameter."""
+        """Records that torch has replaced the storage of the parameter."""
         self._memory: torch.Tensor = self._state._sharded_param_data
         self._address, self._storage = self.local.data_ptr(), self.param.untyped_storage()._cdata
 
@@ -237,15 +237,15 @@ class PassWatcher(Protocol):
     """An observer of the forwards and backwards of one module that fully_shard was applied to."""
 
     def forward_begins(self) -> None:
-        """Its parameters are about to be needed: in a forward, or where a backward runs that again."""
+        """Called when parameters are about to be used, in a forward or in one that backward recomputes."""
         ...
 
     def reduction_begins(self) -> None:
-        """Its gradients are about to be reduced."""
+        """Called when gradients are about to be reduced."""
         ...
 
     def backward_ends(self, *, is_reduced: bool) -> None:
-        """Its backward is over, of one forward at least; is_reduced: its gradients are reduced, or on their way."""
+        """Called when the backward of one forward or more is over; is_reduced: gradients are reduced, or in flight."""
         ...
 
 

@@ -45,7 +45,7 @@ class GradChecks:
 
     @classmethod
     def of(cls, config: DistributedDataParallelConfig, module: nn.Module | None = None) -> "GradChecks | None":
-        """What the settings ask for; None for nothing. module: whose gradients add up over microbatches, if any do."""
+        """Returns the checks that the settings enable, or None. module: a model that accumulates over microbatches."""
         if not (config.check_for_nan_in_grad or config.check_for_large_grads):
             return None
         params = () if module is None else module.parameters()
@@ -77,13 +77,13 @@ class GradChecks:
         self._measured.finite_so_far.setdefault(name, []).append(total.isfinite().all())
 
     def take_measured(self) -> Measured:
-        """What was measured since the last iteration, which is forgotten: of passes that a CUDA graph captures."""
+        """Returns and clears the measurements of passes that a CUDA graph captures."""
         measured = self._measured
         self.forget()
         return measured
 
     def restore_measured(self, measured: Measured) -> None:
-        """Says that a CUDA graph has measured anew what `take_measured` returned."""
+        """Restores the measurements of `take_measured`, whose tensors a graph replay has written."""
         self._measured = measured
 
     def forget(self) -> None:

@@ -58,7 +58,7 @@ class HandedGroup(Protocol):
         ...
 
     def take_sums(self) -> None:
-        """Says that sums were changed."""
+        """Moves sums that hooks have changed to their places."""
         ...
 
 
@@ -66,19 +66,19 @@ class GradConsumer(Protocol):
     """An optimizer that takes each bucket's gradient as soon as it is reduced."""
 
     def begin(self) -> None:
-        """An iteration begins, perhaps after one that broke off: what is held of gradients is nobody's."""
+        """Begins an iteration, perhaps after an aborted one, and drops gradients that are still held."""
         ...
 
     def take(self, bucket: ReadyBucket, place: HandedBucket) -> None:
-        """Takes a bucket, after all hooks; place: where it lies in the wrapper's buffers. See ReadyBucket of memory."""
+        """Receives a bucket after all hooks; place: where it lies in the wrapper's buffers. Memory: see ReadyBucket."""
         ...
 
 
 class StateProvider(Protocol):
-    """What an optimizer keeps of buckets."""
+    """Provides an optimizer's state for each bucket."""
 
     def states(self, place: HandedBucket) -> Sequence[RunState]:
-        """What is kept of a bucket, for hooks."""
+        """Returns the optimizer state of a bucket, for hooks."""
         ...
 
 
@@ -95,7 +95,7 @@ def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, grou
 
 
 def not_wrapped(param: nn.Parameter) -> ValueError:
-    """What owned_shard raises for a parameter, any shape and dtype, that no rank owns."""
+    """Returns the error of owned_shard for a parameter, any shape and dtype, that no rank owns."""
     return ValueError(
         f"owned_shard was given a parameter of shape {tuple(param.shape)} that is not wrapped: must be one that "
         "required grad when its module was"
@@ -172,7 +172,7 @@ class HandOut:
         return list(self._places)
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """What this rank owns of a parameter, always the same object: itself, or where it is sharded [n], a view."""
+        """This rank's part of a parameter, always the same object: itself, or where it is sharded [n], a view."""
         if param not in self._owned:
             found = ((place, one) for places in self._places.values() for place in places for one in place.slices)
             mine = next(((place, one) for place, one in found if one.param is param), None)
@@ -215,7 +215,7 @@ class HandOut:
         self.knows_counts = True
 
     def reduced(self, group: HandedGroup) -> None:
-        """Says that a group's gradients are the sums over data-parallel ranks."""
+        """Releases a group whose gradients are reduced over data-parallel ranks, or queues it for `complete`."""
         if group in self._given or self._is_stopped:
             return
         self._given.add(group)
@@ -225,7 +225,7 @@ class HandOut:
             self._give(group)
 
     def complete(self) -> None:
-        """Says that the gradients of all groups are complete."""
+        """Releases the queued groups, now that all gradients are complete."""
         waiting, self._waiting = self._waiting, []
         for group in waiting:
             self._give(group)
@@ -273,7 +273,7 @@ class HandOut:
 
 @contextmanager
 def _lent(owned: nn.Parameter, grad: torch.Tensor) -> Iterator[None]:
-    """Inside, `owned.grad` is `grad`, the same shape, rounded to its dtype; what is done to it is done to `grad`."""
+    """Makes `owned.grad` the gradient, rounded to its dtype, inside the block, and copies changes back to `grad`."""
     given = grad.to(owned.dtype)
     rounded = None if given is grad else given.clone()
     owned.grad = given

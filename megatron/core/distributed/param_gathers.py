@@ -22,7 +22,10 @@ class ParamGathers(ABC):
         """All groups; the same order on all ranks."""
 
     def mark_stale(self, groups: Sequence[SyncedGroup]) -> None:
-        """Says that owners have updated their shards: the others gather before they read. Same on all ranks."""
+        """Marks groups as stale after owners have updated their shards, so that they are gathered before use.
+
+        Called for the same groups on all ranks.
+        """
         if not all_current(groups):
             self.finish_param_sync(groups)
         for group in groups:

@@ -17,10 +17,11 @@ from megatron.core.distributed.synced_group import SyncedGroup
 
 
 class PassScope(Enum):
-    """What a pass is of.
+    """The groups that a backward pass reduces.
 
-    ITERATION: there are none, gradients are reduced once in an iteration. ALL: of all groups; an iteration may have
-    none. CHUNK: of the groups of one chunk; each chunk has at least one in an iteration, which `finish` makes up for.
+    ITERATION: there are no passes, gradients are reduced once in an iteration. ALL: all groups; an iteration may have
+    no pass. CHUNK: the groups of one chunk; each chunk has at least one pass in an iteration, which `finish` makes up
+    for.
     """
 
     ITERATION = "iteration"

@@ -23,13 +23,13 @@ from megatron.core.tensor_parallel.param_attributes import mark_gradients_pass
 
 @dataclass(frozen=True, eq=False)
 class UnitShards:
-    """Trained parameters of a unit that are given out together: names and this rank's shards of them."""
+    """Trained parameters of a unit that are released together: names and this rank's shards of them."""
 
     name: str
     shards: list[tuple[str, ParamShard]]
 
     def split(self, is_second: Callable[[nn.Parameter], bool]) -> "list[UnitShards]":
-        """In two, by what holds of each parameter, any shape and dtype; one of them may be empty."""
+        """Splits the unit in two by a predicate on parameters, any shape and dtype; either part may be empty."""
         first = [(name, shard) for name, shard in self.shards if not is_second(shard.param)]
         second = [(name, shard) for name, shard in self.shards if is_second(shard.param)]
         return [UnitShards(self.name, first), UnitShards(self.name, second)]
@@ -61,7 +61,7 @@ class ShardedFlatBuffer:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Makes the flat tensors anew, in the dtype and on the device that shards have now; gradients are zeros."""
+        """Reallocates the flat tensors in the dtype and on the device that shards have now; gradients are zeros."""
         shards = list(self._shards.values())
         # Of no elements: those on the meta device are to lie elsewhere.
         like = torch.empty(0, dtype=shards[0].local.dtype, device=shards[0].device)
@@ -89,7 +89,7 @@ class ShardedFlatBuffer:
         return [self.grad_data]
 
     def owned_spans(self) -> list[Span]:
-        """What this rank's optimizer steps: all of it, unit by unit."""
+        """Returns the spans that this rank's optimizer steps: the whole buffer, unit by unit."""
         return [bucket.span for bucket in self.layout.buckets]
 
     def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
@@ -106,18 +106,18 @@ class ShardedFlatBuffer:
         return not local.numel() or local.data_ptr() + (start - first) * local.element_size() == address
 
     def attach(self) -> None:
-        """Takes in shards that lie elsewhere, as those do that were loaded with assign=True."""
+        """Moves shards into the buffer that lie elsewhere, such as those loaded with assign=True."""
         for shard, sent in zip(self._shards.values(), self.layout.spans, strict=True):
             shard.move_to(self.param_data[sent.start : sent.end])
         self.attach_grads()
 
     def attach_grads(self) -> None:
-        """Lets torch reduce into grad_data; what it has reduced elsewhere, after a `.grad = None`, is taken in."""
+        """Lets torch reduce into grad_data, and copies what it has reduced elsewhere, after a `.grad = None`."""
         for entry in self.entries:
             self._attach_grad(entry)
 
     def attach_grad_of(self, param: nn.Parameter) -> None:
-        """The same for one parameter, any shape and dtype."""
+        """Lets torch reduce one parameter's gradient, any shape and dtype, into grad_data."""
         self._attach_grad(self._entry_of[param])
 
     def open_grads(self, bucket: int) -> None:
@@ -126,7 +126,7 @@ class ShardedFlatBuffer:
             self._attach_grad(entry)
 
     def close_grads(self, bucket: int) -> None:
-        """Says that all have had them; others that hooks have put in their places are taken to these."""
+        """Ends the use of a bucket's gradients by hooks; gradients that these replaced are copied to their places."""
         self.open_grads(bucket)
 
     def named_grads(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
@@ -139,7 +139,7 @@ class ShardedFlatBuffer:
         return is_on_host and bool(self.grad_data.count_nonzero())
 
     def zero_grads(self) -> None:
-        """Forgets all gradients: they are exact zeros."""
+        """Drops all gradients and sets them to zero."""
         for shard in self._shards.values():
             shard.drop_unreduced_grad()
         self.attach_grads()

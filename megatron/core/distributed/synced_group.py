@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 
 class GradState(Enum):
-    """Where the gradients of a group are in an iteration."""
+    """The state of a group's gradients in an iteration."""
 
     COLLECTING = "collecting"
     IN_FLIGHT = "in flight"
@@ -44,10 +44,10 @@ class ParamState(Enum):
 
 
 class GroupOrder(Protocol):
-    """What launches groups, each in its turn; LaunchOrder is one."""
+    """Launches groups, each in its turn; LaunchOrder implements it."""
 
     def gradient_ready(self, group: "SyncedGroup", param: nn.Parameter) -> None:
-        """Counts a gradient that is in its place, and launches what need not wait any longer."""
+        """Counts a gradient that is in its place, and launches every group that has become ready."""
         ...
 
     def start_grad_sync(self, groups: Sequence["SyncedGroup"]) -> None:
@@ -103,20 +103,20 @@ class SyncedGroup(ABC):
     @property
     @abstractmethod
     def is_late(self) -> bool:
-        """Whether there are gradients that the reductions launched so far do not have."""
+        """Whether gradients were added after the reductions that were launched so far."""
 
     @property
     @abstractmethod
     def is_moving(self) -> bool:
-        """Whether some of the gradients are on their way, so that nobody can scale all of them."""
+        """Whether some gradients are being reduced, so that they cannot all be scaled now."""
 
     @abstractmethod
     def take(self, param: nn.Parameter) -> None:
-        """Takes what autograd left in `param.grad`, if it left anything."""
+        """Moves the gradient in `param.grad`, if any, to its place."""
 
     @abstractmethod
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        """Lets a gradient be added where it is computed."""
+        """Adds a gradient that is not computed yet to its place."""
 
     def count_gradient(self, param: nn.Parameter) -> bool:
         """Counts a gradient of the last microbatch; whether it was the last one expected in this group."""
@@ -136,23 +136,23 @@ class SyncedGroup(ABC):
 
     @abstractmethod
     def advance(self) -> None:
-        """Starts what follows the first messages, so that several groups' may be under way together. Collective."""
+        """Starts the second stage of reductions, so that several groups may run theirs together. Collective."""
 
     @abstractmethod
     def advance_early(self) -> bool:
-        """Starts what may follow before the end, without blocking the host; whether all of it is under way."""
+        """Starts the second stage early, without blocking the host; returns whether all of it is in flight."""
 
     @abstractmethod
     def advance_second_round(self) -> None:
-        """As `advance`, of the second round; after all groups' `advance`, which others may have started long ago."""
+        """Does what `advance` does for the second round; called after `advance` of all groups. Collective."""
 
     @abstractmethod
     def complete_reductions(self) -> None:
-        """Waits for the sums."""
+        """Waits for all reductions of the group."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Ends reductions whose sums nobody wants. Collective."""
+        """Ends reductions in flight and discards their results. Collective."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -164,21 +164,21 @@ class SyncedGroup(ABC):
 
     @abstractmethod
     def take_sums(self) -> None:
-        """Makes every main_grad what was reduced, if it was."""
+        """Copies the reduced values into every main_grad, if they were reduced elsewhere."""
 
     def reduced_grad(self, bucket: _ParamAndGradBucket) -> torch.Tensor:
-        """What this rank owns of a bucket's sums: [owned elements], the gradients' dtype."""
+        """This rank's part of a bucket's reduced gradients: [owned elements], the gradients' dtype."""
         owned = bucket.buffer.owned_spans()[bucket.layout.index]
         return bucket.buffer.grad_of(owned)
 
     @property
     def can_be_released(self) -> bool:
-        """Whether the sums are whole, and nobody but hooks and optimizers in backward wants them any more."""
+        """Whether the sums are complete and only hooks and optimizers in backward still need them."""
         return False
 
     @property
     def is_closed(self) -> bool:
-        """Whether gradients that come now could not be added any more."""
+        """Whether gradients that become ready now could no longer be added."""
         return False
 
     def hold(self) -> None:
@@ -191,11 +191,11 @@ class SyncedGroup(ABC):
         return False
 
     def settle(self) -> None:
-        """Waits for the oldest reduction of a pass, and frees what it held; for groups that sum up passes."""
+        """Waits for the oldest reduction of a pass and frees its buffer; for groups that accumulate over passes."""
         raise AssertionError(f"{self.name} is reduced once an iteration")
 
     def go_on(self) -> None:
-        """Lets gradients come that add to the sums there are; for groups that sum up passes."""
+        """Lets further gradients add to reduced sums; for groups that accumulate over passes."""
         raise AssertionError(f"{self.name} is reduced once an iteration")
 
     def drop_captured(self) -> None:
@@ -205,7 +205,7 @@ class SyncedGroup(ABC):
         self.arrival.forget()
 
     def note_replayed(self) -> None:
-        """Says that a CUDA graph has reduced the gradients, and gathered parameters if it does."""
+        """Records that a CUDA graph has reduced the gradients, and gathered parameters if it does."""
         self.grad_state = GradState.REDUCED
         # Streams other than the one that the graph ran on have to wait for what it gathered.
         self.arrival.note()
@@ -237,7 +237,7 @@ class SyncedGroup(ABC):
         self.param_state = ParamState.ARRIVED
 
     def _message_of(self, bucket: _ParamAndGradBucket) -> torch.Tensor:
-        """What is gathered of a bucket: [bucket elements], any float dtype, with this rank's shard in its place."""
+        """The gather buffer of a bucket: [bucket elements], any float dtype, with this rank's shard in its place."""
         return bucket.param_data
 
     @abstractmethod
@@ -246,7 +246,7 @@ class SyncedGroup(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The parameters' device."""
         return self.entries[0].param.device
 
     @property

@@ -49,8 +49,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 
 @dataclass(frozen=True)
 class WeightRange:
-    """What a rank has of a parameter. flat: [n], fp32 where modules see 16 bits (model_dtype), a view; start: the first
-    of these in the flattened parameter.
+    """A rank's part of a parameter. flat: [n], fp32 where modules use 16 bits (model_dtype), a view.
+
+    start: the first of these elements in the flattened parameter.
     """
 
     name: str
@@ -143,7 +144,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         return self._flat_buffers
 
     def weight_ranges(self) -> list[WeightRange]:
-        """What this rank has of each parameter, frozen ones too."""
+        """Returns this rank's part of each parameter, including frozen ones."""
         trained = [
             WeightRange(
                 entry.name, buffer.param_data[entry.span.start : entry.span.end], entry.start, buffer.model_dtype
@@ -218,7 +219,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             yield name, self._wrapped.sharded(param)
 
     def note_update(self) -> None:
-        """Says that an optimizer has updated the shards: parameters that were kept gathered are let go."""
+        """Records that an optimizer has updated the shards: parameters kept gathered are freed."""
         self._gathered.drop()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
@@ -226,8 +227,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._gathered.drop()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What `.to(dtype)` and its kin call: shards are converted in place, with hooks and marks; build the optimizer
-        after it.
+        """Converts shards in place, with hooks and attributes, for `.to(dtype)` and the like.
+
+        Build the optimizer after it.
         """
         params = [entry.param for buffer in self._flat_buffers for entry in buffer.entries]
         hooks = {param: param._post_accumulate_grad_hooks for param in params}

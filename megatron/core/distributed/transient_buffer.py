@@ -97,7 +97,7 @@ class TransientBuffer(_ParamAndGradBuffer):
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """In which parameters are gathered."""
+        """The all-gather dtype of parameters."""
         return self.memory.wire_dtype or self.kind.param_dtype
 
     def shard_grad(self, bucket: int) -> torch.Tensor:

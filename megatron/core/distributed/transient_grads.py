@@ -229,12 +229,13 @@ class TransientGroup(SyncedGroup):
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """In which parameters are sent."""
+        """The all-gather dtype of parameters."""
         return self._buffer.wire_dtype
 
     def staged_shard(self) -> torch.Tensor:
-        """Where an optimizer writes this rank's new parameters, for the gather that follows: [shard elements], in the
-        dtype that they are sent in.
+        """The place to which an optimizer writes this rank's new parameters for the next gather.
+
+        [shard elements], in the all-gather dtype.
         """
         if self._stage is None:
             self._stage = torch.empty(self.bucket.layout.span.numel, dtype=self.wire_dtype, device=self.device)
@@ -312,7 +313,7 @@ class TransientGroup(SyncedGroup):
         self._note(param)
 
     def _place_of_sum(self, *, is_last: bool) -> torch.Tensor | None:
-        """Where a reduction that is sent now may write, as nothing has to be added to it."""
+        """Returns the destination of a new reduction; None for its message, or where it is added to a sum."""
         if self._has_sum or self._in_flight or not self.is_sharded:
             return None
         if not self._is_released:
@@ -352,7 +353,7 @@ class TransientGroup(SyncedGroup):
 
 
 def _gaps(whole: Span, spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """What of a bucket is no parameter's, counted from its start."""
+    """Returns the ranges of a bucket that belong to no parameter, counted from its start."""
     gaps, position = [], whole.start
     for span in sorted(spans, key=lambda span: span.start):
         gaps.append((position - whole.start, span.start - whole.start))
