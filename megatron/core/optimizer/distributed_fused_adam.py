@@ -205,7 +205,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._shards.move_in()
 
     def init_params_bucket(self, params: nn.Parameter | Iterable[nn.Parameter], **memory: Any) -> None:
-        """As init_params: parameters that are taken over together are reduced and gathered together."""
+        """Calls init_params: parameters of one call are reduced and gathered together."""
         self.init_params(params, **memory)
 
     def parameter(self, group: int, index: int) -> nn.Parameter:
@@ -234,9 +234,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
-        """What backward computes inside is reduced with the next backward outside, grad_sync or step.
+        """Defers reduction of the gradients computed inside to the next backward outside, grad_sync or step.
 
-        Until then it adds up in param.grad; with greedy_grad_copy in the memory of buckets.
+        Until then they add up in param.grad, or with greedy_grad_copy in the memory of buckets.
         """
         with self._grads.mode(GradMode.COPY if greedy_grad_copy else GradMode.KEEP):
             yield
@@ -248,16 +248,16 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._grads.finish()
 
     def grad_buffer_view(self, param: nn.Parameter) -> torch.Tensor:
-        """Where kernels add a parameter's gradient up themselves: [*its shape], of dtype grad_sync_dtype.
+        """Memory in which kernels accumulate a parameter's gradient themselves: [*its shape], of dtype grad_sync_dtype.
 
-        It is zeros before a backward. They tell register_grad_ready when they have. Raises ValueError without
+        It is zeros before a backward. The kernels' caller then calls register_grad_ready. Raises ValueError without
         contiguous_grad_buffer.
         """
         self.init_params([param])
         return self._shards.standing_grad(param)
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
-        """Says, inside a backward, that a gradient, any shape and dtype, was added to its grad_buffer_view."""
+        """Records, inside a backward, that a gradient, any shape and dtype, was added to its grad_buffer_view."""
         self._grads.grad_added(param)
 
     @torch.no_grad()

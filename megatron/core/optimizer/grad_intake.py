@@ -22,7 +22,9 @@ from megatron.core.tensor_parallel.param_attributes import is_wrapped
 
 
 class GradMode(Enum):
-    """What becomes of gradients that come now. COPY: they go to their buckets, and nothing is sent; KEEP: they stay."""
+    """How new gradients are treated. COPY: they go to their buckets, but nothing is sent; KEEP: they stay as
+    they are.
+    """
 
     SYNC = "sync"
     COPY = "copy"
@@ -100,7 +102,7 @@ class GradIntake:
         self._stands = False
 
     def watch(self, param: nn.Parameter) -> None:
-        """From now on a parameter's gradients come here."""
+        """Registers a hook on the gradients of a parameter."""
         self._handles.append(param.register_post_accumulate_grad_hook(_AfterGrad(self)))
         # torch's scalers unscale no gradients of fp16.
         if self._holder is None or (self._holder.dtype == torch.float16 and param.dtype != torch.float16):
@@ -113,7 +115,7 @@ class GradIntake:
 
     @contextmanager
     def mode(self, mode: GradMode) -> Iterator[None]:
-        """Inside, gradients are treated so."""
+        """Sets how gradients are treated inside the block."""
         before = self._mode
         self._set_mode(mode)
         try:
@@ -134,7 +136,7 @@ class GradIntake:
             self._params.note_arrival(param)
 
     def grad_added(self, param: nn.Parameter) -> None:
-        """A kernel has written a gradient to its standing memory; inside a backward."""
+        """Records, inside a backward, that a kernel has written a gradient to its persistent memory."""
         self._go_on()
         for group in self._params.groups_of[param]:
             group.note_added(param)
@@ -159,7 +161,7 @@ class GradIntake:
         return self._scaling.any_not_finite(self._params.sums)
 
     def reset(self, num_backwards: int) -> None:
-        """Lets the other ranks know that this one has broken off; see DistributedFusedAdam.reset_iteration."""
+        """Tells the other ranks that this one has aborted the iteration; see DistributedFusedAdam.reset_iteration."""
         self._pass.forget()
         if self._sums is _Sums.STEPPED:
             self._go_on()
@@ -198,7 +200,7 @@ class GradIntake:
         self._put_stand_in()
 
     def note_step(self) -> None:
-        """Says that an update has used the sums, of which another may begin, or another iteration."""
+        """Records that an update has used the sums; another update or another iteration may follow."""
         self._sums = _Sums.STEPPED
 
     def _set_mode(self, mode: GradMode) -> None:
@@ -218,7 +220,7 @@ class GradIntake:
         self._put_stand_in()
 
     def _go_on(self) -> None:
-        """Before a gradient that adds to sums there are."""
+        """Prepares complete sums for a gradient that adds to them."""
         if self._sums in (_Sums.WHOLE, _Sums.STEPPED):
             self._sums = _Sums.GROWING
             self._order.go_on()
@@ -240,12 +242,12 @@ class GradIntake:
         self._put_stand_in()
 
     def check_none_left(self) -> None:
-        """Raises RuntimeError where a gradient is in param.grad, as nobody has reduced it: scalers have read that."""
+        """Raises RuntimeError where param.grad still has a gradient that is not reduced, which scalers would read."""
         if any(_has_own_grad(param) for param in self._params.names):
             raise RuntimeError(UNSEEN)
 
     def check_seen(self) -> None:
-        """Raises RuntimeError where a scaler has looked for infinities elsewhere than in the sums of all ranks."""
+        """Raises RuntimeError where a scaler has searched for infinities, but not in the reduced gradients."""
         if not self.is_checked:
             raise RuntimeError(UNSEEN)
 

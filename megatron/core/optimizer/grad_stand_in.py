@@ -24,17 +24,18 @@ class ReducedGrads(Protocol):
     """The owner of reduced gradients, to which a GradStandIn forwards."""
 
     def unscale_reduced(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """Multiplies them by inv_scale, [] fp32; sets found_inf, [] fp32, above 0 where one is not finite. Raises
-        RuntimeError where some are not reduced, which a scaler unscales where they are.
+        """Multiplies gradients by inv_scale, [] fp32; sets found_inf, [] fp32, above 0 where one is not finite.
+
+        Raises RuntimeError where some are not reduced, which a scaler would unscale in param.grad.
         """
         ...
 
     def forget(self) -> None:
-        """Makes them zeros."""
+        """Sets the gradients to zero."""
         ...
 
     def replace_stand_in(self, new: torch.Tensor) -> torch.Tensor:
-        """Lets a new gradient, [*parameter shape], its dtype, be param.grad; returns what is."""
+        """Makes a new gradient, [*parameter shape], its dtype, the param.grad; returns what param.grad is then."""
         ...
 
 

@@ -40,7 +40,7 @@ class OwnedPart:
         return self.run.grad[self.start : self.end], self.with_experts
 
     def of_main(self) -> tuple[Tensor, bool]:
-        """What has the norm of a range of the masters: [n], fp32 or fp64, perhaps of pieces; and with_experts."""
+        """A tensor with the norm of a range of the masters, [n], fp32 or fp64, perhaps of pieces; and with_experts."""
         main = self.run.main
         if isinstance(main, Plain) and main.tensor.device == self.run.model.device:
             return main.read(self.start, self.end), self.with_experts
@@ -127,7 +127,7 @@ class OwnedElements:
         return self.norm_of_all([self.norms_here(owned, accumulate_in=accumulate_in)])
 
     def norms_here(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> "NormsHere":
-        """What `norm` needs of some tensors, any shapes, floating point, which may change or go afterwards."""
+        """This rank's part of a norm of tensors, any shapes, floating point, which may be freed afterwards."""
         dense, experts = (piece_norms(some, 2, accumulate_in=accumulate_in) for some in self._by_group(owned))
         return NormsHere(dense, experts)
 
@@ -152,7 +152,7 @@ class OwnedElements:
         return self.zeros_of_all([self.zeros_here(grads)])
 
     def zeros_here(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> "ZerosHere":
-        """What count_zeros needs of some gradients, any shape and floating dtype, which may change afterwards."""
+        """This rank's part of count_zeros of gradients, any shape and floating dtype, which may change afterwards."""
         owned = ((param, parts) for param, parts in grads if self.owns(param))
         dense, experts = self._by_group((part, self._with_experts(param)) for param, parts in owned for part in parts)
         return ZerosHere(num_zeros(dense), num_zeros(experts))
@@ -175,7 +175,7 @@ class OwnedElements:
 
 
 def _with_norm_of(param: Tensor) -> Tensor:
-    """What has the norm of a parameter, any shape and dtype: itself, or [1], fp64, where ranks have rows of it each."""
+    """Returns a tensor with a parameter's norm: itself, any shape and dtype, or of a DTensor [1], fp64."""
     if not isinstance(param, DTensor):
         return param.detach()
     square = torch.linalg.vector_norm(param._local_tensor.detach(), dtype=torch.float64).square().view(1)

@@ -13,9 +13,9 @@ from megatron.core.weight_matrices import MatrixWindow
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """Matrices that one rank gets together: elements [start, end) of a flattened parameter, which none of them leaves.
+    """Matrices that one rank processes together: elements [start, end) of a flattened parameter.
 
-    place: of the parameter's first element in its buffer. cost: about the multiplications of one Newton-Schulz step.
+    No matrix crosses these ends. place: of the parameter's first element in its buffer.
     """
 
     name: str
@@ -71,7 +71,7 @@ def batches_of(units: Sequence[MatrixUnit], *, max_elements: int) -> Iterator[li
 
 
 def ranges_of(unit: MatrixUnit, layout: BufferLayout, *, is_sharded: bool) -> list[tuple[int, int, int]]:
-    """What each rank holds of a unit: (rank, first and last element of the flattened parameter), in order."""
+    """Returns each rank's range of a unit: (rank, first and last element of the flattened parameter), in order."""
     if not is_sharded:
         return [(0, unit.start, unit.end)]
     first, last = unit.place + unit.start, unit.place + unit.end

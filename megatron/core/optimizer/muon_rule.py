@@ -35,8 +35,9 @@ _SENT_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank holds of a unit: elements first to last of its run's flat tensors, which are the flattened
-    parameter's from `start` on.
+    """This rank's range of a unit: elements first to last of its run's flat tensors.
+
+    These are the flattened parameter's elements from `start` on.
     """
 
     unit: MatrixUnit
@@ -212,7 +213,7 @@ def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
 def _plan(
     buffer: FlatBuffer, windows: Mapping[PlacedParam, list[MatrixWindow]], *, runs: Sequence[ParamRun]
 ) -> Iterator[_Batch]:
-    """What this rank sends and receives for the matrices of a buffer."""
+    """Yields the batches that this rank sends and receives for the matrices of a buffer."""
     of_entries = (units_of(e.name, windows.get(e, []), place=e.span.start) for e in buffer.entries)
     units = sorted((unit for of_entry in of_entries for unit in of_entry), key=lambda unit: unit.place)
     group = buffer.data_parallel_group if buffer.is_sharded else None
@@ -263,7 +264,7 @@ def _whole(param: torch.Tensor) -> MatrixWindow:
 
 
 def _torch_factor(shape: tuple[int, int]) -> float:
-    """What rates of torch.optim.Muon are multiplied with; rates in the groups mean the same here."""
+    """Returns the factor on the learning rate of torch.optim.Muon, so that rates mean the same here."""
     rows, columns = shape
     return math.sqrt(max(1, rows / columns))
 

@@ -40,14 +40,14 @@ class GivingWrapper(Protocol):
 
 
 class ReleasingConfig(Protocol):
-    """What is asked of a wrapper's settings."""
+    """The part of a wrapper's settings that is used here."""
 
     @property
     def release_gradients(self) -> bool: ...
 
 
 class PassesConfig(Protocol):
-    """What is asked of a model's settings."""
+    """The part of a model's settings that is used here."""
 
     @property
     def calculate_per_token_loss(self) -> bool: ...
@@ -113,7 +113,7 @@ class HandedGrads:
 
 
 class _Iteration(Enum):
-    """What became of the buckets of an iteration that were handed out so far; NONE: there are none."""
+    """The state of the buckets released so far in an iteration; NONE: there are none."""
 
     NONE = "none"
     HELD = "held"
@@ -288,7 +288,7 @@ class UpdatesInBackward(RunUpdates):
             )
 
     def _scale_of(self, grad: Tensor, buffer: FlatBuffer) -> GradScale:
-        """What a bucket's gradients, [n], floating point, are divided by."""
+        """Returns the divisor of a bucket's gradients, [n], floating point."""
         if self._clip is None:
             return GradScale(1.0)
         if self._clip is InBackwardClip.PREVIOUS_NORM:

@@ -53,7 +53,7 @@ class PlacedParams(Protocol):
 
 
 class GradPlace(Protocol):
-    """Where reduced gradients are found: in their buffer, or with whoever holds them for the time of an update."""
+    """A source of reduced gradients: their buffer, or the object that holds them during an update."""
 
     def grad_of(self, span: Span) -> torch.Tensor:
         """The reduced gradients of elements of one owned span: [span.numel], their dtype, a view."""
@@ -129,7 +129,7 @@ class ParamRun:
 
     @property
     def stepped(self) -> torch.Tensor:
-        """What stands for the run in torch's parameter groups: [N], the masters as fp32, or else the parameters."""
+        """The run's tensor in torch's parameter groups: [N], the masters as fp32, or else the parameters."""
         return self.main.tensor if isinstance(self.main, Plain) else self.model
 
     def write_model(self) -> None:
@@ -207,7 +207,7 @@ class OwnedParams(Generic[_Key]):
 def ranges_in(
     buffer: PlacedParams, spans: Iterable[Span], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[OwnedParams[_Key]]:
-    """What lies in some spans of a buffer; groups: a key for every parameter of it."""
+    """Yields the parameter ranges in some spans of a buffer; groups: a key for every parameter of it."""
     # By their places, so that those of a span are found without looking at all.
     # An empty parameter starts where the next one does.
     entries = sorted(buffer.entries, key=lambda entry: (entry.span.start, entry.span.end))
@@ -219,7 +219,7 @@ def ranges_in(
 
 
 def host_elements(numel: int, host_fraction: float) -> int:
-    """How many of an owned span's elements are kept in the host's memory: its first."""
+    """Returns how many of an owned span's elements, from its start, are kept in the host's memory."""
     # On the grid, so that no element's bits depend on the cut.
     return int(numel * host_fraction) // ALIGNMENT * ALIGNMENT
 

@@ -70,7 +70,7 @@ def state_bytes(
 
 
 def state_bytes_of(model_chunks: Sequence[_BaseDataParallel], config: OptimizerConfig) -> StateBytes:
-    """As state_bytes, of all that the wrapped chunks of this rank train."""
+    """Returns the StateBytes of all parameters that the wrapped chunks of this rank train."""
     grouping = ParamGrouping(config, None)
     total = StateBytes()
     for chunk in model_chunks:

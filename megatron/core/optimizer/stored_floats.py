@@ -159,7 +159,7 @@ class WithRemainder:
 
 
 def piece_elements(stored: StoredFloats) -> int:
-    """How many of the numbers are to be converted at a time."""
+    """Returns how many of the numbers are converted at a time."""
     return PIECE if stored.read(0, 0).device.type == "cpu" else _GPU_PIECE
 
 
@@ -202,7 +202,7 @@ def remainder_masters(model: torch.Tensor) -> StoredFloats:
 
 
 def zeros_beside(main: StoredFloats, dtype: torch.dtype) -> StoredFloats:
-    """As many zeros on the same device, kept in `dtype`: bf16, scaled fp16, or as wide as `main` is read."""
+    """Returns zeros of the same number and device, kept in `dtype`: bf16, scaled fp16, or as wide as `main` is read."""
     like = main.read(0, 0)
     if dtype == torch.bfloat16:
         return Rounded(like.new_zeros(main.numel, dtype=dtype))

@@ -101,9 +101,10 @@ def adam_kernel(
     beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta1_rest, log_beta2, log_beta2_rest, eps, weight_decay,
     IS_DECOUPLED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Nothing at all where `skip` is not 0. log_...: natural logarithms in two parts, minus infinity for no correction.
+    """Steps tiles of a run with Adam; does nothing where `skip` is not 0.
 
-    step, lr, divisor, skip: one number each; the last two and `out` may be None.
+    log_...: natural logarithms in two parts, minus infinity for no correction. step, lr, divisor, skip: one number
+    each; the last two and `out` may be None.
     """
     if skip is not None:
         if tl.load(skip) != 0:
@@ -211,7 +212,7 @@ def _tile_blocks(*item_bytes: int) -> int:
 
 
 def _num_programs(device: torch.device, tiles: int) -> int:
-    """As many as run at once; interpreted: two."""
+    """Triton grid size: one program per resident CTA; 2 under the interpreter."""
     if device.type == "cpu":
         return 2
     properties: Any = torch.get_device_module(device).get_device_properties(device)

@@ -22,7 +22,7 @@ from megatron.core.optimizer.stored_floats import Plain, StoredFloats, piece_ele
 
 @dataclass(frozen=True)
 class GradScale:
-    """What a step divides gradients by, and whether it changes anything.
+    """The divisor of a step's gradients, and whether the step changes anything.
 
     divisor: a number, or [], fp32, on the gradients' device. skip: [], fp32, there too, where the device decides: 1 if
     nothing is to change, else 0.
@@ -32,7 +32,7 @@ class GradScale:
     skip: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> torch.Tensor | None:
-        """What kernels divide by while they read a gradient, as for torch.amp.GradScaler: [], fp32; None: by one."""
+        """Returns the divisor for kernels, as for torch.amp.GradScaler: [], fp32; None for 1."""
         if isinstance(self.divisor, torch.Tensor):
             return self.divisor
         # Filled on the device: a copy from the host would wait for all that the stream has yet to do.
@@ -40,14 +40,14 @@ class GradScale:
 
 
 class UpdateRule(Protocol):
-    """What an optimizer needs of a rule. is_collective: ranks exchange something in `update`, for all runs at once."""
+    """The optimizer's interface to a rule. is_collective: ranks communicate in `update`, for all runs in one call."""
 
     is_collective: bool
     optimizer: torch.optim.Optimizer
     runs: list[ParamRun]
 
     def refresh_rates(self) -> None:
-        """Takes the learning rates that the groups have now, for the updates that follow; graphs of them as well."""
+        """Copies the groups' current learning rates for the updates that follow, including updates in graphs."""
         ...
 
     def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
@@ -57,15 +57,15 @@ class UpdateRule(Protocol):
         ...
 
     def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
-        """The state of a run by torch's names, N numbers each."""
+        """Returns the state of a run by torch's names, N numbers each."""
         ...
 
     def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
-        """What the parameter groups say, as they do now, of the parts of a run; these in order, on the grid."""
+        """Returns the current group settings of each part of a run; the parts are in order, on the grid."""
         ...
 
     def step_counts(self) -> list[torch.Tensor]:
-        """Where it counts the steps taken, to read and to set: [], fp32 each."""
+        """Returns the counters of steps taken, to read and to set: [], fp32 each."""
         ...
 
 
@@ -185,7 +185,7 @@ class FusedRule:
 
 @dataclass(frozen=True)
 class _Operands:
-    """What a kernel works on: main, grad and each of moments [n], one dtype, fp32 or fp64; step: [], fp32."""
+    """A kernel's operands: main, grad and each of moments [n], one dtype, fp32 or fp64; step: [], fp32."""
 
     main: torch.Tensor
     grad: torch.Tensor
@@ -206,7 +206,7 @@ def _numbers_of(groups: Sequence[Sequence[ParamRun]]) -> dict[ParamRun, int]:
 
 
 def _moment_dtypes(config: OptimizerConfig) -> dict[str, torch.dtype]:
-    """What is kept beside each weight, by torch's names."""
+    """Returns the dtype of each moment, by torch's names."""
     if config.optimizer == "sgd":
         # A momentum of zeros gives the first step that torch takes without one.
         return {"momentum_buffer": torch.float32} if config.sgd_momentum > 0 else {}
@@ -214,7 +214,7 @@ def _moment_dtypes(config: OptimizerConfig) -> dict[str, torch.dtype]:
 
 
 def _place(run: ParamRun) -> torch.device:
-    """Where a run is updated: beside its masters, which may be in the host's memory."""
+    """Returns the device on which a run is updated: that of its masters, which may be the host."""
     return run.main.read(0, 0).device
 
 
