@@ -31,7 +31,7 @@ _STAND_IN: ContextVar[torch.device | None] = ContextVar("stand_in", default=None
 
 @dataclass(frozen=True)
 class RowChunks:
-    """How many elements of a table are worked on together on each kind of device, so that temporaries stay small."""
+    """Sizes of the chunks of a table, in elements, on each kind of device, to keep temporaries small."""
 
     cpu_elements: int
     gpu_elements: int
@@ -44,9 +44,7 @@ class RowChunks:
 
 
 def cpu_alone(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """For functions that run where there is no GPU, and read values there, which is no wait: graph_safety.py lets them,
-    since on a GPU something else runs.
-    """
+    """Marks a function for the CPU alone, whose reads are no wait; graph_safety.py allows them."""
 
     @functools.wraps(function)
     def run_on_cpu_alone(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -57,7 +55,7 @@ def cpu_alone(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Inside, this process's device is torch's meta device: what is built has shapes, and takes no memory."""
+    """Makes torch's meta device this process's device inside the block: tensors have shapes but no memory."""
     before = _STAND_IN.set(torch.device("meta"))
     try:
         yield
@@ -73,7 +71,7 @@ def default_device() -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself: a GPU's product name, or "cpu" with the number of threads that torch uses."""
+    """Returns a GPU's product name, or "cpu" with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads)"
@@ -129,7 +127,7 @@ class RandomStream:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Inside, torch draws from this stream; afterwards from what it drew from before."""
+        """Makes torch draw from this stream inside the block."""
         default = torch.get_rng_state()
         torch.set_rng_state(self._host)
         try:
@@ -184,7 +182,7 @@ def seconds_between(start: TimeMark, end: TimeMark) -> float:
 
 
 class CompletionMarks:
-    """When collectives end, on the clock of mark_time; nobody waits for it. The GPU side has not been run yet."""
+    """Times at which collectives end, on the clock of mark_time, without waiting. The GPU side has not been run yet."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -243,7 +241,7 @@ def start_cuda_memory_history() -> None:
 
 
 def cuda_memory_snapshot() -> dict[str, Any]:
-    """What the allocator kept, as torch.cuda.memory describes it."""
+    """Returns the allocator's recorded history, as torch.cuda.memory describes it."""
     return torch.cuda.memory._snapshot()
 
 
@@ -334,9 +332,7 @@ class Writers:
 
 
 class Arrival:
-    """What other streams wait for than the one that waited for a collective; nothing on the CPU. The GPU side has not
-    been run yet.
-    """
+    """Lets other streams wait for a collective that one stream has waited for. Not run on a GPU yet."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -344,7 +340,7 @@ class Arrival:
         self._told: set[torch.cuda.Stream] = set()
 
     def note(self) -> None:
-        """The current stream has waited."""
+        """Records that the current stream has waited."""
         if self._device.type == "cuda":
             current = torch.cuda.current_stream(self._device)
             self._event = torch.cuda.Event()
@@ -352,12 +348,12 @@ class Arrival:
             self._told = {current}
 
     def forget(self) -> None:
-        """There is nothing to wait for."""
+        """Drops the event: there is nothing to wait for."""
         self._event = None
         self._told.clear()
 
     def wait(self) -> None:
-        """Lets the current stream wait as well, unless it has; the host does not."""
+        """Makes the current stream wait as well, unless it has; the host does not wait."""
         if self._event is not None:
             current = torch.cuda.current_stream(self._device)
             if current not in self._told:
@@ -434,7 +430,7 @@ class CudaGraphs:
         self._graphs.add(graph)
 
     def _forget_broken_capture(self) -> None:
-        """What torch does at the end of a capture, and leaves out where the GPU says that the capture is broken."""
+        """Ends a broken capture's use of the memory pool, which torch does only for intact ones."""
         try:
             torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
         except RuntimeError:
@@ -465,14 +461,14 @@ def _no_collections() -> Iterator[None]:
 
 
 class SideStream:
-    """Where a collective waits for another one, so that the main stream need not; the GPU side has not been run yet."""
+    """A stream on which one collective waits for another, in place of the main stream. Not run on a GPU yet."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def current(self) -> Iterator[bool]:
-        """What is launched inside follows what is waited for inside; False on the CPU, where only the host waits."""
+        """Makes this stream the current one and yields True; on the CPU, where only the host waits, yields False."""
         if self._stream is None:
             yield False
         else:

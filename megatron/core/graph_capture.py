@@ -21,55 +21,55 @@ CONSTANTS = (bool, int, float, str, type(None))
 
 
 class Graph(Protocol):
-    """Work that was captured; torch.cuda.CUDAGraph is one."""
+    """A captured piece of work; torch.cuda.CUDAGraph is one."""
 
     def replay(self) -> None:
-        """Launches all of it, on the memory of the capture, behind what the current stream has; the host goes on."""
+        """Launches the captured work on its memory, after the current stream's work; the host does not wait."""
         ...
 
 
 class GraphDevice(Protocol):
-    """What captures the work of a device. Its graphs share the memory that they free inside: one runs at a time."""
+    """Captures the work of a device. Its graphs share the memory that they free inside: one runs at a time."""
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
-        """Around work that runs as usual where captures are made: what libraries set up for a stream is there then."""
+        """Runs its body eagerly where captures are made, so that libraries set up what they keep for a stream."""
         ...
 
     def capturing(self) -> AbstractContextManager[Graph]:
-        """Inside nothing runs: it becomes part of the graph. Raises RuntimeError for what no graph can hold."""
+        """Records its body into the graph instead of running it. Raises RuntimeError for what no graph can hold."""
         ...
 
     def capturing_together(self) -> AbstractContextManager[None]:
-        """Around captures of which the later ones go on with tensors of the earlier ones, none of which has run."""
+        """Surrounds captures of which later ones use tensors of earlier ones, before any of them has run."""
         ...
 
 
 class GraphParticipant:
-    """Who keeps account on the host of what captured passes do; see [Note: graphs]. By itself it does nothing."""
+    """Keeps the host's records of what captured passes do; see [Note: graphs]. By itself it does nothing."""
 
     def fingerprint(self) -> Hashable:
-        """What a capture takes for given: a graph is of no use once this has changed.
+        """Returns a value that changes when a captured graph can no longer be used.
 
-        While a graph is replayed it changes on all ranks or on none; after eager passes it may on some alone.
+        While a graph is replayed it changes on all ranks or on none; after eager passes it may change on some alone.
         """
         return None
 
     def prepare(self) -> None:
-        """Before each capture and replay, outside of it: what is under way ends."""
+        """Called before each capture and replay, outside of it: completes what is in flight."""
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Around the passes, as part of the graph: before its end all other streams have to be waited for."""
+        """Surrounds the passes, as part of the graph; all other streams must be waited for before it ends."""
         return nullcontext()
 
     def captured(self) -> Any:
-        """The account after a capture, which `replayed` is given each time."""
+        """Returns the record of a capture, which `replayed` receives each time."""
         return None
 
     def dropped(self) -> None:
-        """Instead of `captured`, where the capture failed on this rank or another: nothing of it has run."""
+        """Called instead of `captured` where the capture failed on this rank or another: nothing of it has run."""
 
     def replayed(self, account: Any) -> None:
-        """The graph has run: from now on the account is what it was after the capture."""
+        """Called after the graph has run: restores the record that the capture left."""
 
 
 class StaticTree:

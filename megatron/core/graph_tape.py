@@ -71,11 +71,11 @@ class Tape:
         self._wait_for(None)
 
     def add(self, launch: "_Launch") -> None:
-        """Another operator."""
+        """Appends an operator."""
         self._launches.append(launch)
 
     def _wait_for(self, storages: frozenset[int] | None) -> None:
-        """For collectives that work on any of these; None: for all."""
+        """Waits for collectives that use any of these storages; None: for all."""
         left = []
         for work, used in self._under_way:
             if storages is None or used & storages:

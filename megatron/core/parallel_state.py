@@ -45,7 +45,7 @@ _EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep"
 
 @dataclass
 class _Registry:
-    """What initialize_model_parallel made. world: the group of all ranks then. virtual_size: None if not given."""
+    """The result of initialize_model_parallel. world: the group of all ranks then. virtual_size: None if not given."""
 
     world: ProcessGroup | None = None
     groups: ProcessGroupCollection | None = None
@@ -460,7 +460,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Says which model chunk of this stage is being built, for code that asks the getters."""
+    """Sets which model chunk of this stage is being built, for code that calls the getters."""
     _REGISTRY.virtual_rank = rank
 
 

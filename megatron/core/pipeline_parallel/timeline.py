@@ -13,7 +13,7 @@ DURATIONS = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
 
 
 class Span(NamedTuple):
-    """When a pass runs, in forwards of one chunk where nothing else is said."""
+    """The start and end of a pass; the unit is a chunk's forward unless something else is said."""
 
     start: float
     end: float

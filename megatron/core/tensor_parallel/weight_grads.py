@@ -49,7 +49,7 @@ class GradOwner:
 
 
 def set_grad_owner(param: nn.Parameter, owner: GradOwner | None) -> None:
-    """Says who adds up the gradients of a parameter, any shape and dtype; None: autograd alone."""
+    """Sets the object that accumulates a parameter's gradients, any shape and dtype; None: autograd alone."""
     vars(param).update(grad_owner=owner)
 
 
@@ -59,10 +59,10 @@ def has_grad_owner(weight: Tensor) -> bool:
 
 
 def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
-    """Inside a backward: gives the gradient to the weight's owner and returns None, or computes it for autograd.
+    """Gives a gradient to the weight's owner in a backward and returns None, or computes it for autograd.
 
     weight: the leaf itself, any shape and dtype. node: where autograd would add its gradient up. Returns the gradient
-    where nobody owns it, where it does not fit, and where someone asked autograd for it or looks at it on its way.
+    where nobody owns it, where it does not fit, and where someone asked autograd for it or has a hook on it.
     """
     owner = _owner_of(weight)
     if (

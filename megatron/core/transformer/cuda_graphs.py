@@ -37,30 +37,30 @@ _MAX_SIGNATURES = 4
 
 
 class PartParticipant(Protocol):
-    """Who keeps account on the host of what a part does when it runs from graphs; see [Note: graphs]."""
+    """Keeps the host's records of what a part does when it runs from graphs; see [Note: graphs]."""
 
     def prepare(self) -> None:
-        """Before each capture of a slot and each replay of its forward, outside of graphs."""
+        """Called before each capture of a slot and each replay of its forward, outside of graphs."""
         ...
 
     def new_account(self) -> Any:
-        """Before a capture, outside of it: what is to be known of the slot, for all that follows."""
+        """Returns a slot's record for all that follows; called before a capture, outside of it."""
         ...
 
     def capturing(self, account: Any) -> AbstractContextManager[None]:
-        """Around a forward, then around its backward, as part of their graphs: as in GraphParticipant."""
+        """Surrounds a forward, then its backward, as part of their graphs, as in GraphParticipant."""
         ...
 
     def replaying(self, account: Any) -> Any:
-        """That forward is about to run, behind `prepare`; returns what `replaying_backward` wants."""
+        """Called after `prepare`, before that forward is replayed; returns the argument of `replaying_backward`."""
         ...
 
     def replayed(self, account: Any) -> None:
-        """That forward has run."""
+        """Called after that forward was replayed."""
         ...
 
     def replaying_backward(self, forward: Any) -> None:
-        """The backward of a forward is about to run."""
+        """Called before the backward of a forward is replayed."""
         ...
 
 

@@ -56,7 +56,7 @@ def graph_layers(
 
 
 def _parts_of(layer: TransformerLayer) -> dict[str, _Part]:
-    """What may be captured of a layer, by the names of --cuda-graph-modules."""
+    """Returns the parts of a layer that can be captured, by the names of --cuda-graph-modules."""
     parts = {"attn": _Part("attn", layer.self_attention)}
     if not isinstance(layer.mlp, MoELayer):
         return {**parts, "mlp": _Part("mlp", layer.mlp)}
@@ -118,7 +118,7 @@ class _Experts(_Participant):
         return self._step.new_part()
 
     def capturing(self, account: CapturedForward) -> AbstractContextManager[None]:
-        """Rows are not counted, and pages not handed out, as in a step."""
+        """Records the part's rows and pages for replays in place of this step, inside the block."""
         return self._step.capturing(account)
 
     def replaying(self, account: CapturedForward) -> Any:
@@ -126,11 +126,11 @@ class _Experts(_Participant):
         return self._step.replaying(account)
 
     def replayed(self, account: CapturedForward) -> None:
-        """Counts its rows."""
+        """Counts the forward's rows."""
         self._step.replayed(account)
 
     def replaying_backward(self, forward: Any) -> None:
-        """Its rows come back from the stash."""
+        """Restores the forward's rows from the stash."""
         if forward is not None:
             self._step.replaying_backward(forward)
 

@@ -153,7 +153,7 @@ class Shift:
     sent: Tensor
 
     def wait(self) -> Tensor:
-        """What arrived: any shape and dtype, those of what was sent."""
+        """Waits and returns the received tensor: any shape and dtype, those of the sent one."""
         for request in self.requests:
             request.wait()
         return self.received

@@ -21,8 +21,9 @@ _MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class TileInputs:
-    """What a tile is computed from: query [B, N, Q, D]; key [B, G, K, D]; value [B, G, K, E], where E may be D; G
-    divides N, any float dtype.
+    """The inputs of a tile: query [B, N, Q, D]; key [B, G, K, D]; value [B, G, K, E], where E may be D.
+
+    G divides N, any float dtype.
     """
 
     query: Tensor
@@ -45,11 +46,11 @@ class TileKernel:
         self.scale = scale
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
-        """The softmax over this tile's columns alone."""
+        """Returns the softmax over this tile's columns alone."""
         raise NotImplementedError
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """The tile's share of the gradients; grad: [B, N, Q, E], of the whole softmax, as is `result`.
+        """Returns the tile's share of the gradients; grad: [B, N, Q, E], of the whole softmax, as is `result`.
 
         Gradients have their inputs' shapes, and their dtype or fp32.
         """
@@ -70,7 +71,7 @@ class PlainKernel(TileKernel):
         return SoftmaxResult(output.to(inputs.query.dtype), log_sum)
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """As TileKernel has it; grad: [B, N, Q, E], the query's dtype."""
+        """Computes the tile's gradients block by block of rows; grad: [B, N, Q, E], the query's dtype."""
         query, key, value = _in_groups(inputs)
         grad, output = (t.to(query.dtype).unflatten(1, query.shape[1:3]) for t in (grad, result.output))
         log_sum = result.log_sum.unflatten(1, query.shape[1:3]).unsqueeze(-1)
@@ -111,7 +112,7 @@ class Widened(TileKernel):
         return SoftmaxResult(result.output[..., : inputs.value.shape[-1]], result.log_sum)
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """As TileKernel has it; grad: [B, N, Q, E], the query's dtype."""
+        """Computes the gradients of widened tensors and narrows them; grad: [B, N, Q, E], the query's dtype."""
         wide = SoftmaxResult(widened(result.output, self._width), result.log_sum)
         shares = self._kernel.backward(widened(grad, self._width), self._widened(inputs), result=wide, tile=tile)
         pairs = zip(vars(shares).values(), vars(inputs).values(), strict=True)
@@ -130,7 +131,7 @@ class FlashOnCpu(TileKernel):
         return SoftmaxResult(*_flash_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=self.scale))
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """As TileKernel has it; grad: [B, N, Q, E], the query's dtype."""
+        """Runs the backward of torch's CPU flash kernel; grad: [B, N, Q, E], the query's dtype."""
         query, key, value = inputs.query, inputs.key, inputs.value
         mask, is_causal = self._mask(inputs, tile)
         return TileInputs(
@@ -167,7 +168,7 @@ class FlashOnGpu(PlainKernel):
         return SoftmaxResult(found[0], found[1])
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """As TileKernel has it; grad: [B, N, Q, E], the query's dtype."""
+        """Runs torch's GPU flash backward where it takes the tile; grad: [B, N, Q, E], the query's dtype."""
         if not _gpu_kernel_takes(inputs, tile):
             return super().backward(grad, inputs, result=result, tile=tile)
         key, value = _repeated(inputs)
@@ -228,7 +229,7 @@ class MergedSoftmax:
 
 
 def tile_kernel(device: torch.device, *, scale: float, plain: bool, widths: tuple[int, int]) -> TileKernel:
-    """What computes tiles on `device`; plain: the reference, whatever the device has. widths: of keys and values."""
+    """Returns the kernel for tiles on `device`; plain: the reference on any device. widths: of keys and values."""
     if plain:
         return PlainKernel(scale)
     kernel = FlashOnCpu(scale) if device.type == "cpu" else FlashOnGpu(scale)

@@ -18,7 +18,7 @@ from megatron.core.transformer.tile_kernels import MergedSoftmax, SoftmaxResult,
 
 @dataclass(frozen=True, kw_only=True)
 class TilePlan:
-    """What one call needs besides its tensors; segments: as attention_tiles.segments_of_samples gives them."""
+    """The arguments of one call that are no tensors; segments: from attention_tiles.segments_of_samples."""
 
     exchange: KeyValueExchange
     kernel: TileKernel

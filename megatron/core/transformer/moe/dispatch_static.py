@@ -66,7 +66,7 @@ class StaticBudget:
         return math.ceil(rows / self.alignment) * self.alignment
 
     def rows_of_pair(self, num_tokens: int) -> int:
-        """From one rank to another; num_tokens: T, of each rank."""
+        """Returns the most rows from one rank to another; num_tokens: T, of each rank."""
         balanced = self._balanced_rows(num_tokens) / self.num_ranks
         return min(math.ceil(balanced * self.factor), self._most(num_tokens))
 
@@ -125,7 +125,7 @@ class StaticRows:
 
 
 class MoEStaticTokenDispatcher(MoETokenDispatcher):
-    """What the static dispatchers share: the budget, and rows by expert in the buffer of C rows."""
+    """Base class of the static dispatchers: the budget, and rows by expert in the buffer of C rows."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         )
 
     def set_capacity_factor(self, factor: float) -> None:
-        """For dispatches from now on: what moe_expert_rank_capacity_factor was until now."""
+        """Replaces moe_expert_rank_capacity_factor for the following dispatches."""
         self.budget = replace(self.budget, factor=factor)
 
     def by_expert(self, expert_indices: Tensor, *, num_tokens: int) -> StaticRows:
@@ -231,7 +231,7 @@ class StaticExchanged:
 
 @dataclass(frozen=True)
 class Wire:
-    """What carries rows, and how its parts lie in the buffers that travel."""
+    """The transport of rows, and the layout of its parts in the communication buffers."""
 
     transport: RowTransport
     layout: PartLayout

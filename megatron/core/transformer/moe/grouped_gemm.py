@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.weight_grads import hand_over, has_grad_owner
 
 
 def row_offsets(tokens_per_expert: Tensor) -> Tensor:
-    """Where each expert's rows end; tokens_per_expert: [e], int64, on the device -> [e], int32, same device."""
+    """Returns where each expert's rows end; tokens_per_expert: [e], int64, on device -> [e], int32, same device."""
     return tokens_per_expert.cumsum(0, dtype=torch.int32)
 
 
@@ -33,7 +33,7 @@ def grouped_gemm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """For weights with an owner. Can be differentiated twice, as what it is made of."""
+    """The grouped product for weights with a gradient owner. Supports double backward, as its operators do."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def expected_share(most_share: float, *, balanced_rows: int, max_rows: int) -> f
 
 
 def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
-    """For the log: which settings a resumed run goes beyond, because it had to grow before its checkpoint."""
+    """Returns log lines on settings that a resumed run exceeds, because it had to grow before its checkpoint."""
     # Any growth is beyond a number of bytes; a tier that is not wanted any more does not grow.
     device = config.moe_paged_stash_buffer_size_factor_cuda or math.inf
     host = config.moe_paged_stash_buffer_size_factor_cpu or math.inf

@@ -25,7 +25,7 @@ RowsOf = Callable[[Group], int]
 
 
 class StashSettings(Protocol):
-    """What sizes follow from; TransformerConfig has it."""
+    """The settings that determine sizes; TransformerConfig has them."""
 
     hidden_size: int
     moe_ffn_hidden_size: int | None
@@ -45,9 +45,9 @@ class StashSettings(Protocol):
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """What a stage stashes in a step: events in their order, tensors of each group, live rows of a balanced pass.
+    """The stash's input for one step: events in their order, tensors of each group, live rows of a balanced pass.
 
-    A pass is balanced if every rank gets as many rows.
+    A pass is balanced if every rank gets the same number of rows.
     """
 
     events: Sequence[StashEvent]
@@ -102,10 +102,10 @@ def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows:
 
 
 def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
-    """What the experts of one layer leave for backward in buffers of `rows` rows: x, weights, gate_up and act.
+    """Returns what the experts of one layer save for backward in buffers of `rows` rows: x, weights, gate_up and act.
 
     Routing weights are fp32. With moe_act recomputed there is no act, and none where fc2 is frozen and has no adapter;
-    adapters leave the rows times their narrow half.
+    adapters save the rows times their narrow half.
     """
     assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
     itemsize = config.params_dtype.itemsize
