@@ -20,6 +20,7 @@ from megatron.core.distributed.grad_hooks import ReadyBucket, RunState
 from megatron.core.distributed.layout import Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_partial_gradient
+from tests.counts import long_count, soak_only
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
@@ -150,7 +151,7 @@ def _survive(mode: dict[str, Any]) -> None:
     assert counted.take() == Counter({("param", name): 1 for name in names})
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, soak_only(3)])
 def test_b27_every_hook_fires_once_a_step_whatever_was_done_to_parameters(ranks: int) -> None:
     run_on_ranks(in_each_mode, ranks, _survive)
 
@@ -205,7 +206,7 @@ def _slices(model: DistributedDataParallel) -> Iterator[Any]:
     return (one for places in model._hand_out._places.values() for place in places for one in place.slices)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, soak_only(2)])
 def test_hooks_see_the_bits_of_an_ordinary_wrapper(ranks: int) -> None:
     run_on_ranks(in_each_mode, ranks, _see_gradients_of_each_dtype)
 
@@ -217,7 +218,7 @@ class InHooks:
         self.model, self.num_steps = model, 0
         for param in trained(model).values():
             optimizer = torch.optim.AdamW([model.owned_shard(param)], lr=0.05, weight_decay=0.1, foreach=False)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
             model.register_post_accumulate_grad_hook(param, self._stepped(optimizer, schedule))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, schedule: Any) -> Callable[[nn.Parameter], None]:
@@ -236,14 +237,17 @@ def weights(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in model.module.named_parameters()}
 
 
+STEPS_IN_HOOKS = long_count(4, soak=10)  # the schedule halves the rate after every second
+
+
 def _step_in_hooks() -> None:
     plain = wrap(tiny_model(), {})
     params = [nn.Parameter(param.detach().flatten().clone()) for param in trained(plain).values()]
     normal = torch.optim.AdamW(params, lr=0.05, weight_decay=0.1, foreach=False)
-    schedule = torch.optim.lr_scheduler.StepLR(normal, step_size=3, gamma=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(normal, step_size=2, gamma=0.5)
     models = [wrap(tiny_model(), mode) for mode in MODES]
     runs = [InHooks(model) for model in models]
-    for step in range(10):
+    for step in range(STEPS_IN_HOOKS):
         backward(plain, step)
         grads = dict(plain.named_main_grads())
         for param, name in zip(params, trained(plain)):
@@ -259,10 +263,10 @@ def _step_in_hooks() -> None:
                 model.start_param_sync(force_sync=True)
             for name, weight in weights(plain).items():
                 torch.testing.assert_close(weights(model)[name], weight, rtol=0, atol=0, msg=f"{mode} {name} {step}")
-    assert all(run.num_steps == 10 * len(params) for run in runs)
+    assert all(run.num_steps == STEPS_IN_HOOKS * len(params) for run in runs)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, soak_only(2), soak_only(4)])
 def test_b29_adamw_and_its_schedule_in_hooks_are_normal_training(ranks: int) -> None:
     run_on_ranks(_step_in_hooks, ranks)
 
