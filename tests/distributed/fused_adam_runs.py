@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.optimizer import DistributedFusedAdam
+from tests.counts import long_count
 
-STEPS = 20
+# States are new in the first step, and read in each later one.
+STEPS = long_count(4, soak=20)
 MIB = 1 << 20
 Shapes = Sequence[tuple[int, ...]]
 # Whether a weight, by its number, is used in a step by a rank in a microbatch.
@@ -182,6 +184,17 @@ class Case:
         names = ("adam_w_mode", "betas", "eps", "lr", "weight_decay", "dtype")
         given = {name: value for name, value in {**HYPER, **self.settings}.items() if name in names}
         return Reference(params, groups=groups, out=self.out, masters=self.masters, **given)
+
+
+def usually(some: Iterable[Any], *, soak: Iterable[Any]) -> list[Any]:
+    """Cases of an ordinary run, and all of them under `make soak`."""
+    return list(soak if long_count(0, soak=1) else some)
+
+
+def alternating(cases: Iterable[Any]) -> list[Any]:
+    """Half of a product whose last two options have two values each; every two values of different options meet."""
+    every = list(cases)
+    return usually([case for number, case in enumerate(every) if number % 8 in (0, 3, 5, 6)], soak=every)
 
 
 def cap(num_bytes: int) -> float:

@@ -11,7 +11,7 @@ from torch.nn.utils import parameters_to_vector
 
 from megatron.core.dist_checkpointing.spread_tensor import SpreadTensor
 from megatron.core.optimizer import DistributedFusedAdam
-from tests.counts import long_count, slow
+from tests.counts import long_count, soak_only
 from tests.distributed.fused_adam_runs import (
     GREEDY,
     HYPER,
@@ -23,12 +23,14 @@ from tests.distributed.fused_adam_runs import (
     Case,
     Run,
     Sums,
+    alternating,
     assert_same_on_all_ranks,
     cap,
     factors,
     mean_gradients,
     plain_and_ours,
     run_cases,
+    usually,
     world,
 )
 from tests.harness import run_on_ranks
@@ -78,43 +80,68 @@ TYPES = [
 ]
 
 
+CAPS = (128, 1001, 100 << 20)
+FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+WAITS = ((1, NONE), (2, NONE), (2, LAZY), (2, GREEDY))
+DTYPES = [(FP32,), (FP16,), (BF16,), (BF16, FP32, FP16)]
+
+
+def combined(num_bytes, overlaps, waits, buffers, dtypes):
+    """A case with such values of all options."""
+    settings = {
+        "bucket_cap_mb": cap(num_bytes),
+        "overlap_grad_sync": overlaps[0],
+        "overlap_param_sync": overlaps[1],
+        "contiguous_param_buffer": buffers[0],
+        "contiguous_grad_buffer": buffers[1],
+    }
+    return Case(settings, dtypes=dtypes, shapes=ODD, microbatches=waits[0], waits=waits[1])
+
+
 def every_case():
-    """All that goes together, for `make soak`."""
-    caps, overlaps = (128, 1001, 100 << 20), itertools.product((False, True), repeat=2)
-    waits = ((1, NONE), (3, NONE), (3, LAZY), (3, GREEDY))
-    buffers = [(False, False), (True, False), (False, True), (True, True)]
-    dtypes = [(FP32,), (FP16,), (BF16,), (BF16, FP32, FP16)]
-    for num_bytes, (grads, params), (count, how), (of_params, of_grads), dtype in itertools.product(
-        caps, overlaps, waits, buffers, dtypes
-    ):
-        settings = {
-            "bucket_cap_mb": cap(num_bytes),
-            "overlap_grad_sync": grads,
-            "overlap_param_sync": params,
-            "contiguous_param_buffer": of_params,
-            "contiguous_grad_buffer": of_grads,
-        }
-        yield Case(settings, dtypes=dtype, shapes=ODD, microbatches=count, waits=how)
+    """The full product of these options."""
+    for values in itertools.product(CAPS, FLAGS, WAITS, FLAGS, DTYPES):
+        yield combined(*values)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, slow(4), slow(5)])
-def test_twenty_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch(ranks):
-    some = CASES[1:9] if ranks == 2 or long_count(0, soak=1) else CASES[1:9:3]
-    run_on_ranks(run_cases, ranks, CASES if ranks in (1, 3) else some, timeout=300)
+# Every two values of different options meet, as the three Latin squares of these lines are orthogonal.
+TIMES_2, TIMES_3 = (0, 2, 3, 1), (0, 3, 1, 2)
+PAIRED = [
+    combined(
+        [*CAPS, CAPS[0]][TIMES_3[row] ^ column],
+        FLAGS[row],
+        WAITS[column],
+        FLAGS[row ^ column],
+        DTYPES[TIMES_2[row] ^ column],
+    )
+    for row, column in itertools.product(range(4), repeat=2)
+]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+# Three ranks have every case; one rank has those that differ most from each other.
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(1, CASES[1::4]), (3, CASES), soak_only(1, CASES), *(soak_only(ranks, CASES[1:9]) for ranks in (2, 4, 5))],
+)
+def test_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch(ranks, cases):
+    run_on_ranks(run_cases, ranks, cases, timeout=300)
+
+
+# Dtypes on one rank: test_one_rank_without_torch_distributed_has_the_bits_of_torchs_fused_adamw.
+@pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_every_dtype_of_parameters_gradients_states_and_messages_has_the_bits_of_torchs_adamw(ranks):
     run_on_ranks(run_cases, ranks, TYPES, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_settings_that_go_together_have_the_bits_of_torchs_adamw(ranks):
-    cases = list(every_case())
-    run_on_ranks(
-        run_cases, ranks, cases if long_count(0, soak=1) else cases[3::17], long_count(4, soak=8), timeout=3000
-    )
+    """In `make test` the next one holds this for every two of them."""
+    run_on_ranks(run_cases, ranks, list(every_case()), 8, timeout=3000)
+
+
+def test_any_two_settings_together_have_the_bits_of_torchs_adamw():
+    run_on_ranks(run_cases, 3, PAIRED, 3)
 
 
 @pytest.mark.parametrize("dtypes", [(FP32, BF16), (BF16, FP32), (BF16, BF16, FP32, FP16, FP64)], ids=str)
@@ -124,7 +151,7 @@ def test_b34_the_first_parameter_of_another_dtype_goes_to_a_bucket_of_its_own(dt
         Case(settings, dtypes=dtypes, shapes=ODD)
         for settings in ({}, {"bucket_cap_mb": cap(512), "overlap_param_sync": True}, {"contiguous_grad_buffer": True})
     ]
-    run_on_ranks(run_cases, 2, cases)
+    run_on_ranks(run_cases, 2, cases, 2)
 
 
 def test_one_rank_without_torch_distributed_has_the_bits_of_torchs_fused_adamw():
@@ -157,22 +184,26 @@ def test_without_bias_correction_moments_are_taken_as_they_are():
             v.lerp_(grad.square(), 0.001)
             weight.sub_(HYPER["lr"] * m / (v.sqrt() + 1e-8))
     for param, weight in zip(model.parameters(), weights):
-        # Weights below 4, rounded to fp32's nearest 20 times.
-        torch.testing.assert_close(param.detach().double(), weight, rtol=0, atol=20 * 2.0**-23)
+        # Weights below 4, rounded to fp32's nearest in each step.
+        torch.testing.assert_close(param.detach().double(), weight, rtol=0, atol=STEPS * 2.0**-23)
+
+
+OVERLAPPED, BUFFERED = (FP32, {"overlap_param_sync": True}), (BF16, {"contiguous_grad_buffer": True})
 
 
 def redundant_grids():
-    """All grids of four ranks, bit for bit."""
-    settings = {"bucket_cap_mb": cap(1100)}
-    for dtype, more in ((FP32, {"overlap_param_sync": True}), (BF16, {"contiguous_grad_buffer": True})):
-        for grid in (None, (4, 1), (2, 2), (1, 4)):
-            run = Run(Case({**settings, **more}, grid=grid, dtypes=(dtype,), microbatches=3, waits=LAZY))
-            for step in range(STEPS):
-                run.step(step)
-            run.check(STEPS)
-            norm = run.optimizer.grad_norm()
-            grads = mean_gradients(LAYERS, STEPS - 1, world=4, microbatches=3)
-            assert norm.item() == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in grads)), rel=1e-6)
+    """Grids of four ranks, bit for bit."""
+    every = itertools.product((None, (4, 1), (2, 2), (1, 4)), (OVERLAPPED, BUFFERED))
+    some = [((2, 2), OVERLAPPED), ((1, 4), OVERLAPPED), ((2, 2), BUFFERED), ((4, 1), BUFFERED)]
+    for grid, (dtype, more) in usually(some, soak=every):
+        settings = {"bucket_cap_mb": cap(1100), **more}
+        run = Run(Case(settings, grid=grid, dtypes=(dtype,), microbatches=2, waits=LAZY))
+        for step in range(STEPS):
+            run.step(step)
+        run.check(STEPS)
+        norm = run.optimizer.grad_norm()
+        grads = mean_gradients(LAYERS, STEPS - 1, world=4, microbatches=2)
+        assert norm.item() == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in grads)), rel=1e-6)
 
 
 def test_b16_a_grid_of_shards_and_copies_equals_one_row_of_shards():
@@ -180,7 +211,7 @@ def test_b16_a_grid_of_shards_and_copies_equals_one_row_of_shards():
 
 
 def masters_and_moments(**settings):
-    """What this rank's state dict holds after 20 steps of bf16 parameters, box by box, as numbers."""
+    """What this rank's state dict holds after some steps of bf16 parameters, box by box, as numbers."""
     run = Run(Case({"bucket_cap_mb": cap(900), **settings}, dtypes=(BF16,), shapes=ODD))
     rank, size = world()
     for step in range(STEPS):
@@ -201,9 +232,13 @@ def remainders():
     assert masters_and_moments(**REMAINDERS) == copies
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_bf16_parameters_with_remainders_are_the_fp32_masters_of_a_run_with_copies_bit_for_bit(ranks):
     run_on_ranks(remainders, ranks)
+
+
+# Roundings add up over steps: the bounds are of this many.
+NARROW_STEPS = 20
 
 
 def narrow_states():
@@ -220,7 +255,7 @@ def narrow_states():
         run, exact = Run(Case({**settings, "overlap_param_sync": True}, dtypes=(of_params,))), Case(dtypes=(of_params,))
         reference = exact.reference(run.model.parameters())
         before = [value.clone() for value in reference.values]
-        for step in range(STEPS):
+        for step in range(NARROW_STEPS):
             run.optimizer.zero_grad()
             # Their squares are below what fp16 can say.
             own = [factor * size * 2.0**-12 for factor in factors(tuple(LAYERS), step, rank, 0)]
@@ -315,25 +350,28 @@ def train_network(bound, microbatches, *, dtype, **settings):
 BOUNDS = {FP32: 4 * 2.0**-23, FP64: 4 * 2.0**-52}
 
 
+# Dtype, microbatches, bytes of a bucket, whether parameters are gathered in forward.
+NETWORKS = [(FP32, 1, 128, False), (FP32, 3, 1000, True), (FP64, 2, 10**6, True)]
+
+
 def train_networks():
-    for dtype, bound in BOUNDS.items():
-        for microbatches, num_bytes, overlaps in ((1, 128, False), (3, 1000, True), (2, 10**6, True)):
-            settings = {"bucket_cap_mb": cap(num_bytes), "overlap_param_sync": overlaps}
-            train_network(bound, microbatches, dtype=dtype, **settings)
+    for dtype, microbatches, num_bytes, overlaps in NETWORKS:
+        settings = {"bucket_cap_mb": cap(num_bytes), "overlap_param_sync": overlaps}
+        train_network(BOUNDS[dtype], microbatches, dtype=dtype, **settings)
 
 
-@pytest.mark.parametrize("ranks", [1, *range(3, long_count(4, soak=5))])
+@pytest.mark.parametrize("ranks", [soak_only(1), 3, soak_only(4)])
 def test_a_network_of_width_7_follows_torchs_adamw_on_the_whole_batch(ranks):
     run_on_ranks(train_networks, ranks)
 
 
 def overlap_and_bucket_sizes():
-    """Weights and losses of 6 steps by bucket size, which must not depend on what overlaps."""
+    """Weights and losses of some steps by bucket size, which must not depend on what overlaps."""
     rank, size = world()
     of_sizes = []
-    for num_bytes in (4, 128, 1001, 100 << 20):
+    for num_bytes in (4, 1001, 100 << 20):
         seen = []
-        for grads, params, contiguous in itertools.product((False, True), repeat=3):
+        for grads, params, contiguous in alternating(itertools.product((False, True), repeat=3)):
             _, model, optimizer = plain_and_ours(
                 Network,
                 bucket_cap_mb=cap(num_bytes),
@@ -342,7 +380,7 @@ def overlap_and_bucket_sizes():
                 contiguous_grad_buffer=contiguous,
             )
             losses = []
-            for step in range(6):
+            for step in range(long_count(3, soak=6)):
                 optimizer.zero_grad()
                 loss = model(batch(step, FP32, size)[rank]).square().mean()
                 loss.backward()
@@ -385,7 +423,7 @@ def strides_of(param):
 
 
 def trained_by_injected(turns_params, turns_grads, **settings):
-    """Parameters after three steps; in the end they must have the strides that they had."""
+    """Parameters after two steps; in the end they must have the strides that they had."""
     rank, _ = world()
     params = []
     for shape, turn in ORDERS.values():
@@ -393,7 +431,7 @@ def trained_by_injected(turns_params, turns_grads, **settings):
         params.append(nn.Parameter(turn(values) if turns_params else values))
     strides = [strides_of(param) for param in params]
     optimizer = DistributedFusedAdam(params, **settings, **HYPER)
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         for param, (shape, turn) in zip(params, ORDERS.values()):
             grad = injected(shape, rank) * (step + 1)
@@ -406,7 +444,8 @@ def trained_by_injected(turns_params, turns_grads, **settings):
 
 def injected_gradients():
     """Both orders of parameters by both orders of gradients set by hand, in buckets that cut them anywhere."""
-    for num_bytes, contiguous in itertools.product((128, 777, 10**7), (False, True)):
+    every = itertools.product((128, 777, 10**7), (False, True))
+    for num_bytes, contiguous in usually([(128, False), (777, True), (10**7, True)], soak=every):
         settings = {"contiguous_param_buffer": contiguous, "contiguous_grad_buffer": contiguous}
         settings["bucket_cap_mb"] = cap(num_bytes)
         first, *others = [
@@ -417,7 +456,7 @@ def injected_gradients():
         assert not any(torch.equal(a, injected(a.shape, -1)) for a in first)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [soak_only(1), 2, soak_only(3)])
 def test_any_memory_order_of_parameters_and_gradients_gives_the_bits_of_nchw(ranks):
     run_on_ranks(injected_gradients, ranks)
 
@@ -439,7 +478,7 @@ def train_convolutions():
         model = make_convolutions(turns)
         strides = [param.stride() for param in model.parameters()]
         optimizer = DistributedFusedAdam(model.parameters(), bucket_cap_mb=cap(300), overlap_param_sync=True, lr=3e-3)
-        for step in range(5):
+        for step in range(2):
             x = torch.randn(2, 3, 1, 6, 6, generator=torch.Generator().manual_seed(2 * step + world()[0]))
             optimizer.zero_grad()
             model(x).square().mean().backward()
