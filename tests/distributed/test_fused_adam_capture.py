@@ -9,7 +9,8 @@ from torch import nn
 from megatron.core.graph_safety import assert_capturable
 from megatron.core.graph_tape import TapeGraphs
 from megatron.core.optimizer import DistributedFusedAdam
-from tests.distributed.fused_adam_runs import world
+from tests.counts import long_count
+from tests.distributed.fused_adam_runs import usually, world
 from tests.harness import run_on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -48,7 +49,8 @@ CAPTURED = [
     (BF16, {"contiguous_grad_buffer": True, "contiguous_param_buffer": False, "grad_sync_dtype": BF16}),
     (FP32, {"adam_w_mode": False, "bias_correction": False}),
 ]
-OVERFLOWS = {0, 4}
+# Two good steps follow the first, so that the scale grows; one follows the last.
+OVERFLOWS = {0, 3}
 
 
 def captures(dtype, settings):
@@ -92,7 +94,7 @@ def replays(dtype, settings):
     iteration(eager, others, factors, other_scaler)
     with TapeGraphs().capturing() as tape:
         captured = iteration(graphed, params, factors, scaler)
-    for step in range(8):
+    for step in range(5):
         set_factors(factors, step, overflow=step in OVERFLOWS)
         graphed.param_groups[0]["lr"].fill_(0.1 / (step + 1))
         eager.param_groups[0]["lr"] = graphed.param_groups[0]["lr"].item()
@@ -119,10 +121,11 @@ def test_a_replay_follows_rates_scales_and_overflows_as_steps_by_themselves_do(d
 
 
 def on_ranks():
-    for dtype, settings in CAPTURED:
+    # Every form is captured on one rank.
+    for dtype, settings in usually([CAPTURED[0], CAPTURED[3]], soak=CAPTURED):
         captures(dtype, settings)
         replays(dtype, settings)
 
 
 def test_iterations_of_several_ranks_are_captured_and_replayed():
-    run_on_ranks(on_ranks, 3)
+    run_on_ranks(on_ranks, long_count(2, soak=3))

@@ -25,10 +25,12 @@ from tests.distributed.fused_adam_runs import (
     Reference,
     Run,
     Sums,
+    alternating,
     assert_same_on_all_ranks,
     cap,
     factors,
     mean_gradients,
+    usually,
     world,
 )
 from tests.harness import run_on_ranks
@@ -56,9 +58,13 @@ def one_cycle(optimizer):
     return OneCycleLR(optimizer, max_lr=[0.1, 0.2, 0.05], total_steps=STEPS + 1)
 
 
+TINY = {"bucket_cap_mb": cap(128)}
+
+
 def groups_and_schedules():
-    every = (SMALL, OVERLAPPED, {"bucket_cap_mb": cap(128)})
-    for settings, schedule in itertools.product(every, (decaying, one_cycle)):
+    every = itertools.product((SMALL, OVERLAPPED, TINY), (decaying, one_cycle))
+    some = ((SMALL, one_cycle), (OVERLAPPED, decaying), (TINY, one_cycle))
+    for settings, schedule in usually(some, soak=every):
         run = Run(Case(settings, shapes=SHAPES), each_third)
         schedules = [schedule(optimizer) for optimizer in (run.optimizer, run.reference.optimizer)]
         for step in range(STEPS):
@@ -79,14 +85,14 @@ def added_groups():
         # Of the reference none is stepped before it is added: a gradient it has not.
         run = Run(Case(settings, shapes=SHAPES), lambda params: [{"params": params[:4]}])
         params, there = list(run.model.parameters()), 4
-        for step in range(9):
+        for step in range(6):
             run.step(step, used=lambda number, step, rank, microbatch, there=there: number < there)
-            if step % 3 == 2 and there < 8:
+            if step % 2 == 1 and there < 8:
                 added = {"params": params[there : there + 2], "lr": 0.2}
                 run.optimizer.add_param_group(added)
                 run.reference.add_param_group(added)
                 there += 2
-        run.check(9)
+        run.check(6)
 
 
 def test_groups_are_added_between_steps():
@@ -108,17 +114,15 @@ def initialised(run, how):
 
 
 def ways_to_begin():
-    for how, settings, dtypes in itertools.product(
-        ("lazily", "all", "some", "buckets", "one"),
-        (OVERLAPPED, {"contiguous_grad_buffer": True}),
-        ((torch.float32,), (torch.bfloat16, torch.float32)),
-    ):
+    one, several, buffered = (torch.float32,), (torch.bfloat16, torch.float32), {"contiguous_grad_buffer": True}
+    every = itertools.product(("lazily", "all", "some", "buckets", "one"), (OVERLAPPED, buffered), (one, several))
+    for how, settings, dtypes in alternating(every):
         run = Run(Case(settings, shapes=SHAPES, dtypes=dtypes))
         initialised(run, how)
-        for step in range(4):
+        for step in range(3):
             # In the first step another order than that of the groups, and not all of them.
             run.step(step, used=lambda number, step, rank, microbatch: step > 0 or number in (2, 7, 3))
-        run.check(4)
+        run.check(3)
 
 
 def test_parameters_join_at_their_first_gradient_or_when_told_with_the_same_result():
@@ -168,15 +172,22 @@ USES = {
 def unused_weights():
     cases = [
         Case(SMALL, shapes=SHAPES),
-        Case({**OVERLAPPED, "bucket_cap_mb": cap(128)}, shapes=SHAPES, microbatches=3),
-        Case({**SMALL, "contiguous_grad_buffer": True}, shapes=SHAPES, microbatches=3, waits=LAZY),
-        Case({"overlap_grad_sync": False}, shapes=SHAPES, microbatches=3, waits=GREEDY),
+        Case({**OVERLAPPED, **TINY}, shapes=SHAPES, microbatches=2),
+        Case({**SMALL, "contiguous_grad_buffer": True}, shapes=SHAPES, microbatches=2, waits=LAZY),
+        Case({"overlap_grad_sync": False}, shapes=SHAPES, microbatches=2, waits=GREEDY),
     ]
-    for case, used in itertools.product(cases, USES.values()):
+    nowhere, elsewhere, alone, alternately, mixed = USES.values()
+    some = [
+        *((cases[0], used) for used in (nowhere, elsewhere, alternately)),
+        *((cases[1], used) for used in (alone, mixed)),
+        *((cases[2], used) for used in (nowhere, mixed)),
+        *((cases[3], used) for used in (elsewhere, alternately)),
+    ]
+    for case, used in usually(some, soak=itertools.product(cases, USES.values())):
         run = Run(case)
-        for step in range(6):
+        for step in range(3):
             run.step(step, used=used)
-        run.check(6)
+        run.check(3)
 
 
 def test_b4_b6_weights_that_get_no_gradient_somewhere_are_stepped_by_zeros():
@@ -193,7 +204,7 @@ def frozen_weights():
         before = [param.detach().clone() for param in params]
         for number in FROZEN:
             params[number].requires_grad_(False)
-        for step in range(4):
+        for step in range(2):
             run.step(step, used=lambda number, step, rank, microbatch: number not in FROZEN)
         run.optimizer.wait_params(params)
         for number, (param, old) in enumerate(zip(params, before)):
@@ -224,12 +235,13 @@ class Repeated(nn.Module):
 
 def used_twice():
     rank, size = world()
-    for reentrant, settings in itertools.product(
-        (None, False, True), (OVERLAPPED, {"bucket_cap_mb": cap(128)}, {"contiguous_grad_buffer": True})
-    ):
+    buffered = {"contiguous_grad_buffer": True}
+    every = itertools.product((None, False, True), (OVERLAPPED, TINY, buffered))
+    some = ((None, OVERLAPPED), (False, TINY), (False, buffered), (True, OVERLAPPED), (True, buffered))
+    for reentrant, settings in usually(some, soak=every):
         run = Run(Case(settings, shapes=SHAPES))
         model = Repeated(run.model, reentrant)
-        for step in range(4):
+        for step in range(2):
             run.optimizer.zero_grad()
             for microbatch in range(2):
                 kept = run.optimizer.no_sync() if step == 1 and microbatch == 0 else torch.enable_grad()
@@ -237,7 +249,7 @@ def used_twice():
                     model([factor * size for factor in factors(SHAPES, step, rank, 0)]).backward()
             run.optimizer.step()
             run.reference.step([4 * grad for grad in run.grads(step)])
-        run.check(4)
+        run.check(2)
 
 
 def test_b5_weights_used_twice_and_recomputed_get_the_sum():
@@ -321,9 +333,10 @@ def test_gradients_set_by_hand_are_stepped_by():
 def gradients_of_some_ranks():
     """Set by hand or kept by no_sync, and nothing else, of weights that differ from rank to rank."""
     rank, size = world()
-    for settings, by_hand, is_eager in itertools.product(
+    every = itertools.product(
         (SMALL, OVERLAPPED, {**SMALL, "contiguous_grad_buffer": True}), (True, False), (True, False)
-    ):
+    )
+    for settings, by_hand, is_eager in alternating(every):
         run = Run(Case(settings, shapes=SHAPES))
         if is_eager:
             run.optimizer.init_params()
@@ -386,7 +399,7 @@ def errors_in_a_step():
     def fail(grad):
         raise Failing
 
-    for step in range(6):
+    for step in range(4):
         if step % 2:
             # On all ranks: what one alone does wrong is another's timeout.
             handle = list(run.model.parameters())[3].register_hook(fail)
@@ -394,7 +407,7 @@ def errors_in_a_step():
                 run.backward(step)
             handle.remove()
         run.step(step)
-    run.check(6)
+    run.check(4)
 
 
 def test_b32_after_an_error_in_backward_zero_grad_begins_anew():
@@ -446,14 +459,14 @@ def add_to_buffer(optimizer, weight, grad):
 def fused_gradients():
     """Half of the weights' gradients are added by their own backward, three microbatches of which two wait."""
     rank, size = world()
-    for settings in (SMALL, {"overlap_grad_sync": False}, {"bucket_cap_mb": cap(128)}):
+    for settings in (SMALL, {"overlap_grad_sync": False}, TINY):
         run = Run(Case({**settings, "contiguous_grad_buffer": True}, shapes=SHAPES, microbatches=3))
         run.optimizer.init_params()
         for product in list(run.model.products)[::2]:
             product.forward = partial(AddsItself.apply, product.weight, partial(add_to_buffer, run.optimizer))
-        for step in range(4):
+        for step in range(2):
             run.step(step)
-        run.check(4)
+        run.check(2)
 
 
 def test_kernels_add_gradients_to_buffers_themselves():
