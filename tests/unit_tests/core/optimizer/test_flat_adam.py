@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,17 @@ def forms() -> list[tuple[torch.dtype, StateForm]]:
 all_forms = pytest.mark.parametrize(
     ("params", "form"), forms(), ids=lambda value: getattr(value, "name", str(value).replace("torch.", ""))
 )
+
+
+def all_forms_with(**options: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every form with one of an option's values in turn, and under `make soak` with each of them."""
+    ((name, values),) = options.items()
+    cases = [
+        pytest.param(*form, value, marks=() if (number + at) % len(values) == 0 else pytest.mark.soak)
+        for number, form in enumerate(forms())
+        for at, value in enumerate(values)
+    ]
+    return pytest.mark.parametrize(("params", "form", name), cases, ids=str)
 
 
 def normal(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -122,8 +135,7 @@ def test_bf16_with_remainders_is_the_fp32_run_bit_for_bit() -> None:
         assert torch.equal(halves[~is_half], rounded[~is_half])
 
 
-@all_forms
-@pytest.mark.parametrize("divisor", [1.0, 2.0, torch.tensor(2.0)], ids=["whole", "number", "tensor"])
+@all_forms_with(divisor=[1.0, 2.0, torch.tensor(2.0)])
 def test_a_skipped_step_changes_no_byte_and_a_step_does(params: torch.dtype, form: StateForm, divisor) -> None:
     run = Run(params, form)
     before = run.memory()
@@ -180,8 +192,7 @@ def test_without_bias_correction_moments_count_as_they_are(dtype: torch.dtype, a
     assert state.step == 5
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES)
-@all_forms
+@all_forms_with(out_dtype=DTYPES)
 def test_parameters_are_written_in_any_dtype(params: torch.dtype, form: StateForm, out_dtype: torch.dtype) -> None:
     run, out = Run(params, form), torch.zeros(NUMEL, dtype=out_dtype)
     step(run.state, normal(3), out=out)
