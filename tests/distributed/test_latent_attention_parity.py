@@ -4,11 +4,9 @@ from functools import cache
 
 import pytest
 
-from tests.counts import long_count
-from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layout, run_layouts
+from tests.distributed.parity import WholeRun, assert_layouts_agree, layout, run_layout
 from tests.functional_tests.case import Flags
 
-RANKS = 4
 # Documents end within samples: parts of sequences have unequal numbers of learned tokens.
 PACKED: Flags = {
     "reset-position-ids": True,
@@ -19,6 +17,7 @@ PACKED: Flags = {
 SHARED: Flags = {
     "seq-length": 32,
     "micro-batch-size": 1,
+    "global-batch-size": 4,
     "rotary-scaling-factor": 4.0,
     "yarn-original-max-position-embeddings": 16,
     "mscale-all-dim": 0.7,
@@ -33,39 +32,42 @@ MODELS: dict[str, tuple[str, Flags]] = {
     "moe": ("latent_moe", {**SHARED, "num-layers": 4, "moe-layer-freq": "[0,1,1,1]", "mtp-num-layers": 1}),
 }
 UP_AGAIN: Flags = {"recompute-granularity": "selective", "recompute-modules": ["mla_up_proj", "layernorm"]}
-# The first of each are always run.
-FIRST = long_count(2, soak=10)
-LAYOUTS: dict[str, list[Flags]] = {
-    "dense": [
-        layout(2, sequence_parallel=False),
-        layout(2, cp=2, **UP_AGAIN),
-        layout(4),
-        layout(cp=4, cp_comm_type="all_gather"),
-    ],
+# Each kind of parallelism on two ranks, and two kinds at once on four.
+LAYOUTS: dict[str, list[tuple[int, Flags]]] = {
+    "dense": [(2, layout(2, sequence_parallel=False)), (4, layout(2, cp=2, **UP_AGAIN))],
+    "no query rank, no norms, window": [(2, layout(2, **UP_AGAIN)), (2, layout(cp=2, cp_comm_type="all_gather"))],
+    "moe": [(4, layout(2, cp=2, ep=2, etp=2, cp_comm_type="a2a")), (2, layout(pp=2, vpp=2))],
+}
+FURTHER: dict[str, list[tuple[int, Flags]]] = {
+    "dense": [(4, layout(4)), (4, layout(cp=4, cp_comm_type="all_gather"))],
     "no query rank, no norms, window": [
-        layout(2, sequence_parallel=False, **UP_AGAIN),
-        layout(2, cp=2, cp_comm_type=["a2a", "all_gather"]),
-        layout(2, cp=2),
-        layout(pp=2, cp=2),
+        (4, layout(2, sequence_parallel=False, **UP_AGAIN)),
+        (4, layout(2, cp=2, cp_comm_type=["a2a", "all_gather"])),
+        (4, layout(2, cp=2)),
+        (4, layout(pp=2, cp=2)),
     ],
-    "moe": [
-        layout(2, pp=2, vpp=2, ep=2),
-        layout(2, cp=2, ep=2, etp=2, cp_comm_type="a2a"),
-        layout(ep=4, moe_token_dispatcher_type="alltoall"),
-    ],
+    "moe": [(4, layout(2, pp=2, vpp=2, ep=2)), (4, layout(ep=4, moe_token_dispatcher_type="alltoall"))],
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_train_as_one(model: str) -> None:
+    _check(model, LAYOUTS[model])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", MODELS)
+def test_further_layouts_train_as_one(model: str) -> None:
+    """Repeats test_ranks_train_as_one with other sizes and combinations."""
+    _check(model, FURTHER[model])
+
+
+def _check(model: str, layouts: list[tuple[int, Flags]]) -> None:
     base, flags = MODELS[model]
-    layouts = LAYOUTS[model][:FIRST]
-    for sizes, run in zip(layouts, run_layouts(base, RANKS, [{**flags, **sizes} for sizes in layouts])):
-        try:
-            assert_same_run(run, _reference(model))
-        except AssertionError as error:
-            error.add_note(f"of {sizes}")
-            raise
+    for ranks in (2, 4):
+        some = [sizes for number, sizes in layouts if number == ranks]
+        assert_layouts_agree(base, flags, ranks, some, reference=_reference(model))
 
 
 @cache

@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from tests.counts import slow
-from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layout, run_layouts
+from tests.counts import long_count, slow, soak_only
+from tests.distributed.parity import WholeRun, assert_layouts_agree, assert_same_run, layout, run_layout, run_layouts
 from tests.distributed.stash_runs import stash
 from tests.functional_tests.case import Flags
 
@@ -18,14 +18,18 @@ MODELS: dict[str, Flags] = {
     # One expert after the other is the reference for grouped ones.
     "moe": {**ADAPTERS, "lora-rank": 4, "moe-grouped-gemm": None, "moe-shared-expert-intermediate-size": 16},
 }
-LATENT: dict[str, Flags] = {
-    "queries of low rank": {**RANK, "lora-target-modules": ["linear_q_down_proj", "linear_q_up_proj", *LATENT_KEYS]},
-    "whole queries": {**RANK, "q-lora-rank": None, "lora-target-modules": ["linear_q_proj", *LATENT_KEYS]},
+IN_SOAK = long_count(0, soak=1)
+SPLIT_WHOLE: list[Flags] = [layout(2, sequence_parallel=False)]
+LATENT: dict[str, tuple[Flags, list[Flags]]] = {
+    "queries of low rank": (
+        {**RANK, "lora-target-modules": ["linear_q_down_proj", "linear_q_up_proj", *LATENT_KEYS]},
+        [layout(2, recompute_granularity="selective", recompute_modules=["mla_up_proj"]), *SPLIT_WHOLE[:IN_SOAK]],
+    ),
+    "whole queries": (
+        {**RANK, "q-lora-rank": None, "lora-target-modules": ["linear_q_proj", *LATENT_KEYS]},
+        SPLIT_WHOLE,
+    ),
 }
-LATENT_LAYOUTS: list[Flags] = [
-    layout(2, sequence_parallel=False),
-    layout(2, recompute_granularity="selective", recompute_modules=["mla_up_proj"]),
-]
 GROUPED: dict[str, Flags] = {
     "tp2, sp": {**layout(2, etp=1), "expert-tensor-parallel-size": 1},
     "ep2, act again": {
@@ -48,7 +52,13 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
 
 @pytest.mark.parametrize(
     ("base", "kind"),
-    [("llama", "tp2"), ("moe", "tp2, sp"), slow("llama", "pp2"), slow("llama", "cp2, recomputed")],
+    [
+        ("llama", "tp2"),
+        slow("moe", "tp2, sp"),
+        slow("llama", "cp2, recomputed"),
+        # Stages cut between layers, whose adapters are whole: the other layouts hold what a stage computes.
+        soak_only("llama", "pp2"),
+    ],
 )
 def test_training_agrees_with_one_process(base: str, kind: str) -> None:
     ranks, flags = LAYOUTS[kind]
@@ -58,6 +68,7 @@ def test_training_agrees_with_one_process(base: str, kind: str) -> None:
     assert all(grad.any() for name, grad in run.grads[-1].items() if ".experts." not in name)
 
 
+@pytest.mark.slow
 def test_grouped_experts_agree_with_sequential_ones() -> None:
     runs = run_layouts("moe", 2, [{**MODELS["moe"], "moe-grouped-gemm": True, **flags} for flags in GROUPED.values()])
     for kind, run in zip(GROUPED, runs, strict=True):
@@ -66,12 +77,12 @@ def test_grouped_experts_agree_with_sequential_ones() -> None:
         assert len(of_experts) == 2 * 5, kind
 
 
-@pytest.mark.parametrize("queries", ["queries of low rank", slow("whole queries")])
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", LATENT)
 def test_projections_of_latent_attention_agree_with_one_process(queries: str) -> None:
-    flags = LATENT[queries]
+    flags, layouts = LATENT[queries]
     reference = run_layout("latent", 1, flags)
-    for run in run_layouts("latent", 2, [{**flags, **sizes} for sizes in LATENT_LAYOUTS]):
-        assert_same_run(run, reference)
+    assert_layouts_agree("latent", flags, 2, layouts, reference=reference)
     adapted = {name.rsplit(".", 2)[1] for name in reference.grads[-1]}
     assert adapted == set(flags["lora-target-modules"])
     assert all(grad.any() for grad in reference.grads[-1].values())

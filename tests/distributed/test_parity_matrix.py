@@ -1,6 +1,7 @@
-"""TRAPS B18 and B21: every layout of 8 ranks trains as one process in fp64: losses, norms, gradients, weights.
+"""TRAPS B18 and B21: layouts of 8 ranks that combine kinds of parallelism train as one process in fp64.
 
-What single kinds of parallelism do beside is in test_*_parity.py. The data-parallel size fills up to 8 ranks.
+Compares losses, norms, gradients and weights. `make test` runs the layouts that combine most; single kinds of
+parallelism are in test_*_parity.py, and `make soak` runs every layout. The data-parallel size fills up to 8 ranks.
 """
 
 from functools import cache
@@ -9,20 +10,20 @@ from itertools import product
 import pytest
 import torch
 
-from tests.counts import long_count
-from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layout, run_layouts
+from tests.counts import long_count, soak_only
+from tests.distributed.parity import WholeRun, assert_layouts_agree, layout, run_layout
 from tests.functional_tests.case import Flags
 
 RANKS = 8
 CLIP = 0.1  # below every norm, so that a wrong one shows in the weights
 LAYOUTS_A_LAUNCH = 8  # one after the other in the same processes, which takes less time
-# One sample is a token group: 8 ranks may have one each. Documents end within samples, and their last tokens do not
-# count: ranks, microbatches and parts of sequences have unequal numbers of tokens.
+# One sample is a token group: each data-parallel rank has one at least. Documents end within samples, and their last
+# tokens do not count: ranks, microbatches and parts of sequences have unequal numbers of tokens.
 SHARED: Flags = {
     "num-layers": 4,
     "seq-length": 32,
     "micro-batch-size": 1,
-    "global-batch-size": RANKS,
+    "global-batch-size": long_count(4, soak=RANKS),
     "clip-grad": CLIP,
     "eod-mask-loss": True,
     "reset-position-ids": True,
@@ -57,8 +58,15 @@ MODELS: dict[str, tuple[str, Flags]] = {
         },
     ),
 }
-
-
+# Every kind of parallelism at once, then those that keep several replicas.
+COMBINED: dict[str, list[Flags]] = {
+    "gpt": [layout(2, 2, 2, vpp=2)],
+    "tied llama": [layout(cp=2, pp=2, vpp=2)],
+    "moe": [
+        layout(2, 2, 2, vpp=2, ep=2, etp=2),
+        layout(cp=2, ep=4, moe_token_dispatcher_type="alltoall"),
+    ],
+}
 DENSE = [
     layout(2, sequence_parallel=False),
     layout(2),
@@ -93,33 +101,38 @@ def _all_layouts(*, experts: bool) -> list[Flags]:
     return found
 
 
-# Experts need sequence parallelism with tensor parallelism, and are nothing to the ways of attention.
+# Experts need sequence parallelism with tensor parallelism; how attention exchanges its parts does not matter to them.
 BESIDE_EXPERTS = [sizes for sizes in DENSE[1:] if "cp-comm-type" not in sizes]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "layouts"), [("gpt", DENSE), ("tied llama", DENSE), ("moe", BESIDE_EXPERTS + EXPERTS)]
-)
-def test_b18_b21_eight_ranks_train_as_one(model: str, layouts: list[Flags]) -> None:
-    layouts = layouts + _all_layouts(experts=model == "moe")[: long_count(0, soak=1000)]
-    base, flags = MODELS[model]
+@pytest.mark.parametrize("model", MODELS)
+def test_b18_b21_eight_ranks_train_as_one(model: str) -> None:
     assert all(report.grad_norm > 2 * CLIP for report in _reference(model).reports)
+    _check(model, COMBINED[model])
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [soak_only("gpt", DENSE), soak_only("tied llama", DENSE), soak_only("moe", BESIDE_EXPERTS + EXPERTS)],
+)
+def test_b18_b21_every_layout_of_eight_ranks_trains_as_one(model: str, layouts: list[Flags]) -> None:
+    """Repeats test_b18_b21_eight_ranks_train_as_one and test_*_parity.py with all sizes."""
+    layouts = layouts + _all_layouts(experts=model == "moe")
     for start in range(0, len(layouts), LAYOUTS_A_LAUNCH):
-        some = layouts[start : start + LAYOUTS_A_LAUNCH]
-        for sizes, run in zip(some, run_layouts(base, RANKS, [{**flags, **sizes} for sizes in some])):
-            try:
-                assert_same_run(run, _reference(model))
-            except AssertionError as error:
-                error.add_note(f"of {sizes}")
-                raise
+        _check(model, layouts[start : start + LAYOUTS_A_LAUNCH])
 
 
 @pytest.mark.slow
 def test_fp32_training_of_a_layout_agrees_with_one_process_in_fp64() -> None:
     base, flags = MODELS["moe"]
-    (run,) = run_layouts(base, RANKS, [{**flags, **layout(2, pp=2, ep=2)}], dtype=torch.float32)
-    assert_same_run(run, _reference("moe"), tolerance=5e-5)
+    layouts = [layout(2, pp=2, ep=2)]
+    assert_layouts_agree(base, flags, RANKS, layouts, reference=_reference("moe"), dtype=torch.float32, tolerance=5e-5)
+
+
+def _check(model: str, layouts: list[Flags]) -> None:
+    base, flags = MODELS[model]
+    assert_layouts_agree(base, flags, RANKS, layouts, reference=_reference(model))
 
 
 @cache

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from tests.counts import slow
+from tests.counts import slow, soak_only
 from tests.distributed.parity import WholeRun, assert_same_run, run_layout
 from tests.functional_tests.case import Flags
 
@@ -41,14 +41,15 @@ MODELS: dict[str, Flags] = {
 @pytest.mark.parametrize(
     ("base", "layout"),
     [
-        ("dense", "pp2"),
-        ("dense", "pp4, fewer microbatches than stages"),
-        ("llama", "pp2 x vpp2"),
+        slow("dense", "pp4, fewer microbatches than stages"),
         ("moe", "pp2 x vpp2"),
         slow("dense", "pp2, uneven"),
         slow("dense", "pp2 x vpp2, layout"),
         slow("llama", "pp2 x dp2, no overlap"),
-        slow("dense", "pp2 x tp2 sp"),
+        # What follows repeats the schedules above; stages with tensor parallelism are in test_whole_model_parity.
+        soak_only("dense", "pp2"),
+        soak_only("llama", "pp2 x vpp2"),
+        soak_only("dense", "pp2 x tp2 sp"),
     ],
 )
 def test_training_agrees_with_one_process(base: str, layout: str) -> None:
@@ -57,6 +58,7 @@ def test_training_agrees_with_one_process(base: str, layout: str) -> None:
     assert_same_run(run_layout(base, ranks, {**MODELS[base], **flags}), _reference(base, *microbatch.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("numbers", "memory"),
     [
@@ -80,9 +82,10 @@ def test_training_agrees_with_one_process(base: str, layout: str) -> None:
     ],
 )
 def test_borders_recompute_and_offloading_work_inside_stages(numbers: Flags, memory: Flags) -> None:
-    layout: Flags = {"pipeline-model-parallel-size": 2, "num-virtual-stages-per-pipeline-rank": 2, "num-layers": 8}
-    flags = {**MODELS["dense"], **numbers}
-    reference = run_layout("dense", 1, {**flags, "num-layers": 8})
+    layout: Flags = {"pipeline-model-parallel-size": 2, "num-virtual-stages-per-pipeline-rank": 2}
+    # Chunks of two layers; two microbatches.
+    flags = {**MODELS["dense"], **numbers, "num-layers": 8, "global-batch-size": 4}
+    reference = run_layout("dense", 1, flags)
     assert_same_run(run_layout("dense", 2, {**flags, **layout, **memory}), reference)
 
 

@@ -1,5 +1,6 @@
-"""Small models with all that gpt-oss, DeepSeek-V3 and DeepSeek-V2 have agree, in every kind of layout, with one process
-in fp64: losses, norms, gradients, weights. Features on their own are in the other test_*_parity.py.
+"""Small models with every feature of gpt-oss, DeepSeek-V3 and DeepSeek-V2 train on several ranks as in one process.
+
+Compares losses, norms, gradients and weights in fp64. Single features are in the other test_*_parity.py.
 """
 
 from functools import cache
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tests.counts import slow
-from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layout, run_layouts
+from tests.distributed.parity import TOLERANCE, WholeRun, assert_layouts_agree, layout, run_layout, run_layouts
 from tests.distributed.stash_runs import stash
 from tests.functional_tests.case import Flags
 
@@ -72,24 +73,32 @@ MODELS: dict[str, tuple[str, Flags]] = {
         {**DEEPSEEK, "q-lora-rank": None, "moe-router-pre-softmax": True, "moe-router-group-score": "max"},
     ),
 }
-# Of two ranks. Experts cannot be beside tensor parallelism without sequence parallelism.
-LAYOUTS: list[Flags] = [
-    layout(2),
-    layout(2, etp=2),
-    layout(cp=2),
-    layout(pp=2),
-    layout(pp=2, vpp=2),
-    layout(ep=2, **ALLTOALL),
-    # Pages for some rows: what finds none is computed again.
-    {**layout(ep=2), **STATIC, **stash(1.2)},
-]
-# Of four.
-TOGETHER: list[Flags] = [
-    {**layout(2, ep=2, etp=2, **ALLTOALL), **STATIC},
-    {**layout(2, pp=2, ep=2), **STATIC, **stash()},
-    {**layout(cp=2, pp=2, vpp=2, ep=2), **STATIC},
-]
-# One part of a model at a time that is there no more.
+# Experts cannot be combined with tensor parallelism without sequence parallelism.
+ON_TWO: dict[str, Flags] = {
+    "tp": layout(2),
+    "etp": layout(2, etp=2),
+    "cp": layout(cp=2),
+    "pp": layout(pp=2),
+    "vpp": layout(pp=2, vpp=2),
+    "ep": layout(ep=2, **ALLTOALL),
+    # Pages for some rows only: those that find none are recomputed.
+    "stash": {**layout(ep=2), **STATIC, **stash(1.2)},
+}
+ON_FOUR: dict[str, Flags] = {
+    "tp, ep, etp": {**layout(2, ep=2, etp=2, **ALLTOALL), **STATIC},
+    "tp, pp, ep, stash": {**layout(2, pp=2, ep=2), **STATIC, **stash()},
+    "cp, vpp, ep": {**layout(cp=2, pp=2, vpp=2, ep=2), **STATIC},
+}
+# Every layout with some model, and every model with the layouts that split what it alone has: sinks and biases of
+# experts; latent attention and layers that predict further tokens; groups of experts by their largest score.
+TWO_OF: dict[str, tuple[str, ...]] = {
+    "gpt-oss": ("etp", "cp", "stash"),
+    "deepseek-v3": ("tp", "vpp"),
+    "deepseek-v2": ("pp", "ep"),
+}
+FOUR_OF = {"gpt-oss": "tp, pp, ep, stash", "deepseek-v3": "cp, vpp, ep", "deepseek-v2": "tp, ep, etp"}
+FP32_OF = {"gpt-oss": "stash", "deepseek-v3": "tp", "deepseek-v2": "ep"}
+# One part of a model at a time is left out.
 WITHOUT: dict[str, list[Flags]] = {
     "gpt-oss": [
         {"softmax-type": None},
@@ -115,43 +124,50 @@ WITHOUT: dict[str, list[Flags]] = {
 }
 
 
-@pytest.mark.parametrize("model", ["gpt-oss", "deepseek-v3", slow("deepseek-v2")])
+@pytest.mark.parametrize("model", [slow("gpt-oss"), "deepseek-v3", slow("deepseek-v2")])
 def test_two_ranks_train_as_one(model: str) -> None:
-    _check(model, 2, LAYOUTS)
+    _check(model, 2, [ON_TWO[name] for name in TWO_OF[model]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_four_ranks_train_as_one(model: str) -> None:
-    _check(model, 4, TOGETHER)
+    _check(model, 4, [ON_FOUR[FOUR_OF[model]]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_fp32_training_agrees_with_one_process_in_fp64(model: str) -> None:
-    _check(model, 2, LAYOUTS, dtype=torch.float32, tolerance=FP32)
+    _check(model, 2, [ON_TWO[FP32_OF[model]]], dtype=torch.float32, tolerance=FP32)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_trains_as_one_process_in_every_layout(model: str) -> None:
+    """Repeats the three tests above with all pairs of model and layout."""
+    _check(model, 2, list(ON_TWO.values()))
+    _check(model, 4, list(ON_FOUR.values()))
+    _check(model, 2, list(ON_TWO.values()), dtype=torch.float32, tolerance=FP32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_every_part_of_a_model_changes_its_losses(model: str) -> None:
     base, flags = MODELS[model]
-    expected = [report.losses for report in _reference(model).reports]
-    runs = run_layouts(base, 1, [{**flags, **without} for without in WITHOUT[model]])
+    # One microbatch a step: nothing is split here.
+    flags = {**flags, "global-batch-size": 2}
+    whole, *runs = run_layouts(base, 1, [{**flags, **without} for without in ({}, *WITHOUT[model])])
+    expected = [report.losses for report in whole.reports]
     for without, run in zip(WITHOUT[model], runs, strict=True):
         assert [report.losses for report in run.reports] != expected, without
 
 
 def _check(
-    model: str, ranks: int, layouts: list[Flags], *, dtype: torch.dtype = torch.float64, tolerance: float = 1e-10
+    model: str, ranks: int, layouts: list[Flags], *, dtype: torch.dtype = torch.float64, tolerance: float = TOLERANCE
 ) -> None:
     base, flags = MODELS[model]
-    for sizes, run in zip(layouts, run_layouts(base, ranks, [{**flags, **sizes} for sizes in layouts], dtype=dtype)):
-        try:
-            assert_same_run(run, _reference(model), tolerance=tolerance)
-        except AssertionError as error:
-            error.add_note(f"of {sizes}")
-            raise
+    reference = _reference(model)
+    assert_layouts_agree(base, flags, ranks, layouts, reference=reference, dtype=dtype, tolerance=tolerance)
 
 
 @cache
