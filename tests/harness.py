@@ -4,6 +4,7 @@ Every job gets fresh processes: no state, seed or group is left over from an ear
 """
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -219,6 +220,7 @@ def _output_path(folder: Path, rank: int, name: str) -> Path:
 
 def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
     _prepare_process(job)
+    recorder = _recorder()
     outcome = RankOutcome(job.rank)
     try:
         fn, args = pickle.loads(call)
@@ -234,8 +236,17 @@ def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
     sender.send_bytes(_pickle(outcome))
     if outcome.error is None and dist.is_initialized():
         dist.destroy_process_group()
+    if recorder is not None:
+        recorder.switch("")
     # A rank that failed leaves at once: closing its sockets is what tells the others.
     os._exit(0)
+
+
+def _recorder() -> Any:
+    """The recorder of tests/recording, where a run of the tests is recorded; its package is needed only then."""
+    if "RECORD_TESTS" not in os.environ:
+        return None
+    return importlib.import_module("tests.recording.recorder").record_this_process("rank")
 
 
 def _prepare_process(job: _Job) -> None:

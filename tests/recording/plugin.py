@@ -1,0 +1,36 @@
+"""`RECORD_TESTS=folder make test TEST_OPTIONS='-p tests.recording.plugin'` records every test: see recorder.py."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.recording.recorder import FOLDER, TEST, Recorder, record_this_process
+
+RECORDER = pytest.StashKey[Recorder | None]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not os.environ.get(FOLDER):
+        raise pytest.UsageError(f"the plugin tests.recording.plugin needs a folder in {FOLDER}")
+    os.environ[FOLDER] = str(Path(os.environ[FOLDER]).absolute())
+    # Programs that tests start find sitecustomize.py there, which records them.
+    places = [str(Path(__file__).parent / "programs"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+    works = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    config.stash[RECORDER] = record_this_process("test") if works else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    recorder = item.config.stash[RECORDER]
+    if recorder is None:
+        return (yield)
+    os.environ[TEST] = item.nodeid
+    recorder.switch(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        recorder.switch("between tests")
+        os.environ[TEST] = "between tests"

@@ -1,0 +1,161 @@
+"""Records which lines of the product a process runs for which test, and where its seconds go. No pytest code here.
+
+A process that belongs to a test appends one JSON line for each test to its own file in the folder RECORD_TESTS:
+{"test": id, "kind": "test" | "rank" | "program", "cpu": s, "children": s, "seconds": {mechanism: s},
+"lines": {file: [line, ...]}}. All seconds are of the processor. children: of programs that ended, browsers among
+them. Ranks and programs learn the id from RECORD_TEST. One that is killed leaves nothing.
+"""
+
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import coverage
+
+FOLDER = "RECORD_TESTS"
+TEST = "RECORD_TEST"
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("megatron", "tools", "pretrain_gpt.py")
+
+# (module, attribute, mechanism that its time is charged to), patched once the module is there.
+CHARGED = (
+    ("torch.autograd", "backward", "backward"),
+    ("torch.autograd", "grad", "backward"),
+    ("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", "building models"),
+    ("triton.runtime.interpreter", "GridExecutor.__call__", "Triton interpretation"),
+    ("tests.harness", "_start", "start of ranks"),
+    ("tests.harness", "_warm_server", "start of ranks"),
+    ("tests.harness", "_prepare_process", "start of ranks"),
+    ("tests.harness", "_init_process_group", "start of ranks"),
+)
+
+
+class Stopwatch:
+    """Charges each moment to the innermost mechanism that is running."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._running: list[str] = ["forward, updates, checks"]
+        self._since = time.process_time()
+
+    def enter(self, mechanism: str) -> None:
+        self._charge()
+        self._running.append(mechanism)
+
+    def leave(self) -> None:
+        self._charge()
+        self._running.pop()
+
+    def take(self) -> dict[str, float]:
+        """Seconds by mechanism since the last call."""
+        self._charge()
+        taken, self.seconds = self.seconds, {}
+        return {name: round(value, 4) for name, value in taken.items() if value > 1e-4}
+
+    def _charge(self) -> None:
+        now = time.process_time()
+        self.seconds[self._running[-1]] = self.seconds.get(self._running[-1], 0.0) + now - self._since
+        self._since = now
+
+    def wrap(self, function: Callable, mechanism: str) -> Callable:
+        """`function`, with its time charged to `mechanism`."""
+
+        @wraps(function)
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            self.enter(mechanism)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return charged
+
+
+class Recorder:
+    """Records one process; `switch` ends the line of one test and begins the next."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"{os.getpid()}-{time.time_ns()}.jsonl"
+        self._kind = kind
+        self._watch = Stopwatch()
+        self._test = ""
+        self._pid = os.getpid()
+        self._patched: set[tuple[str, str]] = set()
+        self._coverage = coverage.Coverage(
+            data_file=None,
+            branch=False,
+            config_file=False,
+            include=[str(ROOT / place) + ("/*" if "." not in place else "") for place in PRODUCT],
+            messages=False,
+        )
+        self._coverage.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured"])
+        self._time_imports()
+        self.patch()
+        self._coverage.start()
+        self._cpu, self._children = time.process_time(), _children_cpu()
+
+    def switch(self, test: str) -> None:
+        """Writes what belongs to the test so far, and goes on for `test`."""
+        if os.getpid() != self._pid:
+            return  # a fork of this process is not its own recorder
+        self._coverage.stop()
+        data = self._coverage.get_data()
+        lines = {str(Path(name).relative_to(ROOT)): sorted(data.lines(name) or ()) for name in data.measured_files()}
+        cpu, children = time.process_time(), _children_cpu()
+        if self._test or lines:
+            line = {
+                "test": self._test,
+                "kind": self._kind,
+                "cpu": round(cpu - self._cpu, 4),
+                "children": round(children - self._children, 4),
+                "seconds": self._watch.take(),
+                "lines": lines,
+            }
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        self._test = test
+        self._coverage.erase()
+        self.patch()
+        self._coverage.start()
+        self._watch.take()
+        self._cpu, self._children = time.process_time(), _children_cpu()
+
+    def patch(self) -> None:
+        """Charges the functions of CHARGED whose modules have been imported meanwhile."""
+        for module, attribute, mechanism in CHARGED:
+            if module not in sys.modules or (module, attribute) in self._patched:
+                continue
+            *path, name = attribute.split(".")
+            owner: Any = sys.modules[module]
+            for part in path:
+                owner = vars(owner).get(part)
+            if owner is not None and name in vars(owner):
+                setattr(owner, name, self._watch.wrap(vars(owner)[name], mechanism))
+            self._patched.add((module, attribute))
+
+    def _time_imports(self) -> None:
+        bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+        bootstrap._find_and_load = self._watch.wrap(bootstrap._find_and_load, "imports")
+
+
+def _children_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def record_this_process(kind: str) -> Recorder | None:
+    """A recorder for the test that the environment names; None where nothing is to be recorded."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return None
+    recorder = Recorder(Path(folder), kind)
+    recorder.switch(os.environ.get(TEST, "collection"))
+    return recorder

@@ -1,0 +1,176 @@
+"""Tables of a recorded run of the tests (recorder.py): what it cost, what it covers, what it no longer covers.
+
+    python -m tests.recording.table costs FOLDER [--by test]
+    python -m tests.recording.table coverage FOLDER [--write tests/recording/coverage.json]
+    python -m tests.recording.table lost BASE_FOLDER FOLDER --base COMMIT [--of megatron/core/optimizer ...]
+
+`lost` compares with a record of the files of COMMIT: lines covered there and not here, where the line still stands.
+"""
+
+import argparse
+import difflib
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from coverage.python import PythonParser
+from rich.console import Console
+from rich.table import Table
+
+from tests.recording.recorder import PRODUCT, ROOT
+
+PROGRAMS = "programs and browsers"
+FORWARD = "forward, updates, checks"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 1 where lines were lost."""
+    options = _parse(argv)
+    if options.command == "costs":
+        _print(costs(_read(options.folder), by_test=options.by == "test"))
+        return 0
+    if options.command == "coverage":
+        summary = summarize(covered_lines(_read(options.folder)), _read(options.folder))
+        print(f"{summary['covered']} of {summary['statements']} statements, {summary['tests']} tests")
+        if options.write:
+            options.write.write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        return 0
+    before, now = covered_lines(_read(options.base_folder)), covered_lines(_read(options.folder))
+    lost = lost_lines(before, now, base=options.base, prefixes=options.of)
+    for name, line, text in lost:
+        print(f"{name}:{line} {text}")
+    print(f"{len(lost)} lines are no longer covered")
+    return int(bool(lost))
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    costs_of = commands.add_parser("costs")
+    costs_of.add_argument("folder", type=Path)
+    costs_of.add_argument("--by", choices=("file", "test"), default="file")
+    coverage_of = commands.add_parser("coverage")
+    coverage_of.add_argument("folder", type=Path)
+    coverage_of.add_argument("--write", type=Path)
+    lost = commands.add_parser("lost")
+    lost.add_argument("base_folder", type=Path)
+    lost.add_argument("folder", type=Path)
+    lost.add_argument("--base", required=True, metavar="COMMIT")
+    lost.add_argument("--of", nargs="*", default=[""], metavar="PREFIX")
+    return parser.parse_args(argv)
+
+
+def _read(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+def covered_lines(records: Iterable[dict[str, Any]]) -> dict[str, set[int]]:
+    """File of the product -> lines that some test runs."""
+    covered: dict[str, set[int]] = defaultdict(set)
+    for record in records:
+        for name, lines in record["lines"].items():
+            covered[name].update(lines)
+    return dict(covered)
+
+
+def tests_of_lines(records: Iterable[dict[str, Any]], name: str) -> dict[int, set[str]]:
+    """Line of a file -> ids of the tests that run it."""
+    tests: dict[int, set[str]] = defaultdict(set)
+    for record in records:
+        for line in record["lines"].get(name, ()):
+            tests[line].add(record["test"])
+    return dict(tests)
+
+
+def costs(records: Iterable[dict[str, Any]], *, by_test: bool) -> list[list[str]]:
+    """Rows of seconds of the processor: a head, the sum, and a row for each file or test, the dearest first."""
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for record in records:
+        if record["kind"] == "program":
+            continue  # among the children of a test
+        name = record["test"] if by_test else record["test"].partition("::")[0]
+        rows[name].update(record["seconds"])
+        rows[name]["cpu"] += record["cpu"] + record["children"]
+        rows[name][PROGRAMS] += record["children"]
+    total: Counter[str] = Counter()
+    for row in rows.values():
+        total.update(row)
+    columns = [name for name, _ in total.most_common() if name != "cpu"]
+    head = ["", "seconds", *columns]
+    listed = [("all", total), *sorted(rows.items(), key=lambda item: -item[1]["cpu"])]
+    return [head, *([name, f"{row['cpu']:.1f}", *(f"{row[column]:.1f}" for column in columns)] for name, row in listed)]
+
+
+def summarize(covered: dict[str, set[int]], records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Counts, and for each file the statements that no test runs."""
+    paths = [path for place in PRODUCT for path in _python_files(ROOT / place)]
+    statements = {str(path.relative_to(ROOT)): _statements(path) for path in paths}
+    missing = {name: sorted(lines - covered.get(name, set())) for name, lines in statements.items()}
+    return {
+        "tests": len({record["test"] for record in records if "::" in record["test"]}),
+        "statements": sum(map(len, statements.values())),
+        "covered": sum(len(lines) - len(missing[name]) for name, lines in statements.items()),
+        "not covered": {name: _ranges(lines) for name, lines in missing.items() if lines},
+    }
+
+
+def lost_lines(
+    before: dict[str, set[int]], now: dict[str, set[int]], *, base: str, prefixes: list[str]
+) -> list[tuple[str, int, str]]:
+    """(file, line, text) as they are now, of lines that stand in both versions and are covered only in the base."""
+    lost = []
+    for name in sorted(before):
+        path = ROOT / name
+        if not name.startswith(tuple(prefixes)) or not path.exists():
+            continue
+        old = subprocess.run(
+            ["git", "show", f"{base}:{name}"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        new = path.read_text(encoding="utf-8").splitlines()
+        statements = _statements(path)
+        for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
+            for offset in range(block.size):
+                was, line = block.a + offset + 1, block.b + offset + 1
+                if was in before[name] and line in statements and line not in now.get(name, set()):
+                    lost.append((name, line, new[line - 1].strip()))
+    return lost
+
+
+def _python_files(place: Path) -> list[Path]:
+    return sorted(place.rglob("*.py")) if place.is_dir() else [place]
+
+
+def _statements(path: Path) -> set[int]:
+    parser = PythonParser(text=path.read_text(encoding="utf-8"), exclude=r"if TYPE_CHECKING:|raise NotImplementedError")
+    parser.parse_source()
+    return set(parser.statements)
+
+
+def _ranges(lines: list[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3 7"."""
+    groups: list[list[int]] = []
+    for line in lines:
+        if groups and groups[-1][-1] == line - 1:
+            groups[-1].append(line)
+        else:
+            groups.append([line])
+    return " ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
+
+
+def _print(rows: list[list[str]]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for index, title in enumerate(rows[0]):
+        table.add_column(title, justify="right" if index else "left", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 250, highlight=False, markup=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
