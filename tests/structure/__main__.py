@@ -1,11 +1,31 @@
-"""`python -m tests.structure`: prints every place that breaks a limit and is not allowed to; exit status 1 if any."""
+"""`python -m tests.structure`: prints every place that breaks a rule, and how the code measures beside other code.
+
+`--rules` prints what the rules are. Exit status 1 if any is broken.
+"""
 
 import sys
+from inspect import getdoc
 
-from tests.structure.test_structure import breaches
+from rich.console import Console
+
+from tests.structure.compared import table
+from tests.structure.rules import ANY_CODE_RULES, PRODUCT_RULES, findings
+
+
+def main(words: list[str]) -> int:
+    """Returns the exit status."""
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    if words == ["--rules"]:
+        for name, rule in {**PRODUCT_RULES, **ANY_CODE_RULES}.items():
+            console.print(f"{name:18} {getdoc(rule)}", soft_wrap=True)
+        return 0
+    found = findings()
+    for finding in found:
+        console.print(str(finding), soft_wrap=True)
+    console.print(f"{len(found)} places break a rule\n")
+    console.print(table())
+    return int(bool(found))
+
 
 if __name__ == "__main__":
-    found = breaches()
-    print("\n".join(map(str, found)))
-    print(f"{len(found)} places break a limit")
-    sys.exit(bool(found))
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Reads the project's Python files and measures them: functions, complexity, lines. No limit is named here."""
+"""Reads the project's Python files and measures them: functions, complexity, lines. No rule is named here."""
 
 import ast
 import io
@@ -89,6 +89,11 @@ class Source:
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
 
     @cached_property
+    def documented(self) -> list[ast.Module | ast.ClassDef | FunctionNode]:
+        """Everything that has a docstring."""
+        return [node for node in ast.walk(self.tree) if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node)]
+
+    @cached_property
     def comments(self) -> dict[int, str]:
         """Line number to comment; directives to tools (noqa, type:) are no comments."""
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
@@ -98,8 +103,7 @@ class Source:
     @cached_property
     def num_explaining_lines(self) -> int:
         """Docstring lines with text, beyond the first line of each docstring."""
-        docstrings = [node for node in ast.walk(self.tree) if isinstance(node, _WITH_DOCSTRING)]
-        texts = [ast.get_docstring(node) or "" for node in docstrings]
+        texts = [ast.get_docstring(node) or "" for node in self.documented]
         return sum(bool(line.strip()) for text in texts for line in text.splitlines()[1:])
 
     @cached_property

@@ -8,11 +8,6 @@ from tests.structure.layers import import_cycles, upward_imports
 from tests.structure.measure import Source, percentile
 from tests.structure.rules import ANY_CODE_RULES, PRODUCT_RULES
 
-LONG_BODY = "\n".join(f"    a = {index}" for index in range(80))
-MANY_IFS = "    if a and b: pass\n" * 8
-MANY_FIELDS = "\n".join(f"    field_{index}: int = 0" for index in range(26))
-CONFIG = "@dataclass\nclass TinyConfig:\n"
-
 
 def source(text: str, path: str = "megatron/core/sample.py") -> Source:
     return Source(Path(path), text)
@@ -25,49 +20,20 @@ def breaks(rule: str, *texts: str) -> bool:
 @pytest.mark.parametrize(
     ("rule", "bad", "good"),
     [
-        ("file_length", "a = 1\n" * 501, "a = 1\n" * 500),
-        ("module_docstring", "a = 1", '"""Words."""\na = 1'),
-        ("ascii_only", "a = '\u00e4'", "a = 'ae'"),
         ("todo", "a = 1  # TODO: later", "a = 1  # done"),
-        ("todo", "a = 1\n" * 1000 + "# TODO: later", "a = 1\n" * 1000 + "# TODO(#12): later"),
-        ("function_length", f"def f():\n{LONG_BODY}", f"def f():\n{LONG_BODY[:-10]}"),
-        ("function_length", f"def train_step():\n{LONG_BODY[:1000]}", f"def train_step():\n{LONG_BODY[:500]}"),
-        ("complexity", f"def f(a, b):\n{MANY_IFS}", f"def f(a, b):\n{MANY_IFS[:-21]}"),
-        (
-            "parameters",
-            "def f(*, a, b, c, d, e, g, h, i, j, k, m): pass",
-            "def f(*, a, b, c, d, e, g, h, i, j, k): pass",
-        ),
-        ("keyword_only", "def f(a, b, c): pass", "def f(a, b, *rest, c): pass"),
-        ("keyword_only", "class A:\n    def f(self, a, b, c): pass", "class A:\n    def f(self, a, b): pass"),
-        ("keyword_only", "def forward(a, b, c): pass", "class A:\n    def forward(self, a, b, c): pass"),
-        ("keyword_only", "@cached\ndef f(a, b, c): pass", "@triton.jit\ndef f(a, b, c): pass"),
-        ("return_values", "def f(): return 1, 2, 3, 4", "def f(): return 1, 2, 3"),
+        ("todo", "# FIXME", "# TODO(#12): later"),
         ("tensor_docstring", 'def f(a: Tensor): "bf16"', 'def f(a: Tensor): "a: [T, H], bf16"'),
         ("tensor_docstring", 'def f(a: "list[torch.Tensor]"): "[T]"', "def _f(a: Tensor): pass"),
-        ("import_in_function", "def f():\n    import json", "def f():\n    import triton.language"),
-        ("config_fields", CONFIG + MANY_FIELDS, CONFIG + MANY_FIELDS[:-25]),
-        (
-            "post_init",
-            CONFIG + "    def __post_init__(self):\n        validate_fields(" + "\n" * 30 + ")",
-            "def __post_init__():\n    validate()",
-        ),
-        (
-            "post_init",
-            CONFIG + "    def __post_init__(self): pass",
-            CONFIG + "    def __post_init__(self): validate_fields(self)",
-        ),
-        ("global_names", "def f():\n    global a", "def f():\n    nonlocal_ = 1"),
+        ("docstring_start", 'def f(): "See g."', 'def f(): "Seeds the random streams."'),
+        ("docstring_start", 'class A:\n    """\n    Of each step: its rows."""', '"""Often empty. See g."""'),
+        ("docstring_start", '"""That of y = x W^T."""', "# Of a comment nobody asks this"),
+        ("module_state", "def f():\n    global a", "def f():\n    nonlocal_ = 1"),
         ("module_state", "CACHE: dict = {}", "TABLE = {1: 2}"),
         ("module_state", "QUEUE = collections.deque()", "def f():\n    queue = deque()"),
-        ("broad_except", "try: f()\nexcept (OSError, Exception): pass", "try: f()\nexcept OSError: pass"),
-        ("broad_except", "try: f()\nexcept: pass", "try: f()\nfinally: pass"),
-        ("torch_cuda", "torch.cuda.is_available()", "torch.accelerator.is_available()"),
-        ("torch_cuda", "from torch import cuda", "from torch import nn"),
-        ("registry_in_megatron", "args = get_args()", "args = typing.get_args(hint)"),
-        ("attribute_by_name", "getattr(a, 'b')", "a.b"),
-        ("comment_ratio", "a = 1\n" * 10, "a = 1\n" * 9 + "a = 1  # why"),
-        ("statistics", "def f():\n" + LONG_BODY[:150], "def f():\n" + LONG_BODY[:100]),
+        ("module_state", "SEEN = {1}\ndef f(a): SEEN.add(a)", "SEEN = {1}\ndef f(a): return a in SEEN"),
+        ("module_state", "T = {1: 2}\ndef f(a): T[a] = 1", "T = {1: 2}\ndef f(T): T[1] = 1"),
+        ("bare_except", "try: f()\nexcept (OSError, Exception): pass", "try: f()\nexcept OSError: pass"),
+        ("bare_except", "try: f()\nexcept: pass", "try: f()\nexcept BaseException as error: log(error)"),
     ],
 )
 def test_a_rule_tells_bad_from_good(rule: str, bad: str, good: str) -> None:
@@ -81,19 +47,16 @@ def test_a_rule_tells_bad_from_good(rule: str, bad: str, good: str) -> None:
         ("megatron/training/training.py", "def f(t): return t.sum().item()", True),
         ("megatron/training/training.py", "def f(t): return t.items()", False),
         ("megatron/core/transformer/moe/router.py", "a = b.cpu()", True),
+        ("megatron/core/transformer/moe/router.py", "a = b.nonzero()", True),
+        ("megatron/core/transformer/moe/router.py", "torch.cuda.synchronize()", True),
+        ("megatron/core/transformer/moe/router.py", "def _wait_sync_all(a): return a.item()", False),
         ("megatron/core/optimizer/clip_grads.py", "def f_sync(t): return [g.tolist() for g in t]", False),
         ("megatron/training/rng_state.py", "a = b.tolist()", False),
         ("megatron/core/datasets/gpt_dataset.py", "a = b.tolist()", False),
     ],
 )
 def test_a_step_reads_the_device_where_the_name_says_so(path: str, text: str, bad: bool) -> None:
-    assert bool(list(PRODUCT_RULES["device_read"]([source(text, path)]))) is bad
-
-
-def test_folders_are_counted_under_core() -> None:
-    rule = PRODUCT_RULES["folder_depth"]
-    assert not list(rule([source("", "megatron/core/transformer/moe/paged_stash/page_pool.py")]))
-    assert list(rule([source("", "megatron/core/transformer/moe/paged_stash/more/page_pool.py")]))
+    assert bool(list(PRODUCT_RULES["host_sync"]([source(text, path)]))) is bad
 
 
 def test_complexity_of_a_function_leaves_out_the_functions_inside_it() -> None:

@@ -277,6 +277,10 @@ def wait_for_sums(module: FSDPModule) -> None:
             group.device_handle.current_stream().wait_event(group._post_reduce_event)
 
 
+def _wait_for_streams_sync(state: Any) -> None:
+    state._device_handle.synchronize()
+
+
 def reset_passes(root: nn.Module) -> None:
     """Makes torch forget a forward or backward that an error ended; what was on its way is waited for."""
     assert isinstance(root, FSDPModule), "fully_shard has made it one"
@@ -287,8 +291,8 @@ def reset_passes(root: nn.Module) -> None:
     if "reset_iter_state" in vars(FSDPModule):
         root.reset_iter_state()
         return
-    # What 2.13 does in it; waiting for all streams takes the place of its events.
-    state._device_handle.synchronize()
+    # torch 2.13 does the same in its reset; waiting for all streams takes the place of its events.
+    _wait_for_streams_sync(state)
     context = state._comm_ctx
     context.all_gather_state = context.reduce_scatter_state = None
     context.post_forward_order.clear()

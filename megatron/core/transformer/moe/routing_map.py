@@ -56,12 +56,17 @@ def permute(
     """
     by_expert = routing_map.t().reshape(-1)  # [E * T]
     if num_out_tokens is None:
-        slots = by_expert.nonzero().view(-1)
+        slots = _true_positions_sync(by_expert)
     else:
         slots = by_expert.to(torch.uint8).sort(descending=True, stable=True).indices[:num_out_tokens]
     sorted_indices = slots % tokens.shape[0]
     weights = None if probs is None else probs.t().reshape(-1).index_select(0, slots)
     return tokens.index_select(0, sorted_indices), weights, sorted_indices
+
+
+def _true_positions_sync(by_expert: Tensor) -> Tensor:
+    # Their number is a shape, so the host waits for the device.
+    return by_expert.nonzero().view(-1)
 
 
 def unpermute(

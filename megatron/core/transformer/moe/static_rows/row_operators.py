@@ -38,10 +38,15 @@ def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tens
     if len(x) == 0:
         rows.zero_()
         return
-    padding = (live < 0).nonzero().view(-1)
+    padding = _padding_rows_sync(live)
     torch.index_select(x, 0, live.clamp(min=0) if len(padding) else live, out=rows)
     if len(padding):
         rows.index_fill_(0, padding, 0)
+
+
+def _padding_rows_sync(live: Tensor) -> Tensor:
+    # Their number is a shape. Only the CPU runs this: the kernel writes zeros row by row.
+    return (live < 0).nonzero().view(-1)
 
 
 @operator(_NAMESPACE, "(Tensor rows, Tensor row_of_slot) -> Tensor", cuda=_CUDA, fake=_like_tokens)

@@ -1,0 +1,134 @@
+"""Measures of the product's code beside those of code bases worth reading. Nothing here is a limit.
+
+A measure is a reason to read, not to cut or to glue code: shared HOUSE_STYLE says what each is for.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from tests.structure.measure import PRODUCT, Source, imported_modules, percentile, read_sources, words
+
+# Where each of the four walks begins, the packages it is followed in, and the goal of shared HOUSE_STYLE.
+WALKS = (
+    ("a batch", "pretrain_gpt", ("megatron",), "-"),
+    (
+        "a token",
+        "megatron.core.transformer.moe.moe_layer",
+        ("megatron.core.transformer.moe",),
+        "18 files, 6000 lines; torchtitan 16, 7600",
+    ),
+    (
+        "a gradient",
+        "megatron.core.distributed.distributed_data_parallel",
+        ("megatron.core.distributed", "megatron.core.optimizer"),
+        "14 files",
+    ),
+    (
+        "an activation",
+        "megatron.core.transformer.moe.paged_stash",
+        ("megatron.core.transformer.moe.paged_stash",),
+        "8 files",
+    ),
+)
+
+
+def table() -> Table:
+    """A line for each measure: its name, ours, and the anchor."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for title in ("measure", "here", "to compare with"):
+        table.add_column(title, overflow="fold")
+    for row in rows(read_sources(*PRODUCT)):
+        table.add_row(*row)
+    return table
+
+
+def rows(sources: list[Source]) -> list[tuple[str, str, str]]:
+    """(measure, here, anchor) of these files."""
+    sources = [source for source in sources if source.tree.body]
+    lengths = [len(source.lines) for source in sources]
+    functions = [function for source in sources for function in source.functions]
+    complexity = [function.complexity for function in functions]
+    importers = _importers(sources)
+    one_importer = [source for source in sources if len(importers[source.module]) == 1]
+    classes, protocols = _with_one_subclass(sources)
+    config, num_fields = max(_config_fields(sources), key=lambda item: item[1], default=("none", 0))
+    comments, docs = sum(len(source.comments) for source in sources), sum(s.num_explaining_lines for s in sources)
+    code = max(1, sum(source.num_code_lines for source in sources))
+    nouns = _public_classes(sources, ("megatron.core.distributed", "megatron.core.optimizer"))
+    return [
+        ("files", f"{len(sources)}, {sum(lengths)} lines", "477 when files had limits"),
+        ("files under 61 lines", str(sum(length < 61 for length in lengths)), "few: a file is a noun"),
+        ("lines a file, median", f"{percentile(lengths, 0.5):.0f}", "FSDP2 about 400, torchtitan 150, picotron 90"),
+        ("files with one importer", str(len(one_importer)), "few: a second room needs it"),
+        ("base classes with one subclass", str(classes), "0"),
+        ("Protocols with one implementer", str(protocols), "0"),
+        *_walks(sources),
+        ("public classes between gradient and update", str(nouns), "FSDP2: 10 concepts"),
+        ("function lines, median/p90/max", _spread([f.lines for f in functions]), "12/42/254"),
+        ("complexity, p90/max", "/".join(_spread(complexity).split("/")[1:]), "6/17 when functions had limits"),
+        ("fields of the largest config class", f"{num_fields} ({config})", "TransformerConfig of Megatron: 247"),
+        ("comment lines of code lines", f"{comments / code:.1%}", "Megatron 11%"),
+        ("docstring lines of code lines", f"{docs / code:.1%}, first lines not counted", "-"),
+    ]
+
+
+def _walks(sources: list[Source]) -> Iterable[tuple[str, str, str]]:
+    """Files behind each walk: those that its first one imports, directly or not. An upper bound of what is entered."""
+    known = frozenset(source.module for source in sources)
+    by_module = {source.module: source for source in sources}
+    for name, start, packages, goal in WALKS:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            module = todo.pop()
+            if module in seen or module not in by_module:
+                continue
+            seen.add(module)
+            imported = (name for name, _ in imported_modules(by_module[module], known))
+            todo += [name for name in imported if name.startswith(packages)]
+        lines = sum(len(by_module[module].lines) for module in seen)
+        yield f"files behind {name}", f"{len(seen)}, {lines} lines", goal
+
+
+def _importers(sources: list[Source]) -> dict[str, set[str]]:
+    known = frozenset(source.module for source in sources)
+    importers: dict[str, set[str]] = {source.module: set() for source in sources}
+    for source in sources:
+        for module, _ in imported_modules(source, known):
+            if module in importers and module != source.module:
+                importers[module].add(source.module)
+    return importers
+
+
+def _with_one_subclass(sources: list[Source]) -> tuple[int, int]:
+    """(base classes, Protocols) of the project that one class alone names as its base."""
+    nodes = [node for source in sources for node in source.classes]
+    protocols = {node.name for node in nodes if any("Protocol" in words(base) for base in node.bases)}
+    own = {node.name for node in nodes}
+    children = Counter(name for node in nodes for base in node.bases for name in words(base) & own)
+    single = {name for name, count in children.items() if count == 1}
+    return len(single - protocols), len(single & protocols)
+
+
+def _config_fields(sources: list[Source]) -> Iterable[tuple[str, int]]:
+    for source in sources:
+        for node in source.classes:
+            if node.name.endswith("Config"):
+                fields = [
+                    item
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and "ClassVar" not in words(item.annotation)
+                ]
+                yield node.name, len(fields)
+
+
+def _public_classes(sources: list[Source], packages: tuple[str, ...]) -> int:
+    inside = [source for source in sources if source.module.startswith(packages)]
+    return sum(not node.name.startswith("_") for source in inside for node in source.classes)
+
+
+def _spread(values: list[int]) -> str:
+    return "/".join(f"{percentile(values, fraction):.0f}" for fraction in (0.5, 0.9, 1.0))
