@@ -70,7 +70,7 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, saved tensors are noted with the module that runs."""
+        """Records saved tensors with the running module inside the block."""
         with self._running.followed(), ExitStack() as entered:
             for offloader in self._offloaders:
                 entered.enter_context(offloader.telling(self._note))
@@ -104,7 +104,7 @@ class SavedBytes:
 
 
 def kind_of_module(name: str) -> str:
-    """What the tensors of the module of that name belong to."""
+    """Returns the kind of memory that tensors of the module of that name belong to."""
     return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
 
 
@@ -162,10 +162,10 @@ def _unmasked_share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 
 
 class AsFusedKernels(TorchFunctionMode):
-    """Inside, torch's attention, dropout and RMSNorm keep what their fused kernels keep.
+    """Makes torch's attention, dropout and RMSNorm save what their fused kernels save.
 
-    On the meta device torch itself takes those that keep all scores and every intermediate result, which no training
-    would. note: told of what attention and RMSNorm compute.
+    On the meta device torch itself chooses variants that save all scores and every intermediate result, which no
+    training would. note: called with what attention and RMSNorm compute.
     """
 
     def __init__(self, note: Note | None = None) -> None:
@@ -193,13 +193,13 @@ class AsFusedKernels(TorchFunctionMode):
 
 
 def _run_backward(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
-    """As torch.autograd.backward, which torch asks its modes about."""
+    """Does what torch.autograd.backward does, without torch's dispatch to its modes."""
     given = [torch.ones_like(out) if grad is None else grad for out, grad in zip(outputs, grads, strict=True)]
     _engine_run_backward(tuple(outputs), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> Counter[str]:
-    """What waits for backward at the fullest moment of a stage's schedule, by kind.
+    """Returns the bytes that wait for backward at the fullest moment of a stage's schedule, by kind.
 
     by_chunk: of one microbatch of each model chunk, by kind.
     """

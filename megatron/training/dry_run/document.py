@@ -64,7 +64,7 @@ def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def time_lines(step: StepTime) -> list[str]:
-    """What is printed of the estimated step."""
+    """Returns the printed lines about the estimated step."""
     split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.split().items())
     mfu = "" if step.mfu is None else f", MFU {100 * step.mfu:.1f}%"
     slowest = min(step.stages, key=lambda stage: stage.bubble)
@@ -81,7 +81,7 @@ def time_lines(step: StepTime) -> list[str]:
 
 
 def notes(plan: Plan, device: Device) -> list[str]:
-    """What a reader of any of the forms should know."""
+    """Returns notes that every form of the plan shows."""
     found = [f"Memory leaves out {NOT_PLANNED}."]
     if plan.is_balanced:
         found.append("Rows of experts are those of tokens that choose all experts equally often.")

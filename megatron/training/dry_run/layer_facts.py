@@ -165,8 +165,10 @@ def model_facts(
 
 
 def scaled_facts(facts: ModelFacts, *, experts: tuple[int, int], saved: tuple[int, int]) -> ModelFacts:
-    """The same where each rank has experts[0] / experts[1] times as many experts, and a microbatch saves saved[0] /
-    saved[1] times as much; about, as some of what is saved depends on neither.
+    """Scales a model's sizes to other numbers of experts and samples.
+
+    Each rank then has experts[0] / experts[1] times as many experts, and a microbatch saves saved[0] / saved[1] times
+    as much. This is approximate, as some of what is saved depends on neither.
     """
 
     def scaled(part: PartFacts) -> PartFacts:
@@ -228,7 +230,7 @@ def probe_args(
 
 
 def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> dict[str, PartFacts]:
-    """By part: the embedding, each layer by its number, and the end."""
+    """Returns the sizes by part: the embedding, each layer by its number, and the end."""
     params: dict[str, list[Place]] = {}
     other: Counter[str] = Counter()
     for name, param in model.named_parameters():
@@ -302,7 +304,7 @@ def _chunk(
     probe: argparse.Namespace,
     numbers: Sequence[int],
 ) -> PartFacts:
-    """What a chunk has once, whatever its layers. numbers: of the layers whose own share is known."""
+    """Returns the sizes that a chunk has once, whatever its layers. numbers: of the layers whose own share is known."""
     saved: Counter[str] = Counter()
     for number in numbers:
         first, own = parts[f"layer {number - 1}"].saved or {}, parts[f"layer {number}"].saved or {}

@@ -422,7 +422,7 @@ def _distinct_stages(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> li
 
 
 def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[Counter[LayerKind | str]]:
-    """How many layers of each kind a stage has, and of the embedding and what follows the layers."""
+    """Returns for each stage how many layers of each kind it has, and whether it has the embedding and the end."""
     found: list[Counter[LayerKind | str]] = []
     for stage in range(stages):
         kinds: Counter[LayerKind | str] = Counter(kind for part in layers[stage::stages] for kind in part)

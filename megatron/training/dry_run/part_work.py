@@ -116,7 +116,7 @@ def together(parts: Iterable[PartWork]) -> PartWork:
 
 
 def without(whole: PartWork, parts: Iterable[PartWork]) -> PartWork:
-    """What is left of a whole."""
+    """Returns the difference of a whole and its parts."""
     return together([whole, together(parts).times(-1)])
 
 
@@ -170,7 +170,7 @@ class PartRecorder(WorkRecorder):
         return self._kept
 
     def parts(self, messages: Mapping[str, Sequence[Traffic]]) -> dict[str, PartWork]:
-        """What was noted, with the messages of each part."""
+        """Returns the recorded work, with the messages of each part."""
         names = {part for part, _ in self._counts} | {*messages}
 
         def counts(part: str, name: str) -> Counts:
@@ -184,7 +184,7 @@ class PartRecorder(WorkRecorder):
         }
 
     def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """As WorkRecorder.note. tensor: any shape, of the dtype it computes in."""
+        """Counts a fused kernel by part, too. tensor: any shape, of the dtype it computes in."""
         super().note(unit, tensor, flops=flops, num_bytes=num_bytes)
         name = self.pass_name
         if name is not None:

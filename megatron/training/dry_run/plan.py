@@ -97,17 +97,17 @@ class RankPlan:
 
     @property
     def host(self) -> dict[str, int]:
-        """What is in the host's memory, by kind."""
+        """Bytes in the host's memory, by kind."""
         return {"pages": self.host_pages, "states": self.host_states, "activations": self.host_activations}
 
     @property
     def standing(self) -> int:
-        """All that is on the device from step to step."""
+        """Persistent bytes on the device."""
         return self.parameters + self.gradients + self.masters + self.moments + self.pages
 
     @property
     def total(self) -> int:
-        """What stands on the device, and activations at the fullest moment of the schedule."""
+        """Persistent bytes on the device, and activations at the fullest moment of the schedule."""
         return self.standing + sum(self.activations.values())
 
     @property
@@ -196,7 +196,7 @@ def _pipelines(args: argparse.Namespace) -> list[list[int]]:
 
 @contextmanager
 def as_rank(args: argparse.Namespace, rank: int) -> Iterator[ProcessGroupCollection]:
-    """Inside, this process is that rank, without memory, and the run's arguments and timers are published."""
+    """Makes this process act as that rank, without memory, and publishes the run's arguments and timers."""
     with fake_rank(args, rank, world_size=args.world_size) as groups, without_memory(), torch.device("meta"):
         try:
             _publish(args)
@@ -240,7 +240,7 @@ class _Build:
     def plan(
         self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep, known: _Known
     ) -> RankPlan:
-        """What the rank holds and sends; stage: which it is of. known: what was found of other stages; grows."""
+        """Plans the rank's memory and messages; stage: the rank's. known: results of other stages; grows."""
         chunks = unwrap_model(self.model)
         num_microbatches = batch_sizes(self._args).final_num_microbatches
         pages = self._pages(groups, num_microbatches)
@@ -322,7 +322,7 @@ class _Build:
 
 
 def _activations(actions: Sequence[Action], passes: Passes, *, stashes: bool) -> dict[str, int]:
-    """At the fullest moment, by kind. stashes: whether what experts save waits in pages."""
+    """Returns the bytes at the fullest moment, by kind. stashes: whether what experts save is stashed in pages."""
     if stashes:
         # One layer's rows are outside of pages, between its experts and its copy.
         peak = peak_bytes(actions, [Counter({**kept.by_kind, EXPERTS: 0}) for kept in passes.saved])
@@ -331,8 +331,10 @@ def _activations(actions: Sequence[Action], passes: Passes, *, stashes: bool) ->
 
 
 def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:
-    """The same run with whole parameters, as passes save the same of gathered ones, and with buffers that hold just the
-    rows of experts that are all chosen equally often, where the number of rows would be read from the device.
+    """Returns the arguments of the same run with sizes that the host knows.
+
+    Parameters are whole, as passes save the same of gathered ones. Where the number of rows would be read from the
+    device, buffers hold just the rows of experts that are all chosen equally often.
     """
     args = copy.copy(args)
     args.use_torch_fsdp2 = False
@@ -351,7 +353,7 @@ def saved_by(
     forward_step: ForwardStep,
     kind_of: Callable[[str], str] | None = None,
 ) -> Kept:
-    """What a microbatch of the chunk leaves for its backward; kind_of: as SavedBytes has it."""
+    """Returns the bytes that a microbatch of the chunk saves for backward; kind_of: as SavedBytes has it."""
     inner = unwrap_model(chunk)
     for part in inner.modules():
         if isinstance(part, MoELayer) and part.expert_step is not None:

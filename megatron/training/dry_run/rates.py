@@ -13,7 +13,7 @@ _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 class Unit(Enum):
-    """What bounds a kernel beside memory."""
+    """The limit of a kernel's speed in addition to memory."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -64,7 +64,7 @@ def compute_seconds(kernels: Kernels, device: Device) -> float:
 
 
 def ranks_in_node(ranks: Sequence[int], devices_per_node: int) -> int:
-    """How many ranks of a group share a node, where it is most; nodes are of consecutive ranks."""
+    """Returns the most ranks of a group that share a node; nodes are of consecutive ranks."""
     return max(Counter(rank // devices_per_node for rank in ranks).values())
 
 

@@ -93,7 +93,7 @@ class MessageRecorder(TorchDispatchMode):
         self._known: dict[tuple[str, str], tuple[str, int]] = {}
 
     def take(self) -> tuple[Traffic, ...]:
-        """What was sent since the last call."""
+        """Returns the messages sent since the last call."""
         messages, self._messages = self._messages, []
         return merged(messages)
 

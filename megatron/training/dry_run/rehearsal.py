@@ -197,7 +197,7 @@ def rehearsing(
     groups: ProcessGroupCollection,
     note: Callable[..., None],
 ) -> Iterator[Rehearsal]:
-    """Inside, its steps can be run. model: wrapped chunks, without memory. note: as WorkRecorder's."""
+    """Yields the run's steps without memory. model: wrapped chunks, without memory. note: as WorkRecorder's."""
     steps = setup_steps(
         args,
         model,
@@ -232,10 +232,10 @@ def rehearse(
     num_microbatches: int,
     batch: dict[str, Tensor],
 ) -> Rehearsed:
-    """What the rank sends in one of many equal steps of num_microbatches; model: its wrapped chunks, without memory.
+    """Returns a rank's messages in one of many equal steps of num_microbatches; model: its wrapped chunks.
 
-    Steps of one and of two microbatches are run: what the second sends more, each further one does. batch: of one
-    microbatch, as forward_step reads it: [B, S] each, int64 or fp32, without memory.
+    The chunks have no memory. Steps of one and of two microbatches are run: each further one adds what the second adds.
+    batch: of one microbatch, as forward_step reads it: [B, S] each, int64 or fp32, without memory.
     """
     recorder = MessageRecorder(groups)
     work = WorkRecorder(model, live_rows=live_rows(args))
@@ -268,7 +268,7 @@ def rehearse(
 
 
 def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
-    """The same, where all ranks agree on the statistics of so many losses; see StatisticsExchange."""
+    """Returns the messages where all ranks agree on the statistics of num_names losses; see StatisticsExchange."""
     # Where it holds, and its sum and count, as fp64.
     return tuple(
         replace(one, num_bytes=one.num_bytes + 24 * num_names) if _is_statistics(one) else one for one in links
@@ -280,8 +280,9 @@ def _is_statistics(one: Traffic) -> bool:
 
 
 def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
-    """The same, with messages between stages as those of forward and backward, of which the schedule has the numbers:
-    all are equally long.
+    """Splits messages between stages into those of forward and backward, in the numbers of the schedule.
+
+    All of them have the same size.
     """
     transfers = [transfer for step in program if isinstance(step, Post) for transfer in step.transfers]
     kinds = Counter((transfer.direction.value, transfer.action.kind) for transfer in transfers)
@@ -296,7 +297,7 @@ def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
 
 
 def _of_step(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches: int) -> tuple[Traffic, ...]:
-    """What is sent in a step of so many microbatches; one, two: in steps of one and of two."""
+    """Returns the messages of a step of num_microbatches; one, two: those of steps of one and of two."""
     first = {(t.group, t.operation, t.phase): t for t in one}
     found = []
     for later in two:
@@ -313,7 +314,7 @@ def _of_step(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches
 def _evenly_routed(
     args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection
 ) -> Iterator[None]:
-    """Inside, reads are answered, and all experts get as many rows of each rank where the device would be asked."""
+    """Answers reads inside the block, and gives all experts the same number of rows where the device would be read."""
     factor = min(1.0, args.moe_expert_capacity_factor or 1.0)
     gathers = any(isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) for layer in layers)
     tokens = args.micro_batch_size * args.seq_length // (group_size(groups.cp) * group_size(groups.tp))
@@ -338,7 +339,7 @@ def _evenly_routed(
 
 
 def _with_even_counts(experts: SequentialMLP, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same rows, which the experts get equally many of; inputs: as SequentialMLP.forward takes them."""
+    """Returns the same rows, distributed evenly over experts; inputs: as SequentialMLP.forward takes them."""
     rows, counts, probs = inputs
     of_expert = [len(rows) // len(counts) + (index < len(rows) % len(counts)) for index in range(len(counts))]
     return rows, torch.tensor(of_expert, device="cpu"), probs

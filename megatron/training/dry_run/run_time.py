@@ -19,7 +19,10 @@ ASSUMPTIONS = (
 
 
 def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTime | None:
-    """None for runs that train nothing. Raises ValueError for products that the device does not compute."""
+    """Estimates a step of the plan; None for runs that train nothing.
+
+    Raises ValueError for products that the device does not compute.
+    """
     if not all(stage.chunks for stage in plan.stages):
         return None
     stages = [StageLoad(stage.chunks, stage.links, stage.update) for stage in plan.stages]
@@ -41,7 +44,7 @@ def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTim
 
 
 def overlap_of(args: argparse.Namespace) -> Overlap:
-    """What the flags let run beside computation."""
+    """Returns the communication that the flags overlap with computation."""
     behind: dict[str, tuple[str, ...]] = {"ep": ("shared experts",)} if args.moe_shared_expert_overlap else {}
     if args.cp_comm_type in ("p2p", ["p2p"]):
         # Blocks go round while attention works on the one before.

@@ -54,7 +54,7 @@ def seconds_of(
 
 
 def in_node_ranks(shape: Shape, devices_per_node: int) -> dict[str, int]:
-    """By group, how many of its ranks share a node, in the order of ranks that runs have."""
+    """Returns by group how many of its ranks share a node, in the order of ranks that runs have."""
     tp, etp = shape.tensor, shape.expert_tensor
     groups = {
         "tp": (1, tp),
@@ -83,10 +83,10 @@ def quick_seconds(
     updated: float,
     sharding: Sharding,
 ) -> float:
-    """About a step's seconds: microbatches through the slowest stage, and each stage once while the pipeline fills.
+    """Estimates a step: microbatches through the slowest stage, and each stage once while the pipeline fills.
 
     stages: of all layers of each, one microbatch. reduced, gathered, updated: seconds of the slowest rank's gradients,
-    parameters and update; the first two beside the last backward and the first forward.
+    parameters and update; the first two overlap with the last backward and the first forward.
     """
     slowest = max(stages, key=lambda one: one.total)
     filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
@@ -141,7 +141,8 @@ def stage_load(
     own: Sequence[Traffic],
     state_bytes: float,
 ) -> StageLoad:
-    """What a rank of a stage does in a step. hidden_bytes: that it sends to the next. own: gradients and parameters.
+    """Returns the work of a stage's rank in a step. hidden_bytes: sent to the next stage. own: gradients and
+    parameters.
 
     state_bytes: of what its optimizer steps.
     """

@@ -52,17 +52,17 @@ class Shape:
 
     @property
     def dense_ranks(self) -> int:
-        """That share dense parameters: data-parallel and context-parallel ones."""
+        """Ranks that share dense parameters: data-parallel and context-parallel ones."""
         return self.world_size // (self.tensor * self.stages)
 
     @property
     def expert_ranks(self) -> int:
-        """That share an expert."""
+        """Ranks that share an expert."""
         return self.world_size // (self.expert * self.expert_tensor * self.stages)
 
     @property
     def pipeline(self) -> Pipeline:
-        """Its stages and chunks."""
+        """The pipeline's stages and chunks."""
         return Pipeline(self.stages, self.chunks)
 
 
@@ -114,7 +114,7 @@ def standing_bytes(
     ddp_config: DistributedDataParallelConfig,
     optimizer_config: OptimizerConfig,
 ) -> Standing:
-    """What the first rank of a stage holds from step to step; parts of it that the rest of a stage holds are smaller.
+    """Returns the persistent bytes of the first rank of a stage, whose parts are the largest of the stage.
 
     Padding is that of the run's own buffers. States in fp16 have a scale for each block of elements, which is counted
     over all of them: less than a block a run of neighbours too few.
@@ -144,7 +144,7 @@ def standing_bytes(
 def chunk_buffers(
     parts: Sequence[PartFacts], shape: Shape, *, is_first: bool, ddp_config: DistributedDataParallelConfig
 ) -> Iterator[tuple[BufferKind, BufferLayout]]:
-    """How the parameters of a chunk lie; is_first: whether it is the first of the first stage."""
+    """Yields the buffer layouts of a chunk's parameters; is_first: whether it is the first of the first stage."""
     is_whole = (not is_first and not ddp_config.gradients_are_transient) or not ddp_config.cuts_buckets
     for kind, places in _by_buffer(parts, apart=shape.dense_ranks != shape.expert_ranks).items():
         ranks = shape.expert_ranks if kind.is_expert else shape.dense_ranks
@@ -176,7 +176,7 @@ def saved_by_chunk(facts: ModelFacts, shape: Shape, *, stage: int) -> list[Count
 
 
 def peak_activations(facts: ModelFacts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
-    """At the fullest moment of the stage's schedule, by kind. stashes: whether what experts save waits in pages."""
+    """Returns the bytes at the fullest moment of the stage's schedule, by kind. stashes: whether experts stash."""
     saved = saved_by_chunk(facts, shape, stage=stage)
     in_buffers = 0
     if stashes:
@@ -196,7 +196,7 @@ def peak_activations(facts: ModelFacts, shape: Shape, *, stage: int, stashes: bo
 
 
 def expert_layers(facts: ModelFacts, shape: Shape, *, part: int) -> int:
-    """How many layers with experts a part of the pipeline has, those of multi-token prediction with it."""
+    """Returns how many layers with experts a part of the pipeline has, including multi-token prediction."""
     further = facts.mtp_expert_layers if part == len(shape.layers) - 1 else 0
     return sum(kind.has_experts for kind in shape.layers[part]) + further
 

@@ -33,8 +33,9 @@ class ChunkWork:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What a rank of one stage does in a step. traffic: all its messages, with phases as traffic.py names them; those
-    of forward and backward are spread over its passes evenly. update: the optimizer's kernels.
+    """The work of a stage's rank in a step. traffic: all its messages, with phases as traffic.py names them.
+
+    Messages of forward and backward are spread over its passes evenly. update: the optimizer's kernels.
     """
 
     chunks: tuple[ChunkWork, ...]
@@ -44,9 +45,10 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What runs beside computation. gradients, parameters: their buckets. in_every_pass: the phases, of these two,
-    whose messages all microbatches send, not the last and the first. transfers: between stages. behind: by group, the
-    kinds of modules that run while a pass's messages are under way.
+    """Communication that overlaps with computation. gradients, parameters: their buckets.
+
+    in_every_pass: the phases, of these two, whose messages all microbatches send, not the last and the first.
+    transfers: between stages. behind: by group, the kinds of modules that run while a pass's messages are in flight.
     """
 
     gradients: bool = False
@@ -196,7 +198,7 @@ class _StageClock:
         return its.compute + its.exposed
 
     def gather_delays(self, spans: Mapping[Action, Span]) -> dict[Action, float]:
-        """How much longer the first pass of each chunk takes for parameters that are gathered meanwhile."""
+        """Returns the delay of each chunk's first pass by parameters that are gathered during it."""
         if not self._overlap.parameters or PARAMS in self._overlap.in_every_pass or not self._gather:
             return {}
         found, clock = {}, 0.0
@@ -214,7 +216,7 @@ class _StageClock:
         return found
 
     def reduced_at(self, spans: Mapping[Action, Span]) -> float:
-        """When the last gradients are reduced."""
+        """Returns the time at which the last gradients are reduced."""
         end = max(span.end for span in spans.values())
         if GRADS in self._overlap.in_every_pass or not self._reduction:
             return end
@@ -229,7 +231,7 @@ class _StageClock:
         return max(end, clock)
 
     def parts(self, total: float, *, waits: Mapping[str, float], gather: float) -> StageTime:
-        """What a step of that length is made of. waits: of all stages, for transfers and the last reduction."""
+        """Splits a step of that length into its parts. waits: of all stages, for transfers and the last reduction."""
         sums = {kind: self._sum(kind) for kind in ActionKind}
         forward, backward = sums[ActionKind.FORWARD], sums[ActionKind.BACKWARD]
         exposed = {
@@ -264,7 +266,7 @@ class _StageClock:
         return self._rates.of_messages(messages), sum(one.count for one in messages)
 
     def _buckets(self, seconds: float, count: int) -> tuple[int, float]:
-        """How many a chunk has, and the seconds of each."""
+        """Returns the number of buckets of a chunk, and the seconds of each."""
         chunks = len(self._load.chunks)
         buckets = max(1, count // chunks)
         return buckets, seconds / chunks / buckets

@@ -56,7 +56,7 @@ class WorkRecorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, kernels are noted with the module that runs, or whose backward does."""
+        """Records kernels inside the block, with the module whose forward or backward runs."""
         with self._running.followed(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
             yield
 
@@ -127,7 +127,7 @@ class WorkRecorder(TorchDispatchMode):
             self.recomputed.append(Kernels())
 
     def _counter(self) -> Kernels | None:
-        """Where kernels of this moment belong."""
+        """Returns the counter of the pass that is running."""
         counters = {FORWARD: self.forwards, BACKWARD: self.backwards, RECOMPUTE: self.recomputed}
         name = self.pass_name
         if name is not None:
@@ -144,7 +144,7 @@ class WorkRecorder(TorchDispatchMode):
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """As Kernel has it; tensor: any shape and dtype."""
+    """Returns a tensor's dtype as Kernel names it; tensor: any shape and dtype."""
     return _DTYPES.get(tensor.dtype, "fp32")
 
 

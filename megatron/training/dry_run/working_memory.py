@@ -25,7 +25,7 @@ class LiveBytes(TorchDispatchMode):
         self.peaks, self.messages_peak = {"": 0}, 0
 
     def begin(self, part: str) -> None:
-        """What is alive from now on counts for this part."""
+        """Counts what is alive from now on for this part."""
         self._part = part
         self.peaks[part] = self._bytes
 
