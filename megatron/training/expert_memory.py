@@ -111,7 +111,7 @@ class ExpertMemory:
 
     @property
     def stash(self) -> PagedStash | None:
-        """Where the rows of this rank's experts wait for backward; None: in their buffers."""
+        """The stash in which the rows of this rank's experts wait for backward; None: they stay in their buffers."""
         return self.step.stash
 
     def prepare(self, learned: LearnedSizes, *, num_microbatches: int, pp_group: dist.ProcessGroup | None) -> list[str]:
@@ -142,7 +142,7 @@ class ExpertMemory:
         return self._layout(None)
 
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
-        """Before the passes of a step, also before those of one that runs again, or after an error."""
+        """Prepares buffers and stash for the passes of a step, also of one that runs again or follows an error."""
         self.step.begin()
         self._is_training = not forward_only
         if self._is_training and num_microbatches != self._num_microbatches:
@@ -159,7 +159,7 @@ class ExpertMemory:
         return torch.cat([missing, void]).double()
 
     def end_step(self) -> None:
-        """After a step or an evaluation whose verdict was that nothing was lacking."""
+        """Records the needs of a step or an evaluation in which nothing was lacking."""
         if self._is_training:
             self.last_step = self._figures_sync()
             self._remember(self.last_step)
@@ -168,7 +168,7 @@ class ExpertMemory:
                 self._follow(self.stash)
 
     def _follow(self, stash: PagedStash) -> None:
-        """Where the step departed from the plan, or had fuller passes than pages are kept back for."""
+        """Adapts the stash to a step that departed from the plan, or had fuller passes than pages are reserved for."""
         if self._is_planned and stash.order.departed:
             # Layers that keep nothing, such as frozen ones below all that is trained: what runs says the order.
             self._is_planned = False
@@ -208,7 +208,7 @@ class ExpertMemory:
         self._num_microbatches = None
 
     def learned_sync(self) -> LearnedSizes:
-        """What all ranks learned so far, for a checkpoint. Collective."""
+        """Returns the sizes that all ranks learned so far, for a checkpoint. Collective."""
         return functools.reduce(LearnedSizes.merged, gather_objects(self._learned, dist.group.WORLD))
 
     @property
@@ -302,7 +302,7 @@ class ExpertMemory:
         return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
 
     def _lacking_sync(self) -> tuple[Lack | None, LearnedSizes]:
-        """What this rank lacked, and the sizes that would have been enough. NOTE: reads the device."""
+        """Returns this rank's shortfall and the sizes that would have been enough. NOTE: reads the device."""
         needed = float(self.step.factor_needed)
         if int(self.step.rows_missing) > 0:
             # More than any routing can bring would make no buffer larger.

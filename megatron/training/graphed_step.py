@@ -71,7 +71,7 @@ def build_step_update(
     timers: Timers,
     memory: ExpertMemory | None,
 ) -> StepUpdate | None:
-    """What updates a run's parameters, as the flags say; None for a run without an optimizer."""
+    """Builds the update of a run's parameters from the flags; None for a run without an optimizer."""
     if optimizer is None:
         return None
     if not args.optimizer_cuda_graph:
@@ -108,7 +108,7 @@ def _graphed_parts(
 
 
 def graph_device() -> GraphDevice:
-    """What captures on this process's GPU, with the model's streams of random numbers; CommandLineError without one."""
+    """Returns the GraphDevice of this process's GPU, with the model's random streams; CommandLineError without one."""
     if default_device().type != "cuda":
         raise CommandLineError(
             "--cuda-graph-impl is given: CUDA graphs need a GPU, and this process has none. Leave it out, or set it to "
@@ -119,8 +119,9 @@ def graph_device() -> GraphDevice:
 
 
 class PassesOfStep(GraphParticipant):
-    """What the schedule hands over to the loop, and timers, which no graph can hold. Whoever runs a step again forgets
-    its gradients.
+    """Restores the schedule's arguments for the loop and pauses timers, neither of which a graph can hold.
+
+    Whoever runs a step again drops its gradients.
     """
 
     def __init__(self, finalize: DeferredFinalizer, timers: Timers) -> None:

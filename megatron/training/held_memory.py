@@ -21,7 +21,7 @@ from megatron.training.expert_memory import ExpertMemory
 
 
 def parameter_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """What the parameters of the chunks and the buffers of their modules lie in: any shape, any dtype."""
+    """Returns the storage of the chunks' parameters and module buffers: any shape, any dtype."""
     for chunk in model:
         yield from chunk.parameters()
         yield from unwrap_model(chunk).buffers()
@@ -30,7 +30,7 @@ def parameter_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 
 def gradient_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """What the gradients of the chunks lie in from step to step: any shape, any dtype."""
+    """Returns the persistent storage of the chunks' gradients: any shape, any dtype."""
     for chunk in model:
         if isinstance(chunk, _BaseDataParallel):
             yield from (flat for buffer in chunk.all_buffers for flat in buffer.standing_grads)

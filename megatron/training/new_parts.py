@@ -41,7 +41,7 @@ class NewParts:
     def loadable(
         self, wanted: Sequence[ShardedTensor], checkpoint: VerifiedCheckpoint
     ) -> tuple[Sequence[ShardedTensor], Callable[[], None]]:
-        """What to load in place of `wanted`, any shape and dtype, and what to call after that to fill the rest."""
+        """Returns the tensors to load in place of `wanted`, any shape and dtype, and what to call after that."""
         if self.adapters:
             wanted = [tensor for tensor in wanted if not is_adapter(tensor.key)]
         return from_dense(wanted, checkpoint) if self.experts else (wanted, _nothing_more)

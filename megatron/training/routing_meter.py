@@ -81,7 +81,7 @@ class RoutingMeter:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank is: its stage, the ranks that share its experts, itself among them, and the stage's layers."""
+    """The place of a rank: its stage, the ranks that share its experts (itself among them), and the stage's layers."""
 
     stage: int
     sharing: list[int]

@@ -81,7 +81,7 @@ class RoutingHeader:
 
     @classmethod
     def from_record(cls, record: dict[str, Any], where: str) -> "RoutingHeader":
-        """What `line` wrote, as JSON read it; where: file and line. Raises ValueError for another format."""
+        """Returns the header from the JSON of `line`; where: file and line. Raises ValueError for another format."""
         names = {field.name for field in fields(cls)}
         if record.get("routing_trace") != FORMAT or not names <= record.keys():
             raise ValueError(f"{where} is not the header of a routing trace of format {FORMAT}: {str(record)[:60]!r}")
@@ -147,7 +147,7 @@ def _tokens_of(record: dict[str, Any], header: RoutingHeader, *, where: str) -> 
 
 
 def last_header(path: Path) -> RoutingHeader | None:
-    """What steps that are appended to this trace would be taken for; None without a header. Raises as read_routing."""
+    """Returns the header that applies to steps appended to this trace; None without one. Raises as read_routing."""
     found = None
     for number, line in enumerate(read_lines(path), 1):
         # `line` puts the word first: steps, which are long, need not be parsed.

@@ -19,7 +19,7 @@ from megatron.training.stash_timeline import stash_timeline
 
 
 class KnowsLastStep(Protocol):
-    """Who runs the experts' steps."""
+    """An object with the figures of the last step of experts."""
 
     last_step: StepFigures | None
 
@@ -36,7 +36,7 @@ class _Totals(NamedTuple):
 
 
 class _Rungs(NamedTuple):
-    """Where a step of a rank had to give way, lightest first."""
+    """Counts of a rank's fallbacks in a step, lightest first."""
 
     spilled_pages: int = 0
     dropped_act: int = 0
@@ -143,7 +143,7 @@ class _Interval:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank told the others."""
+    """The figures gathered from one rank."""
 
     totals: _Totals
     pool: _Pool
@@ -155,7 +155,7 @@ class _Rank:
 
     @classmethod
     def of(cls, numbers: list[float], num_layers: int) -> "_Rank":
-        """What `_Interval.numbers` joined."""
+        """Splits the list that `_Interval.numbers` joined."""
         rest = iter(numbers)
 
         def take(count: int) -> list[int]:

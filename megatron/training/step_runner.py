@@ -45,7 +45,7 @@ class StepMemory(Protocol):
     """The memory of experts whose buffers have a fixed size; see [Note: void steps]."""
 
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
-        """Before the passes of a step or of an iteration of an evaluation, also before they run again."""
+        """Called before the passes of a step or of an evaluation's iteration, also before they run again."""
         ...
 
     def void_flags(self) -> torch.Tensor:
@@ -63,7 +63,7 @@ class StepMemory(Protocol):
         ...
 
     def end_step(self) -> None:
-        """After a step that was not void; an error may keep it from being called before the next begin_step."""
+        """Called after a step that was not void; after an error, begin_step may follow without it."""
         ...
 
 
@@ -83,7 +83,10 @@ class StepGraph(Protocol):
     def __call__(
         self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **keywords: Any
     ) -> list[Any]:
-        """As what get_forward_backward_func returns. Raises CaptureFailedError, on all ranks, with nothing executed."""
+        """Runs a step as get_forward_backward_func's function does.
+
+        Raises CaptureFailedError, on all ranks, with nothing executed.
+        """
         ...
 
     def drop_graphs(self) -> None:
@@ -138,7 +141,7 @@ class StepRunner:
         return self._run_sync(iterator, judge, num_microbatches=num_microbatches, iteration=iteration)
 
     def update_sync(self) -> tuple[bool, float, float | None]:
-        """After train_sync: finalizes gradients and updates parameters; returns what MegatronOptimizer.step does.
+        """Finalizes gradients and updates parameters after train_sync; returns what MegatronOptimizer.step does.
 
         Collective. NOTE: reads the device, see there.
         """
@@ -247,7 +250,7 @@ class StepRunner:
             )
 
     def _of_chunks(self, iterator: Iterator[Any] | None) -> list[Iterator[Any] | None]:
-        """The same batches for each chunk that reads any: the ends of the pipeline, for tokens and labels."""
+        """Returns the same batches for each chunk that reads any: the ends of the pipeline, for tokens and labels."""
         stage, last, num_chunks = group_rank(self.groups.pp), group_size(self.groups.pp) - 1, len(self.model)
         # Attention in the middle needs masks and borders of documents: read again, which is cheaper than sent along.
         everywhere = self.args.reset_attention_mask
@@ -264,7 +267,7 @@ class StepRunner:
 
 
 class _Start:
-    """Where a step began: its batches, None for a stage that reads none, and the generators of random numbers."""
+    """The state at the start of a step: its batches, None for a stage that reads none, and random generators."""
 
     def __init__(self, iterator: Iterator[Any] | None) -> None:
         self.batches = None if iterator is None else KeptBatches(iterator)

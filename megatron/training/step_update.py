@@ -85,7 +85,7 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         self._done = None
 
     def follow(self, reports: Reports) -> None:
-        """In a capture, behind the passes: completes the gradients and updates. Collective.
+        """Completes the gradients and updates parameters, in a capture, after the passes. Collective.
 
         reports: name to a tensor [] or [2] (sum, count), fp32, of each microbatch.
         """

@@ -75,7 +75,7 @@ class StashReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one training step did, as plain numbers; None: not asked for, or not known at this step.
+    """The results of one training step, as plain numbers; None: not asked for, or not known at this step.
 
     losses: mean over the global batch by name ("lm loss", "load_balancing_loss"). seconds: wall time of the step.
     grad_norm: global L2 norm before clipping, not finite where a gradient was not. params_norm: that of the weights
@@ -134,7 +134,7 @@ class EvaluationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """Where a run begins and where it will end, in iterations."""
+    """The first and the last iteration of a run."""
 
     iteration: int
     train_iters: int
@@ -144,31 +144,31 @@ class Callback:
     """Base of all callbacks: each method is a moment of the run and does nothing unless overridden."""
 
     def on_train_start(self, start: RunStart) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step_start(self, iteration: int) -> None:
-        """Before each training step; `iteration` steps are done."""
+        """Called before each training step; `iteration` steps are done."""
 
     def on_step_end(self, report: StepReport) -> None:
-        """After each training step."""
+        """Called after each training step."""
 
     def on_evaluation_start(self, iteration: int) -> None:
-        """Before an evaluation."""
+        """Called before an evaluation."""
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """After an evaluation of one split."""
+        """Called after an evaluation of one split."""
 
     def on_save(self, iteration: int) -> None:
-        """After a checkpoint is complete on disk."""
+        """Called when a checkpoint is complete on disk."""
 
     def on_rewind(self, iteration: int) -> None:
-        """After the run has gone back to the checkpoint of `iteration`: later steps come again."""
+        """Called when the run has returned to the checkpoint of `iteration`: later steps are repeated."""
 
     def on_train_end(self) -> None:
-        """After the last step and its checkpoint, before the final evaluation."""
+        """Called after the last step and its checkpoint, before the final evaluation."""
 
     def on_run_end(self) -> None:
-        """At the very end, also when an error ends the run: files are closed here."""
+        """Called at the very end, also when an error ends the run, to close files."""
 
 
 @dataclass

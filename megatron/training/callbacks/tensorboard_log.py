@@ -137,7 +137,7 @@ def _stash_scalars(report: StepReport) -> dict[str, float]:
 
 
 def _layer_scalars(report: StepReport) -> dict[str, float]:
-    """By Megatron's tags, which count layers from 0: router losses, and the busiest expert's tokens over the mean."""
+    """Returns router losses and the busiest expert's tokens over the mean, by Megatron's tags (layers from 0)."""
     scalars = {
         f"moe/{name}_layer_{number - 1}": value
         for name, values in (report.per_layer or {}).items()

@@ -28,7 +28,10 @@ def check_graphs(args: argparse.Namespace) -> None:
 
 
 def check_optimizer_graph(args: argparse.Namespace) -> None:
-    """As check_graphs, of the optimizer's step; OptimizerConfig refuses its own."""
+    """Raises CommandLineError for flags that contradict a graph of the optimizer's step.
+
+    OptimizerConfig checks its own fields.
+    """
     if not args.optimizer_cuda_graph:
         return
     if args.cuda_graph_impl != "full_iteration":
@@ -45,7 +48,7 @@ def check_optimizer_graph(args: argparse.Namespace) -> None:
 
 
 def graph_modules(args: argparse.Namespace) -> list[str]:
-    """What --cuda-graph-impl local captures: --cuda-graph-modules, or attention and the feed-forward layers."""
+    """Returns --cuda-graph-modules, or its default for --cuda-graph-impl local: attention and feed-forward layers."""
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     feed_forward = [name for name, kind in (("mlp", 0), ("moe", 1)) if kind in has_experts]
     return args.cuda_graph_modules or ["attn", *feed_forward]
@@ -93,12 +96,12 @@ def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
 
 
 def _rest(args: argparse.Namespace) -> str:
-    """What of a layer can be captured beside attention."""
+    """Returns the part of a layer that can be captured in addition to attention."""
     return "mlp" if args.num_experts is None else "moe"
 
 
 def _of_dispatch(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """As _contradictions, where what the dispatchers do is captured, or the rows that they bring."""
+    """Returns contradictions with graphs that contain a dispatcher, or the experts' rows that it receives."""
     has_fixed_size = args.moe_expert_rank_capacity_factor is not None or args.moe_pad_expert_input_to_capacity
     reads_counts = args.num_experts is not None and not has_fixed_size
     return [
@@ -117,7 +120,7 @@ def _of_dispatch(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
 
 
 def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """As _contradictions, of the modules that local captures."""
+    """Returns contradictions with the modules that --cuda-graph-impl local captures."""
     modules = set(graph_modules(args))
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     of_experts = sorted(modules & OF_EXPERTS)

@@ -159,7 +159,7 @@ def _fullest(costs: Sequence[StageCosts]) -> StageCosts:
 
 
 def _waiting_groups(needs: StepNeeds) -> int:
-    """At the peak of a step."""
+    """Returns the number of groups that wait for backward at the peak of a step."""
     resident = resident_groups(needs.events)
     return peak_pages(needs.events, lambda group: PagesByPriority(int(group not in resident)))
 

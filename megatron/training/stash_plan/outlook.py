@@ -17,8 +17,9 @@ _STEP = 0.01
 
 @dataclass(frozen=True)
 class Needs:
-    """What each step of a run needs over the balanced case, on the rank that needs most: [S], fp64. rows: the capacity
-    factor; pages: that of the pools of a stage, which steps of 0 where none is stashed.
+    """Each step's needs over the balanced case, on the rank that needs most: [S], fp64. rows: the capacity factor.
+
+    pages: the factor of a stage's pools; 0 for steps where nothing is stashed.
     """
 
     rows: np.ndarray
@@ -55,7 +56,7 @@ def needs_of_steps(run: PlannedRun, spans: Sequence[RoutingSpan]) -> Needs:
 
 
 def outlook(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan]) -> Outlook:
-    """What the steps come to with these flags."""
+    """Simulates the steps with these flags."""
     found = walk(run, flags, spans=spans, grows=False)
     device = host = largest = 0
     mean = 0.0

@@ -70,7 +70,7 @@ class StageWalk:
         self.layouts = [_larger(one, other) for one, other in zip(layouts, old, strict=True)]
 
     def outcomes(self, part: RoutingSpan) -> PoolOutcomes | None:
-        """What the pools meet in these steps, as many micro-batches each as planned for; None without a stash."""
+        """Simulates the pools in these steps, with the planned number of micro-batches each; None without a stash."""
         if self.layouts is None:
             return None
         specs = self.needs.specs
@@ -123,9 +123,9 @@ class StageWalk:
         self._has_learned[:] = True
 
     def lack(self, step: RoutingSpan, rank: int, *, used_share: float) -> LearnedSizes:
-        """What a rank whose pool was too small in this one step asks for; it learns from the step's rows.
+        """Returns the sizes that a rank asks for whose pool was too small in this one step, and learns the step's rows.
 
-        used_share: for which pages were kept back in it.
+        used_share: the share for which pages were reserved in it.
         """
         assert self.layouts is not None, "its pool was too small"
         rows = {layer: step.rows[layer][:, 0, rank] for layer in self.layers}

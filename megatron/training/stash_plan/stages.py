@@ -138,7 +138,7 @@ class PlannedRun:
         return sorted(layer for stage in self.stages for layer in stage.layers)
 
     def needs(self, flags: StashFlags, stage: int, *, num_microbatches: int, max_rows: int) -> StepNeeds:
-        """What a step of that stage needs with these flags and buffers of max_rows rows."""
+        """Returns the needs of a step of that stage with these flags and buffers of max_rows rows."""
         events = self.stages[stage].events(num_microbatches)
         return step_needs(flags, events, max_rows=max_rows if events else 0, balanced_rows=self.ranks.balanced_rows)
 

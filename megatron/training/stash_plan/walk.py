@@ -23,7 +23,7 @@ _NUMBERS_AT_ONCE = 1 << 16
 
 
 class Rung(enum.IntEnum):
-    """What a step comes to, on the rank that is worst off."""
+    """The outcome of a step, on the rank that is worst off."""
 
     DEVICE = 0  # every tensor has its pages on the device
     HOST = 1  # some pages are on the host
