@@ -12,14 +12,14 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.training.callbacks import StepReport
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
-from tests.counts import slow
+from tests.counts import long_count, soak_only
 from tests.distributed.parity import layout
 from tests.distributed.tiny_runs import SHARDED, comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-STEPS = 20
-FLAGS: Flags = {"train-iters": STEPS, "init-method-std": 0.1, "lr-warmup-iters": 0, "lr": 3e-3, "eval-iters": 0}
+STEPS = long_count(6, soak=20)
+FLAGS: Flags = {"train-iters": 20, "init-method-std": 0.1, "lr-warmup-iters": 0, "lr": 3e-3, "eval-iters": 0}
 PRECISIONS: dict[str, Flags] = {"bf16": {"bf16": True}, "fp16": {"fp16": True, "initial-loss-scale": 2.0**12}}
 # Relative bounds on losses and gradient norms: three to five times what was measured over 20 steps (bf16: 2e-3 and
 # 2e-2, fp16: 1e-3 and 7e-3), which is some half-precision roundoffs (2^-9 and 2^-12) and, in the experts' model,
@@ -30,8 +30,10 @@ NORM_BOUND = {"bf16": 6e-2, "fp16": 3e-2}
 
 
 SMALL: Flags = {"micro-batch-size": 1}  # on 4 ranks
-STEPS_OF_LAYOUTS = 8
+STEPS_OF_LAYOUTS = long_count(3, soak=8)
 LAYOUTS = [layout(2), layout(pp=2), layout(cp=2), layout(ep=2), layout(2, pp=2, ep=2)]
+# For whole layouts test_parity_matrix compares in fp64: here every kind of parallelism meets one of the precisions.
+LAYOUTS_OF = {"bf16": LAYOUTS[4:], "fp16": [layout(cp=2, ep=2)]}
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Outcome:
     masters: dict[str, Tensor]
 
 
-@pytest.mark.parametrize("base", [slow("dense"), "moe"])
+@pytest.mark.parametrize("base", ["moe", soak_only("dense")])
 def test_half_precision_follows_fp32(base: str) -> None:
     argvs = [_argv(base, flags) for flags in ({}, *PRECISIONS.values())]
     full, *halves = run_on_ranks(_runs, 2, argvs)[0]
@@ -64,9 +66,10 @@ def _assert_close(reports: list[StepReport], references: list[StepReport], preci
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_layout_in_half_precision_follows_one_process(precision: str) -> None:
     [[alone]] = run_on_ranks(_runs, 1, [_argv("moe", {**SMALL, **PRECISIONS[precision]})], STEPS_OF_LAYOUTS)
-    argvs = [_argv("moe", {**SMALL, **PRECISIONS[precision], **sizes}) for sizes in LAYOUTS]
+    layouts = LAYOUTS_OF[precision] + (LAYOUTS if long_count(0, soak=1) else [])
+    argvs = [_argv("moe", {**SMALL, **PRECISIONS[precision], **sizes}) for sizes in layouts]
     ranks = run_on_ranks(_runs, 4, argvs, STEPS_OF_LAYOUTS)
-    for index, sizes in enumerate(LAYOUTS):
+    for index, sizes in enumerate(layouts):
         reports = [[comparable(report) for report in rank[index].reports] for rank in ranks]
         assert all(of_rank == reports[0] for of_rank in reports), sizes
         _assert_close(ranks[0][index].reports, alone.reports, precision)
@@ -77,7 +80,9 @@ def test_b22_an_overflow_of_one_stage_or_expert_rank_skips_the_step_on_all() -> 
     flags: Flags = {**SMALL, **PRECISIONS["fp16"], "loss-scale-window": 2, "hysteresis": 1}
     expected = [(False, 4096.0), (True, 4096.0), (False, 2048.0), (False, 2048.0), (False, 4096.0)]
     in_step: Flags = {**SHARDED, "overlap-param-gather-with-optimizer-step": True}
-    layouts = [*LAYOUTS, *({**sizes, **mode} for sizes, mode in zip(LAYOUTS[:4], [SHARDED, in_step] * 2))]
+    layouts = [LAYOUTS[4], {**layout(pp=2), **in_step}, {**layout(cp=2, ep=2), **SHARDED}]
+    if long_count(0, soak=1):
+        layouts += [*LAYOUTS[:4], *({**sizes, **mode} for sizes, mode in zip(LAYOUTS[:4], [SHARDED, in_step] * 2))]
     for rank in run_on_ranks(_overflowing_runs, 4, [_argv("moe", {**flags, **sizes}) for sizes in layouts]):
         for sizes, reports in zip(layouts, rank, strict=True):
             assert [(report.skipped, report.loss_scale) for report in reports] == expected, sizes
