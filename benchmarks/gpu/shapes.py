@@ -124,7 +124,7 @@ SMALL = {
         kv_channels=16,
         # The CPU counts rows on the host to add experts' gradients where they add up, which no tape can hold.
         extra="--vocab-size 256 --no-gradient-accumulation-fusion",
-        at_once=3,
+        at_once=5,
     )
 }
 

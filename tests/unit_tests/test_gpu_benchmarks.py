@@ -1,44 +1,122 @@
 """GPU benchmarks: their programs run small on a CPU, and say what they measured; the page of results is up to date."""
 
+import importlib
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from benchmarks.gpu import graph_step, run_all
 from benchmarks.gpu.gemm_beside_stash import Beside
-from benchmarks.gpu.graph_step import Case, tables_of
+from benchmarks.gpu.graph_step import Case, batches, tables_of
 from benchmarks.gpu.record import Target
 from benchmarks.gpu.results_page import PAGE, RESULTS, page
-from benchmarks.gpu.shapes import CAPACITY, RANKS, ROUTINGS, SHAPES, SMALL, sides_of
+from benchmarks.gpu.run_all import PARTS, Part
+from benchmarks.gpu.shapes import BASE, CAPACITY, RANKS, ROUTINGS, SHAPES, SMALL, sides_of
+from tests.harness import launch_on_ranks
 from tests.structure.measure import ROOT
 
-PARTS = ["stash_copy", "gemm_beside_stash", "graph_step", "stash_step", "sanitizer"]
+PROGRAMS = ["stash_copy", "gemm_beside_stash", "graph_step", "stash_step"]
 
 
 def test_the_page_of_results_is_what_the_results_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(RESULTS), "run benchmarks/gpu/results_page.py"
 
 
+def run_program(words: list[str]) -> None:
+    """Runs the program of a command line in this process. Its own processes are forks, which have torch imported."""
+    module = importlib.import_module(words[1].removesuffix(".py").replace("/", "."))
+    with (
+        patch.object(sys, "argv", words[1:]),
+        patch.object(graph_step, "get_context", lambda method: multiprocessing.get_context("fork")),
+    ):
+        module.main()
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that every program has written its results to, with its arguments of a dry run."""
+    folder = tmp_path_factory.mktemp("results")
+    for name in PROGRAMS:
+        command = PARTS[name].command(folder, is_dry=True)
+        (outcome,) = launch_on_ranks(run_program, 1, command, backend=None)
+        assert outcome.exit_code == 0, outcome.stdout + outcome.stderr
+    return folder
+
+
+def record_of(folder: Path, name: str) -> dict:
+    return json.loads((folder / f"{name}_gpu.json").read_text())
+
+
 @pytest.mark.slow
-def test_a_dry_run_writes_results_plots_and_a_page(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu/run_all.py", "--dry-run", "--out", str(tmp_path), "--only", *PARTS]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*_gpu.json")}
-    assert sorted(records) == [f"{name}_gpu" for name in sorted([*PARTS[:4], "run"])]
-    assert all({"date", "device", "torch", "commit"} <= record.keys() for record in records.values())
-    assert {part["verdict"] for part in records["run_gpu"]["parts"]} <= {"passed", "not checked here"}
-    for case in records["graph_step_gpu"]["cases"]:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_records_where_it_ran(dry_run: Path, name: str) -> None:
+    assert {"date", "device", "torch", "commit"} <= record_of(dry_run, name).keys()
+
+
+@pytest.mark.slow
+def test_all_sides_of_a_step_run_and_small_pools_spill_or_recompute(dry_run: Path) -> None:
+    for case in record_of(dry_run, "graph_step")["cases"]:
         assert len(case["sides"]) == 8 and not any("error" in side for side in case["sides"].values())
         assert case["sides"]["graph + stash, spill"]["on_host"] and case["sides"]["graph + stash, rungs"]["again"]
-    plots = [ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")]
+
+
+@pytest.mark.slow
+def test_a_dry_run_draws_plots_and_fills_the_page_of_results(dry_run: Path) -> None:
+    plots = [ElementTree.parse(path).getroot() for path in dry_run.glob("*.svg")]
     assert len(plots) == 3 and all(len(plot) > 3 for plot in plots)
-    text = page(tmp_path)
-    assert "Not yet run" not in text and all(f"\n## {name}\n" in text for name in PARTS[:3])
+    text = page(dry_run)
+    assert "Not yet run" not in text and all(f"\n## {name}\n" in text for name in PROGRAMS[:3])
+
+
+def test_sides_that_do_not_fit_together_run_in_groups_with_the_base() -> None:
+    sides = sides_of(ROUTINGS["balanced"])
+    for at_once, sizes in ((8, [8]), (5, [5, 4]), (3, [3, 3, 3, 2])):
+        groups = batches(sides, at_once=at_once)
+        assert [len(group) for group in groups] == sizes and all([*group][0] == BASE for group in groups)
+        assert {name for group in groups for name in group} == set(sides)
+
+
+def test_a_run_of_all_parts_says_how_each_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {
+        "good": Part("echo {out}", 9, "small"),
+        "bad": Part("false", 9, ""),
+        "unable": Part("python -c exit(77)", 9, ""),
+        "endless": Part("tail -f /dev/null", 0.1, ""),
+        "large": Part("false", 9, None),
+    }
+    monkeypatch.setattr(run_all, "PARTS", parts)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--dry-run", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        run_all.main()
+    assert ended.value.code == 1
+    record = record_of(tmp_path, "run")
+    assert {"date", "device", "torch", "commit"} <= record.keys()
+    verdicts = {part["part"]: part["verdict"] for part in record["parts"]}
+    assert verdicts == {
+        "good": "passed",
+        "bad": "failed",
+        "unable": "not checked here",
+        "endless": "killed after 0 seconds",
+    }
+    assert record["parts"][0]["output"] == [f"{tmp_path} small"]
+
+
+@pytest.mark.soak
+def test_a_dry_run_of_all_parts_in_processes_of_their_own_succeeds(tmp_path: Path) -> None:
+    """The parts and run_all.py have tests above."""
+    parts = [*PROGRAMS, "sanitizer"]
+    command = [sys.executable, "benchmarks/gpu/run_all.py", "--dry-run", "--out", str(tmp_path), "--only", *parts]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert {part["verdict"] for part in record_of(tmp_path, "run")["parts"]} <= {"passed", "not checked here"}
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
