@@ -114,7 +114,7 @@ def overlap_figures(measured: dict[str, list[Measurement]]) -> dict[str, dict[st
 
 
 def build_observed(*flags: str) -> Callable[[], float | None]:
-    """As build_ours, noting the events of every step; its figure is the share of communication that was hidden."""
+    """Builds our side with a log of every step's events; its figure is the share of communication that was hidden."""
     run = build_run(*flags)
     log = EventLog(run.device)
     for order in {chunk.launch_order for chunk in run.model if isinstance(chunk, DistributedDataParallel)}:

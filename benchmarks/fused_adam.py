@@ -179,7 +179,7 @@ def build_model() -> PlainModel:
 
 
 def seeded_model() -> PlainModel:
-    """The same weights on all ranks."""
+    """Builds the model with the same weights on all ranks."""
     torch.manual_seed(1234)
     return PlainModel(MODEL)
 
@@ -225,7 +225,7 @@ def build_ours(**settings: Any) -> Callable[[], None]:
 
 
 def build_taken_over() -> Callable[[], None]:
-    """As build_ours, without the whole gradients of a first backward, whose order buckets otherwise take."""
+    """Builds our side without the whole gradients of a first backward, whose order buckets otherwise take."""
     model = build_model()
     optimizer = DistributedFusedAdam(model.parameters(), **RATES)
     optimizer.init_params()
@@ -241,7 +241,7 @@ def build_remainders() -> Callable[[], None]:
 
 
 def our_step(model: nn.Module, optimizer: DistributedFusedAdam) -> Callable[[], None]:
-    """The same step with the optimizer's own clipping."""
+    """Returns a step that uses the optimizer's own clipping."""
 
     def step() -> None:
         loss_of(model).backward()

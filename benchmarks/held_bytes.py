@@ -23,7 +23,7 @@ _Storages = dict[int, tuple[StorageWeakRef, int]]
 
 
 class Kind(enum.Enum):
-    """What memory holds that a layer's forward made."""
+    """Kinds of memory allocated in a layer's forward."""
 
     ROWS = "rows of experts: x, routing weights, gate_up, act and what they compute"
     WIRE = "other floating-point numbers of dispatch and combine: rows to send, received, to sum"
@@ -46,7 +46,7 @@ class HeldBytes:
 
     @property
     def activations(self) -> int:
-        """What is held of the experts' activations, wherever it lies."""
+        """Bytes of the experts' activations, in any kind of memory."""
         return self.rows + self.pages + self.restored
 
 
@@ -69,10 +69,10 @@ class Peaks:
 
 
 class ExpertBytes(TorchDispatchMode):
-    """Inside, operators' results are attributed to the expert layer whose forward runs, and counted while alive.
+    """Attributes operators' results to the expert layer whose forward runs, and counts them while alive.
 
-    Surrounds whole steps. What is held grows in forwards of expert layers and where rows come back, and shrinks
-    anywhere: it is counted behind each of the two.
+    Surrounds whole steps. Bytes grow in forwards of expert layers and where rows are restored, and shrink anywhere, so
+    they are counted after each of the two.
     """
 
     def __init__(self, layers: Iterable[MoELayer]) -> None:
@@ -113,7 +113,7 @@ class ExpertBytes(TorchDispatchMode):
         layer.register_forward_hook(lambda layer, args, output: self._leave_layer(output))
 
     def _enter_experts(self, args: tuple[Any, ...]) -> None:
-        """What a dispatcher made as x and weights are the experts' rows."""
+        """Counts the x and weights that a dispatcher made as rows of the experts."""
         self._scopes.append(Kind.ROWS)
         for leaf in args:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():

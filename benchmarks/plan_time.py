@@ -65,7 +65,7 @@ def dense_flags() -> list[str]:
 
 
 def build_dense() -> Callable[[], None]:
-    """As build_ours."""
+    """Builds a step of the model without experts."""
     args = initialize_megatron(argv=dense_flags())
     run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)

@@ -91,7 +91,7 @@ class Layout:
 
     @property
     def expert_ranks(self) -> int:
-        """How many ranks share the experts of a layer."""
+        """Number of ranks that share the experts of a layer."""
         return self.ranks // self.stages
 
     @property
@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def flags(self) -> list[str]:
-        """As pretrain_gpt.py takes them."""
+        """The layout as flags of pretrain_gpt.py."""
         sizes = {
             "--pipeline-model-parallel-size": self.stages,
             "--expert-model-parallel-size": self.expert_ranks,
@@ -185,7 +185,7 @@ def force_routing(router: nn.Module, hot_share: float) -> None:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank measured; arena_bytes: of the pool's device pages; dropped: tensors computed again in a step."""
+    """One rank's measurements; arena_bytes: of the pool's device pages; dropped: tensors recomputed in a step."""
 
     peaks: Peaks
     arena_bytes: int

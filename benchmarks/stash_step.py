@@ -90,7 +90,7 @@ class Rows:
     live: int
 
     def without_padding(self) -> "Rows":
-        """For buffers of R rows."""
+        """Returns the routing for buffers of R rows."""
         return Rows(self.tokens[: self.live], self.weights[: self.live], self.offsets, self.num_rows, self.live)
 
 

@@ -56,10 +56,9 @@ class _CountedTapes(TapeGraphs):
 
 
 def differences_of_replay(argv: Sequence[str], num_steps: int) -> list[str]:
-    """Where training from graphs departs from training without: on each rank what differs first; none, as it should
-    be. Collective.
+    """Returns each rank's first difference between training from graphs and training without; none if all is well.
 
-    num_steps: those that are replayed, behind some that warm up.
+    Collective. num_steps: steps that are replayed, after some for warm-up.
     """
     eager, replayed = _train(argv, num_steps, tapes=None), _train(argv, num_steps, tapes=_CountedTapes())
     found = []

@@ -82,7 +82,7 @@ def _say(verdict: str, found: Sequence[str]) -> None:
 
 
 def breaks_of(argv: Sequence[str]) -> list[str]:
-    """What breaks the graphs of the command line, on any rank: flags, operations with their lines. Collective."""
+    """Returns what breaks the graphs of the command line on any rank: flags, operations with lines. Collective."""
     asked, rest = asked_of(argv)
     with FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
         args = initialize_megatron(argv=rest, board=board)
@@ -137,7 +137,7 @@ class LintedGraphs:
         """Does nothing: the passes ran already in place of the capture."""
 
     def breaks(self, steps: StepRunner) -> list[str]:
-        """What was found, once the results have been used."""
+        """Returns the findings; called after the results have been used."""
         assert steps.graph is not None and self.regions, "no step was looked at"
         failures = failures_of(steps.graph)
         steps.graph.drop_graphs()
@@ -147,7 +147,7 @@ class LintedGraphs:
 
 
 def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, LintedGraphs]:
-    """As pretrain does, without checkpoints, logs and data."""
+    """Sets up the run as pretrain does, without checkpoints, logs and data."""
     publish_tokenizer(setup_tokenizer(args))
     timers = Timers(0, "minmax", device=default_device())
     publish_timers(timers)

@@ -64,7 +64,7 @@ _OWN = ("load", "save", "rank", "world_size", "local_rank", "ckpt_format", "para
 
 @dataclass(frozen=True)
 class TargetLayout:
-    """How many ranks files are written for, and whether as layers of Transformer Engine name their parameters."""
+    """The numbers of ranks that files are written for. fused: parameter names as in Transformer Engine's layers."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -131,7 +131,7 @@ def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | 
 
 
 def common_of_weights(args: argparse.Namespace, found: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
-    """What a checkpoint of weights alone says beside them. found: arguments of the program that trained them."""
+    """Returns the common part of a checkpoint of weights alone. found: arguments of the program that trained them."""
     state = TrainState(iteration=iteration)
     state.load_state_dict({name: found.get(name) or 0 for name in ("consumed_train_samples", "consumed_valid_samples")})
     stored = args_to_json(args)
@@ -161,7 +161,7 @@ def _num_files(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _rank_of_files(args: argparse.Namespace, rank: int) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Inside, this process is one of the ranks that have a file: its folder's name, its chunks of the model."""
+    """Makes this process one of the ranks that have a file; yields its folder's name and its model chunks."""
     with fake_rank(args, rank, world_size=_num_files(args)) as groups:
         place = LegacyRank(group_rank(groups.tp), group_rank(groups.pp), group_rank(groups.ep))
         sizes = args.pipeline_model_parallel_size, args.expert_model_parallel_size

@@ -46,7 +46,7 @@ _EXIT_USAGE = 2
 
 @dataclass(frozen=True)
 class Routing:
-    """What steps are planned for. source: where it is from; guesses: what of it is made up, in words."""
+    """The steps to plan for. source: where they are from; guesses: sentences on what was made up."""
 
     spans: list[RoutingSpan]
     source: str

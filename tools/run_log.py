@@ -50,7 +50,8 @@ class Series:
 
 @dataclass
 class LayerTable:
-    """What each layer reports at a step, averaged over bins of equally many steps, so that a long run stays small.
+    """Values that each layer reports at a step, averaged over bins of equally many steps, so that a long run stays
+    small.
 
     sums: one array a bin, [layers] or [layers, experts], float64. counts: steps in each bin; first_steps, last_steps:
     its ends.
@@ -171,7 +172,7 @@ def find_log(place: Path) -> Path:
 
 
 def _logs_of_checkpoints(folder: Path) -> Iterator[Path]:
-    """Where the checkpoints of `folder` say that their run logs to, oldest first."""
+    """Yields the logs that the checkpoints of `folder` name, oldest first."""
     for common in sorted(folder.glob("iter_*/common.json")):
         named = json.loads(common.read_text(encoding="utf-8")).get("args", {}).get("tensorboard_dir")
         if named:
@@ -308,7 +309,7 @@ class LogReader:
 
 
 def _number(value: Any) -> float | None:
-    """Also "NaN", "Infinity" and "-Infinity", which are written as text; None where it is no number."""
+    """Returns a number, also from "NaN", "Infinity" and "-Infinity" as text; None where it is no number."""
     try:
         return float(value)
     except ValueError:

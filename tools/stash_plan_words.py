@@ -51,7 +51,7 @@ class StashPlan:
 
 
 def as_text(plan: StashPlan) -> str:
-    """For a terminal."""
+    """Returns the plan as text for a terminal."""
     run, steps = plan.run, len(plan.needs.rows)
     head = [
         f"plan of the paged stash: {len(run.stages)} stages, {len(run.layers)} layers with experts, "
@@ -67,7 +67,7 @@ def as_text(plan: StashPlan) -> str:
 
 
 def as_json(plan: StashPlan) -> dict[str, Any]:
-    """The same figures."""
+    """Returns the plan's figures as JSON values."""
     return {
         "routing": plan.source,
         "notes": plan.guesses,
@@ -106,7 +106,7 @@ def paste(flags: StashFlags) -> str:
 
 
 def needs_note(plan: StashPlan) -> str:
-    """Where steps are too few for the wanted probability; empty where they are enough."""
+    """Returns a note where steps are too few for the wanted probability; empty where they are enough."""
     if len(plan.needs.rows) * (1 - plan.wanted) >= 1 - 1e-6:
         return ""
     return f"of {len(plan.needs.rows):,} steps p{100 * plan.wanted:g} is the most; more steps tell more"

@@ -105,8 +105,9 @@ def zero_rows() -> Iterator[Row]:
 
 
 def activation_rows() -> Iterator[Row]:
-    """What a layer of a GPT keeps for backward, in the paper's symbols: 34 s b h / t with sequence parallelism, and
-    2 s b h without it where all is recomputed.
+    """Yields what a layer of a GPT saves for backward, in the paper's symbols.
+
+    It is 34 s b h / t with sequence parallelism, and 2 s b h without it where all is recomputed.
     """
     for name, (heads, hidden, batch) in _GPTS.items():
         whole = _SEQUENCE * batch * hidden

@@ -115,7 +115,7 @@ def builds() -> dict[str, Callable[[Sizes, torch.device], Callable[[], None]]]:
 
 
 def build_model(sizes: Sizes, device: torch.device, *, dtype: torch.dtype) -> nn.Module:
-    """The same weights for every side."""
+    """Builds the model with the same weights for every side."""
     torch.manual_seed(1234)
     return nn.Sequential(*[Block(sizes.hidden) for _ in range(sizes.layers)]).to(device, dtype)
 

@@ -61,7 +61,7 @@ def all_cases() -> list[Case]:
 
 
 def small_cases() -> list[Case]:
-    """As all_cases, in a second of a CPU."""
+    """Returns cases that take a second on a CPU."""
     return [Case(width, 64) for width in (64, 128)] + [Case(64, 64, tier, 2) for tier in ("device", "host")]
 
 
