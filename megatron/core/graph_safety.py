@@ -60,7 +60,7 @@ _FORWARD_LINE = "line of the forward"
 
 @dataclass(frozen=True)
 class SourceLine:
-    """Where user code stands; backward: the node of autograd that ran, where that line is not of backward itself."""
+    """A line of user code; backward: the node of autograd that ran, where the line is not of backward itself."""
 
     file: str
     number: int
@@ -81,7 +81,7 @@ class CaptureError(RuntimeError):
 
 
 class Region:
-    """What is watched. refusals: what was found so far, each operation of a line once; one alone unless collected."""
+    """A watched region. refusals: findings so far, each operation of a line once; one alone unless collected."""
 
     def __init__(self, memory: "_Memory") -> None:
         self.refusals: list[CaptureError] = []
@@ -105,7 +105,7 @@ class Region:
             self.add(CaptureError(f"the memory of {operation}", OUTLIVES.why, line=line, instead=OUTLIVES.instead))
 
     def add(self, error: CaptureError) -> None:
-        """Another refusal, unless the same operation of the line is there."""
+        """Adds a refusal, unless the same operation of the line is there."""
         if all((one.operation, one.line) != (error.operation, error.line) for one in self.refusals):
             self.refusals.append(error)
 
@@ -212,7 +212,7 @@ class _Memory:
 
 
 class _Watch:
-    """What the modes share: the region, and what they let through at the moment."""
+    """State shared by the modes: the region, and what is allowed at the moment."""
 
     def __init__(self, generators: Sequence[torch.Generator], *, stops: bool, memory: "_Memory | None" = None) -> None:
         self.memory = _Memory() if memory is None else memory

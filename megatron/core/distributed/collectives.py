@@ -207,7 +207,7 @@ def _is_over_nccl(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _ordered_of_any_size(flat: torch.Tensor, group: dist.ProcessGroup, *, policy: ReductionPolicy) -> Handle:
-    """As the all-reduce of a tensor that divides by the ranks, with zeros behind it; for tensors that are no bucket."""
+    """Pads a tensor to a multiple of the ranks and reduces it in rank order; for tensors that are no bucket."""
     padded = flat.new_zeros(round_up(flat.numel(), group_size(group)))
     padded[: flat.numel()] = flat
 
@@ -219,7 +219,7 @@ def _ordered_of_any_size(flat: torch.Tensor, group: dist.ProcessGroup, *, policy
 
 
 class _Handle:
-    """What most have in common: nothing follows their messages."""
+    """Base class of handles whose collectives have no second stage."""
 
     def advance(self) -> None:
         pass
@@ -229,7 +229,7 @@ class _Handle:
 
 
 class _Done(_Handle):
-    """Nothing was sent, or nothing is left to do."""
+    """The handle of a collective that sends nothing, or is complete."""
 
     def wait(self) -> None:
         pass
@@ -377,7 +377,7 @@ def _exchange_at_once(rows: torch.Tensor, columns: slice, *, group: dist.Process
 
 
 def _exchange_pairwise(rows: torch.Tensor, columns: slice, *, group: dist.ProcessGroup) -> _Slice:
-    """As _exchange_at_once, straight from `rows`: for gloo, which would copy what a rank sends to itself."""
+    """Starts to exchange columns straight from `rows`; gloo's all-to-all would copy what a rank sends to itself."""
     ranks, own = group_size(group), group_rank(group)
     parts = [row[columns] for row in rows]
     works, by_rank = [], list(parts)

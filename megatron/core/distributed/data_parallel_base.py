@@ -86,7 +86,7 @@ class _BaseDataParallel(HookedWrapper):
     @property
     @abstractmethod
     def all_buffers(self) -> Sequence[WrappedBuffer]:
-        """Where the parameters that are trained lie, and their gradients."""
+        """The buffers of trained parameters and their gradients."""
 
     @abstractmethod
     def zero_grad_buffer(self, *, caller: Hashable = None) -> None:
@@ -106,11 +106,11 @@ class _BaseDataParallel(HookedWrapper):
 
     @abstractmethod
     def reset_iteration(self) -> None:
-        """After an error in a step that was caught: the next one begins as if there had been none."""
+        """Discards the iteration after an error in a step that was caught; the next one begins from scratch."""
 
     @abstractmethod
     def note_update(self) -> None:
-        """Says that an optimizer has updated the parameters."""
+        """Records that an optimizer has updated the parameters."""
 
     @abstractmethod
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:

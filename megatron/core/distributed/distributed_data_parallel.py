@@ -280,11 +280,11 @@ class DistributedDataParallel(_BaseDataParallel):
         return super().load_state_dict(state_dict, *strict[:1], **kwargs)
 
     def note_update(self) -> None:
-        """Says that an optimizer has updated the parameters: a rank that did not is found out when a step ends."""
+        """Records that an optimizer has updated the parameters; the end of a step finds ranks that did not."""
         self.launch_order.note_update()
 
     def mark_params_stale(self) -> None:
-        """Says that an optimizer has updated this rank's shards: others are gathered before modules read them."""
+        """Records that an optimizer has updated this rank's shards: others are gathered before modules read them."""
         self.launch_order.mark_stale(self._groups)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 
 class BufferType(Enum):
-    """What a buffer's flat tensor holds."""
+    """The content of a buffer's flat tensor."""
 
     PARAM = 1
     GRAD = 2
@@ -159,7 +159,7 @@ class _ParamAndGradBuffer:
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """What modules compute in."""
+        """The dtype in which modules compute."""
         return self.kind.param_dtype
 
     @property
@@ -173,7 +173,9 @@ class _ParamAndGradBuffer:
         return self.kind.is_expert
 
     def owned_spans(self) -> list[Span]:
-        """What this rank's optimizer steps: its shard of each bucket, or the whole buffer; in order."""
+        """Returns the spans that this rank's optimizer steps, in order: its shard of each bucket, or the
+        whole buffer.
+        """
         if self.is_sharded:
             return self.layout.owned(group_rank(self.settings.group))
         return [bucket.span for bucket in self.layout.buckets]
@@ -215,7 +217,7 @@ class _ParamAndGradBuffer:
         param.grad = None
 
     def note_added(self, param: nn.Parameter) -> None:
-        """Says that someone added a gradient to main_grad, without the scale."""
+        """Records that a caller added a gradient to main_grad, without the scale."""
         self._check_unscaled(self.entry_of[param])
         self._filled.add(param)
 
@@ -305,7 +307,7 @@ class _ParamAndGradBuffer:
 
 
 def plain_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """What autograd left in `param.grad`, strided and without a graph: [*parameter shape], the parameter's dtype."""
+    """Returns `param.grad` strided and without a graph: [*parameter shape], the parameter's dtype; None without one."""
     grad = param.grad
     if grad is None or not (grad.requires_grad or grad.is_sparse):
         return grad

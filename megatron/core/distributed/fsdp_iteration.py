@@ -62,7 +62,7 @@ class FsdpIteration:
         module.register_forward_hook(self._end_evaluation, always_call=True)
 
     def tell(self, *, is_last_backward: bool) -> None:
-        """Says whether the backwards that come are an iteration's last."""
+        """Sets whether the following backwards are an iteration's last."""
         self._units.is_last_backward = is_last_backward
 
     def begin(self) -> None:
@@ -181,7 +181,7 @@ class FsdpIteration:
         return self._agreement.agree_sync(local, of_all_stages=self._checks is not None)
 
     def _end_finished_sync(self, *, is_reset: bool) -> int | None:
-        """After `finish`: the highest rank that did not come to the optimizer's step, once all know. Collective."""
+        """Returns the highest rank that did not reach the optimizer's step after `finish`, known to all. Collective."""
         if self._phase is not Phase.FINISHED or not self.has_optimizer:
             return None
         rank = dist.get_rank() if dist.is_initialized() else 0

@@ -39,7 +39,7 @@ class RunState:
     moments: Mapping[str, torch.Tensor]
 
     def within(self, part: Span) -> "RunState | None":
-        """What it says of a part of the bucket, counted from the start of that; None: nothing."""
+        """Returns the state of a part of the bucket, counted from the start of that part; None where there is none."""
         both = self.span.intersection(part)
         if both.numel == 0:
             return None
@@ -74,7 +74,7 @@ class ReadyBucket:
 
     @property
     def states(self) -> Sequence[RunState]:
-        """What an optimizer keeps of it, one for each run; empty before there is one, and when it is gone."""
+        """The optimizer state of the bucket, one for each run; empty before there is one, and when it is gone."""
         return self.find_states()
 
     @property
@@ -83,7 +83,7 @@ class ReadyBucket:
         return [one.param for one in self.slices]
 
     def note_written(self) -> None:
-        """Says that `shard` was written, where gradients are released: see [Note: stale values]."""
+        """Records that `shard` was written, where gradients are released: see [Note: stale values]."""
         torch.autograd.graph.increment_version(self.params)
 
     def keep(self) -> torch.Tensor:
@@ -220,7 +220,7 @@ class GradHooks:
         self.begin()
 
     def follow(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Says that parameters were replaced: from now on these have the names, and so the hooks."""
+        """Records that parameters were replaced: the new ones inherit the names, and so the hooks."""
         self._names = dict(names)
 
     # In an iteration.

@@ -293,7 +293,7 @@ class LaunchOrder(ParamGathers):
             self.observers = observers
 
     def forget_captured(self, gathered: Sequence[SyncedGroup]) -> None:
-        """After a capture, or one that broke off: an iteration begins, as nothing of it has run."""
+        """Begins an iteration after a capture, complete or aborted, since nothing of it has run."""
         self._phase = Phase.COLLECTING
         self._sequence.start()
         self._launched.clear()
@@ -303,7 +303,7 @@ class LaunchOrder(ParamGathers):
             group.param_state = ParamState.STALE
 
     def note_replayed(self, gathered: Sequence[SyncedGroup]) -> None:
-        """Says that a graph has run a captured iteration; gathered: as when it was captured."""
+        """Records that a graph has run a captured iteration; gathered: as when it was captured."""
         self._check_usable()
         for group in self._groups:
             group.note_replayed()
@@ -312,7 +312,7 @@ class LaunchOrder(ParamGathers):
         self._phase = Phase.REPLAYED
 
     def note_update(self) -> None:
-        """Says that an optimizer has updated the parameters: a rank that did not is found out at the next agreement."""
+        """Records that an optimizer has updated the parameters. The next agreement finds ranks that did not."""
         self.ledger.note("an update of the parameters by the optimizer")
 
     @property

@@ -13,7 +13,7 @@ from megatron.core.optimizer.update_rules import GradScale
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of a step. is_void: the caller said so, and nothing else counts."""
+    """The outcome of a step. is_void: the caller said so, and nothing else counts."""
 
     is_void: bool
     found_inf: bool
@@ -47,7 +47,7 @@ class Decision:
 
     @property
     def scale(self) -> GradScale:
-        """What update rules take."""
+        """The GradScale for update rules."""
         return GradScale(self.divisor.float(), skip=(self.is_void | self.found_inf).float())
 
     def for_host(self, num_zeros: torch.Tensor | None) -> DeviceStep:

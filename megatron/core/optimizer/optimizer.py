@@ -33,7 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class SteppedOrder(Protocol):
-    """What a step needs of the order in which chunks reduce gradients; see LaunchOrder."""
+    """The part of LaunchOrder that a step uses."""
 
     has_optimizer: bool
 
@@ -41,7 +41,7 @@ class SteppedOrder(Protocol):
 
 
 class SteppedChunk(Protocol):
-    """What a step needs of a model chunk that is wrapped for data parallelism."""
+    """The part of a wrapped model chunk that a step uses."""
 
     @property
     def all_buffers(self) -> Sequence[FlatBuffer]: ...
@@ -234,7 +234,7 @@ class MegatronOptimizer:
         return decision.for_host(num_zeros)
 
     def forget_broken_capture(self) -> None:
-        """After an error while step_on_device was captured: nothing was done, so parameters and states are whole."""
+        """Restores the state after a failed capture of step_on_device: nothing was done, so parameters are whole."""
         self._updates.make_whole()
 
     def settle_step_sync(self, done: DeviceStep) -> tuple[bool, float, float | None]:

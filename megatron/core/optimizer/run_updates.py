@@ -44,7 +44,7 @@ class RunUpdates:
         self._is_half_done = False
 
     def prepare(self) -> None:
-        """Before a step changes anything: raises where it must not, and takes the learning rates."""
+        """Prepares a step before it changes anything: raises where it must not run, and copies the learning rates."""
         self.check_whole()
         # Else the kernel would update memory that the model no longer reads, silently.
         for run in self._runs:
@@ -68,26 +68,26 @@ class RunUpdates:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Around all that must be done as a whole, or not at all."""
+        """Surrounds an update; after an error inside, parameters and states count as half updated."""
         self._is_half_done = True
         yield
         self._is_half_done = False
 
     def end_step(self, grad_norm: float) -> None:
-        """After the update; grad_norm: of the unscaled gradients before clipping."""
+        """Called after the update; grad_norm: of the unscaled gradients before clipping."""
 
     def skip_step(self, grad_norm: float) -> None:
-        """In place of the update, where a gradient was not finite."""
+        """Called in place of the update, where a gradient was not finite."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step needs of this one besides parameters and states, JSON values."""
+        """Returns state for the next step in addition to parameters and moments, as JSON values."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from what an optimizer's state_dict holds, whoever saved it."""
+        """Restores the state of any optimizer's state_dict."""
 
     def make_whole(self) -> None:
-        """Says that parameters and states have been written anew, so that an update broken off is no matter."""
+        """Records that parameters and states were rewritten, so that an aborted update no longer matters."""
         self._is_half_done = False
 
     def check_whole(self) -> None:
@@ -99,12 +99,12 @@ class RunUpdates:
             )
 
     def norms_of(self, runs: Sequence[ParamRun]) -> NormsHere:
-        """This rank's part of `norm`, of some runs."""
+        """Returns this rank's part of `norm` for some runs."""
         grads = (part.of_grad() for run in runs for part in self._parts[run])
         return self._owned.norms_here(grads, accumulate_in=self._norm_dtype)
 
     def zeros_of(self, runs: Sequence[ParamRun]) -> ZerosHere:
-        """This rank's part of `count_zeros`, of some runs."""
+        """Returns this rank's part of `count_zeros` for some runs."""
         # By logical piece: zeros of padding, between parameters and of the vocabulary, are nobody's.
         members = ((member, member.view_of(run.grad)) for run in runs for member in run.params)
         return self._owned.zeros_here((member.param, self._without_padding(member, grad)) for member, grad in members)

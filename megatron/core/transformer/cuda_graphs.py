@@ -144,7 +144,7 @@ class CudaGraphManager:
             part.drop_slots()
 
     def warn(self, part: "GraphedRun") -> None:
-        """Says that a part could not be captured: once for parts of one kind with the same cause."""
+        """Warns that a part could not be captured, once for parts of one kind with the same cause."""
         key = (part.name.partition(" ")[0], part.failure or "")
         if key not in self._warned:
             self._warned.add(key)
@@ -279,14 +279,14 @@ class _Call:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Callable[[], Any]:
-        """The same with other tensors, of any shapes and dtypes."""
+        """Returns the call with other tensors, of any shapes and dtypes."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
         return partial(self.function, *args, **kwargs)
 
     def signature(self, owner: nn.Module) -> Hashable:
-        """What calls of one graph have in common; None for those that no graph can stand for."""
+        """Returns a key that calls of one graph share; None for calls that no graph can replace."""
         words: list[Hashable] = [self.structure, owner.training]
         for leaf in self.leaves:
             if isinstance(leaf, Tensor):
@@ -301,7 +301,7 @@ class _Call:
 
 
 class _From(Enum):
-    """Where a leaf of what a part returns comes from."""
+    """The source of a leaf of a part's result."""
 
     GRAPH = "memory that the graph writes"
     CALL = "the arguments, as they are"
@@ -393,7 +393,7 @@ class _Slot:
         return [*self._input_grads, *of_params]
 
     def returned(self, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-        """What the part returns. outputs: those of _Replay; given: the call's tensors; any shapes and dtypes."""
+        """Returns the part's result. outputs: those of _Replay; given: the call's tensors; any shapes and dtypes."""
         leaves = []
         for source, value in self._returned:
             if source is _From.GRAPH:
