@@ -52,7 +52,7 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
         set_tensor_model_parallel_attributes(self.lora_b, True, 0, 1)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the parameters start, by name."""
+        """Returns the initialization of each parameter, by name."""
         return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
@@ -62,8 +62,9 @@ class LoRAColumnParallelLinear(ColumnParallelLinear):
         return pieces
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """As ColumnParallelLinear's: input_: [*, input_size], parameter dtype. Returns [*, output_size / ranks], same
-        dtype, and the skipped bias.
+        """Adds the adapter to ColumnParallelLinear's output. input_: [*, input_size], parameter dtype.
+
+        Returns [*, output_size / ranks], same dtype, and the skipped bias.
         """
         output, bias = super().forward(input_, weight)
         # Narrow, so what moves between ranks is next to nothing.
@@ -93,11 +94,11 @@ class LoRAReplicatedLinear(ReplicatedLinear):
             mark_partial_gradient(parameter, partial=config.sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the parameters start, by name."""
+        """Returns the initialization of each parameter, by name."""
         return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """As ReplicatedLinear's: input_: [*, input_size], parameter dtype -> [*, output_size], same dtype."""
+        """Adds the adapter's output: input_: [*, input_size], parameter dtype -> [*, output_size], same dtype."""
         output, _ = super().forward(input_)
         return torch.add(output, F.linear(F.linear(input_, self.lora_a), self.lora_b), alpha=self.scale), None
 
@@ -119,7 +120,7 @@ class LoRARowParallelLinear(RowParallelLinear):
         mark_partial_gradient(self.lora_b, partial=config.sequence_parallel and not is_expert)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the parameters start, by name."""
+        """Returns the initialization of each parameter, by name."""
         return {**super().init_methods(), "lora_a": init_of_a(self.input_size), "lora_b": ConstantInit(0)}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
@@ -128,8 +129,9 @@ class LoRARowParallelLinear(RowParallelLinear):
         return {**super().logical_pieces(prefix), "lora_a": [piece]}
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As RowParallelLinear's: input_: [*, input_size / ranks], parameter dtype. Returns [*, output_size], same
-        dtype, and the skipped bias.
+        """Adds the adapter to RowParallelLinear's output. input_: [*, input_size / ranks], parameter dtype.
+
+        Returns [*, output_size], same dtype, and the skipped bias.
         """
         output, bias = super().forward(input_)
         low = F.linear(input_, self.lora_a)  # [*, r]
@@ -144,7 +146,7 @@ def is_adapter(name: str) -> bool:
 
 
 def freeze_all_but_adapters(model: nn.Module) -> None:
-    """From now on adapters alone are trained."""
+    """Freezes all parameters but the adapters."""
     for name, param in model.named_parameters():
         param.requires_grad = is_adapter(name)
 
@@ -156,6 +158,6 @@ def rank_and_scale(config: TransformerConfig) -> tuple[int, float]:
 
 
 def init_of_a(input_size: int) -> NormalInit:
-    """How the narrow matrix of an adapter starts."""
+    """Returns the initialization of an adapter's narrow matrix."""
     # Together with B = 0 the model begins as it was.
     return NormalInit(1 / math.sqrt(input_size))

@@ -49,7 +49,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerTotals:
-    """What the layers of a model recorded in a step, on the device, in the order of layers.
+    """Records of a model's layers in a step, on the device, in the order of layers.
 
     losses: [names, L, 2], fp64: sum and count of each layer. tokens_per_expert: [L, E], int64.
     """
@@ -118,7 +118,7 @@ class AuxLossRecorder(Recorder, nn.Module):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Inside, nothing is recorded: a layer's forward runs a second time, for its backward.
+        """Stops recording inside the block, where a layer's forward is recomputed for its backward.
 
         Losses are still attached. The first forward must run with gradients enabled, or its losses count nowhere.
         """
@@ -152,11 +152,11 @@ class AuxLossRecorder(Recorder, nn.Module):
             self._passes.setdefault(layer_number, []).append(tokens_per_expert)
 
     def keep_passes(self) -> None:
-        """From now on keeps the tokens of each microbatch apart too; they stay until they are taken."""
+        """Starts to record the tokens of each microbatch separately, until they are taken."""
         self._passes = {}
 
     def take_passes(self) -> dict[int, list[Tensor]]:
-        """What `count_tokens` got since the last call: layer number -> [E], int64, of each microbatch, in order."""
+        """Returns and clears the counts of `count_tokens`: layer number -> [E], int64, of each microbatch, in order."""
         passes = self._passes or {}
         self._forget_passes()
         return passes
@@ -200,12 +200,12 @@ class AuxLossRecorder(Recorder, nn.Module):
         self._forget_passes()
 
     def layer_totals(self) -> LayerTotals:
-        """What was recorded since losses were last taken and the last step ended, by layer, of this rank."""
+        """Returns this rank's records by layer, since losses were last taken and the last step ended."""
         losses = torch.stack([self.sums.double(), self.counts.double()], dim=2)  # [names, L, 2]
         return LayerTotals(self.names, losses, self.tokens_per_expert)
 
     def load_totals(self) -> LayerTotals:
-        """The same without losses: tokens alone."""
+        """Returns this rank's tokens by layer, without losses."""
         return LayerTotals((), self.sums.new_zeros(0, len(self.tokens_per_expert), 2).double(), self.tokens_per_expert)
 
     def take_totals(self) -> dict[str, Tensor]:

@@ -22,10 +22,10 @@ class DispatchedTokens(NamedTuple):
 
 
 class RowDemand(NamedTuple):
-    """What the routing asked of this rank's buffers of a fixed size, all on the device.
+    """The routing's demand on this rank's static buffers, all on the device.
 
-    rows_missing: [1], int64, above 0 if they were too small, and rows were lost. factor_needed: [1], fp32: the
-    capacity factor with which none would have been. can_lose: whether any routing could have lost rows here.
+    rows_missing: [1], int64, above 0 if they were too small, and rows were lost. factor_needed: [1], fp32: the capacity
+    factor with which none would have been. can_lose: whether any routing could have lost rows here.
     """
 
     rows_missing: Tensor
@@ -34,7 +34,7 @@ class RowDemand(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """What the experts of a rank work on, and the way back.
+    """The input of a rank's experts, and the way back.
 
     tokens_per_expert: [e], int64, on the device. metadata: frozen, for combine alone. demand: None where nothing can be
     lost.
@@ -66,10 +66,10 @@ class MoETokenDispatcher(ABC):
         """
 
     def preprocess(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Any:
-        """What of begin_dispatch can be done before any token is sent; returns what `send` wants.
+        """Does the part of begin_dispatch that precedes any communication; returns the argument of `send`.
 
         tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64. Tensors with gradients in
-        what it returns are in tuples alone.
+        the result are in tuples alone.
         """
         return probs, expert_indices
 
@@ -108,7 +108,7 @@ def own_experts(
     config: TransformerConfig,
     ep_group: ProcessGroup | None,
 ) -> range:
-    """What local_experts says; raises ValueError where the number or the indices that a caller gave say otherwise."""
+    """Returns local_experts' range; raises ValueError where the caller's number or indices differ from it."""
     local = local_experts(config, ep_group)
     if num_local_experts != len(local) or list(local_expert_indices) != list(local):
         raise ValueError(

@@ -53,7 +53,7 @@ class ExpertStep(Recorder, torch.nn.Module):
         return ExpertStep, (self.rows.device,)
 
     def begin(self) -> None:
-        """Before the forwards of a step."""
+        """Begins a step, before its forwards."""
         self.rows_missing.zero_()
         self.factor_needed.zero_()
         self.passes, self._has_begun = [], True
@@ -72,7 +72,7 @@ class ExpertStep(Recorder, torch.nn.Module):
 
     @contextmanager
     def around_experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
-        """Around the experts of a layer; num_rows: [1], int64, on the device: of max_rows rows so many are live."""
+        """Surrounds the experts of a layer; num_rows: [1], int64, on the device: live rows out of max_rows."""
         if self._has_begun and self._recording and torch.is_grad_enabled():
             self._count(layer_number, num_rows)
         if self.stash is None:
@@ -83,7 +83,7 @@ class ExpertStep(Recorder, torch.nn.Module):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Inside, no rows are counted: a layer's forward runs a second time, for its backward."""
+        """Stops counting rows inside the block, where a layer's forward is recomputed for its backward."""
         recorded, self._recording = self._recording, False
         try:
             yield
@@ -93,12 +93,12 @@ class ExpertStep(Recorder, torch.nn.Module):
     # Of a forward that is captured as a part of a layer, which a CUDA graph runs from then on.
 
     def new_part(self) -> CapturedForward:
-        """Before its capture."""
+        """Returns the record of a part that is about to be captured."""
         return CapturedForward(None if self.stash is None else self.stash.new_part())
 
     @contextmanager
     def capturing(self, part: CapturedForward) -> Iterator[None]:
-        """Around the forward, then around its backward."""
+        """Surrounds a part's forward, then its backward, while they are captured."""
         self._part = part
         try:
             if self.stash is None or part.stashed is None:
@@ -110,16 +110,16 @@ class ExpertStep(Recorder, torch.nn.Module):
             self._part = None
 
     def replaying(self, part: CapturedForward) -> ReplayedForward | None:
-        """Before each replay; returns what replaying_backward wants."""
+        """Called before each replay; returns the argument of replaying_backward."""
         return None if self.stash is None or part.stashed is None else self.stash.replaying(part.stashed)
 
     def replayed(self, part: CapturedForward) -> None:
-        """After each replay."""
+        """Called after each replay."""
         for layer_number, num_rows in part.rows:
             self._count(layer_number, num_rows)
 
     def replaying_backward(self, forward: ReplayedForward) -> None:
-        """Before each replay of the backward."""
+        """Called before each replay of the backward."""
         if self.stash is not None:
             self.stash.join()
             self.stash.replaying_backward(forward)

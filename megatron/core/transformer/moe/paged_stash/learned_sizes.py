@@ -37,7 +37,7 @@ class LearnedSizes:
         )
 
     def for_expert_ranks(self, expert_ranks: int) -> "LearnedSizes":
-        """What holds where that many ranks share the experts.
+        """Returns the sizes that still apply where that many ranks share the experts.
 
         Ranks that take over others' experts get the mean of their shares, at most the largest. Of experts that are
         spread further nothing is known of the single rank: rows are measured again.
@@ -47,12 +47,15 @@ class LearnedSizes:
         return LearnedSizes(self.capacity_factor, self.device_factor, self.host_factor, shares, expert_ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns the sizes as JSON values."""
         return {**vars(self), "rows_share": {str(layer): share for layer, share in self.rows_share.items()}}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> "LearnedSizes":
-        """What to_json gave; None, as in a checkpoint without sizes: nothing learned. ValueError for anything else."""
+        """Returns the sizes from to_json's values; None, as in a checkpoint without sizes, gives empty ones.
+
+        Raises ValueError for anything else.
+        """
         if values is None:
             return cls()
         if not isinstance(values, Mapping) or not isinstance(values.get("rows_share", {}), Mapping):
@@ -73,7 +76,7 @@ def _larger(one: float | None, other: float | None) -> float | None:
 
 
 def _check_size(number: Any) -> None:
-    """None, of a factor, is one that did not grow."""
+    """Raises ValueError unless the number is a valid size; None is a factor that did not grow."""
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if number is not None and not (is_number and 0 <= number < math.inf):
         raise ValueError(f"learned_sizes holds {number!r:.80}: must be a number, 0 or more")

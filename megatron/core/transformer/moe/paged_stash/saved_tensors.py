@@ -25,7 +25,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 @dataclass(frozen=True)
 class RowView:
-    """Where the rows of a tensor lie in its storage: numbers of bytes, except the number of rows."""
+    """The places of a tensor's rows in its storage: numbers of bytes, except the number of rows."""
 
     start: int
     pitch: int
@@ -34,12 +34,12 @@ class RowView:
 
     @property
     def end(self) -> int:
-        """Where the first row ends."""
+        """The end of the first row."""
         return self.start + self.extent
 
 
 def row_view(tensor: Tensor, num_rows: int) -> RowView | None:
-    """Where the rows of a tensor of any shape and dtype lie; None unless its outermost dimension has num_rows."""
+    """Returns the places of a tensor's rows, any shape and dtype; None unless its outermost dimension has num_rows."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     wide = [
@@ -86,7 +86,7 @@ def outer_hooks() -> Hooks | None:
 
 @dataclass(frozen=True)
 class StorageView:
-    """What a tensor sees of its storage: all that is needed to make it again over a copy. offset: in elements."""
+    """A tensor's view of its storage, from which it can be rebuilt over a copy. offset: in elements."""
 
     dtype: torch.dtype
     offset: int
@@ -134,10 +134,10 @@ class Snapshot:
 
 
 class SavedTensor:
-    """What autograd holds instead of a tensor.
+    """The object that autograd saves instead of a tensor.
 
     Until its context ends, and for good if the stash does not take it, `snapshot` is what was saved, or `packed` what
-    the outer hooks made of it. For a stashed tensor `memory` is where its bytes come back.
+    the outer hooks made of it. For a stashed tensor `memory` is where its bytes are restored.
     """
 
     __slots__ = ("group", "snapshot", "packed", "outer_unpack", "memory", "view", "may_have_rows")
@@ -176,7 +176,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Mark:
-    """What the user said about a tensor; see StashGroup.mark."""
+    """The user's annotation of a tensor; see StashGroup.mark."""
 
     snapshot: Snapshot
     priority: Priority
@@ -207,7 +207,7 @@ class Block:
 
     @property
     def spec(self) -> TensorSpec:
-        """As the pool takes it."""
+        """The block as a TensorSpec for the pool."""
         priority, tokens_per_row = Priority.INPUT, 1
         if self.mark is not None:
             priority, tokens_per_row = self.mark.priority, self.mark.tokens_per_row
@@ -215,7 +215,7 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """From the first row's first byte to the last row's last, gaps included."""
+        """Bytes from the first row's first byte to the last row's last, gaps included."""
         return (self.num_rows - 1) * self.pitch + self.end - self.start
 
     def bytes_of_rows(self, device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 
 
 class Phase(enum.Enum):
-    """Where a group's tensors are."""
+    """The state of a group's tensors."""
 
     RECORDING = "as they were; its forward runs"
     KEPT = "as they were; its backward comes next"
@@ -55,10 +55,10 @@ class Place(NamedTuple):
 
 @dataclass
 class Pages:
-    """What a group holds of the pool. The finalizer that gives it back refers to it, so it must not refer to the group.
+    """A group's pages. The finalizer that frees them refers to this object, so it must not refer to the group.
 
-    stashed: when the copy into pages is done. arrived: when the copy back is done and the pages are given back.
-    targets: memory that the copy back writes to.
+    stashed: when the copy into pages is done. arrived: when the copy back is done and the pages are freed. targets:
+    memory that the copy back writes to.
     """
 
     group: PageGroup
@@ -71,7 +71,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """How to compute a tensor again if it was dropped. Indices are positions in the group's specs."""
+    """The recomputation of a tensor that was dropped. Indices are positions in the group's specs."""
 
     index: int
     priority: Priority
@@ -235,7 +235,7 @@ class PageKeeper:
         self.forget_copies()
 
     def forget_copies(self) -> None:
-        """Nobody waits for copies into pages: a GPU refuses that for those of a capture that an error broke off."""
+        """Drops waits for copies into pages: a GPU refuses those of a capture that an error aborted."""
         self._reading.clear()
 
     def reset(self) -> None:

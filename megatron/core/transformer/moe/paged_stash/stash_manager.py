@@ -203,7 +203,7 @@ class PagedStash:
                 self._keeper.forget_groups()
 
     def new_part(self) -> CapturedPart:
-        """For a part of a layer that is about to be captured."""
+        """Returns the record of a part of a layer that is about to be captured."""
         return CapturedPart(torch.zeros(len(Priority), dtype=torch.int64, device=self.pool.device))
 
     @contextmanager
@@ -225,7 +225,7 @@ class PagedStash:
                 self._keeper.forget_copies()
 
     def replaying(self, part: CapturedPart) -> ReplayedForward | None:
-        """Before a replay of the part's forward, with this stash or another one over the same pool."""
+        """Called before a replay of the part's forward, with this stash or another one over the same pool."""
         group = part.group
         if group is None:
             return None
@@ -241,7 +241,7 @@ class PagedStash:
             return ReplayedForward(event, self._keeper.generation)
 
     def replaying_backward(self, forward: ReplayedForward) -> None:
-        """Before a replay of the backward of that forward. Raises RuntimeError where a reset came between."""
+        """Called before a replay of that forward's backward. Raises RuntimeError where a reset came between."""
         with self._keeper.exclusive():
             self._keeper.check_current(forward.event, forward.generation)
             self.order.observe(StashEvent(EventKind.BACKWARD, *forward.event.group))
@@ -288,7 +288,7 @@ class PagedStash:
     def _capture(
         self, part: CapturedPart, group: StashedGroup, *, blocks: list[Block], num_rows: Tensor | int, max_rows: int
     ) -> None:
-        """As _commit, for a group of which a CUDA graph is captured."""
+        """Does what _commit does for a group that a CUDA graph captures."""
         name, specs = group.event.name, [block.spec for block in blocks]
         if part.group is not None:
             raise RuntimeError(f"{part.group.name} and {name} are in one part: a graph holds one expert group")
@@ -309,7 +309,7 @@ class PagedStash:
         self._max_bytes[event.group] = sum(spec.max_bytes for spec in specs)
 
     def _reserve_of(self, event: StashEvent) -> Tensor | None:
-        """What the plan of the next event leaves free: [3], int64, on the device, or None."""
+        """Returns the pages that the next event's plan leaves free: [3], int64, on the device, or None."""
         return self._reserve.row(event.group, self.order.forward_index(event))
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
