@@ -173,9 +173,7 @@ class _ParamAndGradBuffer:
         return self.kind.is_expert
 
     def owned_spans(self) -> list[Span]:
-        """Returns the spans that this rank's optimizer steps, in order: its shard of each bucket, or the
-        whole buffer.
-        """
+        """Returns the spans that this rank's optimizer steps, in order: its shard of each bucket, or all."""
         if self.is_sharded:
             return self.layout.owned(group_rank(self.settings.group))
         return [bucket.span for bucket in self.layout.buckets]

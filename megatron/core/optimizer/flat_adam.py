@@ -30,7 +30,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class Masters(Enum):
-    """What is stepped, and rounded to the parameters."""
+    """The numbers that are stepped, and rounded to the parameters."""
 
     # The parameters themselves, as they are.
     NONE = auto()
@@ -41,7 +41,7 @@ class Masters(Enum):
 
 
 class GradUse(Enum):
-    """What becomes of gradients that a step divides."""
+    """How a step treats the gradients that it divides."""
 
     # They stay as they are.
     READ = auto()
@@ -52,7 +52,7 @@ class GradUse(Enum):
 
 @dataclass(frozen=True)
 class StateForm:
-    """How the state of a run is kept. dtype: of moments and masters, except that masters with remainders are fp32.
+    """The storage of a run's state. dtype: of moments and masters, except that masters with remainders are fp32.
 
     is_scaled: 16-bit states with a scale for every 64 numbers. bf16 has the exponents of fp32, so that a scale would
     give it nothing: such states are kept as bf16 without.
@@ -100,7 +100,7 @@ class FlatAdam:
 
     @property
     def stored(self) -> tuple[StoredFloats, StoredFloats, StoredFloats]:
-        """What a step changes besides the count of steps."""
+        """The storage that a step changes in addition to the count of steps."""
         return self.main, self.exp_avg, self.exp_avg_sq
 
 
@@ -185,7 +185,7 @@ class _Scaled:
 
 @dataclass(frozen=True)
 class _Operands:
-    """What torch's kernel works on: [n] each, one dtype, fp32 or fp64. count: [], fp32, of this step."""
+    """The operands of torch's kernel: [n] each, one dtype, fp32 or fp64. count: [], fp32, of this step."""
 
     main: torch.Tensor
     grad: torch.Tensor
@@ -301,7 +301,7 @@ def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scale
 
 
 def _as_parameters(main: StoredFloats, start: int, *, end: int) -> torch.Tensor:
-    """What masters make of their parameters: [n], fp32, fp64 or bf16."""
+    """Returns masters rounded to their parameters' dtype: [n], fp32, fp64 or bf16."""
     # Rounded by torch, halves between two numbers of bf16 would differ from those that the remainders belong to.
     return main.upper[start:end].view(torch.bfloat16) if isinstance(main, WithRemainder) else main.read(start, end)
 

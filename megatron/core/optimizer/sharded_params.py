@@ -52,20 +52,23 @@ class ShardedParams:
         return [run.grad for run in self.runs]
 
     def sums_of(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        """As `sums`, [n] each, of some parameters, any shape and dtype; raises ValueError for one that is not here."""
+        """Returns the reduced gradients, [n] each, of some parameters, any shape and dtype.
+
+        Raises ValueError for a parameter that is not here.
+        """
         wanted = set(self.check_own(params))
         found = ((run, member) for run in self.runs for member in run.members if member.param in wanted)
         return [member.view_of(run.grad) for run, member in found]
 
     @property
     def grad_use(self) -> GradUse:
-        """What an update does to the gradients that it divides, of all buckets, and on all ranks, the same."""
+        """How an update treats the gradients that it divides; the same for all buckets and on all ranks."""
         is_plain = all(segment.is_plain for segment in self._segments)
         return GradUse.DIVIDE if is_plain else GradUse.READ
 
     @property
     def waiting(self) -> list[nn.Parameter]:
-        """Those that require grad, any shapes and dtypes, and were not taken over yet."""
+        """Parameters that require grad, any shapes and dtypes, and were not taken over yet."""
         return [param for param in self.names if param.requires_grad and param not in self.groups_of]
 
     @property
@@ -75,7 +78,7 @@ class ShardedParams:
         return [[index[param] for param in segment.params] for segment in self._segments]
 
     def in_order(self, order: Sequence[Sequence[int]]) -> list[list[nn.Parameter]]:
-        """What `order` gave, as parameters, any shapes and dtypes; nothing if it is of others than are trained."""
+        """Returns parameters, any shapes and dtypes, in the given order; nothing if other parameters are trained."""
         params = list(self.names)
         trained = {place for place, param in enumerate(params) if param.requires_grad}
         is_fitting = {place for places in order for place in places} == trained
@@ -87,7 +90,7 @@ class ShardedParams:
         return frozenset(place for place, param in enumerate(self.names) if param not in self.groups_of)
 
     def owned_ranges(self) -> list[OwnedRange]:
-        """What this rank keeps the state of."""
+        """Returns the parameter ranges whose state this rank keeps."""
         index = {param: place for place, param in enumerate(self.names)}
         return [
             OwnedRange(index[part.param], part.param, part.start, part.span.numel, run.state, part.span.start)
@@ -117,15 +120,15 @@ class ShardedParams:
         return given
 
     def note_arrival(self, param: nn.Parameter) -> None:
-        """Says that a parameter, any shape and dtype, that was not taken over has a gradient."""
+        """Records that a parameter, any shape and dtype, that was not taken over has a gradient."""
         self._arrived[param] = None
 
     def forget_arrivals(self) -> None:
-        """Says that these gradients are gone."""
+        """Drops the records of these gradients."""
         self._arrived.clear()
 
     def take_over_rest(self) -> None:
-        """What requires grad, that whose gradients have come first in the order in which they came. Collective."""
+        """Takes over the remaining trained parameters, in the order of their first gradients. Collective."""
         waiting = self.waiting
         if waiting:
             arrived = self._agreed_order([*self._arrived])
@@ -208,7 +211,7 @@ class ShardedParams:
             )
 
     def _find_moved(self) -> str | None:
-        """What would make an update miss the parameters, in words."""
+        """Describes a change that would make an update miss the parameters; None without one."""
         frozen = next((param for param in self.groups_of if not param.requires_grad), None)
         if frozen is not None:
             return (
