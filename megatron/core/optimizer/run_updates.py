@@ -84,7 +84,7 @@ class RunUpdates:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state of any optimizer's state_dict."""
+        """Restores the state from an optimizer's state_dict, whichever optimizer saved it."""
 
     def make_whole(self) -> None:
         """Records that parameters and states were rewritten, so that an aborted update no longer matters."""
