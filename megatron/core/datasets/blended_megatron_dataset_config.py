@@ -13,7 +13,7 @@ MOST_DATASETS = 32767
 
 
 class Vocabulary(Protocol):
-    """What data has to know of a tokenizer: ids 0 to vocab_size - 1, eod ends a document, name is for errors."""
+    """The part of a tokenizer that data uses: ids 0 to vocab_size - 1, eod ends a document, name is for errors."""
 
     @property
     def name(self) -> str: ...

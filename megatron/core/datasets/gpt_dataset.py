@@ -35,7 +35,7 @@ _INDICES_VERSION = 1
 
 
 class TokenSequences(Protocol):
-    """What a GPTDataset reads from: an IndexedDataset, or anything with its lengths and `get`."""
+    """The source of a GPTDataset: an IndexedDataset, or anything with its lengths and `get`."""
 
     @property
     def sequence_lengths(self) -> np.ndarray: ...

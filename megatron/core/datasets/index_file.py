@@ -46,7 +46,9 @@ class DType(Enum):
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> type[np.number]:
-        """What Megatron stores a vocabulary of this size in (None: unknown): uint16 below 65,500 ids, else int32."""
+        """Returns Megatron's storage dtype for a vocabulary of this size: uint16 below 65,500 ids, else or unknown
+        int32.
+        """
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
 

@@ -112,7 +112,7 @@ def decode_document(raw: RawDocument, *, json_key: str) -> tuple[str, list[BadLi
 
 
 def decode_texts(raw: RawDocument, keys: Sequence[str]) -> tuple[list[str], list[BadLine]]:
-    """As decode_document, for several keys of a line at once. A text file has no keys: `keys` must be one."""
+    """Decodes several keys of a line like decode_document. A text file has no keys: `keys` must be one."""
     if not is_json(raw.path):
         text, bad_lines = _decode_text(raw)
         return [text], bad_lines

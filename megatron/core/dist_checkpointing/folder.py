@@ -140,7 +140,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def _hint(folder: Path) -> str:
-    """What to do with a checkpoint that another program wrote, by a file that each of its kind has."""
+    """Returns advice for a checkpoint of another program, recognized by a file that each of its kind has."""
     for pattern, kind in _OF_OTHERS.items():
         if any(folder.glob(pattern)):
             return f"; Megatron wrote it: tools/checkpoint.py convert --from {kind} --to torch_dist makes one of it"

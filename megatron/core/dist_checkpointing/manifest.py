@@ -50,14 +50,14 @@ class Piece:
         return f"{self.key}[{', '.join(ranges)}]"
 
     def to_json(self) -> dict[str, Any]:
-        """As the manifest has it."""
+        """Returns the piece in the manifest's form."""
         box = {} if self.box is None else {"offset": self.box.offset, "shape": self.box.shape}
         data = {} if self.data_start is None else {"data": self.data_start}
         return {"key": self.key, **box, "start": self.start, "bytes": self.num_bytes, **data, "crc32": self.crc32}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Piece":
-        """What to_json gave; raises KeyError, TypeError or ValueError for anything else."""
+        """Returns the piece of to_json's values; raises KeyError, TypeError or ValueError for anything else."""
         box = Box(tuple(map(_count, value["offset"])), tuple(map(_count, value["shape"]))) if "shape" in value else None
         data = _count(value["data"]) if "data" in value else None
         piece = cls(value["key"], box, _count(value["start"]), _count(value["bytes"]), data, _count(value["crc32"]))
@@ -68,21 +68,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What the manifest says of one file: its size, and a checksum of the whole or of each of its pieces."""
+    """The manifest's entry of one file: its size, and a checksum of the whole or of each of its pieces."""
 
     num_bytes: int
     crc32: int | None = None
     pieces: tuple[Piece, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As the manifest has it."""
+        """Returns the entry in the manifest's form."""
         if self.crc32 is not None:
             return {"bytes": self.num_bytes, "crc32": self.crc32}
         return {"bytes": self.num_bytes, "pieces": [piece.to_json() for piece in self.pieces]}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "FileEntry":
-        """What to_json gave; raises KeyError, TypeError or ValueError for anything else."""
+        """Returns the entry of to_json's values; raises KeyError, TypeError or ValueError for anything else."""
         crc32 = _count(value["crc32"]) if "crc32" in value else None
         entry = cls(_count(value["bytes"]), crc32, tuple(map(Piece.from_json, value.get("pieces", ()))))
         ends = [0, *(piece.end for piece in entry.pieces)]
@@ -91,7 +91,7 @@ class FileEntry:
         return entry
 
     def checked_parts(self) -> Iterator[Piece | None]:
-        """What has a checksum of its own: the pieces, or None for the whole file."""
+        """Yields the parts with a checksum of their own: the pieces, or None for the whole file."""
         yield from self.pieces if self.crc32 is None else (None,)
 
 

@@ -37,7 +37,7 @@ class ReplicaWriters(enum.Enum):
 
 
 class HeldItems:
-    """What this rank holds: offered whole; the coordinator cuts overlaps away and chooses among replicas."""
+    """Items that this rank holds, offered whole; the coordinator removes overlaps and chooses among replicas."""
 
     def __init__(self, items: Items):
         # By key; one key may have several boxes here.
@@ -103,7 +103,7 @@ def assign_writes(
 
 
 def _agreed_metadata(key: str, offers: list[tuple[int, WriteItem]]) -> TensorStorageMetadata | None:
-    """What all ranks say about a tensor, without its boxes; None for an object."""
+    """Returns the metadata of a tensor that all ranks agree on, without its boxes; None for an object."""
     # The first rank of each opinion, for the message.
     views: dict[tuple[tuple[int, ...], torch.dtype] | None, int] = {}
     for rank, item in offers:
@@ -157,7 +157,7 @@ class Read:
 
 
 def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list[Read]:
-    """What fills the tensors among `items`, ordered as it lies in the files; `check_wanted` has passed before.
+    """Returns the reads that fill the tensors among `items`, in file order; `check_wanted` has passed before.
 
     Raises ValueError where the pieces that are stored do not fill a box exactly.
     """

@@ -144,7 +144,7 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What this rank writes; on rank 0 also what is stored and which ranks write anything."""
+    """The writes of this rank; on rank 0 also what is stored and which ranks write anything."""
 
     writes: list[WriteItem]
     metadata: Metadata | None
@@ -153,7 +153,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Summary:
-    """What rank 0 adds to the files of all."""
+    """Rank 0's additions to the files of all ranks."""
 
     common: bytes
     metadata: Metadata | None

@@ -73,7 +73,7 @@ class VerifiedCheckpoint:
 
     @classmethod
     def read(cls, folder: Path, files: Manifest) -> "VerifiedCheckpoint":
-        """What is stored in `folder`, whose files have passed their checksums.
+        """Returns the contents of `folder`, whose files have passed their checksums.
 
         Raises ValueError naming folder and tensor where they contradict each other.
         """

@@ -26,7 +26,7 @@ class SharedReads:
 
 
 def share_reads(tensors: Sequence[ShardedTensor], group: dist.ProcessGroup | None) -> SharedReads:
-    """Who reads what: boxes that all ranks of `group` want are spread evenly over them. Collective over `group`.
+    """Distributes reads: boxes that all ranks of `group` want are spread evenly over them. Collective over `group`.
 
     tensors: any shape and dtype.
     """

@@ -154,7 +154,7 @@ class _Recorder(io.RawIOBase):
 
 
 def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the elements of such a tensor."""
+    """Returns the bytes that torch.save writes before and after the elements of such a tensor."""
     recorder = _Recorder()
     # The elements are then written, and summed up, in one pass of ours; torch's readers look at no checksum of a piece.
     with skip_data():
@@ -166,7 +166,7 @@ def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
 
 
 def read_metadata(folder: Path, *, stand_ins: Mapping[tuple[str, str], type] | None = None) -> Metadata:
-    """What the checkpoint in `folder` stores; raises ValueError if the metadata file is not what torch writes.
+    """Returns the metadata of the checkpoint in `folder`; raises ValueError if its file is not what torch writes.
 
     stand_ins: by module and name, what is made in place of classes that another program's metadata refers to.
     """

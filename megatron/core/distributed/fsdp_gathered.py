@@ -45,7 +45,7 @@ class GatheredParams:
         self._is_stale, self._versions = False, self._current_versions()
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Says that a torch optimizer has stepped."""
+        """Records that a torch optimizer has stepped."""
         # Not at once: it may do so in a backward that has yet to read some of them.
         self._is_stale = True
 

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.param_attributes import param_facts
 
 @dataclass(frozen=True)
 class UnitKind:
-    """What the parameters of a unit share: the dtype that modules compute in, and the ranks they are spread over."""
+    """Properties that the parameters of a unit share: the compute dtype, and the ranks they are spread over."""
 
     dtype: torch.dtype
     is_expert: bool
@@ -60,7 +60,10 @@ def find_units(root: nn.Module, layers: Sequence[nn.Module], *, experts_apart: b
 
 
 def in_order_of_backward(units: Sequence[Unit], layers: Sequence[nn.Module]) -> list[Unit]:
-    """What find_units gave, as backward ends with them: the last layer first, before each what is inside, root last."""
+    """Sorts the units of find_units as backward ends with them: the last layer first, root last.
+
+    Units inside a layer come before it.
+    """
     outer = set(layers)
     of_layers: list[list[Unit]] = [[]]
     for unit in units:

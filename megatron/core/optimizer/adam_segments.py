@@ -28,7 +28,7 @@ from megatron.core.process_groups_config import group_size
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """What all segments of an optimizer have in common. bucket_bytes: of a bucket's gradients."""
+    """Properties that all segments of an optimizer share. bucket_bytes: of a bucket's gradients."""
 
     grid: RankGrid
     bucket_bytes: float
@@ -54,7 +54,7 @@ class AdamRun:
     ranges: Sequence[tuple[int, int]]
 
     def update(self) -> AdamUpdate:
-        """What a step needs of it."""
+        """Returns the run's operands for a step."""
         return AdamUpdate(self.state, self.grad, self._target(), self.ranges)
 
     def write_model(self) -> None:

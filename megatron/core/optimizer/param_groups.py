@@ -22,7 +22,7 @@ _EMBEDDINGS = ("*embeddings.weight", "*output_layer.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class ParamKey:
-    """Says of a parameter whether an override is for it: if any of the given conditions holds.
+    """Selects the parameters of an override: those for which any of the given conditions holds.
 
     name: shell patterns for names without wrapper prefixes ("*.router.weight"). attr: attributes that are set and true
     on the parameter. predicate: takes name and parameter, for shapes and all else.
@@ -71,7 +71,7 @@ ConfigOverrides = Mapping[ParamKey, ParamGroupOverride]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupKey:
-    """What parameters of one group share. is_matrix: Muon updates them."""
+    """Properties that parameters of one group share. is_matrix: Muon updates them."""
 
     override: ParamGroupOverride
     is_decoupled_lr: bool = False

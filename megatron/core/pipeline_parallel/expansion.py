@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 
 
 class EventKind(enum.Enum):
-    """What an expert group does. RECOMPUTE: its forward once more, while backward runs."""
+    """Events of an expert group. RECOMPUTE: its forward once more, while backward runs."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -77,7 +77,7 @@ class P2PCommunicator:
 
     @record_function("P2PCommunicator.receive")
     def receive(self, transfer: Transfer) -> Tensor:
-        """What a posted transfer brings: [*agreed shape], dtype pipeline_dtype; waits for it."""
+        """Waits for a posted transfer and returns its tensor: [*agreed shape], dtype pipeline_dtype."""
         batch, tensor = self._received.pop(transfer)
         batch.wait()
         return tensor

@@ -36,7 +36,7 @@ class ScalesAuxLosses(Protocol):
 
 
 class _Kept(NamedTuple):
-    """What a forward leaves for its backward: the input, and the end of its graph.
+    """A forward's state for its backward: the input, and the end of its graph.
 
     An edge, not the output: once it is sent, a stage's output is needed for nothing, and its memory is free.
     """

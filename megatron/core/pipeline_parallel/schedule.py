@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class ActionKind(enum.Enum):
-    """What an action does with its microbatch."""
+    """The pass that an action runs on its microbatch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -52,7 +52,7 @@ class Pipeline(NamedTuple):
         return _neighbor(self, stage, action=action, distance=-1 if action.kind is ActionKind.FORWARD else 1)
 
     def target(self, stage: int, action: Action) -> Neighbor | None:
-        """Who needs the pass's output; None for the last forward of a microbatch, and its last backward."""
+        """Returns the receiver of a pass's output; None for a microbatch's last forward and its last backward."""
         return _neighbor(self, stage, action=action, distance=1 if action.kind is ActionKind.FORWARD else -1)
 
 
@@ -143,7 +143,7 @@ def stage_orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int |
 
 
 def forward_only(actions: Sequence[Action]) -> list[Action]:
-    """The same schedule without its backward actions, for evaluation."""
+    """Returns the schedule without its backward actions, for evaluation."""
     return [action for action in actions if action.kind is ActionKind.FORWARD]
 
 

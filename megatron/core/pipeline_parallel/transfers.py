@@ -129,7 +129,7 @@ class _Queue:
         self._next = 0
 
     def take(self, limit: tuple[float, int]) -> list[Transfer]:
-        """Those before `limit`."""
+        """Removes and returns the transfers before `limit`."""
         taken = []
         while self._next < len(self._keyed) and self._keyed[self._next][0] < limit:
             taken.append(self._keyed[self._next][1])

@@ -34,7 +34,7 @@ def validate_programs(programs: Sequence[Program], pipeline: Pipeline) -> None:
 
 
 def _validate_alone(program: Program, pipeline: Pipeline, *, stage: int) -> None:
-    """What one list shows by itself: inputs are posted, then awaited, then used; outputs are sent once they exist."""
+    """Checks one stage's list: inputs are posted, then awaited, then used; outputs are sent once they exist."""
     validate_schedule([step for step in program if isinstance(step, Action)])
     posted: set[Action] = set()
     there: set[Action] = set()
@@ -59,7 +59,7 @@ def _validate_alone(program: Program, pipeline: Pipeline, *, stage: int) -> None
 
 
 def _validate_pairs(programs: Sequence[Program], pipeline: Pipeline) -> None:
-    """What one end sends is what the other receives, in the same order, and it is what the next pass needs."""
+    """Checks that ends of a connection send and receive the same in the same order, as the next pass needs it."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for stage, transfer in ((s, t) for s, p in enumerate(programs) for t in _transfers(p)):

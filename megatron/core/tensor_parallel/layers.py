@@ -44,7 +44,7 @@ __all__ = [
 
 
 class LayerConfig(Protocol):
-    """What the layers read of a TransformerConfig."""
+    """The part of a TransformerConfig that the layers read."""
 
     params_dtype: torch.dtype
     use_cpu_initialization: bool
@@ -305,7 +305,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def split_size(size: int, group: dist.ProcessGroup | None, *, name: str) -> int:
-    """What each rank of the group holds of `size`; raises ValueError, with `name`, where it does not divide."""
+    """Returns each rank's part of `size`; raises ValueError, with `name`, where the group does not divide it."""
     if size % group_size(group):
         raise ValueError(f"{name} is {size}: must be divisible by the {group_size(group)} tensor-parallel ranks")
     return divide(size, group_size(group))

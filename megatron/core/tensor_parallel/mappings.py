@@ -35,7 +35,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
 
 
 def reduce_from_tensor_model_parallel_region_(own: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The same in the input's own memory; own: any shape and float dtype, contiguous, fresh and read by nobody else."""
+    """Sums over the group in the input's memory; own: any shape and float dtype, contiguous, not used elsewhere."""
     if group_size(group) == 1:
         return own
     total: Tensor = _SummedInPlace.apply(own, group)

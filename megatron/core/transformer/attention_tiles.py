@@ -139,7 +139,7 @@ def _in_band(
 
 
 def _joined(tiles: Sequence[Tile]) -> list[Tile]:
-    """The same pairs in fewer tiles: full neighbours become one."""
+    """Merges full neighbouring tiles into one."""
     joined: list[Tile] = []
     for tile in tiles:
         before = joined[-1] if joined else tile

@@ -19,8 +19,9 @@ from megatron.core.transformer.context_parallel import chunks_of_rank
 
 @dataclass(frozen=True)
 class FutureToken:
-    """What lies a number of places ahead of each token. All [B, S]: tokens, positions and labels int64; weights, of
-    the label's loss, fp32: 0 where that is another document's, or there is none.
+    """The tokens a number of places ahead of each token. All [B, S]: tokens, positions and labels int64.
+
+    weights: fp32, of the label's loss; 0 where the label is another document's, or there is none.
     """
 
     tokens: Tensor
@@ -48,7 +49,7 @@ class FutureTokens:
     cp_group: dist.ProcessGroup | None = None
 
     def ahead(self, distance: int) -> FutureToken:
-        """What lies `distance` places ahead, from 1 to num_ahead."""
+        """Returns the tokens `distance` places ahead, from 1 to num_ahead."""
         tokens, positions, labels, mask = (self._at(extended, distance) for extended in self._extended)
         weights = torch.where(self._is_inside(distance) & (labels >= 0), mask, 0)
         return FutureToken(tokens, positions, labels.clamp(min=0), weights)

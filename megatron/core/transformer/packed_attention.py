@@ -71,7 +71,7 @@ class _Segments:
     window: tuple[int, int]
 
     def options(self) -> dict[str, Any]:
-        """What both of the kernel's passes get."""
+        """Returns the arguments of both of the kernel's passes."""
         return {
             "cum_seq_q": self.borders,
             "cum_seq_k": self.borders,

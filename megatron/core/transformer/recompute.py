@@ -31,10 +31,10 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class LayerRecompute:
-    """What of one layer runs again in backward.
+    """The parts of one layer that are recomputed in backward.
 
-    segment: layers of one number run again together, from the input of their first; None: not as a whole.
-    modules: parts that run again one by one, by their names in --recompute-modules.
+    segment: layers of one number are recomputed together, from the input of their first; None: not as a whole. modules:
+    parts that are recomputed one by one, by their names in --recompute-modules.
     """
 
     segment: int | None = None

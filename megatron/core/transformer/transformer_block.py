@@ -98,7 +98,7 @@ class TransformerBlock(MegatronModule):
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """What the next forward of a block without pre_process goes on from: [S, B, H], parameter dtype."""
+        """Sets the input of the next forward of a block without pre_process: [S, B, H], parameter dtype."""
         self._input = input_tensor
 
     def _run_layers(self, hidden_states: Tensor, *context: Any, layers: range, **packing: Any) -> Tensor:
@@ -117,7 +117,7 @@ class LayerList(nn.ModuleList):
             self.add_module(str(offset + index), layer)
 
     def _get_abs_string_index(self, index: int) -> str:
-        """What nn.ModuleList looks its items up by."""
+        """Returns the name by which nn.ModuleList finds an item."""
         return str(self.offset + int(super()._get_abs_string_index(index)))
 
 

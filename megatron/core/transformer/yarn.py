@@ -38,12 +38,12 @@ def yarn_frequencies(frequencies: Tensor, *, base: float, config: YarnConfig) ->
 
 
 def yarn_table_scale(config: YarnConfig) -> float:
-    """What cosines and sines are multiplied by: the scores of rotated channels grow with its square."""
+    """Returns the factor of cosines and sines; the scores of rotated channels grow with its square."""
     return _magnitude(config, config.mscale) / _magnitude(config, config.mscale_all_dim)
 
 
 def yarn_score_scale(config: YarnConfig) -> float:
-    """What all scores of latent attention are multiplied by."""
+    """Returns the factor of all scores of latent attention."""
     return _magnitude(config, config.mscale_all_dim) ** 2
 
 

@@ -187,7 +187,10 @@ class GPTModel(MegatronModule):
         return hidden_states
 
     def _share(self, loss: Tensor, count: Tensor) -> Tensor:
-        """What backward starts from of a loss summed over so many tokens; [], fp32 or fp64, -> [], the loss's dtype."""
+        """Returns the value from which backward starts, of a loss summed over `count` tokens.
+
+        [], fp32 or fp64, -> [], the loss's dtype.
+        """
         if self.config.calculate_per_token_loss:
             # The end of the step divides by the tokens of all ranks, those of the next token's loss.
             return loss
@@ -209,7 +212,8 @@ class GPTModel(MegatronModule):
         return consuming_cross_entropy(logits, labels.t(), num_classes=classes, tp_group=self.tp_group).t()
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """What the next forward of a part without the embedding goes on from: hidden states, parameter dtype,
+        """Sets the next forward's input for a part without the embedding: hidden states, parameter dtype.
+
         [S / ranks under sequence parallelism, B, H].
         """
         self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
@@ -231,7 +235,7 @@ class GPTModel(MegatronModule):
         return group_size(self.tp_group) if self.config.sequence_parallel else 1
 
     def finalize_step(self, group: ProcessGroup | None) -> None:
-        """What the model does once a step, after its gradients are reduced: the routers' biases move.
+        """Updates the routers' biases, once a step after its gradients are reduced.
 
         group: all ranks that see different tokens.
         """
