@@ -18,6 +18,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from tests.counts import long_count, soak_only
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap, wrap_and_build
 
@@ -36,13 +37,14 @@ def train(ranks, steps, settings):
     return [p.detach().clone() for p in model.parameters()], norms
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, soak_only(2)])
 @pytest.mark.parametrize(
     "settings", [{"optimizer": "sgd"}, {"optimizer": "sgd", "deterministic_mode": True}, {"bf16": True}]
 )
 def test_ranks_together_train_as_one_process_does(ranks, settings):
-    alone, norms = train(1, 20, settings)
-    per_rank = run_on_ranks(train, ranks, ranks, 20, settings)
+    steps = long_count(5, soak=20)
+    alone, norms = train(1, steps, settings)
+    per_rank = run_on_ranks(train, ranks, ranks, steps, settings)
     tolerance = {"rtol": 0.05, "atol": 0.02} if settings.get("bf16") else {"rtol": 5e-5, "atol": 1e-6}
     for params, rank_norms in per_rank:
         assert all(torch.equal(p, q) for p, q in zip(params, per_rank[0][0])) and rank_norms == per_rank[0][1]
