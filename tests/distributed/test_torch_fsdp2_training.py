@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.training.evaluation import evaluate
 from megatron.training.model_weights import ModelWeights
 from megatron.training.run import TrainingRun
-from tests.counts import long_count, slow
+from tests.counts import long_count, slow, soak_only
 from tests.distributed.parity import Box, layout, put_together
 from tests.distributed.stash_runs import Trained, argv_of, stash, train_here
 from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, SHARDED, Case, _model
@@ -26,7 +27,7 @@ from tests.distributed.tiny_runs import check_relay, gather_parameters, started_
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-STEPS = long_count(5, soak=20)
+STEPS = long_count(3, soak=20)
 FSDP2: Flags = {"use-torch-fsdp2": True}
 KEPT: Flags = {**FSDP2, "torch-fsdp2-no-reshard-after-forward": True}
 # Held to the norm, so that it has the same bits with clipping.
@@ -43,21 +44,39 @@ CASES = {
     "tp 2, sp": Case(4, "moe", {**layout(2), "num-query-groups": 2, "global-batch-size": 2}),
     "cp 2, recomputed": Case(2, "llama", {**layout(cp=2), **RECOMPUTED, "global-batch-size": 1}),
     "moe, parts recomputed": Case(2, "moe", {**SELECTIVE, "global-batch-size": 2}),
-    "frozen": Case(3, "dense", {**BF16, "global-batch-size": 3}, frozen="embedding."),
+    "frozen": Case(2, "dense", {**BF16, "global-batch-size": 2}, frozen="embedding."),
     "bf16 gradients, per token": Case(
         2, "llama", {**BF16, "grad-reduce-in-bf16": True, "calculate-per-token-loss": True, "global-batch-size": 2}
     ),
     "one rank": Case(1, "dense", {**BF16, "global-batch-size": 1}),
 }
-ALWAYS = ("dense, 3 ranks, bf16", "moe, ep 3, bf16", "cp 2, recomputed", "frozen")
+MODES = (FSDP2, KEPT, IN_BACKWARD)
+# Each with some of the modes; the others of CASES run under `make soak`, as each of these with all modes. Experts over
+# all ranks: test_several_microbatches_train_as_ddp_does. Loss scales, one rank: test_torch_fsdp2_in_backward.
+ALWAYS: dict[str, tuple[Flags, ...]] = {
+    "dense, 3 ranks, bf16": MODES,
+    "moe, ep 2, edp 2": (IN_BACKWARD,),
+    "tp 2, sp": (KEPT,),
+    "cp 2, recomputed": (IN_BACKWARD,),
+    "moe, parts recomputed": (FSDP2,),
+    "frozen": (IN_BACKWARD,),
+    "bf16 gradients, per token": (KEPT,),
+}
 Run = tuple[list[dict[str, Any]], list[Box]]
 
 
-@pytest.mark.parametrize("name", [name if name in ALWAYS else slow(name) for name in CASES])
+def _marked(name: str) -> str | ParameterSet:
+    if name in ("dense, 3 ranks, bf16", "frozen"):
+        return name
+    return slow(name) if name in ALWAYS else soak_only(name)
+
+
+@pytest.mark.parametrize("name", [_marked(name) for name in CASES])
 def test_one_microbatch_has_the_bits_of_ddp(name: str) -> None:
     case = CASES[name]
     flags = {**read_bases()[case.base], **FLAGS, **case.flags}
-    argvs = [command_line({**flags, **mode}) for mode in ({}, FSDP2, KEPT, IN_BACKWARD)]
+    modes = MODES if long_count(0, soak=1) else ALWAYS[name]
+    argvs = [command_line({**flags, **mode}) for mode in ({}, *modes)]
     by_rank = run_on_ranks(_train_each, case.ranks, argvs, case.frozen, timeout=240)
     reference, *others = ([of_rank[mode] for of_rank in by_rank] for mode in range(len(argvs)))
     assert len({step["grad_norm"] for step in reference[0][0]}) > STEPS // 2
@@ -67,13 +86,19 @@ def test_one_microbatch_has_the_bits_of_ddp(name: str) -> None:
 
 
 # Voids, of which some run again, in buffers of a fixed size over expert ranks.
-STASHED = [{**stash(0.05), **EP2}, slow(stash(0.6, overflow_policy="rerun")), slow({})]
+SMALL, AGAIN = {**stash(0.05), **EP2}, stash(0.6, overflow_policy="rerun")
+STASHED = [
+    (SMALL, [FSDP2, IN_BACKWARD]),
+    slow(AGAIN, [IN_BACKWARD]),
+    soak_only(AGAIN, [FSDP2, IN_BACKWARD]),
+    soak_only({}, [FSDP2, IN_BACKWARD]),
+]
 
 
-@pytest.mark.parametrize("flags", STASHED)
-def test_experts_of_a_fixed_size_and_their_stash_have_the_bits_of_ddp(flags: Flags) -> None:
+@pytest.mark.parametrize("flags, modes", STASHED)
+def test_experts_of_a_fixed_size_and_their_stash_have_the_bits_of_ddp(flags: Flags, modes: list[Flags]) -> None:
     around = {"global-batch-size": 2, "train-iters": 4}
-    argvs = [argv_of(flags, around, mode) for mode in ({}, FSDP2, IN_BACKWARD)]
+    argvs = [argv_of(flags, around, mode) for mode in ({}, *modes)]
     for reference, *others in run_on_ranks(_train_stashed, 2, argvs, timeout=240):
         assert len({step["grad_norm"] for step in reference.steps}) == 4
         assert any(pages.voids for pages in reference.pages) == bool(flags)
@@ -115,9 +140,9 @@ def _assert_equal(tensors: dict[str, torch.Tensor], reference: dict[str, torch.T
     assert {name: value.dtype for name, value in tensors.items()} == {n: v.dtype for n, v in reference.items()}
 
 
-@pytest.mark.parametrize("precision", [BF16, slow({})])
+@pytest.mark.parametrize("precision", [slow(BF16), soak_only({})])
 def test_several_microbatches_train_as_ddp_does(precision: Flags) -> None:
-    flags = {**read_bases()["moe"], **FLAGS, **precision, **EP2, "global-batch-size": 6}
+    flags = {**read_bases()["moe"], **FLAGS, **precision, **EP2, "global-batch-size": 4}
     argvs = [command_line({**flags, **mode}) for mode in ({}, FSDP2, KEPT, IN_BACKWARD)]
     for (reference, _), (first, _), (kept, _), (updated, _) in run_on_ranks(_train_each, 2, argvs, "none", timeout=240):
         assert kept == updated == first
@@ -129,10 +154,19 @@ def test_several_microbatches_train_as_ddp_does(precision: Flags) -> None:
 RELAY: Flags = {**read_bases()["moe"], **FLAGS, **BF16, "train-iters": 8, "global-batch-size": 3}
 
 
-@pytest.mark.parametrize("precision", [BF16, slow({"bf16": None}), slow({**FP16, "bf16": None})])
-def test_b30_runs_go_on_from_each_others_checkpoints_bit_for_bit(precision: Flags, tmp_path: Path) -> None:
-    modes = [SHARDED, FSDP2, {**SHARDED, **EXACT}, IN_BACKWARD, {}, {**KEPT, **EXACT}, ZERO2, FSDP2, SHARDED]
-    argvs = [command_line({**RELAY, "train-iters": 18, **precision, **mode}) for mode in modes]
+LEGS = [SHARDED, FSDP2, {**KEPT, **EXACT}, SHARDED]
+ALL_LEGS = [SHARDED, FSDP2, {**SHARDED, **EXACT}, IN_BACKWARD, {}, {**KEPT, **EXACT}, ZERO2, FSDP2, SHARDED]
+
+
+@pytest.mark.parametrize(
+    "precision, modes",
+    [slow(BF16, LEGS), *(soak_only(one, ALL_LEGS) for one in (BF16, {"bf16": None}, {**FP16, "bf16": None}))],
+    ids=["bf16", "all modes, bf16", "all modes, fp32", "all modes, fp16"],
+)
+def test_b30_runs_go_on_from_each_others_checkpoints_bit_for_bit(
+    precision: Flags, modes: list[Flags], tmp_path: Path
+) -> None:
+    argvs = [command_line({**RELAY, "train-iters": 2 * len(modes), **precision, **mode}) for mode in modes]
     run_on_ranks(check_relay, 3, argvs, range(len(argvs)), str(tmp_path), timeout=300)
 
 
@@ -151,12 +185,13 @@ def _load(argvs: Sequence[Sequence[str]]) -> list[list[Box]]:
     return loaded
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
-    flags = {**RELAY, "global-batch-size": 12}
+    flags = {**RELAY, "global-batch-size": 6}
     saved = run_on_ranks(_save, 3, command_line({**flags, **FSDP2, "save": str(tmp_path)}))
     expected = put_together([box for boxes in saved for box in boxes])
     argvs = [
-        command_line({**flags, **EP2, **mode, "global-batch-size": 12, "load": str(tmp_path)})
+        command_line({**flags, **EP2, **mode, "global-batch-size": 6, "load": str(tmp_path)})
         for mode in (FSDP2, SHARDED)
     ]
     by_rank = run_on_ranks(_load, 2, argvs)
@@ -165,7 +200,7 @@ def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
 
 
 def test_weights_alone_are_taken_over_into_the_shards(tmp_path: Path) -> None:
-    flags = {**RELAY, "global-batch-size": 12}
+    flags = {**RELAY, "global-batch-size": 6}
     run_on_ranks(_save, 2, command_line({**flags, "save": str(tmp_path)}))
     argvs = [command_line({**flags, **mode, "load": str(tmp_path), "finetune": True}) for mode in ({}, FSDP2)]
     for plain, sharded in run_on_ranks(_finetune, 2, argvs):
