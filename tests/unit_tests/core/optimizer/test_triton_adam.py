@@ -14,6 +14,7 @@ from megatron.core import optimizer
 from megatron.core.optimizer.flat_adam import AdamRates, AdamUpdate, FlatAdam, Masters, StateForm, adam_step
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from megatron.core.optimizer.update_rules import GradScale
+from tests.counts import long_count, soak_only
 from tests.unit_tests.core.optimizer.adam_run import BF16, F16, F32, FORMS, NUMEL, Run, assert_near, settings
 
 # numpy warns of what GPUs compute without a word.
@@ -104,8 +105,17 @@ def test_every_form_keeps_the_bytes_that_torch_makes_of_the_same_numbers(
     assert all(map(torch.equal, run.memory(), expected.memory()))
 
 
-@pytest.mark.parametrize(("params", "form", "grads", "outs"), [case for case in FORMS if case[1].dtype == F32])
-@pytest.mark.parametrize("adam_w_mode", [True, False])
+NEAR = [case for case in FORMS if case[1].dtype == F32]
+
+
+# How each mode rounds: test_the_kernel_rounds_each_operation_once.
+@pytest.mark.parametrize(
+    ("params", "form", "grads", "outs", "adam_w_mode"),
+    [
+        *((*case, number % 2 == 0) for number, case in enumerate(NEAR)),
+        *(soak_only(*case, number % 2 == 1) for number, case in enumerate(NEAR)),
+    ],
+)
 def test_a_step_is_near_that_of_torchs_kernel(
     kernel: ModuleType,
     params: torch.dtype,
@@ -122,8 +132,13 @@ def test_a_step_is_near_that_of_torchs_kernel(
     assert_near(run, expected, old=old, rates=rates)
 
 
-@all_forms
-@pytest.mark.parametrize("poison", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("params", "form", "grads", "outs", "poison"),
+    [
+        *((*case, (math.inf, math.nan)[number % 2]) for number, case in enumerate(FORMS)),
+        *(soak_only(*case, (math.nan, math.inf)[number % 2]) for number, case in enumerate(FORMS)),
+    ],
+)
 def test_a_skipped_step_changes_no_byte(
     kernel: ModuleType,
     params: torch.dtype,
@@ -163,7 +178,7 @@ def test_numbers_that_are_not_finite_arrive_where_they_do_on_the_cpu(
 
 def test_bf16_with_remainders_is_the_fp32_run_bit_for_bit(kernel: ModuleType) -> None:
     halves, whole = Run(BF16, StateForm(F32, Masters.REMAINDERS), None), Run(BF16, StateForm(F32, Masters.COPY), BF16)
-    for number in range(20):
+    for number in range(long_count(4, soak=20)):
         grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(number)).bfloat16()
         for run in (halves, whole):
             launch(kernel, run, grad, rates=settings())
