@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from tests.counts import slow
+from tests.counts import slow, soak_only
 from tests.distributed.parity import WholeRun, assert_same_run, layout, run_layout
 from tests.functional_tests.case import Flags
 
@@ -41,16 +41,17 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
     ("base", "kind"),
     [
         ("dense", "tp2"),
-        ("dense", "pp2"),
-        ("moe", "cp2"),
-        ("moe", "tp2 x ep2, pp2"),
-        ("moe", "dp2, recomputed"),
+        slow("moe", "cp2"),
         slow("dense", "pp2 x vpp2, layout"),
         slow("dense", "pp2 x dp2, per token"),
-        slow("moe", "cp2 x ep2"),
+        slow("moe", "tp2 x ep2, pp2"),
+        slow("moe", "dp2, recomputed"),
         slow("moe", "parts recomputed"),
-        slow("moe", "tp2"),
-        slow("moe", "pp2"),
+        # Other pairs of the models and layouts above.
+        soak_only("dense", "pp2"),
+        soak_only("moe", "cp2 x ep2"),
+        soak_only("moe", "tp2"),
+        soak_only("moe", "pp2"),
     ],
 )
 def test_training_agrees_with_one_process(base: str, kind: str) -> None:
