@@ -14,10 +14,10 @@ TEST_OPTIONS ?=
 PYTEST = $(IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(if $(ORDER),--order-seed=$(ORDER)) $(TEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train test test-fast check check-types check-structure structure soak same-losses gpu clean
+.PHONY: help env lock train test test-fast check check-types check-structure structure soak same-losses same-losses-faults gpu clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(VENV)/.installed  ## make .venv and install what is pinned
 
@@ -48,7 +48,7 @@ check: env  ## format, lint, types and structure, without changing anything
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target check-types check-structure
 
 check-types:
-	$(IN_VENV) -m mypy $(SOURCES) tests/harness.py tests/structure
+	$(IN_VENV) -m mypy $(SOURCES) tests/harness.py tests/structure tests/recording
 
 check-structure:
 	$(IN_VENV) -m ruff format --check .
@@ -64,6 +64,9 @@ soak: env  ## run every test with its long counts, and those that only repeat an
 same-losses: env  ## train small runs with BASE=commit and with these files: every logged number must be the same
 	@test -n "$(BASE)" || { echo 'Which commit to compare with: make same-losses BASE=main'; exit 1; }
 	$(IN_VENV) tools/same_losses.py $(BASE)
+
+same-losses-faults: env  ## put faults into copies of these files: same-losses must notice each (half an hour)
+	$(IN_VENV) tools/seeded_faults.py
 
 # Without `env`: a machine with a GPU brings its own torch, and may have no network.
 gpu:  ## on a machine with a GPU: its tests and benchmarks, 12 minutes (OUT=folder: results go there)

@@ -142,7 +142,7 @@ class Recorder:
             self._patched.add((module, attribute))
 
     def _time_imports(self) -> None:
-        bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+        bootstrap: Any = importlib._bootstrap
         bootstrap._find_and_load = self._watch.wrap(bootstrap._find_and_load, "imports")
 
 
