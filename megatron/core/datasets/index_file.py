@@ -46,9 +46,7 @@ class DType(Enum):
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> type[np.number]:
-        """Returns Megatron's storage dtype for a vocabulary of this size: uint16 below 65,500 ids, else or unknown
-        int32.
-        """
+        """Returns the dtype in which Megatron stores ids: uint16 below 65,500 of them, else (or for None) int32."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
 
