@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient, param_facts
 from megatron.core.transformer.module import Float16Module
+from tests.counts import long_count, soak_only
 from tests.distributed.test_torch_fsdp2 import DETERMINISTIC, FSDP2, STEPS, Net, _train
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config, small_model
@@ -70,14 +71,17 @@ def _assert_same(wrapped: nn.Module, plain: nn.Module) -> None:
 
 def _compare_gpts() -> None:
     alone = ProcessGroupCollection(dp=dist.group.WORLD, dp_cp=dist.group.WORLD, expt_dp=dist.group.WORLD)
-    for fields, arguments in GPTS:
-        for settings in ({}, {"cpu_offload": True, "pg_collection": alone}, {"release_gradients": True}):
-            of_meta, plain = (_wrap(_gpt(fields, arguments, is_meta=m), **settings) for m in (True, False))
-            _assert_same(of_meta, plain)
-            assert any(value.abs().sum() > 0 for value in of_meta.all_buffers[0].param_data.split(64))
+    several = ({}, {"cpu_offload": True, "pg_collection": alone}, {"release_gradients": True})
+    every = [(gpt, settings) for gpt in GPTS for settings in several]
+    # Each model with one of the settings, and each of the settings with one model.
+    some = [every[number] for number in (1, 3, 8, 9)]
+    for (fields, arguments), settings in every if long_count(0, soak=1) else some:
+        of_meta, plain = (_wrap(_gpt(fields, arguments, is_meta=m), **settings) for m in (True, False))
+        _assert_same(of_meta, plain)
+        assert any(value.abs().sum() > 0 for value in of_meta.all_buffers[0].param_data.split(64))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_a_gpt_built_on_the_meta_device_has_the_bits_of_one_that_was_not(ranks: int) -> None:
     run_on_ranks(_compare_gpts, ranks)
 
@@ -152,7 +156,7 @@ def _train_various(settings: dict[str, Any], dtype: torch.dtype) -> list[list[tu
     return losses
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, soak_only(3)])
 def test_b27_any_module_trains_as_if_built_with_memory_and_keeps_hooks_marks_and_buffers(ranks: int) -> None:
     for settings, dtype in (({}, torch.float32), ({"cpu_offload": True}, torch.bfloat16)):
         for plain, of_meta in run_on_ranks(_train_various, ranks, settings, dtype):
