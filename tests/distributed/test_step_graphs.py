@@ -16,15 +16,26 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.graph_tape import TapeGraphs
 from megatron.core.models.gpt import GPTModel
 from megatron.training.run import TrainingRun
+from tests.counts import slow, soak_only
 from tests.distributed.graph_runs import FULL, Trained, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.distributed.tiny_runs import SHARDED, Batch
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-RUN: Flags = {"micro-batch-size": 1, "train-iters": 7, "lr-warmup-iters": 0, "eval-interval": 3, "clip-grad": 0.3}
+# The first step runs eagerly, the second is captured, the others are replayed.
+RUN: Flags = {
+    "micro-batch-size": 1,
+    "train-iters": 4,
+    "lr-warmup-iters": 0,
+    "eval-interval": 2,
+    "clip-grad": 0.3,
+    "cuda-graph-warmup-steps": 1,
+}
 EXPERTS: Flags = {"num-layers": 4, "seq-length": 16, "init-method-std": 0.1}
 OVERLAP: Flags = {"expert-model-parallel-size": 2, "moe-token-dispatcher-type": "allgather"}
+EAGER: Flags = {"cuda-graph-impl": "none", "optimizer-cuda-graph": False}
+RESUMED: Flags = {"train-iters": 4}
 
 
 class Case(NamedTuple):
@@ -39,48 +50,55 @@ class Case(NamedTuple):
 
 CASES = {
     "dropout": Case(1, "dense", {"bf16": True, **read_bases()["dropout"]}),
-    "one loss a token": Case(2, "llama", {"calculate-per-token-loss": True}),
-    "shards": Case(3, "dense", {"global-batch-size": 6, **SHARDED}),
-    "tensors": Case(2, "llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True}),
     "sequences": Case(2, "dense", {"context-parallel-size": 2}),
-    "stages": Case(
-        4,
+    # One step of each new length runs eagerly, the next is captured.
+    "growing batch": Case(
+        1,
+        "moe",
+        {
+            **EXPERTS,
+            **stash(1.0),
+            "moe-expert-rank-capacity-factor": 2,
+            "rampup-batch-size": [2, 2, 6],
+            "train-iters": 6,
+        },
+        captures=2,
+        graphs=2,
+    ),
+    "experts": Case(2, "moe", {**EXPERTS, **OVERLAP, **ROUTER, **SHARDED, "moe-expert-rank-capacity-factor": 4}),
+    "few pages": Case(1, "moe", {**EXPERTS, **ROUTER, **stash(0.3, 0.4), "moe-expert-rank-capacity-factor": 2}),
+    "pages of stages": Case(
+        2, "moe", {**EXPERTS, **stash(), "moe-expert-rank-capacity-factor": 2, "pipeline-model-parallel-size": 2}
+    ),
+    "scaled update of tensors": Case(
+        2,
+        "llama",
+        {
+            "fp16": True,
+            "initial-loss-scale": 65536,
+            "loss-scale-window": 2,
+            "optimizer-cuda-graph": True,
+            "tensor-model-parallel-size": 2,
+            "sequence-parallel": True,
+        },
+    ),
+    "sharded update": Case(2, "dense", {**SHARDED, "optimizer-cuda-graph": True}),
+    "update of stages": Case(
+        2,
         "llama",
         {
             "num-layers": 4,
             "pipeline-model-parallel-size": 2,
             "num-layers-per-virtual-pipeline-stage": 1,
-            "tensor-model-parallel-size": 2,
             "recompute-granularity": "full",
             "recompute-method": "uniform",
             "recompute-num-layers": 1,
+            "calculate-per-token-loss": True,
+            "optimizer-cuda-graph": True,
         },
     ),
-    # One step of each new length runs eagerly, the next is captured.
-    "growing batch": Case(
-        1,
-        "moe",
-        {**EXPERTS, **stash(1.0), "moe-expert-rank-capacity-factor": 2, "rampup-batch-size": [2, 2, 10]},
-        captures=2,
-        graphs=2,
-    ),
-    "experts": Case(2, "moe", {**EXPERTS, **OVERLAP, **ROUTER, **SHARDED, "moe-expert-rank-capacity-factor": 4}),
-    "pages": Case(2, "moe", {**EXPERTS, **ROUTER, **stash(1.5), "moe-expert-rank-capacity-factor": 4, **OVERLAP}),
-    "few pages": Case(1, "moe", {**EXPERTS, **ROUTER, **stash(0.3, 0.4), "moe-expert-rank-capacity-factor": 2}),
-    "pages of stages": Case(
-        2, "moe", {**EXPERTS, **stash(), "moe-expert-rank-capacity-factor": 2, "pipeline-model-parallel-size": 2}
-    ),
-    "scaled update": Case(
-        2, "llama", {"fp16": True, "initial-loss-scale": 65536, "loss-scale-window": 2, "optimizer-cuda-graph": True}
-    ),
-    "sharded update": Case(3, "dense", {"global-batch-size": 6, **SHARDED, "optimizer-cuda-graph": True}),
-    "update of stages": Case(
-        2,
-        "llama",
-        {"pipeline-model-parallel-size": 2, "calculate-per-token-loss": True, "optimizer-cuda-graph": True},
-    ),
     # Steps that are replayed find too few rows: they run again with more, and the next is captured anew.
-    "void": Case(
+    "void update": Case(
         2,
         "moe",
         {
@@ -89,10 +107,12 @@ CASES = {
             **OVERLAP,
             **stash(0.6),
             "moe-expert-rank-capacity-factor": 1.05,
-            "cuda-graph-warmup-steps": 1,
             "lr": 0.03,
             "global-batch-size": 2,
+            "train-iters": 7,
+            "eval-interval": 3,
             "eval-iters": 0,
+            "optimizer-cuda-graph": True,
         },
         captures=2,
     ),
@@ -104,13 +124,27 @@ CASES = {
             **OVERLAP,
             **stash(1.25, overflow_policy="rerun"),
             "moe-expert-rank-capacity-factor": 4,
-            "cuda-graph-warmup-steps": 1,
             "lr": 0.03,
+            "train-iters": 7,
+            "eval-interval": 3,
         },
         captures=2,
     ),
 }
-CASES["void update"] = CASES["void"]._replace(flags={**CASES["void"].flags, "optimizer-cuda-graph": True})
+# Each is part of a case above, of the one named after it.
+REPEATED = {
+    "one loss a token": Case(2, "llama", {"calculate-per-token-loss": True}),  # update of stages
+    "shards": Case(3, "dense", {"global-batch-size": 6, **SHARDED}),  # sharded update
+    "sharded update of three": Case(3, "dense", {"global-batch-size": 6, **SHARDED, "optimizer-cuda-graph": True}),
+    "tensors": Case(2, "llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True}),  # scaled update
+    "stages of tensors": Case(  # update of stages
+        4, "llama", {**CASES["update of stages"].flags, "tensor-model-parallel-size": 2, "optimizer-cuda-graph": False}
+    ),
+    "pages": Case(  # void update
+        2, "moe", {**EXPERTS, **ROUTER, **stash(1.5), "moe-expert-rank-capacity-factor": 4, **OVERLAP}
+    ),
+    "void": CASES["void update"]._replace(flags={**CASES["void update"].flags, "optimizer-cuda-graph": False}),
+}
 
 
 def _argv(case: Case, *more: Flags) -> list[str]:
@@ -121,13 +155,12 @@ def _argv(case: Case, *more: Flags) -> list[str]:
 
 
 def _both(case: Case) -> tuple[Trained, Trained]:
-    eager: Flags = {"cuda-graph-impl": "none", "optimizer-cuda-graph": False}
-    return train_here(_argv(case, eager)), train_here(_argv(case, {**FULL, **case.flags}))
+    return train_here(_argv(case, EAGER)), train_here(_argv(case, {**FULL, **case.flags}))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*map(slow, CASES), *map(soak_only, REPEATED)])
 def test_replayed_steps_have_the_bits_of_eager_ones(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | REPEATED)[name]
     for eager, captured in run_on_ranks(_both, case.ranks, case):
         assert captured.failure is None
         assert (captured.num_captures, captured.num_graphs) == (case.captures, case.graphs)
@@ -135,11 +168,11 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str) -> None:
 
 
 def _resumed(folder: str) -> tuple[Trained, Trained]:
-    """Without a stop and without graphs; stopped after step 4, and resumed, with graphs."""
+    """Without a stop and without graphs; stopped after step 2, and resumed, with graphs."""
     case = CASES["void update"]
-    eager, _ = _both(case._replace(flags={**case.flags, "cuda-graph-impl": "none", "optimizer-cuda-graph": False}))
-    saving: Flags = {**FULL, **case.flags, "save": folder, "load": folder}
-    first = train_here(_argv(case, saving, {"exit-interval": 4}))
+    eager = train_here(_argv(case, EAGER, RESUMED))
+    saving: Flags = {**FULL, **case.flags, **RESUMED, "save": folder, "load": folder}
+    first = train_here(_argv(case, saving, {"exit-interval": 2}))
     second = train_here(_argv(case, saving))
     second.steps, second.evaluations = first.steps + second.steps, first.evaluations + second.evaluations
     return eager, second
@@ -152,13 +185,13 @@ def test_a_run_resumed_with_graphs_has_the_bits_of_one_that_never_stopped(tmp_pa
 
 
 def _with_short_batches(run: TrainingRun) -> AbstractContextManager[None]:
-    """On rank 1 alone the batches of steps 4 and 5 are shorter."""
+    """On rank 1 alone the batches of steps 3 and 4 are shorter."""
     batches = run.train_iterator
     assert batches is not None
 
     def read() -> Iterator[Batch]:
         for number, batch in enumerate(batches):
-            is_short = dist.get_rank() == 1 and number // 2 in (3, 4)
+            is_short = dist.get_rank() == 1 and number // 2 in (2, 3)
             yield {key: value[:, :16] for key, value in batch.items()} if is_short else batch
 
     run.train_iterator = read()
@@ -166,7 +199,7 @@ def _with_short_batches(run: TrainingRun) -> AbstractContextManager[None]:
 
 
 def _with_batches_of_two_lengths() -> tuple[Trained, Trained]:
-    case = Case(2, "dense", {"global-batch-size": 4, "create-attention-mask-in-dataloader": None, "train-iters": 8})
+    case = Case(2, "dense", {"global-batch-size": 4, "create-attention-mask-in-dataloader": None, "train-iters": 6})
     argvs = _argv(case), _argv(case, FULL)
     eager, captured = (train_here(argv, setup=_with_short_batches) for argv in argvs)
     return eager, captured
@@ -187,11 +220,11 @@ def _reads_its_loss() -> tuple[Trained, Trained]:
         return losses
 
     with patch.object(GPTModel, "forward", reads):
-        return _both(CASES["shards"])
+        return _both(CASES["sharded update"])
 
 
 def test_a_step_that_cannot_be_captured_runs_eagerly_as_if_nothing_had_been_tried() -> None:
-    for eager, captured in run_on_ranks(_reads_its_loss, 3):
+    for eager, captured in run_on_ranks(_reads_its_loss, 2):
         assert captured.failure is not None and "_local_scalar_dense" in captured.failure
         assert (captured.num_captures, captured.num_graphs) == (1, 0)
         captured.assert_same(eager, "a forward that reads its loss")
