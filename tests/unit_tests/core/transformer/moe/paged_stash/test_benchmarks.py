@@ -1,25 +1,41 @@
 """What the stash's benchmarks show holds for small sizes too."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from benchmarks.stash_copy import build, measure_cpu
 from benchmarks.stash_step import PAGE_BYTES, Bench, Sizes, figures_of, measure, ways_of
 
+LAYERS = 8
 
-@pytest.mark.slow
-def test_a_pool_at_60_percent_of_need_finds_pages_for_every_x_at_little_cost() -> None:
-    bench = Bench(8, torch.device("cpu"), sizes=Sizes(256, 512, 256))
-    ways = {way.name: way for way in ways_of(bench)}
-    measure(bench, list(ways.values()), rounds=5)  # raises for gradients other than those without a stash
+
+def figures_at_60_percent(bench: Bench, *, rounds: int) -> dict[str, Any]:
+    """Those of a pool with 60% of the pages that are needed, which must keep to them."""
+    ways = {way.name: way for way in ways_of(bench) if "host" not in way.name}
+    measure(bench, list(ways.values()), rounds=rounds)  # raises for gradients other than those without a stash
     short, full = (figures_of(ways[name], ways) for name in ("60%", "full"))
-    assert short["void"] == 0 < short["dropped_act"] + short["dropped_gate_up"]
     assert short["device_page_bytes"] <= 0.6 * bench.pages_needed() * PAGE_BYTES < full["device_page_bytes"]
-    assert short["time_of_full"] <= 1.3
+    return short
+
+
+def test_a_pool_at_60_percent_of_need_finds_pages_for_every_x_and_some_gate_up() -> None:
+    bench = Bench(LAYERS, torch.device("cpu"), sizes=Sizes(256, 256, 128))
+    short = figures_at_60_percent(bench, rounds=1)
+    assert short["void"] == 0 < short["dropped_act"]
+    # The product for gate_up is most of what it costs to compute a layer's tensors again.
+    assert short["dropped_gate_up"] <= LAYERS // 2
+
+
+@pytest.mark.soak  # what is computed again is counted above
+def test_a_pool_at_60_percent_of_need_costs_less_than_a_third_of_a_step() -> None:
+    bench = Bench(LAYERS, torch.device("cpu"), sizes=Sizes(256, 512, 256))
+    assert figures_at_60_percent(bench, rounds=5)["time_of_full"] <= 1.3  # of CPU seconds
 
 
 @pytest.mark.parametrize("order", ["new", "step", "shuffled"])
 def test_copies_allocate_nothing_whatever_the_order_of_pages(order: str) -> None:
-    bench = build(256, torch.bfloat16, num_bytes=2**20, order=order, device="cpu", tier="device")
+    bench = build(256, torch.bfloat16, num_bytes=2**18, order=order, device="cpu", tier="device")
     figures = measure_cpu(bench, 2)  # raises if a copy allocates
-    assert figures["live_bytes"] == 4 * 256 * (1024 - 3) and figures["stash_x"] > 0
+    assert figures["live_bytes"] == 4 * 256 * (256 - 3) and figures["stash_x"] > 0
