@@ -9,13 +9,15 @@ from unittest.mock import patch
 import pytest
 
 from megatron.core.transformer.moe.static_parts import padded_parts
+from tests.counts import slow, soak_only
 from tests.distributed.graph_runs import LOCAL, Trained, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.distributed.tiny_runs import SHARDED
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-RUN: Flags = {"micro-batch-size": 1, "train-iters": 7, "lr-warmup-iters": 0, "eval-interval": 3, "clip-grad": 0.3}
+# The first step runs eagerly, the second is captured, the others are replayed.
+RUN: Flags = {"micro-batch-size": 1, "train-iters": 4, "lr-warmup-iters": 0, "eval-interval": 2, "clip-grad": 0.3}
 STATIC: Flags = {"moe-expert-rank-capacity-factor": 4}
 BORDERS: Flags = {**STATIC, **read_bases()["borders"], "no-create-attention-mask-in-dataloader": True}
 EXPERTS: Flags = {**STATIC, "expert-model-parallel-size": 2, "moe-token-dispatcher-type": "allgather"}
@@ -28,8 +30,9 @@ AGAIN: Flags = {
     "recompute-modules": ["core_attn", "moe_act", "shared_experts", "layernorm"],
 }
 RERUN: Flags = {"overflow-policy": "rerun"}
-EARLY: Flags = {"cuda-graph-warmup-steps": 1}
-LITTLE: Flags = {**EARLY, "moe-expert-rank-capacity-factor": 1.05}
+LITTLE: Flags = {"moe-expert-rank-capacity-factor": 1.05}
+GROWING: Flags = {"rampup-batch-size": [2, 2, 6], "train-iters": 6}
+LONG: Flags = {"train-iters": 7, "eval-interval": 3}
 STAGES: Flags = {"num-layers": 4, "pipeline-model-parallel-size": 2}
 
 
@@ -45,49 +48,52 @@ class Case(NamedTuple):
 
 # 2 layers; of each part as many pairs of graphs as there are microbatches in flight.
 CASES = {
-    "dropout": Case(1, "dense", {"bf16": True, **read_bases()["dropout"]}, "attn mlp", [8]),
+    "dropout": Case(1, "dense", {"bf16": True, "deterministic-mode": None, **read_bases()["dropout"]}, "attn mlp", [8]),
     "fp16": Case(1, "llama", {"fp16": True, "recompute-activations": True}, "attn mlp", [8]),
-    "fused gradients": Case(1, "dense", {"deterministic-mode": None}, "attn mlp", [8]),
-    "growing batch": Case(1, "dense", {"rampup-batch-size": [2, 2, 10]}, "attn mlp", [8]),
-    "shards": Case(3, "dense", {"global-batch-size": 6, **SHARDED}, "attn mlp", [8, 8, 8]),
     "tensors": Case(2, "llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True}, "attn mlp", [8, 8]),
-    "stages": Case(2, "dense", STAGES, "attn mlp", [16, 8]),
     "chunks": Case(2, "dense", {**STAGES, "num-layers-per-virtual-pipeline-stage": 1}, "attn mlp", [24, 16]),
     "experts over ranks": Case(2, "moe", {**EXPERTS, **SHARDED}, "attn moe", [8, 8]),
-    "experts alone": Case(2, "moe", EXPERTS, "experts", [4, 4]),
-    "router": Case(1, "moe", STATIC, "moe_router experts", [8]),
     "preprocess": Case(2, "moe", EXPERTS, "moe_router moe_preprocess experts", [8, 8]),
     "preprocess what is sent": Case(2, "moe", {**EXPERTS, **SENT}, "attn moe_router moe_preprocess", [8, 8]),
-    "experts that are sent to": Case(2, "moe", {**EXPERTS, **SENT}, "moe", [4, 4]),
     "router of dropless experts": Case(1, "moe", {}, "attn moe_router", [8]),
     # Attention stays eager: the borders of documents, and what ranks exchange of them, are others in each batch.
     "documents": Case(1, "moe", BORDERS, "moe", [4]),
     # With its stash in the graphs: where pages abound, spill to the host, and are dropped; and where a step is void, by
     # rows and by pages, runs again eagerly with more, and is captured anew.
-    "pages": Case(1, "moe", {**PAGES, **stash(3.0)}, "experts", [8]),
     "few pages": Case(1, "moe", {**PAGES, **ROUTER, **stash(0.3, 0.4)}, "attn moe", [16]),
     "pages of stages": Case(2, "moe", {**PAGES, **stash(0.7), "pipeline-model-parallel-size": 2}, "moe", [8, 4]),
-    "pages of a growing batch": Case(1, "moe", {**PAGES, **stash(1.0), "rampup-batch-size": [2, 2, 10]}, "moe", [8]),
+    "pages of a growing batch": Case(1, "moe", {**PAGES, **stash(1.0), **GROWING}, "moe", [8]),
     "parts that run again": Case(
         2, "moe", {**PAGES, **EXPERTS, **SHARDED, **AGAIN, **stash(1.5)}, "attn moe", [16, 16]
     ),
-    "rows that grow": Case(2, "moe", {**PAGES, **ROUTER, **EXPERTS, **stash(0.6), **LITTLE}, "moe", [8, 8]),
-    "pages that grow": Case(2, "moe", {**PAGES, **EXPERTS, **stash(1.05, **RERUN), **EARLY}, "moe", [8, 8]),
-    "documents over ranks": Case(2, "moe", {**BORDERS, "context-parallel-size": 2}, "moe", [4, 4]),
+    "rows that grow": Case(2, "moe", {**PAGES, **ROUTER, **EXPERTS, **stash(0.6), **LITTLE, **LONG}, "moe", [8, 8]),
+    "pages that grow": Case(2, "moe", {**PAGES, **EXPERTS, **stash(1.05, **RERUN), **LONG}, "moe", [8, 8]),
+}
+# Each is part of a case above, of the one named after it.
+REPEATED = {
+    "fused gradients": Case(1, "dense", {"deterministic-mode": None}, "attn mlp", [8]),  # dropout
+    "growing batch": Case(1, "dense", GROWING, "attn mlp", [8]),  # pages of a growing batch
+    "shards": Case(3, "dense", {"global-batch-size": 6, **SHARDED}, "attn mlp", [8, 8, 8]),  # experts over ranks
+    "stages": Case(2, "dense", STAGES, "attn mlp", [16, 8]),  # chunks
+    "experts alone": Case(2, "moe", EXPERTS, "experts", [4, 4]),  # preprocess
+    "router": Case(1, "moe", STATIC, "moe_router experts", [8]),  # preprocess
+    "experts that are sent to": Case(2, "moe", {**EXPERTS, **SENT}, "moe", [4, 4]),  # experts over ranks
+    "pages": Case(1, "moe", {**PAGES, **stash(3.0)}, "experts", [8]),  # few pages
+    "documents over ranks": Case(2, "moe", {**BORDERS, "context-parallel-size": 2}, "moe", [4, 4]),  # documents
 }
 
 
 def _both(case: Case) -> tuple[Trained, Trained]:
     flags = {**read_bases()[case.base], **RUN, **case.flags}
-    captured = {**LOCAL, **flags, "cuda-graph-modules": case.modules.split()}
+    captured = {**LOCAL, "cuda-graph-warmup-steps": 1, **flags, "cuda-graph-modules": case.modules.split()}
     # As a GPU does, which cannot read how many rows there are.
     with patch("megatron.core.transformer.moe.dispatch_static.part_layout", lambda device: padded_parts):
-        return train_here(command_line({**flags, "cuda-graph-warmup-steps": None})), train_here(command_line(captured))
+        return train_here(command_line(flags)), train_here(command_line(captured))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*map(slow, CASES), *map(soak_only, REPEATED)])
 def test_replayed_parts_have_the_bits_of_eager_ones(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | REPEATED)[name]
     both = run_on_ranks(_both, case.ranks, case)
     assert [captured.num_graphs for _, captured in both] == case.graphs
     for eager, captured in both:
