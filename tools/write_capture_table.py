@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,14 @@ class Verdict:
     parts: list[str]
 
 
-def measure(ranks: int) -> dict[str, Verdict]:
-    """Looks at all configurations of so many ranks, of which this process is one. Collective."""
-    return {name: _verdict(one) for name, one in CONFIGURATIONS.items() if one.ranks == ranks}
+def measure(names: Collection[str]) -> dict[str, Verdict]:
+    """Looks at these configurations, whose ranks are this process and its group. Collective."""
+    return {name: _verdict(CONFIGURATIONS[name]) for name in names}
+
+
+def names_of(ranks: int) -> list[str]:
+    """The configurations of so many ranks."""
+    return [name for name, one in CONFIGURATIONS.items() if one.ranks == ranks]
 
 
 def _verdict(configuration: Configuration) -> Verdict:
@@ -159,7 +164,7 @@ def _measure_on_rank(rank: int, job: tuple[int, int, Path]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    verdicts = measure(ranks)
+    verdicts = measure(names_of(ranks))
     if rank == 0:
         path.write_text(json.dumps({name: asdict(verdict) for name, verdict in verdicts.items()}), encoding="utf-8")
 
