@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.evaluation import evaluate_validation
 from megatron.training.run import TrainingRun
-from tests.counts import long_count, slow
+from tests.counts import long_count, slow, soak_only
 from tests.distributed.parity import layout
 from tests.distributed.stash_runs import ROUTER, Trained, argv_of, stash, train_here
 from tests.distributed.tiny_runs import SHARDED
@@ -26,14 +26,14 @@ from tests.functional_tests.case import Flags
 from tests.functional_tests.expectations import assert_same_checkpoint
 from tests.harness import run_on_ranks
 
-STEPS = 4
+STEPS = 3
 RUN: Flags = {"hidden-dropout": 0.1, **ROUTER, **SHARDED, "train-iters": STEPS, "save-interval": 1}
 EVALUATED: Flags = {"eval-interval": 1, "eval-iters": 2}
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     "ep 2": (2, {**layout(ep=2), "global-batch-size": 6}),
     "pp 2, ep 2": (4, {**layout(pp=2, ep=2), "global-batch-size": 6}),
     "ep 2, zero 2": (2, {**layout(ep=2), "global-batch-size": 6, "optimizer": "distributed_fused_adam"}),
-    # The first step overflows; the two after it do not, so that the scale grows, and the last one overflows again.
+    # The first step overflows; the second does not, so that the scale grows, and the last one overflows again.
     "ep 2, fp16": (
         2,
         {
@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
             "fp16": True,
             "initial-loss-scale": 2.0**18,
             "hysteresis": 1,
-            "loss-scale-window": 2,
+            "loss-scale-window": 1,
         },
     ),
 }
@@ -77,19 +77,21 @@ PLANS: dict[str, list[Skew]] = {
     "evaluation": [Skew(2, in_training=False)],
 }
 # What is lacking when, and the steps that are void on the first rank for it; all combinations in the long run.
-CASES: list[tuple[str, str, str, list[int]]] = [
-    ("ep 2", "first layer", "rows", [2]),
-    ("ep 2", "middle layer", "rows", [2]),
-    ("ep 2", "last layer", "rows", [2]),
-    ("ep 2", "one microbatch", "pages", [2]),
-    ("ep 2", "twice in a row", "pages", [2, 3]),
+CASES = [
     ("ep 2", "first step", "rows and pages", [1]),
     ("ep 2", "last step", "inputs", [1, STEPS]),
-    ("ep 2", "evaluation", "rows", [-2]),
-    ("pp 2, ep 2", "first layer", "rows", [2]),
-    ("pp 2, ep 2", "last layer", "rows", [2]),
-    ("ep 2, fp16", "twice in a row", "pages", [2, 3]),
-    ("ep 2, zero 2", "middle layer", "rows", [2]),
+    slow("pp 2, ep 2", "first layer", "rows", [2]),
+    slow("ep 2, fp16", "twice in a row", "pages", [2, 3]),
+    slow("ep 2, zero 2", "one microbatch", "pages", [2]),
+    # Each of these as one above: what is lacking decides what a step does, not the layer that finds it lacking.
+    soak_only("ep 2", "first layer", "rows", [2]),
+    soak_only("ep 2", "middle layer", "rows", [2]),
+    soak_only("ep 2", "last layer", "rows", [2]),
+    soak_only("ep 2", "one microbatch", "pages", [2]),
+    soak_only("ep 2", "twice in a row", "pages", [2, 3]),
+    soak_only("ep 2", "evaluation", "rows", [-2]),  # evaluations: test_step_runner.py
+    soak_only("pp 2, ep 2", "last layer", "rows", [2]),
+    soak_only("ep 2, zero 2", "middle layer", "rows", [2]),
 ]
 
 
@@ -171,10 +173,7 @@ def _train_void(where: str, plan: str, lacks: Sequence[str], folder: Path) -> tu
     return tuple(by_rank)
 
 
-@pytest.mark.parametrize(
-    ("where", "plan", "lack", "steps"),
-    [CASES[4], *(slow(*case) for case in CASES[:: long_count(2, soak=1)] if case != CASES[4])],
-)
+@pytest.mark.parametrize(("where", "plan", "lack", "steps"), CASES)
 def test_steps_void_on_one_rank_leave_no_trace(
     where: str, plan: str, lack: str, steps: list[int], tmp_path: Path
 ) -> None:
@@ -188,8 +187,8 @@ def test_steps_void_on_one_rank_leave_no_trace(
         assert by_rank[0][steps[0]] == [(1, 1), (0, 1), (0, 0)]
 
 
-@pytest.mark.parametrize(("where", "plan"), list(product(LAYOUTS, PLANS))[: long_count(1, soak=24)])
-@pytest.mark.slow
+@pytest.mark.parametrize(("where", "plan"), list(product(LAYOUTS, PLANS))[:24])
+@pytest.mark.soak  # the cases above take one of each
 def test_no_lack_of_anything_at_any_time_leaves_a_trace(where: str, plan: str, tmp_path: Path) -> None:
     by_rank = _train_void(where, plan, list(LACKING), tmp_path)
     assert all(found[-1] == (0, 0) for of_rank in by_rank for raised in of_rank for found in raised.values())
@@ -223,12 +222,14 @@ def _train_all(argvs: Sequence[Sequence[str]]) -> list[Trained]:
 def test_a_run_of_few_pages_goes_on_in_any_layout_as_one_without_a_stash(tmp_path: Path) -> None:
     base: Flags = {**RUN, "save-interval": None, "global-batch-size": 6, "lr-decay-iters": STEPS}
     first = argv_of(base, layout(ep=2), LACKING["rows and pages"], {"train-iters": 2, "save": tmp_path})
-    layouts = [layout(ep=2), layout(pp=2), layout(2, etp=2), {**layout(ep=2), "micro-batch-size": 3}]
+    # What a run resumes with is other numbers of stages and of experts here; it is the same way in all layouts.
+    layouts = [layout(pp=2), layout(2, etp=2), layout(ep=2), {**layout(ep=2), "micro-batch-size": 3}]
+    layouts = layouts[: long_count(2, soak=4)]
     pools: list[Flags] = [{}, stash(0.15)]
     others = [argv_of(base, flags, pool, {"load": tmp_path}) for flags in layouts for pool in pools]
     for _, *resumed in run_on_ranks(_train_all, 2, [first, *others], timeout=300):
         for flags, without, stashed in zip(layouts, resumed[::2], resumed[1::2], strict=True):
-            assert [step["iteration"] for step in without.steps] == [3, 4]
+            assert [step["iteration"] for step in without.steps] == [3]
             stashed.assert_same(without, str(flags))
 
 
@@ -245,4 +246,4 @@ def test_a_run_goes_on_with_a_stash_as_without_whichever_it_began_with(tmp_path:
         expected.steps = expected.steps[2:]
         for name, one in zip(pools, resumed, strict=True):
             one.assert_same(expected, f"began {name}")
-        assert [len(one.pages) for one in resumed] == [2, 0] and stashed.pages[0].voids > 0
+        assert [len(one.pages) for one in resumed] == [1, 0] and stashed.pages[0].voids > 0
