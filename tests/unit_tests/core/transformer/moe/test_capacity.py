@@ -44,7 +44,7 @@ def random_routing(generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_rows_agree_with_a_loop_on_random_routings(policy: str, padded: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    for number in range(long_count(1000, soak=10_000)):
+    for number in range(long_count(100, soak=10_000)):
         weights, indices, experts = random_routing(generator)
         factor = float(torch.rand((), generator=generator)) * 2 + 0.05 if number else float(experts)
         config = CapacityConfig(
