@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import random
 import shutil
 import zlib
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE
 from megatron.training.checkpoint_folder import TRACKER_FILE
-from tests.fuzz.values import ODD_INTS, ODD_WORDS, mutate_json
+from tests.fuzz.values import ODD_INTS, ODD_WORDS, Choices, mutate_json
 
 # The checkpoint that is damaged.
 LATEST = "iter_0000002"
@@ -45,23 +44,23 @@ class Damaged:
     is_plain: bool = False
 
 
-Damage = Callable[[random.Random, Path, Damaged], str]
+Damage = Callable[[Choices, Path, Damaged], str]
 
 
-def _bytes(rng: random.Random, saved: Path, case: Damaged) -> str:
+def _bytes(choices: Choices, saved: Path, case: Damaged) -> str:
     # Those of the checkpoint before as well: then the later one is taken.
     files = sorted(path for path in saved.glob("*/*") if path.is_file() and path.stat().st_size)
-    path = rng.choice(files)
+    path = choices.one(files)
     content = path.read_bytes()
-    place = rng.randrange(len(content))
-    flipped = content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
-    match what := rng.choice(["flip", "flip", "cut", "longer", "empty", "gone", "folder", "other"]):
+    place = choices.below(len(content))
+    flipped = content[:place] + bytes([content[place] ^ 1 << choices.below(8)]) + content[place + 1 :]
+    match what := choices.one(["flip", "flip", "cut", "longer", "empty", "gone", "folder", "other"]):
         case "gone" | "folder":
             path.unlink()
             if what == "folder":
                 path.mkdir()
         case "other":
-            path.write_bytes(rng.choice(files).read_bytes() + b" ")
+            path.write_bytes(choices.one(files).read_bytes() + b" ")
         case _:
             path.write_bytes({"flip": flipped, "cut": content[:place], "longer": content + b"\0", "empty": b""}[what])
     # JSON means the same with another blank; who looks at the later one alone finds nothing wrong with the one before.
@@ -76,54 +75,54 @@ def data_files(saved: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file() and path.stat().st_size)
 
 
-def _pieces(rng: random.Random, saved: Path, case: Damaged) -> str:
+def _pieces(choices: Choices, saved: Path, case: Damaged) -> str:
     """Other bytes inside a data file, with their checksums."""
-    path = rng.choice(data_files(saved))
+    path = choices.one(data_files(saved))
     content = bytearray(path.read_bytes())
-    for _ in range(rng.randint(1, 30)):
-        content[rng.randrange(len(content))] = rng.randrange(256)
+    for _ in range(choices.integer(1, 30)):
+        content[choices.below(len(content))] = choices.below(256)
     path.write_bytes(content)
     case.is_content_changed = True
     vouch(saved / LATEST)
     return path.name
 
 
-def _hostile_pieces(rng: random.Random, saved: Path, case: Damaged) -> str:
+def _hostile_pieces(choices: Choices, saved: Path, case: Damaged) -> str:
     """What was no tensor when it was saved, with its checksum; of the first format alone pieces are read by torch."""
-    path = rng.choice(data_files(saved))
+    path = choices.one(data_files(saved))
     size = path.stat().st_size
     with open(path, "wb") as file:
-        torch.save(rng.choice([Harm(), {"a": torch.ones(2)}, [1], torch.ones(1), "x"]), file)
+        torch.save(choices.one([Harm(), {"a": torch.ones(2)}, [1], torch.ones(1), "x"]), file)
     os.truncate(path, max(size, path.stat().st_size))
     case.is_content_changed = True
     vouch(saved / LATEST)
     return path.name
 
 
-def _manifest(rng: random.Random, saved: Path, case: Damaged) -> str:
+def _manifest(choices: Choices, saved: Path, case: Damaged) -> str:
     value = _json(saved / LATEST / MANIFEST_FILE)
     value.pop("crc32", None)
     pieces = [piece for entry in _entries(value) for piece in entry.get("pieces", [])]
-    if pieces and rng.random() < 0.6:
-        note = mutate_json(rng, {"piece": rng.choice(pieces)})
+    if pieces and choices.chance(0.6):
+        note = mutate_json(choices, {"piece": choices.one(pieces)})
     else:
-        note = mutate_json(rng, value)
+        note = mutate_json(choices, value)
     _write_manifest(saved / LATEST, value)
     case.is_content_changed = True
     return note
 
 
-def _common(rng: random.Random, saved: Path, case: Damaged) -> str:
+def _common(choices: Choices, saved: Path, case: Damaged) -> str:
     path = saved / LATEST / "common.json"
     value = _json(path)
-    inner = value.get(rng.choice(["args", "train_state", "scheduler", "optimizer", "frozen", "contents"]))
-    note = mutate_json(rng, inner if inner and rng.random() < 0.8 else value)
-    path.write_text(rng.choice([json.dumps(value)] * 9 + ["[" * 100_000, "[]", "1", "", '{"a": 1, "a": 2}', "NaN"]))
+    inner = value.get(choices.one(["args", "train_state", "scheduler", "optimizer", "frozen", "contents"]))
+    note = mutate_json(choices, inner if inner and choices.chance(0.8) else value)
+    path.write_text(choices.one([json.dumps(value)] * 9 + ["[" * 100_000, "[]", "1", "", '{"a": 1, "a": 2}', "NaN"]))
     vouch(saved / LATEST)
     return note
 
 
-def _metadata(rng: random.Random, saved: Path, case: Damaged) -> str:
+def _metadata(choices: Choices, saved: Path, case: Damaged) -> str:
     path = saved / LATEST / ".metadata"
     try:
         # Our own file, written a moment ago, unless there is other damage already.
@@ -131,7 +130,7 @@ def _metadata(rng: random.Random, saved: Path, case: Damaged) -> str:
         assert metadata.state_dict_metadata and metadata.storage_data
     except (OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, AssertionError):
         return "gone"
-    note = rng.choice(_METADATA_CHANGES)(rng, metadata)
+    note = choices.one(_METADATA_CHANGES)(choices, metadata)
     content = pickle.dumps(metadata) if isinstance(note, str) else note[1]
     path.write_bytes(content)
     vouch(saved / LATEST)
@@ -139,16 +138,16 @@ def _metadata(rng: random.Random, saved: Path, case: Damaged) -> str:
     return str(note)[:300]
 
 
-def _tracker(rng: random.Random, saved: Path, case: Damaged) -> str:
+def _tracker(choices: Choices, saved: Path, case: Damaged) -> str:
     path = saved / TRACKER_FILE
     if path.is_dir():
         path.rmdir()
     words = ["1", "2", "3", "-1", "0", "release", "9" * 5000, "2.0", "\u0662", "0002", " 2\n", "1e3", *ODD_WORDS]
-    match what := rng.choice(["text", "text", "gone", "folder", "bytes"]):
+    match what := choices.one(["text", "text", "gone", "folder", "bytes"]):
         case "text":
-            path.write_text(what := rng.choice(words), encoding="utf-8", errors="surrogateescape")
+            path.write_text(what := choices.one(words), encoding="utf-8", errors="surrogateescape")
         case "bytes":
-            path.write_bytes(rng.randbytes(9))
+            path.write_bytes(choices.bytes(9))
         case _:
             path.unlink(missing_ok=True)
             if what == "folder":
@@ -156,12 +155,12 @@ def _tracker(rng: random.Random, saved: Path, case: Damaged) -> str:
     return what[:50]
 
 
-def _folders(rng: random.Random, saved: Path, case: Damaged) -> str:
+def _folders(choices: Choices, saved: Path, case: Damaged) -> str:
     """More or other folders beside the checkpoint."""
-    name = rng.choice(
+    name = choices.one(
         ["iter_0000009", "iter_00000000000000000002", f"iter_{'9' * 200}", "iter_\u0660000002", "release"]
     )
-    match what := rng.choice(["empty", "file", "copy", "incomplete", "replaced", "loop"]):
+    match what := choices.one(["empty", "file", "copy", "incomplete", "replaced", "loop"]):
         case "empty":
             (saved / name).mkdir(exist_ok=True)
         case "file":
@@ -198,17 +197,19 @@ DAMAGES: list[Damage] = [
 # Of torch's metadata: each changes it in place and says how, or gives other bytes for the file.
 
 
-def _sized(rng: random.Random, metadata: Any) -> str:
+def _sized(choices: Choices, metadata: Any) -> str:
     entries = [
         (key, one) for key, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)
     ]
-    key, entry = rng.choice(entries)
+    key, entry = choices.one(entries)
     odd = [torch.Size([]), torch.Size([1] * 9), (3, -1), [2], None, "x", torch.Size([2**62, 2**62]), (2**70,), (1.5,)]
-    match what := rng.choice(
+    match what := choices.one(
         ["size", "size", "dtype", "chunk", "chunk", "chunks", "properties", "kind", "key", "drop"]
     ):
         case "size":
-            entry.size = rng.choice([*odd, torch.Size([n + 1 for n in entry.size]), torch.Size(list(entry.size)[::-1])])
+            entry.size = choices.one(
+                [*odd, torch.Size([n + 1 for n in entry.size]), torch.Size(list(entry.size)[::-1])]
+            )
         case "dtype":
             kinds = [
                 torch.float64,
@@ -220,38 +221,38 @@ def _sized(rng: random.Random, metadata: Any) -> str:
                 None,
                 "x",
             ]
-            entry.properties.dtype = rng.choice(kinds)
+            entry.properties.dtype = choices.one(kinds)
         case "chunk" if entry.chunks:
-            name = rng.choice(["offsets", "sizes"])
+            name = choices.one(["offsets", "sizes"])
             setattr(
-                rng.choice(entry.chunks),
+                choices.one(entry.chunks),
                 name,
-                rng.choice([*odd, torch.Size([rng.choice(ODD_INTS[:5]) for _ in entry.size])]),
+                choices.one([*odd, torch.Size([choices.one(ODD_INTS[:5]) for _ in entry.size])]),
             )
         case "chunks":
-            entry.chunks = rng.choice([[], entry.chunks * 2, None, [None], "x"])
+            entry.chunks = choices.one([[], entry.chunks * 2, None, [None], "x"])
         case "properties":
-            entry.properties = rng.choice([None, 1, {}])
+            entry.properties = choices.one([None, 1, {}])
         case "kind":
-            metadata.state_dict_metadata[key] = rng.choice([BytesStorageMetadata(), None, 1, "x", {}, (1, 2)])
+            metadata.state_dict_metadata[key] = choices.one([BytesStorageMetadata(), None, 1, "x", {}, (1, 2)])
         case "key":
-            metadata.state_dict_metadata[rng.choice([1, None, "x", ("a",), ""])] = entry
+            metadata.state_dict_metadata[choices.one([1, None, "x", ("a",), ""])] = entry
         case _:
             del metadata.state_dict_metadata[key]
     return f"{what} of {key}"
 
 
-def _stored(rng: random.Random, metadata: Any) -> str:
+def _stored(choices: Choices, metadata: Any) -> str:
     storage = metadata.storage_data or {}
-    index = rng.choice(list(storage))
+    index = choices.one(list(storage))
     info = storage[index]
-    match what := rng.choice(["path", "offset", "length", "drop", "index", "info", "none", "double"]):
+    match what := choices.one(["path", "offset", "length", "drop", "index", "info", "none", "double"]):
         case "path":
-            info.relative_path = rng.choice(
+            info.relative_path = choices.one(
                 ["/etc/passwd", "../../saved/x", "x", "", 1, None, "common.json", ".", "a\0b"]
             )
         case "offset" | "length":
-            setattr(info, what, rng.choice([*ODD_INTS, None, "x", 1.5, 3]))
+            setattr(info, what, choices.one([*ODD_INTS, None, "x", 1.5, 3]))
         case "drop":
             del storage[index]
         case "index":
@@ -263,32 +264,32 @@ def _stored(rng: random.Random, metadata: Any) -> str:
                 (index.fqn, (-1,)),
                 (None, None),
             ]
-            fqn, offset = rng.choice(odd)
+            fqn, offset = choices.one(odd)
             storage[replace(index, fqn=fqn, offset=offset)] = storage.pop(index)
         case "info":
-            storage[index] = rng.choice([None, 1, "x", {}])
+            storage[index] = choices.one([None, 1, "x", {}])
         case "none":
-            metadata.storage_data = rng.choice([None, {}, [], 1])
+            metadata.storage_data = choices.one([None, {}, [], 1])
         case _:
             storage[replace(index, index=77)] = info
     return f"{what} of {index}"
 
 
-def _around(rng: random.Random, metadata: Any) -> str:
-    name = rng.choice(["state_dict_metadata", "planner_data", "storage_meta", "storage_data"])
-    setattr(metadata, name, rng.choice([None, {}, [], 1, "x", {1: 2}]))
+def _around(choices: Choices, metadata: Any) -> str:
+    name = choices.one(["state_dict_metadata", "planner_data", "storage_meta", "storage_data"])
+    setattr(metadata, name, choices.one([None, {}, [], 1, "x", {1: 2}]))
     return name
 
 
-def _other_pickle(rng: random.Random, metadata: Any) -> tuple[str, bytes]:
+def _other_pickle(choices: Choices, metadata: Any) -> tuple[str, bytes]:
     """Bytes that no save writes, for the restricted unpickler."""
     whole = pickle.dumps(metadata)
-    place = rng.randrange(len(whole))
+    place = choices.below(len(whole))
     others = {
         "harm": pickle.dumps(Harm()),
         "harm inside": pickle.dumps([metadata, Harm()]),
-        "other": pickle.dumps(rng.choice([1, None, {}, [metadata], torch.float32, print, torch.Size])),
-        "flip": whole[:place] + bytes([rng.randrange(256)]) + whole[place + 1 :],
+        "other": pickle.dumps(choices.one([1, None, {}, [metadata], torch.float32, print, torch.Size])),
+        "flip": whole[:place] + bytes([choices.below(256)]) + whole[place + 1 :],
         "cut": whole[:place],
         "big string": b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little") + b"x.",
         "big text": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b"x.",
@@ -306,11 +307,11 @@ def _other_pickle(rng: random.Random, metadata: Any) -> tuple[str, bytes]:
         "empty": b"",
         "text": b"MMIDIDX",
     }
-    name = rng.choice(list(others))
+    name = choices.one(list(others))
     return name, others[name]
 
 
-_METADATA_CHANGES: list[Callable[[random.Random, Any], Any]] = [_sized, _sized, _stored, _around, _other_pickle]
+_METADATA_CHANGES: list[Callable[[Choices, Any], Any]] = [_sized, _sized, _stored, _around, _other_pickle]
 
 
 # Checksums.

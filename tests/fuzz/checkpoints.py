@@ -1,6 +1,5 @@
 """Fuzzed checkpoints: damaged ones, and those whose checksums vouch for what no save writes."""
 
-import random
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,8 @@ from megatron.training.checkpoint_folder import find_checkpoint
 from megatron.training.errors import exit_on_user_error
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.fuzz.checkpoint_damage import DAMAGES, LATEST, Damaged
-from tests.fuzz.trials import Verdict, judged, note_of
+from tests.fuzz.judging import Verdict, judged, note_of
+from tests.fuzz.values import Choices
 from tools import checkpoint as checkpoint_tool
 from tools import generate as generate_tool
 
@@ -51,19 +51,19 @@ class CheckpointFuzzer:
         self._shared = shared
         self._tensors = {folder: _tensors(folder) for folder in shared.glob("*/iter_*")}
 
-    def draw(self, rng: random.Random, folder: Path) -> Damaged:
-        kind = rng.choice(["dense", "moe", "moe", "format_1"])
-        action = rng.choice(list(_ACTIONS)[:6] if kind == "format_1" else list(_ACTIONS))
-        case = Damaged(kind, action, rng.choice(_WORDS.get(action, [[]])))
+    def draw(self, choices: Choices, folder: Path) -> Damaged:
+        kind = choices.one(["dense", "moe", "moe", "format_1"])
+        action = choices.one(list(_ACTIONS)[:6] if kind == "format_1" else list(_ACTIONS))
+        case = Damaged(kind, action, choices.one(_WORDS.get(action, [[]])))
         shutil.copytree(self._shared / kind, folder / "saved")
-        for _ in range(rng.choice([0, 1, 1, 1, 1, 2])):
-            damage = rng.choice(DAMAGES)
-            note = note_of(partial(damage, rng, folder / "saved", case), earlier=case.notes)
+        for _ in range(choices.one([0, 1, 1, 1, 1, 2])):
+            damage = choices.one(DAMAGES)
+            note = note_of(partial(damage, choices, folder / "saved", case), earlier=case.notes)
             case.notes.append(f"{damage.__name__}: {note}")
         case.is_plain &= len(case.notes) == 1
         return case
 
-    def judge(self, case: Damaged, folder: Path) -> Verdict:
+    def check(self, case: Damaged, folder: Path) -> Verdict:
         act = _ACTIONS[case.action]
         verdict = judged(partial(act, self, case, folder=folder), folder)
         assert not (folder / "harm").exists(), "something in the checkpoint was run"
@@ -128,7 +128,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
 _WORDS: dict[str, list[list[str]]] = {
     "inspect": [[], ["--tensors"], ["--ckpt-step", "2"], ["--ckpt-step", "1"], ["--ckpt-step", "-1"]],
     "verify": [[], ["--ckpt-step", "2"]],
-    "diff": [[], ["--ignore", "rng*"], ["--ignore", "["]],
+    "diff": [[], ["--ignore", "choices*"], ["--ignore", "["]],
     "prune": [
         ["--keep-latest", "1"],
         ["--keep-latest", "1", "--dry-run"],
@@ -140,7 +140,7 @@ _WORDS: dict[str, list[list[str]]] = {
         [],
         ["--use-checkpoint-args"],
         ["--finetune"],
-        ["--no-load-optim", "--no-load-rng"],
+        ["--no-load-optim", "--no-load-choices"],
         ["--ckpt-step", "2"],
         ["--dist-ckpt-strictness", "log_all"],
         ["--use-distributed-optimizer", "--ckpt-fully-parallel-load"],

@@ -3,9 +3,8 @@
 import contextlib
 import io
 import os
-import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -23,8 +22,8 @@ from megatron.training.gpt_builder import build_gpt
 from megatron.training.setup import model_parts, setup_tokenizer
 from tests.functional_tests.case import FOLDER, Flags, command_line, read_bases, read_cases
 from tests.functional_tests.expectations import EXPECTATIONS
-from tests.fuzz.trials import Verdict, judged
-from tests.fuzz.values import NO_NUMBERS, ODD_FLOATS, ODD_INTS, ODD_WORDS
+from tests.fuzz.judging import Verdict, judged
+from tests.fuzz.values import NO_NUMBERS, ODD_FLOATS, ODD_INTS, ODD_WORDS, Choices
 
 # What ends a run soon, and keeps what it writes in its folder.
 SHORT: Flags = {"train-iters": 2, "lr-warmup-iters": 1, "eval-iters": 1, "exit-interval": 2, "num-workers": 0}
@@ -53,13 +52,14 @@ _LAYOUT += ["num_distributed_optimizer_instances", "decoder_first_pipeline_num_l
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What is started, and on how many processes."""
+    """A command line, and the number of processes it is meant for. rank: the one that is built if there are several."""
 
     argv: list[str]
     world_size: int
+    rank: int = 0
 
     def __str__(self) -> str:
-        return f"WORLD_SIZE={self.world_size} {self.argv}"
+        return f"WORLD_SIZE={self.world_size} RANK={self.rank} {self.argv}"
 
 
 class FlagFuzzer:
@@ -68,7 +68,7 @@ class FlagFuzzer:
     Now and then one that is not: a contradiction, or a hostile value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, _shared: Path) -> None:
         self._bases = read_bases()
         self._cases = [
             {name: value for name, value in case.flags.items() if name not in SHORT}
@@ -77,73 +77,72 @@ class FlagFuzzer:
         ]
         self._flags = {flag.dest: flag for flag in flag_table().flags}
 
-    def draw(self, rng: random.Random, folder: Path) -> CommandLine:
-        world_size = rng.choice([1, 1, 1, 1, 2, 3, 4, 6, 8])
-        base = self._bases[rng.choice(["dense", "llama", "moe", "moe"])]
-        case = CommandLine(command_line({**base, **SHORT}), world_size)
-        tweaks = [self._of_case(rng, base, folder=folder) for _ in range(rng.choice([0, 1, 1, 2]))]
-        tweaks += [self._drawn(rng, folder=folder, among=self._works()) for _ in range(rng.randint(0, 4))]
+    def draw(self, choices: Choices, folder: Path) -> CommandLine:
+        world_size = choices.one([1, 1, 1, 1, 2, 3, 4, 6, 8])
+        base = self._bases[choices.one(["dense", "llama", "moe", "moe"])]
+        case = CommandLine(command_line({**base, **SHORT}), world_size, choices.below(world_size))
+        tweaks = [self._of_case(choices, base, folder=folder) for _ in range(choices.one([0, 1, 1, 2]))]
+        tweaks += [self._drawn(choices, folder=folder, among=self._works()) for _ in range(choices.integer(0, 4))]
         if world_size > 1:
-            tweaks += [self._drawn(rng, folder=folder, among=_LAYOUT) for _ in range(rng.randint(1, 4))]
-        rng.shuffle(tweaks)
-        for words in tweaks:
-            tweaked = CommandLine([*case.argv, *words], world_size)
-            # What validation refuses is mostly left out: the rest of the program is to be reached too.
-            if rng.random() < 0.1 or not _is_refused(tweaked):
+            tweaks += [self._drawn(choices, folder=folder, among=_LAYOUT) for _ in range(choices.integer(1, 4))]
+        for words in choices.shuffled(tweaks):
+            tweaked = replace(case, argv=[*case.argv, *words])
+            # Most command lines that validation refuses are left out, to reach the rest of the program.
+            if choices.chance(0.1) or not _is_refused(tweaked):
                 case = tweaked
-        if rng.random() < 0.3:
-            among = list(self._flags) if rng.random() < 0.1 else self._works()
-            case.argv.extend(self._drawn(rng, folder=folder, among=among, hostile=True))
-        if rng.random() < 0.02:
-            case.argv.insert(rng.randrange(len(case.argv)), rng.choice(ODD_WORDS).replace("\x00", ""))
+        if choices.chance(0.3):
+            among = list(self._flags) if choices.chance(0.1) else self._works()
+            case.argv.extend(self._drawn(choices, folder=folder, among=among, hostile=True))
+        if choices.chance(0.02):
+            case.argv.insert(choices.below(len(case.argv)), choices.one(ODD_WORDS).replace("\x00", ""))
         return case
 
     def _works(self) -> list[str]:
         return [name for name, flag in self._flags.items() if flag.state is FlagState.WORKS]
 
-    def _of_case(self, rng: random.Random, base: Flags, *, folder: Path) -> list[str]:
+    def _of_case(self, choices: Choices, base: Flags, *, folder: Path) -> list[str]:
         """The flags in which a functional case differs from its own base, or some of them."""
-        flags = rng.choice(self._cases)
+        flags = choices.one(self._cases)
         different = {name: value for name, value in flags.items() if value is not None and base.get(name) != value}
-        if rng.random() < 0.3:
-            different = dict(rng.sample(list(different.items()), len(different) // 2))
+        if choices.chance(0.3):
+            different = dict(choices.some(list(different.items()), len(different) // 2))
         places = {"{tmp}": str(folder), "{tests}": str(FOLDER)}
         return [re.sub(r"{tmp}|{tests}", lambda found: places[found[0]], word) for word in command_line(different)]
 
-    def _drawn(self, rng: random.Random, *, folder: Path, among: list[str], hostile: bool = False) -> list[str]:
-        return self._words(rng, self._flags[rng.choice(among)], folder=folder, hostile=hostile)
+    def _drawn(self, choices: Choices, *, folder: Path, among: list[str], hostile: bool = False) -> list[str]:
+        return self._words(choices, self._flags[choices.one(among)], folder=folder, hostile=hostile)
 
-    def _words(self, rng: random.Random, flag: Flag, *, folder: Path, hostile: bool) -> list[str]:
+    def _words(self, choices: Choices, flag: Flag, *, folder: Path, hostile: bool) -> list[str]:
         if flag.constant is not None:
-            return [flag.flags[0], "yes"] if hostile and rng.random() < 0.3 else [flag.flags[0]]
-        count = flag.nargs if isinstance(flag.nargs, int) else rng.randint(1, 3) if flag.takes_list else 1
-        count = rng.randint(0, 4) if hostile and rng.random() < 0.2 else count
-        values = [as_drawn(rng, flag, folder=folder, hostile=hostile) for _ in range(count)]
+            return [flag.flags[0], "yes"] if hostile and choices.chance(0.3) else [flag.flags[0]]
+        count = flag.nargs if isinstance(flag.nargs, int) else choices.integer(1, 3) if flag.takes_list else 1
+        count = choices.integer(0, 4) if hostile and choices.chance(0.2) else count
+        values = [as_drawn(choices, flag, folder=folder, hostile=hostile) for _ in range(count)]
         # argv holds no NUL; words with a dash in front would be flags.
         return [f"{flag.flags[0]}={values[0]}"] if count == 1 else [flag.flags[0], *values]
 
-    def judge(self, case: CommandLine, folder: Path) -> Verdict:
+    def check(self, case: CommandLine, folder: Path) -> Verdict:
         run = _run if case.world_size == 1 else _build_one_rank
         return judged(partial(run, case), folder)
 
 
-def as_drawn(rng: random.Random, flag: Flag, *, folder: Path = Path("."), hostile: bool = False) -> str:
+def as_drawn(choices: Choices, flag: Flag, *, folder: Path = Path("."), hostile: bool = False) -> str:
     """A word for a flag: one that it may have, mostly; hostile: mostly one that nobody meant."""
     if flag.dest in _BOUNDED:
-        return str(rng.choice([-1, *range(_BOUNDED[flag.dest] + 1)]))
-    if hostile and rng.random() < 0.8:
+        return str(choices.one([-1, *range(_BOUNDED[flag.dest] + 1)]))
+    if hostile and choices.chance(0.8):
         kinds = {"int": [*map(str, ODD_INTS), *NO_NUMBERS], "float": [*ODD_FLOATS, *map(str, ODD_INTS)]}
         # argv holds no NUL.
-        return str(rng.choice(kinds.get(flag.type_name, ODD_WORDS))).replace("\x00", "")
+        return str(choices.one(kinds.get(flag.type_name, ODD_WORDS))).replace("\x00", "")
     if flag.dest in PATHS:
-        return str(folder / rng.choice(["a", "b/c", "a", "a.b"]))
+        return str(folder / choices.one(["a", "b/c", "a", "a.b"]))
     if flag.dest in WORDS:
-        return rng.choice(WORDS[flag.dest])
+        return choices.one(WORDS[flag.dest])
     if choice_names(flag):
-        return rng.choice(choice_names(flag))
+        return choices.one(choice_names(flag))
     if flag.type_name == "float":
-        return str(rng.choice([0, 0.1, 0.5, 1, 1.5, 2, 100, rng.random()]))
-    return str(rng.choice([1, 1, 2, 2, 3, 4, 4, 5, 8, 16, 32, 33, 48, 64, rng.randint(0, 70)]))
+        return str(choices.one([0, 0.1, 0.5, 1, 1.5, 2, 100, choices.fraction()]))
+    return str(choices.one([1, 1, 2, 2, 3, 4, 4, 5, 8, 16, 32, 33, 48, 64, choices.integer(0, 70)]))
 
 
 def _run(case: CommandLine) -> None:
@@ -151,10 +150,9 @@ def _run(case: CommandLine) -> None:
 
 
 def _build_one_rank(case: CommandLine) -> None:
-    rank = random.Random(str(case.argv)).randrange(case.world_size)
-    with patch.dict(os.environ, WORLD_SIZE=str(case.world_size), RANK=str(rank)), exit_on_user_error():
+    with patch.dict(os.environ, WORLD_SIZE=str(case.world_size), RANK=str(case.rank)), exit_on_user_error():
         args = validate_args(parse_args(argv=case.argv))
-        with fake_rank(args, rank, world_size=case.world_size):
+        with fake_rank(args, case.rank, world_size=case.world_size):
             setup_tokenizer(args)
             parts = [part for part, _ in model_parts(partial(build_gpt, args), args)]
             values = [p for part in parts for p in part.parameters() if p.numel() and not p.is_meta]

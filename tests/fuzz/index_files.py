@@ -1,7 +1,6 @@
 """Fuzzed .bin/.idx pairs and index caches: read as the pointers say, inside the .bin; or refused by name."""
 
 import json
-import random
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.training.errors import exit_on_user_error
-from tests.fuzz.trials import Verdict, judged
-from tests.fuzz.values import mutate_json
+from tests.fuzz.judging import Verdict, judged
+from tests.fuzz.values import Choices, mutate_json
 
 # By the codes of the format.
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
@@ -49,85 +48,91 @@ class Pair:
         return _FIXED.pack(self.magic, self.version, self.code, *self.counts) + b"".join(p.tobytes() for p in parts)
 
 
-def draw_pair(rng: random.Random) -> Pair:
+def draw_pair(choices: Choices) -> Pair:
     """A valid pair: empty sequences, documents of several, sequences that lie in any order, overlap or share bytes."""
-    code = rng.choice([8, 8, 4, *_TYPES])
-    lengths = [rng.choice([0, 1, 2, rng.randint(0, 20)]) for _ in range(rng.choice([0, 1, 2, rng.randint(3, 12)]))]
+    code = choices.one([8, 8, 4, *_TYPES])
+    lengths = [
+        choices.one([0, 1, 2, choices.integer(0, 20)]) for _ in range(choices.one([0, 1, 2, choices.integer(3, 12)]))
+    ]
     size = np.dtype(_TYPES[code]).itemsize
     pointers = [sum(lengths[:number]) * size for number in range(len(lengths))]
-    content = np.array([rng.randrange(_VOCABULARY) for _ in range(sum(lengths))], _TYPES[code]).tobytes()
-    if rng.random() < 0.2 and lengths:
-        content = rng.randbytes(rng.randint(0, 9)) + content
+    content = np.array([choices.below(_VOCABULARY) for _ in range(sum(lengths))], _TYPES[code]).tobytes()
+    if choices.chance(0.2) and lengths:
+        content = choices.bytes(choices.integer(0, 9)) + content
         free = [len(content) - length * size for length in lengths]
-        pointers = [rng.randint(0, most) for most in free]
-    borders = sorted(rng.randint(0, len(lengths)) for _ in range(rng.randint(0, 3)))
-    borders = [0, *borders, len(lengths)] if rng.random() < 0.5 else list(range(len(lengths) + 1))
-    multimodal = rng.random() < 0.2
-    modes = [rng.randint(-3, 3) for _ in lengths] if multimodal else []
-    pair = Pair(code, lengths, pointers, borders, modes, content, multimodal, mmap=rng.random() < 0.5)
+        pointers = [choices.integer(0, most) for most in free]
+    borders = sorted(choices.integer(0, len(lengths)) for _ in range(choices.integer(0, 3)))
+    borders = [0, *borders, len(lengths)] if choices.chance(0.5) else list(range(len(lengths) + 1))
+    multimodal = choices.chance(0.2)
+    modes = [choices.integer(-3, 3) for _ in lengths] if multimodal else []
+    pair = Pair(code, lengths, pointers, borders, modes, content, multimodal, mmap=choices.chance(0.5))
     pair.counts = [len(lengths), len(borders)]
     return pair
 
 
-def mutate_pair(rng: random.Random, pair: Pair) -> None:
+def mutate_pair(choices: Choices, pair: Pair) -> None:
     """Damages one field of a pair, or nothing."""
-    name = rng.choice(["lengths", "pointers", "borders", "counts", "code", "version", "magic", "content", "modes", ""])
+    name = choices.one(["lengths", "pointers", "borders", "counts", "code", "version", "magic", "content", "modes", ""])
     values = getattr(pair, name) if name in ("lengths", "pointers", "borders", "modes") else None
     pair.notes.append(name)
     if values:
-        place = rng.randrange(len(values))
+        place = choices.below(len(values))
         limit = {"lengths": 31, "modes": 7}.get(name, 63)
-        odd = [0, -1, 1 << (limit - 1), (1 << limit) - 1, -(1 << limit), rng.randint(-5, 60)]
+        odd = [0, -1, 1 << (limit - 1), (1 << limit) - 1, -(1 << limit), choices.integer(-5, 60)]
         odd.insert(5, min(len(pair.content), (1 << limit) - 1))
-        match rng.choice(["set", "set", "shift", "drop", "double", "sort"]):
+        match choices.one(["set", "set", "shift", "drop", "double", "sort"]):
             case "set":
-                values[place] = rng.choice(odd)
+                values[place] = choices.one(odd)
             case "shift":
-                values[place] = max(-(1 << limit), min((1 << limit) - 1, values[place] + rng.choice([-1, 1, 2])))
+                values[place] = max(-(1 << limit), min((1 << limit) - 1, values[place] + choices.one([-1, 1, 2])))
             case "drop":
                 del values[place]
             case "double":
                 values.insert(place, values[place])
             case _:
                 values.reverse()
-        if rng.random() < 0.7:
+        if choices.chance(0.7):
             pair.counts = [len(pair.lengths), len(pair.borders)]
     elif name == "counts":
-        pair.counts[rng.randrange(2)] = rng.choice(
+        pair.counts[choices.below(2)] = choices.one(
             [*_ODD_COUNTS, pair.counts[0] + 1, pair.counts[1] - (pair.counts[1] > 0)]
         )
     elif name == "code":
-        pair.code = rng.choice([0, 9, 255, *_TYPES])
+        pair.code = choices.one([0, 9, 255, *_TYPES])
     elif name == "version":
-        pair.version = rng.choice([0, 2, 2**63, 2**64 - 1, 256])
+        pair.version = choices.one([0, 2, 2**63, 2**64 - 1, 256])
     elif name == "magic":
-        pair.magic = rng.choice([b"\0" * 9, b"MMIDIDX\0\1", rng.randbytes(9)])
+        pair.magic = choices.one([b"\0" * 9, b"MMIDIDX\0\1", choices.bytes(9)])
     elif name == "content":
-        cut = rng.randint(0, len(pair.content))
-        pair.content = rng.choice([pair.content[:cut], pair.content + rng.randbytes(3), b""])
+        cut = choices.integer(0, len(pair.content))
+        pair.content = choices.one([pair.content[:cut], pair.content + choices.bytes(3), b""])
 
 
 class IndexFuzzer:
     """Pairs with some damage, opened whole, and as samples to train on where tokens are integers."""
 
-    def draw(self, rng: random.Random, folder: Path) -> Pair:
-        pair = draw_pair(rng)
-        for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
-            mutate_pair(rng, pair)
+    def __init__(self, _shared: Path) -> None: ...
+
+    def draw(self, choices: Choices, folder: Path) -> Pair:
+        pair = draw_pair(choices)
+        for _ in range(choices.one([0, 1, 1, 1, 2, 3])):
+            mutate_pair(choices, pair)
         idx = pair.idx()
-        if rng.random() < 0.15:
-            cut = rng.randint(0, len(idx))
-            idx = rng.choice([idx[:cut], idx + rng.randbytes(rng.randint(1, 9)), idx[:cut] + idx[cut + 1 :], idx[cut:]])
+        if choices.chance(0.15):
+            cut = choices.integer(0, len(idx))
+            idx = choices.one(
+                [idx[:cut], idx + choices.bytes(choices.integer(1, 9)), idx[:cut] + idx[cut + 1 :], idx[cut:]]
+            )
             pair.notes.append("cut")
-        if rng.random() < 0.1 and idx:
-            place = rng.randrange(len(idx))
-            idx = idx[:place] + bytes([idx[place] ^ 1 << rng.randrange(8)]) + idx[place + 1 :]
+        if choices.chance(0.1) and idx:
+            place = choices.below(len(idx))
+            idx = idx[:place] + bytes([idx[place] ^ 1 << choices.below(8)]) + idx[place + 1 :]
             pair.notes.append(f"bit {place}")
         (folder / "a.idx").write_bytes(idx)
         (folder / "a.bin").write_bytes(pair.content)
         return pair
 
-    def judge(self, case: Pair, folder: Path) -> Verdict:
+    def check(self, case: Pair, folder: Path) -> Verdict:
         idx, content = (folder / "a.idx").read_bytes(), (folder / "a.bin").read_bytes()
         expected = sequences_of(idx, content, multimodal=case.multimodal)
         verdict = judged(lambda: _check_read(folder, case, expected=expected), folder)
@@ -207,9 +212,11 @@ class DamagedCache:
 class IndexCacheFuzzer:
     """The cached indices of a whole corpus with some damage: what is read is what is built anew."""
 
-    def draw(self, rng: random.Random, folder: Path) -> DamagedCache:
-        lengths = [rng.randint(0, 9) for _ in range(8)] + [9]
-        content = np.array([rng.randrange(_VOCABULARY) for _ in range(sum(lengths))], "<u2")
+    def __init__(self, _shared: Path) -> None: ...
+
+    def draw(self, choices: Choices, folder: Path) -> DamagedCache:
+        lengths = [choices.integer(0, 9) for _ in range(8)] + [9]
+        content = np.array([choices.below(_VOCABULARY) for _ in range(sum(lengths))], "<u2")
         pointers = [2 * sum(lengths[:number]) for number in range(9)]
         pair = Pair(8, lengths, pointers, list(range(10)), [], content.tobytes(), False, True, counts=[9, 10])
         (folder / "a.idx").write_bytes(pair.idx())
@@ -217,46 +224,46 @@ class IndexCacheFuzzer:
         expected = _samples(folder)
         files = sorted((folder / "cache").iterdir())
         manifest = next(file for file in files if file.name.endswith("manifest.json"))
-        damaged = rng.sample(files, rng.randint(1, 2))
+        damaged = choices.some(files, choices.integer(1, 2))
         # The manifest last: it may have to vouch for the others first.
-        notes = [_damage(rng, file, manifest=manifest) for file in sorted(damaged, key=manifest.__eq__)]
+        notes = [_damage(choices, file, manifest=manifest) for file in sorted(damaged, key=manifest.__eq__)]
         return DamagedCache(notes, expected)
 
-    def judge(self, case: DamagedCache, folder: Path) -> Verdict:
+    def check(self, case: DamagedCache, folder: Path) -> Verdict:
         assert _samples(folder) == case.expected
         return Verdict.RIGHT
 
 
-def _damage(rng: random.Random, file: Path, *, manifest: Path) -> str:
+def _damage(choices: Choices, file: Path, *, manifest: Path) -> str:
     content = file.read_bytes()
-    if file == manifest and rng.random() < 0.6:
+    if file == manifest and choices.chance(0.6):
         value = json.loads(content)
-        note = mutate_json(rng, value)
+        note = mutate_json(choices, value)
         file.write_text(json.dumps(value))
         return f"{file.name}: {note}"
-    if file != manifest and rng.random() < 0.5:
+    if file != manifest and choices.chance(0.5):
         array: Any = np.load(file)
-        changed = _changed(rng, array)
+        changed = _changed(choices, array)
         np.save(file, changed, allow_pickle=True)
         _vouch(file, manifest)
         return f"{file.name}: {changed.dtype}{changed.shape}, with its checksum"
-    cut = rng.randrange(len(content))
-    flipped = bytes([content[cut] ^ 1 << rng.randrange(8)])
+    cut = choices.below(len(content))
+    flipped = bytes([content[cut] ^ 1 << choices.below(8)])
     broken = [content[:cut], content + b"x", b"", b"\x93NUMPY" + content, b"PK\3\4" + content]
-    if rng.random() < 0.5:
-        file.write_bytes(rng.choice([*broken, content[:cut] + flipped + content[cut + 1 :]]))
+    if choices.chance(0.5):
+        file.write_bytes(choices.one([*broken, content[:cut] + flipped + content[cut + 1 :]]))
     else:
-        file.write_bytes(rng.choice(broken))
+        file.write_bytes(choices.one(broken))
         if file != manifest:
             _vouch(file, manifest)
     return f"{file.name}: bytes at {cut}"
 
 
-def _changed(rng: random.Random, array: np.ndarray) -> np.ndarray:
+def _changed(choices: Choices, array: np.ndarray) -> np.ndarray:
     odd = array.copy()
     # Values that may stand there cannot be told from the right ones.
-    odd.flat[rng.randrange(array.size)] = rng.choice([2**31 - 1, 10**6])
-    return rng.choice(
+    odd.flat[choices.below(array.size)] = choices.one([2**31 - 1, 10**6])
+    return choices.one(
         [odd, array[:-1], array[:0], array.astype(np.float64), array[None], np.stack([array, array])]
         + [array.astype(object), np.array(3), array.astype("S4"), -1 - array.astype("i8")]
     )

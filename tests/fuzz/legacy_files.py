@@ -4,7 +4,6 @@ import argparse
 import collections
 import os
 import pickle
-import random
 import shutil
 import zipfile
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ import torch
 from megatron.core.dist_checkpointing import load, model_sharded_tensors
 from megatron.training.checkpoint_folder import TRACKER_FILE
 from tests.fuzz.checkpoint_damage import Harm
-from tests.fuzz.trials import Verdict, judged, note_of
-from tests.fuzz.values import ODD_INTS, ODD_WORDS, odd_json
+from tests.fuzz.judging import Verdict, judged, note_of
+from tests.fuzz.values import ODD_INTS, ODD_WORDS, Choices, odd_json
 from tests.unit_tests.tools.test_convert_legacy import ITERATION, SHAPE, whole_model, write_files
 from tools import checkpoint as checkpoint_tool
 
@@ -43,17 +42,17 @@ class LegacyFuzzer:
             if not (shared / style).exists():
                 write_files(self._model, shared / style, style)
 
-    def draw(self, rng: random.Random, folder: Path) -> Files:
-        shutil.copytree(self._shared / rng.choice(["local", "engine", "grouped"]), folder / "files")
-        case = Files(rng.choice([[], [], [], ["--vocab-size", "3"], ["--vocab-size", "-1"], ["--ckpt-step", "7"]]))
-        for _ in range(rng.choice([0, 1, 1, 1, 2])):
-            path = rng.choice(sorted((folder / "files" / _FOLDER).glob("*/*.pt")))
-            damage = rng.choice([_content, _content, _content, _content, _bytes, _hostile, _places])
-            note = note_of(partial(damage, rng, path, case), earlier=case.notes)
+    def draw(self, choices: Choices, folder: Path) -> Files:
+        shutil.copytree(self._shared / choices.one(["local", "engine", "grouped"]), folder / "files")
+        case = Files(choices.one([[], [], [], ["--vocab-size", "3"], ["--vocab-size", "-1"], ["--ckpt-step", "7"]]))
+        for _ in range(choices.one([0, 1, 1, 1, 2])):
+            path = choices.one(sorted((folder / "files" / _FOLDER).glob("*/*.pt")))
+            damage = choices.one([_content, _content, _content, _content, _bytes, _hostile, _places])
+            note = note_of(partial(damage, choices, path, case), earlier=case.notes)
             case.notes.append(f"{path.parent.name}: {note}")
         return case
 
-    def judge(self, case: Files, folder: Path) -> Verdict:
+    def check(self, case: Files, folder: Path) -> Verdict:
         verdict = judged(partial(self._convert, case, folder), folder)
         assert not (folder / "harm").exists(), "something in the files was run"
         return verdict
@@ -68,7 +67,7 @@ class LegacyFuzzer:
             assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
 
 
-def _content(rng: random.Random, path: Path, case: Files) -> str:
+def _content(choices: Choices, path: Path, case: Files) -> str:
     """Other values, of the arguments, of the counters or of the model."""
     try:
         # Our own file, written a moment ago, unless there is other damage already.
@@ -78,50 +77,56 @@ def _content(rng: random.Random, path: Path, case: Files) -> str:
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict) or not content["model"]:
         return "gone"
     case.is_whole = False
-    match what := rng.choice(["argument", "argument", "argument", "top", "tensor", "tensor", "name", "more"]):
+    match what := choices.one(["argument", "argument", "argument", "top", "tensor", "tensor", "name", "more"]):
         case "argument" if isinstance(content.get("args"), argparse.Namespace):
-            name = rng.choice(list(vars(content["args"])))
-            vars(content["args"])[name] = _odd(rng)
+            name = choices.one(list(vars(content["args"])))
+            vars(content["args"])[name] = _odd(choices)
             what += f" {name} {vars(content['args'])[name]!r:.60}"
         case "top":
-            name = rng.choice(list(content))
-            content[name] = _odd(rng)
+            name = choices.one(list(content))
+            content[name] = _odd(choices)
             what += f" {name} {content[name]!r:.60}"
         case "name":
-            name = rng.choice(list(content["model"]))
-            content["model"][rng.choice(["x", "decoder.layers.99.mlp.x", name + "0", 1, ""])] = content["model"].pop(
+            name = choices.one(list(content["model"]))
+            content["model"][choices.one(["x", "decoder.layers.99.mlp.x", name + "0", 1, ""])] = content["model"].pop(
                 name
             )
         case "more":
-            content["model1"] = rng.choice([content["model"], {}, None, [], {"language_model": {}}])
+            content["model1"] = choices.one([content["model"], {}, None, [], {"language_model": {}}])
         case _:
-            name = rng.choice(list(content["model"]))
-            content["model"][name] = _odd_tensor(rng, content["model"][name])
+            name = choices.one(list(content["model"]))
+            content["model"][name] = _odd_tensor(choices, content["model"][name])
             what += f" {name}"
     torch.save(content, path)
     return what
 
 
-def _odd(rng: random.Random) -> Any:
-    others = [argparse.Namespace(x=1), torch.ones(2), torch.tensor(3), collections.deque([1]), (1, 2), b"x", float]
-    return rng.choice([*(odd_json(rng) for _ in range(8)), *ODD_INTS, rng.choice(others[:-1])])
+def _odd(choices: Choices) -> Any:
+    others = [argparse.Namespace(x=1), torch.ones(2), torch.tensor(3), collections.deque([1]), (1, 2), b"x"]
+    match choices.one(["json", "json", "int", "other"]):
+        case "json":
+            return odd_json(choices)
+        case "int":
+            return choices.one(ODD_INTS)
+        case _:
+            return choices.one(others)
 
 
-def _odd_tensor(rng: random.Random, tensor: torch.Tensor) -> Any:
+def _odd_tensor(choices: Choices, tensor: torch.Tensor) -> Any:
     odd = [tensor[:0], tensor.flatten(), tensor[None], tensor.half(), tensor.int(), torch.ones(1), torch.tensor(1.0)]
     odd += [None, 1, "x", tensor.to_sparse(), tensor.expand(2, *tensor.shape), torch.empty(3, device="meta")]
-    return rng.choice(
+    return choices.one(
         [*odd, torch.full_like(tensor, float("nan")), tensor.t() if tensor.ndim == 2 else tensor, [tensor]]
     )
 
 
-def _bytes(rng: random.Random, path: Path, case: Files) -> str:
+def _bytes(choices: Choices, path: Path, case: Files) -> str:
     if not path.is_file() or not path.stat().st_size:
         return "gone"
     content = path.read_bytes()
-    place = rng.randrange(len(content))
-    flipped = content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
-    match what := rng.choice(["flip", "flip", "cut", "longer", "empty", "gone", "folder"]):
+    place = choices.below(len(content))
+    flipped = content[:place] + bytes([content[place] ^ 1 << choices.below(8)]) + content[place + 1 :]
+    match what := choices.one(["flip", "flip", "cut", "longer", "empty", "gone", "folder"]):
         case "gone" | "folder":
             path.unlink()
             if what == "folder":
@@ -133,12 +138,12 @@ def _bytes(rng: random.Random, path: Path, case: Files) -> str:
     return f"{what} at {place}"
 
 
-def _hostile(rng: random.Random, path: Path, case: Files) -> str:
+def _hostile(choices: Choices, path: Path, case: Files) -> str:
     """A pickle, or an archive of one, that wants more than to be read."""
     case.is_whole = False
     if path.is_dir():
         path.rmdir()
-    what = rng.choice(["harm", "inside", "protocol 0", "archive", "global", "deep", "build", "bomb"])
+    what = choices.one(["harm", "inside", "protocol 0", "archive", "global", "deep", "build", "bomb"])
     pickles = {
         "global": b"cos\nsystem\n(S'mkdir harm'\ntR.",
         "deep": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".",
@@ -148,26 +153,26 @@ def _hostile(rng: random.Random, path: Path, case: Files) -> str:
     if what in ("harm", "inside"):
         torch.save(Harm() if what == "harm" else {"args": argparse.Namespace(x=Harm()), "iteration": 1}, path)
     elif what == "protocol 0":
-        path.write_bytes(pickle.dumps(Harm(), protocol=rng.choice([0, 1, 4])))
+        path.write_bytes(pickle.dumps(Harm(), protocol=choices.one([0, 1, 4])))
     elif what == "archive":
         with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("archive/data.pkl", rng.choice(list(pickles.values())))
-            archive.writestr("archive/version", rng.choice(["3", "x", "9" * 30]))
+            archive.writestr("archive/data.pkl", choices.one(list(pickles.values())))
+            archive.writestr("archive/version", choices.one(["3", "x", "9" * 30]))
     else:
         path.write_bytes(pickles[what])
     return what
 
 
-def _places(rng: random.Random, path: Path, case: Files) -> str:
+def _places(choices: Choices, path: Path, case: Files) -> str:
     """Files and folders under other names, another tracker."""
     root = path.parents[2]
-    match what := rng.choice(["tracker", "tracker", "rank", "folder", "link"]):
+    match what := choices.one(["tracker", "tracker", "rank", "folder", "link"]):
         case "tracker":
             words = ["release", "9" * 5000, "-1", str(ITERATION + 1), "\u0667", f" {ITERATION}\n", *ODD_WORDS]
-            (root / TRACKER_FILE).write_text(what := rng.choice(words), encoding="utf-8", errors="surrogateescape")
+            (root / TRACKER_FILE).write_text(what := choices.one(words), encoding="utf-8", errors="surrogateescape")
         case "rank":
             path.parent.rename(
-                path.parent.with_name(rng.choice(["mp_rank_07", "mp_rank_00_000_002", "mp_rank_0", "x"]))
+                path.parent.with_name(choices.one(["mp_rank_07", "mp_rank_00_000_002", "mp_rank_0", "x"]))
             )
         case "folder":
             (path.parents[1] / "mp_rank_99").mkdir(exist_ok=True)

@@ -1,7 +1,12 @@
-"""Values that fuzzed inputs are made of: plausible ones, and those that programs have not thought of."""
+"""Choices that hypothesis makes and can shrink, and the values that fuzzed inputs are built from."""
 
-import random
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from hypothesis import strategies
+from hypothesis.strategies import SearchStrategy
+
+T = TypeVar("T")
 
 ODD_INTS = [0, -1, -7, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), 10**30]
 ODD_FLOATS = ["nan", "inf", "-inf", "1e308", "-0.0", "5e-324", "1e400", "-1e-9"]
@@ -26,23 +31,65 @@ ODD_WORDS = ["", " ", ".", "/", "..", "~", "/dev/null", "/proc/self/mem", "\u00e
 ODD_WORDS += ["%s", "{x}", "$HOME", "*", "-", "a" * 5000, "null", "'", '"', "\t", "\\", "[bold]", "a\x00b", "a\x1b[2J"]
 
 
-def some_int(rng: random.Random, *, most: int = 64) -> int:
-    """Mostly small; now and then none that anybody meant."""
-    return rng.choice(ODD_INTS) if rng.random() < 0.15 else rng.randint(0, most)
+class Choices:
+    """Choices of one example. Each is a draw of hypothesis, so a failing example shrinks towards the first options."""
+
+    def __init__(self, draw: Callable[[SearchStrategy[Any]], Any]) -> None:
+        self._draw = draw
+
+    def one(self, options: Sequence[T]) -> T:
+        """One option; shrinks to the first."""
+        return options[self.below(len(options))]
+
+    def integer(self, least: int, most: int) -> int:
+        """An integer in [least, most]; shrinks towards zero."""
+        return int(self._draw(strategies.integers(least, most)))
+
+    def below(self, limit: int) -> int:
+        """An integer in [0, limit); shrinks to 0."""
+        return self.integer(0, limit - 1)
+
+    def chance(self, probability: float) -> bool:
+        """True with about this probability; shrinks to False."""
+        return self.below(100) >= 100 - round(100 * probability)
+
+    def fraction(self) -> float:
+        """A float in [0, 1)."""
+        return self.below(1 << 20) / (1 << 20)
+
+    def bytes(self, count: int) -> bytes:
+        """Exactly `count` bytes."""
+        return bytes(self._draw(strategies.binary(min_size=count, max_size=count)))
+
+    def some(self, options: Sequence[T], count: int) -> list[T]:
+        """Different options, in drawn order."""
+        left = list(options)
+        return [left.pop(self.below(len(left))) for _ in range(count)]
+
+    def shuffled(self, options: Sequence[T]) -> list[T]:
+        """All options in drawn order; shrinks to the given order."""
+        return self.some(options, len(options))
 
 
-def odd_json(rng: random.Random, depth: int = 0) -> Any:
-    """Any value that JSON can hold, or Python makes of it, of any type."""
-    kinds = [None, True, False, rng.choice(ODD_INTS), rng.randint(-9, 99), rng.random(), float("nan"), float("inf")]
-    kinds += [1e308, -0.0, rng.choice(ODD_WORDS), rng.choice(NO_NUMBERS), [], {}, "1", 1.0]
-    if depth < 3:
-        kinds.append([odd_json(rng, depth + 1) for _ in range(rng.randint(0, 3))])
-        kinds.append({rng.choice(ODD_WORDS): odd_json(rng, depth + 1) for _ in range(rng.randint(0, 3))})
-    return rng.choice(kinds)
+def odd_json(choices: Choices, depth: int = 0) -> Any:
+    """A value of any type that JSON can hold or that Python's reader makes of it."""
+    match choices.one(["constant", "int", "word", "number", "float", *(["list", "dict"] if depth < 3 else [])]):
+        case "int":
+            return choices.one([choices.integer(-9, 99), choices.one(ODD_INTS)])
+        case "word":
+            return choices.one([*ODD_WORDS, *NO_NUMBERS])
+        case "float":
+            return choices.one([1.0, 0.5, -0.0, 1e308, float("nan"), float("inf"), choices.fraction()])
+        case "list":
+            return [odd_json(choices, depth + 1) for _ in range(choices.integer(0, 3))]
+        case "dict":
+            return {choices.one(ODD_WORDS): odd_json(choices, depth + 1) for _ in range(choices.integer(0, 3))}
+        case _:
+            return choices.one([None, True, False, "1", [], {}])
 
 
 def places_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths to everything inside nested dicts and lists, the whole itself left out."""
+    """The paths to all inner values of nested dicts and lists."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found = []
     for key, inner in items:
@@ -50,32 +97,31 @@ def places_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-def mutate_json(rng: random.Random, value: Any, *, like: Any = None) -> str:
-    """Changes one place inside a nested value: its type, sign or size, or takes it away, doubles it, swaps it.
-
-    Returns what it did. like: picks the value where given, else odd_json does.
-    """
-    path = rng.choice(places_of(value))
+def mutate_json(choices: Choices, value: Any) -> str:
+    """Changes the type, sign or size of one inner value, or drops, wraps or swaps it; returns a description."""
+    path = choices.one(places_of(value))
     holder = value
     for key in path[:-1]:
         holder = holder[key]
     key, old = path[-1], holder[path[-1]]
-    match rng.choice(["drop", "near", "odd", "odd", "swap", "wrap"]):
+    match choices.one(["drop", "near", "odd", "odd", "swap", "wrap"]):
         case "drop":
             del holder[key]
             return f"{path} dropped"
         case "near" if isinstance(old, int):
-            holder[key] = old + rng.choice([-1, 1, 2, 8, 64, -old, -2 * old, 2**32, 2**63])
+            holder[key] = old + choices.one([-1, 1, 2, 8, 64, -old, -2 * old, 2**32, 2**63])
         case "near" if isinstance(old, str):
-            cut = rng.randint(0, len(old))
-            holder[key] = rng.choice([old[:cut], old + old, old[:cut] + rng.choice(ODD_WORDS) + old[cut:], old.upper()])
+            cut = choices.integer(0, len(old))
+            holder[key] = choices.one(
+                [old[:cut], old + old, old[:cut] + choices.one(ODD_WORDS) + old[cut:], old.upper()]
+            )
         case "near" if isinstance(old, list):
-            holder[key] = rng.choice([old[:-1], old + old, old[::-1], [old]])
+            holder[key] = choices.one([old[:-1], old + old, old[::-1], [old]])
         case "swap" if isinstance(holder, (list, dict)) and len(holder) > 1:
-            other = rng.choice(list(holder) if isinstance(holder, dict) else list(range(len(holder))))
+            other = choices.one(list(holder) if isinstance(holder, dict) else list(range(len(holder))))
             holder[key], holder[other] = holder[other], holder[key]
         case "wrap":
-            holder[key] = rng.choice([[old], {"value": old}, str(old)])
+            holder[key] = choices.one([[old], {"value": old}, str(old)])
         case _:
-            holder[key] = odd_json(rng)
+            holder[key] = odd_json(choices)
     return f"{path}: {old!r:.99} is {holder[key]!r:.99}"

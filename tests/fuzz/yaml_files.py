@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from megatron.training.command_line.registry import flag_table
 from megatron.training.errors import exit_on_user_error
 from tests.functional_tests.case import read_bases
 from tests.fuzz.flags import SHORT, as_drawn
-from tests.fuzz.trials import Verdict, judged
-from tests.fuzz.values import ODD_WORDS, mutate_json
+from tests.fuzz.judging import Verdict, judged
+from tests.fuzz.values import ODD_WORDS, Choices, mutate_json
 
 # What replaces a value, or follows it, as text of a YAML file.
 _SCALARS = """1e-4 1E5 .5 +1 0x10 0o17 017 1_000 1:30 190:20:30 .inf -.INF .nan ~ null yes No on OFF true 2001-01-01
@@ -72,46 +71,48 @@ class ConfigFile:
 class YamlFuzzer:
     """Configurations of tiny models, as values and as text, with some damage."""
 
-    def __init__(self) -> None:
+    def __init__(self, _shared: Path) -> None:
         self._bases = read_bases()
         self._table = flag_table()
 
-    def draw(self, rng: random.Random, folder: Path) -> ConfigFile:
-        base = {**self._bases[rng.choice(["dense", "llama", "moe"])], **SHORT}
+    def draw(self, choices: Choices, folder: Path) -> ConfigFile:
+        base = {**self._bases[choices.one(["dense", "llama", "moe"])], **SHORT}
         values: dict[str, Any] = {name.replace("-", "_"): value for name, value in base.items() if value is not None}
         values["add_bias_linear"] = not values.pop("disable_bias_linear", False)
-        values["untie_embeddings_and_output_weights"] = rng.random() < 0.5
-        if rng.random() < 0.5:
-            values = self._grouped(rng, values)
-        for _ in range(rng.choice([0, 0, 0, 1])):
-            self._set_flag(rng, values)
-        for _ in range(rng.choice([0, 0, 0, 1])):
-            mutate_json(rng, values)
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=rng.random() < 0.5)
-        for _ in range(rng.choice([0, 0, 1, 1, 1, 2])):
-            text = _damaged(rng, text)
-        content = text.encode(rng.choice(["utf-8"] * 9 + ["utf-16", "utf-8-sig"]), errors="surrogatepass")
+        values["untie_embeddings_and_output_weights"] = choices.chance(0.5)
+        if choices.chance(0.5):
+            values = self._grouped(choices, values)
+        for _ in range(choices.one([0, 0, 0, 1])):
+            self._set_flag(choices, values)
+        for _ in range(choices.one([0, 0, 0, 1])):
+            mutate_json(choices, values)
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=choices.chance(0.5))
+        for _ in range(choices.one([0, 0, 1, 1, 1, 2])):
+            text = _damaged(choices, text)
+        content = text.encode(choices.one(["utf-8"] * 9 + ["utf-16", "utf-8-sig"]), errors="surrogatepass")
         (folder / "config.yaml").write_bytes(content)
-        return ConfigFile(content, is_run=rng.random() < 0.2)
+        return ConfigFile(content, is_run=choices.chance(0.2))
 
-    def _grouped(self, rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
+    def _grouped(self, choices: Choices, values: dict[str, Any]) -> dict[str, Any]:
         grouped: dict[str, Any] = {}
         for name, value in values.items():
             title = self._table.by_dest[name].group if name in self._table.by_dest else None
-            place = grouped if title is None or rng.random() < 0.2 else grouped.setdefault(title, {})
+            place = grouped if title is None or choices.chance(0.2) else grouped.setdefault(title, {})
             place[name] = value
         return grouped
 
-    def _set_flag(self, rng: random.Random, values: dict[str, Any]) -> None:
+    def _set_flag(self, choices: Choices, values: dict[str, Any]) -> None:
         """Any flag: those that work mostly, but those of other issues, without effect and refused as well."""
-        flag = rng.choice(self._table.flags)
-        name = rng.choice(
-            [flag.dest, flag.flags[0].removeprefix("--"), flag.dest.upper(), flag.dest + "s"][: rng.choice([1, 4])]
+        flag = choices.one(self._table.flags)
+        name = choices.one(
+            [flag.dest, flag.flags[0].removeprefix("--"), flag.dest.upper(), flag.dest + "s"][: choices.one([1, 4])]
         )
-        value: Any = rng.choice([True, False, None, 1, 0.5, "1"]) if flag.constant is not None else as_drawn(rng, flag)
-        values[name] = rng.choice([value, [value], {"value": value}][: rng.choice([1, 3])])
+        value: Any = (
+            choices.one([True, False, None, 1, 0.5, "1"]) if flag.constant is not None else as_drawn(choices, flag)
+        )
+        values[name] = choices.one([value, [value], {"value": value}][: choices.one([1, 3])])
 
-    def judge(self, case: ConfigFile, folder: Path) -> Verdict:
+    def check(self, case: ConfigFile, folder: Path) -> Verdict:
         argv = ["--config", str(folder / "config.yaml")]
         if case.is_run:
             verdict = judged(lambda: pretrain_gpt.main(argv), folder)
@@ -135,44 +136,46 @@ def _check_round_trip(argv: list[str], folder: Path) -> None:
     assert repr({**again, "config": None}) == repr({**before, "config": None})
 
 
-def _damaged(rng: random.Random, text: str) -> str:
+def _damaged(choices: Choices, text: str) -> str:
     """The text with a value, a line or some characters changed."""
     lines = text.split("\n")
-    place = rng.randrange(len(lines))
+    place = choices.below(len(lines))
     key, colon, _ = lines[place].partition(": ")
-    match rng.choice(["value", "value", "value", "line", "cut", "indent", "double", "bomb", "anchor", "word"]):
+    match choices.one(["value", "value", "value", "line", "cut", "indent", "double", "bomb", "anchor", "word"]):
         case "value" if colon:
-            lines[place] = f"{key}: {rng.choice(_SCALARS)}"
+            lines[place] = f"{key}: {choices.one(_SCALARS)}"
         case "line":
-            lines.insert(rng.choice([place, 0, len(lines)]), rng.choice(_LINES))
+            lines.insert(choices.one([place, 0, len(lines)]), choices.one(_LINES))
         case "cut":
-            cut = rng.randint(0, len(text))
+            cut = choices.integer(0, len(text))
             return (
-                text[:cut] + rng.choice(["", "", "x", ":", "\n", "\t", "{", "[", '"']) + text[cut + rng.randint(0, 9) :]
+                text[:cut]
+                + choices.one(["", "", "x", ":", "\n", "\t", "{", "[", '"'])
+                + text[cut + choices.integer(0, 9) :]
             )
         case "indent":
-            lines[place] = " " * rng.randint(1, 5) + lines[place]
+            lines[place] = " " * choices.integer(1, 5) + lines[place]
         case "double":
             lines.insert(place, lines[place])
         case "bomb":
-            lines = [*_bomb(rng), *lines]
+            lines = [*_bomb(choices), *lines]
         case "anchor" if colon:
             lines[place] = lines[place].replace(": ", ": &a ", 1)
-            lines.append(f"{rng.choice(['seed', 'x', key.strip()])}: *{rng.choice('ab')}")
+            lines.append(f"{choices.one(['seed', 'x', key.strip()])}: *{choices.one('ab')}")
         case _:
-            lines[place] = lines[place][:3] + rng.choice(ODD_WORDS) + lines[place][3:]
+            lines[place] = lines[place][:3] + choices.one(ODD_WORDS) + lines[place][3:]
     return "\n".join(lines)
 
 
-def _bomb(rng: random.Random) -> list[str]:
+def _bomb(choices: Choices) -> list[str]:
     """A few lines that mean millions of values."""
-    if rng.random() < 0.5:
+    if choices.chance(0.5):
         first, later = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]", "a{0}: &a{0} [{1}]"
         refer = ", ".join(["*a{0}"] * 10)
     else:
         first, later = "a0: &a0 {x: 1}", "a{0}: &a{0} {{<<: [{1}], y{0}: 1}}"
         refer = ", ".join(["*a{0}"] * 10)
-    depth = rng.randint(2, 30)
+    depth = choices.integer(2, 30)
     lines = [first, *(later.format(level, refer.format(level - 1)) for level in range(1, depth))]
-    name = rng.choice(["data_path", "lr", "seed", "moe_layer_freq"])
-    return [*lines, f"{name}: *a{depth - 1}"] if rng.random() < 0.5 else [f"x: {{{', '.join(lines)}}}"]
+    name = choices.one(["data_path", "lr", "seed", "moe_layer_freq"])
+    return [*lines, f"{name}: *a{depth - 1}"] if choices.chance(0.5) else [f"x: {{{', '.join(lines)}}}"]
