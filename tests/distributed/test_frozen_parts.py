@@ -17,7 +17,7 @@ from torch import nn
 import pretrain_gpt
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.training.training import train_step
-from tests.counts import slow
+from tests.counts import long_count, slow, soak_only
 from tests.distributed.parity import (
     FLAGS,
     Box,
@@ -48,7 +48,7 @@ EMBEDDING = ("embedding.*",)
 FIRST_HALF = (*EMBEDDING, "decoder.layers.[01].*")
 LAST_HALF = ("decoder.layers.[23].*", "decoder.final_layernorm.*", "output_layer.*")
 EVERY_SECOND = (*EMBEDDING, "decoder.layers.[02].*")
-STEPS = 2
+STEPS = long_count(1, soak=2)
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,15 @@ class Case:
 
 
 CASES = [
-    Case("dense", EMBEDDING, vpp=2),
-    Case("moe", FIRST_HALF, per_token=True, sharded=True),
-    slow(Case("dense", EMBEDDING)),
-    slow(Case("llama", LAST_HALF, sharded=True)),
-    slow(Case("llama", EVERY_SECOND, vpp=2, per_token=True)),
     # One chunk of two.
-    slow(Case("dense", (*EMBEDDING, "decoder.layers.0.*"), vpp=2)),
+    Case("dense", (*EMBEDDING, "decoder.layers.0.*"), vpp=2),
+    # The whole first stage, the whole last stage.
+    slow(Case("moe", FIRST_HALF, per_token=True, sharded=True)),
+    slow(Case("llama", LAST_HALF)),
+    soak_only(Case("dense", EMBEDDING)),
+    soak_only(Case("dense", EMBEDDING, vpp=2)),
+    soak_only(Case("llama", LAST_HALF, sharded=True)),
+    soak_only(Case("llama", EVERY_SECOND, vpp=2, per_token=True)),
 ]
 
 
