@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed import collectives
 from megatron.core.distributed.collectives import ReductionPolicy, gather_shards_, reduce_bucket_, shard_of
+from tests.counts import soak_only
 from tests.harness import run_on_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -78,7 +79,7 @@ def check_every_way():
                             assert torch.equal(total, expected), (policy, dtype, sharded, buckets)
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, soak_only(4)])
 def test_sums_are_right_in_every_dtype_and_rank_ordered_ones_to_the_bit_however_cut(ranks):
     run_on_ranks(check_every_way, ranks)
 
@@ -124,7 +125,7 @@ def check_instances(values, *, instances):
                 assert error < 1e-6 and (not deterministic or torch.equal(*cut))
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [4, soak_only(3)])
 def test_discarded_rounds_odd_sizes_and_two_levels(ranks):
     run_on_ranks(check_discard_sizes_and_instances, ranks)
 

@@ -14,8 +14,10 @@ from megatron.core.distributed.layout import Span
 from megatron.core.distributed.shard_coverage import find_problem
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.param_attributes import mark_expert
+from tests.counts import long_count, soak_only
 from tests.harness import run_on_ranks
 
+STEPS = long_count(4, soak=20)
 SIZES = [1, 7, 63, 64, 65, 129]
 
 
@@ -34,7 +36,7 @@ class Sums(nn.Module):
 
 
 def train(instances, expert_size, **settings):
-    """Twenty steps of plain descent. Returns the parameters of the end."""
+    """Trains by plain gradient descent. Returns the final parameters."""
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=expert_size, num_distributed_optimizer_instances=instances
     )
@@ -46,7 +48,7 @@ def train(instances, expert_size, **settings):
     for buffer in buffers:
         check_owners(buffer, instances)
     torch.manual_seed(dist.get_rank())
-    for _ in range(20):
+    for _ in range(STEPS):
         ddp.zero_grad_buffer()
         ddp(3.0 ** dist.get_rank()).backward()
         ddp.finish_grad_sync()
@@ -88,7 +90,7 @@ def compare(expert_size):
     return cut[0][: sum(SIZES[:-2])].tolist()
 
 
-@pytest.mark.parametrize("ranks, expert_size", [(4, 2), (6, 1)])
+@pytest.mark.parametrize("ranks, expert_size", [(4, 2), soak_only(6, 1)])
 def test_two_instances_train_as_one_does(ranks, expert_size):
     dense = run_on_ranks(compare, ranks, expert_size)
     assert dense == [dense[0]] * ranks

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from megatron.core.optimizer.state_memory import state_bytes_of
+from tests.counts import soak_only
 from tests.distributed.test_distributed_optimizer import PRECISE, Run
 from tests.harness import run_on_ranks
 
@@ -36,7 +37,7 @@ def held_and_planned(zero1):
     return found
 
 
-@pytest.mark.parametrize(("zero1", "ranks"), [(False, 2), (True, 2), (True, 3), (True, 4)])
+@pytest.mark.parametrize(("zero1", "ranks"), [(False, 2), (True, 3), soak_only(True, 2), soak_only(True, 4)])
 def test_a_rank_holds_what_the_formula_says(zero1, ranks):
     for found in run_on_ranks(held_and_planned, ranks, zero1):
         for (*_, of_buffers, of_states), (buffers, states, planned) in zip(CASES, found, strict=True):
