@@ -247,6 +247,7 @@ def _train_unusual_models() -> None:
         run.step(2)
 
 
+@pytest.mark.slow
 def test_b24_frozen_parameters_frozen_in_mid_run_and_a_model_without_any_to_train() -> None:
     run_on_ranks(_freeze, 3)
     run_on_ranks(_freeze_in_mid_run, 3)
@@ -342,6 +343,7 @@ class PeakBytes(LiveBytes):
         return results
 
 
+@pytest.mark.slow
 def test_b14_a_rank_holds_no_full_copy_while_it_saves_and_loads(tmp_path: Path) -> None:
     run_on_ranks(_measure_copies, 4, tmp_path / "saved")
 

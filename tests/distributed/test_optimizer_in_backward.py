@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.replica_checks import NonFiniteGradientError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from tests.counts import long_count, soak_only
+from tests.counts import long_count, slow, soak_only
 from tests.distributed.test_released_gradients import ReadDetached
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
@@ -130,7 +130,7 @@ def _compare(modes: list[str], dtype: torch.dtype, count: int, settings: dict[st
 
 
 @pytest.mark.parametrize("ranks", [3, soak_only(2), soak_only(4)])
-@pytest.mark.parametrize("clip", [{}, EXACT], ids=["clip off", "exact"])
+@pytest.mark.parametrize("clip", [{}, slow(EXACT)], ids=["clip off", "exact"])
 def test_steps_in_backward_are_the_steps_after_it(ranks: int, clip: dict[str, Any]) -> None:
     run_on_ranks(_compare, ranks, list(MODES if ranks == 3 else PLAIN), torch.float32, 1, clip)
 
@@ -163,6 +163,7 @@ def _compare_kinds() -> None:
         _compare(modes, dtype, 3, settings, steps=long_count(3, soak=STEPS))
 
 
+@pytest.mark.slow
 def test_b29_several_microbatches_make_one_step_in_every_precision() -> None:
     run_on_ranks(_compare_kinds, 3)
 
@@ -243,7 +244,7 @@ def _compare_with_reference(policy: str) -> None:
         _assert_replicas_agree(run, (mode, policy))
 
 
-@pytest.mark.parametrize("policy", ["previous-norm", "per-bucket"])
+@pytest.mark.parametrize("policy", ["previous-norm", slow("per-bucket")])
 def test_b28_policies_clip_as_they_are_defined_and_keep_replicas_equal(policy: str) -> None:
     run_on_ranks(_compare_with_reference, 3, policy)
 
@@ -417,7 +418,7 @@ def _exchange(settings: dict[str, Any]) -> None:
         assert_same(before, expected, mode)
 
 
-@pytest.mark.parametrize("settings", [{}, EXACT], ids=["clip off", "exact"])
+@pytest.mark.parametrize("settings", [slow({}), EXACT], ids=["clip off", "exact"])
 def test_b30_states_are_those_of_the_step_after_backward_both_ways(settings: dict[str, Any]) -> None:
     run_on_ranks(_exchange, 3, settings)
 
@@ -431,6 +432,7 @@ def _train_instances() -> None:
         _train_and_compare_replicas(mode, policy)
 
 
+@pytest.mark.slow
 def test_instances_of_an_optimizer_update_in_backward_as_after_it_and_stay_the_same() -> None:
     run_on_ranks(_train_instances, 4)
 

@@ -107,6 +107,7 @@ def _several_microbatches() -> None:
             )
 
 
+@pytest.mark.slow
 def test_microbatches_add_up_alike_at_any_bucket_size_and_in_no_sync_have_the_bits_of_zero1() -> None:
     run_on_ranks(_several_microbatches, 3)
 
