@@ -1,5 +1,7 @@
-"""Deterministic runs repeat bit for bit, also when they stop and resume after any step; another number of ranks goes on
-with the same samples. Three ranks, whose sums depend on their order; text of several epochs; dropout.
+"""Deterministic runs repeat bit for bit, also when they stop and resume after any step.
+
+Another number of ranks continues with the same samples. Three ranks, whose sums depend on their order; text of several
+epochs; dropout.
 """
 
 from pathlib import Path
@@ -10,13 +12,13 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.training.training import train_step
-from tests.counts import long_count
+from tests.counts import long_count, soak_only
 from tests.distributed.tiny_runs import SHARDED, comparable, record_run, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-STEPS = 8
-SAMPLES_PER_EPOCH = 21
+STEPS = long_count(6, soak=8)
+SAMPLES_PER_EPOCH = long_count(13, soak=21)
 FLAGS: Flags = {
     "mock-data": None,
     "seq-length": 16,
@@ -33,62 +35,73 @@ DROPOUT: Flags = {"hidden-dropout": 0.1, "attention-dropout": 0.1}
 PRECISIONS: dict[str, Flags] = {
     "fp32": {},
     "bf16": {"bf16": True},
-    "fp16": {"fp16": True, "initial-loss-scale": 2.0**20, "hysteresis": 1, "loss-scale-window": 2},
+    "fp16": {
+        "fp16": True,
+        "initial-loss-scale": long_count(2**19, soak=2**20),
+        "hysteresis": 1,
+        "loss-scale-window": long_count(1, soak=2),
+    },
     "fp16_unscaled": {"fp16": True},
 }
 # Each rank has the state of its shards alone; what a step leaves is gathered while the next one, or a save, begins.
 IN_STEP: Flags = {**SHARDED, "overlap-param-gather-with-optimizer-step": True}
-# Each precision with experts; without them it is the long run that has all.
-DENSE = PRECISIONS if long_count(0, soak=1) else ("fp32", "fp16")
-CASES: list[tuple[str, str, Flags]] = [("dense", precision, {}) for precision in DENSE]
-CASES += [("moe", precision, {}) for precision in PRECISIONS]
-CASES += [("moe", "bf16", IN_STEP)]
-if long_count(0, soak=1):
-    CASES += [("moe", "fp32", IN_STEP), ("dense", "fp16", IN_STEP)]
-    CASES += [("moe", "bf16", {**IN_STEP, "optimizer": "distributed_fused_adam"})]
+EVERY = tuple(range(STEPS + 1))
+# After which steps a run is resumed: every one where steps are cheap and of several kinds. `make soak` has every step
+# of all combinations.
+CASES = [
+    ("dense", "fp16", {}, EVERY),
+    ("dense", "fp16_unscaled", {}, (2,)),
+    ("moe", "fp32", {}, (1, STEPS - 1)),
+    ("moe", "bf16", IN_STEP, (0, 2)),
+]
+FURTHER = [(base, precision, {}) for base in ("dense", "moe") for precision in PRECISIONS]
+FURTHER += [("moe", "bf16", IN_STEP), ("moe", "fp32", IN_STEP), ("dense", "fp16", IN_STEP)]
+FURTHER += [("moe", "bf16", {**IN_STEP, "optimizer": "distributed_fused_adam"})]
+CASES += [soak_only(*case, EVERY) for case in FURTHER]
+STEPS_EACH = long_count(2, soak=3)  # of a number of ranks, before another one continues
 Steps = list[dict[str, Any]]
 State = dict[str, str]
 
 
-@pytest.mark.parametrize(("base", "precision", "mode"), CASES)
+@pytest.mark.parametrize(("base", "precision", "mode", "after"), CASES)
 @pytest.mark.slow
 def test_b12_resume_after_every_step_continues_bit_for_bit(
-    base: str, precision: str, mode: Flags, tmp_path: Path
+    base: str, precision: str, mode: Flags, after: tuple[int, ...], tmp_path: Path
 ) -> None:
     argv = _argv(base, tmp_path, {**DROPOUT, **PRECISIONS[precision], **mode})
-    for rank, (whole, again, resumed) in enumerate(run_on_ranks(_stop_everywhere, 3, argv, str(tmp_path / "saved"))):
+    by_rank = run_on_ranks(_stop_everywhere, 3, argv, str(tmp_path / "saved"), after)
+    for rank, (whole, again, resumed) in enumerate(by_rank):
         steps, state = whole
         assert again == whole, f"rank {rank}: a second run, which saved after each step, differs from the first"
-        for start, (rest, final) in enumerate(resumed):
+        for start, (rest, final) in zip(after, resumed, strict=True):
             assert rest == steps[start:], f"rank {rank}, resumed after step {start}"
             assert final == state, f"rank {rank}, resumed after step {start}: {_differences(final, state)}"
         _assert_meaningful(steps, precision)
+    if not mode:
+        _assert_ranks_differ_in_dropout_alone([whole for whole, _, _ in by_rank])
 
 
+@pytest.mark.soak
 def test_two_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
+    """In processes of their own; in one process test_b12_resume_after_every_step_continues_bit_for_bit shows it."""
     argv = _argv("moe", tmp_path, DROPOUT)
     first, second = (run_on_ranks(_train, 3, argv) for _ in range(2))
     assert first == second
-    steps = [steps for steps, _ in first]
-    assert steps[0] == steps[1] == steps[2]
-    # What differs between ranks is dropout alone.
-    different = set(_differences(first[0][1], first[1][1]))
-    assert different and all(name.startswith("rng.") for name in different)
 
 
-@pytest.mark.parametrize("base", ["dense", "moe"])
+@pytest.mark.parametrize("base", [soak_only("dense"), "moe"])
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on_with_the_same_samples(base: str, tmp_path: Path) -> None:
     # A microbatch of one sample: the router's losses have the same token groups on any number of ranks.
-    argv = _argv(base, tmp_path, {"train-iters": 9})
+    argv = _argv(base, tmp_path, {"train-iters": 3 * STEPS_EACH})
     saved = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
-    whole = run_on_ranks(_record, 1, argv, 9)[0]
-    parts = [run_on_ranks(_record, ranks, [*argv, *saved], 3) for ranks in (1, 2, 3)]
+    whole = run_on_ranks(_record, 1, argv, 3 * STEPS_EACH)[0]
+    parts = [run_on_ranks(_record, ranks, [*argv, *saved], STEPS_EACH) for ranks in (1, 2, 3)]
     for number, (loss, norm, samples) in enumerate(zip(*whole)):
-        per_rank = parts[number // 3]
-        assert sorted(sum((rank[2][number % 3] for rank in per_rank), [])) == sorted(samples), f"step {number}"
-        assert per_rank[0][0][number % 3] == pytest.approx(loss, rel=1e-6), f"loss of step {number}"
-        assert per_rank[0][1][number % 3] == pytest.approx(norm, rel=1e-6), f"norm of step {number}"
+        per_rank, step = parts[number // STEPS_EACH], number % STEPS_EACH
+        assert sorted(sum((rank[2][step] for rank in per_rank), [])) == sorted(samples), f"step {number}"
+        assert per_rank[0][0][step] == pytest.approx(loss, rel=1e-6), f"loss of step {number}"
+        assert per_rank[0][1][step] == pytest.approx(norm, rel=1e-6), f"norm of step {number}"
 
 
 def _argv(base: str, folder: Path, flags: Flags) -> list[str]:
@@ -109,8 +122,8 @@ def _train(argv: list[str], steps: int = STEPS) -> tuple[Steps, State]:
         return [comparable(train_step(run)[0]) for _ in range(steps)], state_of(run)
 
 
-def _stop_everywhere(argv: list[str], folder: str) -> tuple[Any, Any, list[Any]]:
-    """A run; one that saves before and after each step; and from each of these checkpoints the rest of the run."""
+def _stop_everywhere(argv: list[str], folder: str, after: tuple[int, ...]) -> tuple[Any, Any, list[Any]]:
+    """A run; one that saves before and after each step; and from some of these checkpoints the rest of the run."""
     whole = _train(argv)
     with started_run([*argv, "--save", folder]) as run:
         run.save_checkpoint()
@@ -119,7 +132,7 @@ def _stop_everywhere(argv: list[str], folder: str) -> tuple[Any, Any, list[Any]]
             steps.append(comparable(train_step(run)[0]))
             run.save_checkpoint()
         again = steps, state_of(run)
-    resumed = [_train([*argv, "--load", folder, "--ckpt-step", str(k)], STEPS - k) for k in range(STEPS + 1)]
+    resumed = [_train([*argv, "--load", folder, "--ckpt-step", str(k)], STEPS - k) for k in after]
     return whole, again, resumed
 
 
@@ -135,6 +148,12 @@ def _record(argv: list[str], steps: int) -> tuple[list[float], list[float | None
 
 def _differences(state: State, other: State) -> list[str]:
     return [name for name in sorted(state.keys() | other.keys()) if state.get(name) != other.get(name)]
+
+
+def _assert_ranks_differ_in_dropout_alone(ranks: list[tuple[Steps, State]]) -> None:
+    assert all(steps == ranks[0][0] for steps, _ in ranks)
+    different = set(_differences(ranks[0][1], ranks[1][1]))
+    assert different and all(name.startswith("rng.") for name in different)
 
 
 def _assert_meaningful(steps: Steps, precision: str) -> None:
