@@ -1,4 +1,4 @@
-"""Save and resume of several data-parallel ranks: own generators each, other numbers of ranks, errors for all."""
+"""Save and resume on several data-parallel ranks: each has its own generators; any number loads; errors reach all."""
 
 import random
 
@@ -43,10 +43,17 @@ def load_on_ranks(folder):
     return draws(), run.model.state_dict()
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The folder that three ranks saved to, and what each drew and held."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_on_ranks(save_on_ranks, 3, folder)
+
+
 @pytest.mark.parametrize("readers", [1, 3, 4])
-def test_each_rank_gets_its_generators_back_and_other_numbers_of_ranks_fresh_ones(tmp_path, readers):
-    saved = run_on_ranks(save_on_ranks, 3, tmp_path)
-    outcomes = launch_on_ranks(load_on_ranks, readers, tmp_path)
+def test_each_rank_gets_its_generators_back_and_other_numbers_of_ranks_fresh_ones(checkpoint, readers):
+    folder, saved = checkpoint
+    outcomes = launch_on_ranks(load_on_ranks, readers, folder)
     loaded = [outcome.value for outcome in outcomes]
     drawn = [tuple(own) for own, _ in loaded]
     assert len(set(drawn)) == readers
@@ -68,9 +75,8 @@ def check_and_load_errors(folder, unwritable):
     return texts
 
 
-def test_every_rank_learns_of_an_unwritable_folder_and_of_another_model(tmp_path):
-    run_on_ranks(save_on_ranks, 2, tmp_path / "saved")
+def test_every_rank_learns_of_an_unwritable_folder_and_of_another_model(checkpoint, tmp_path):
     (tmp_path / "file").write_text("")
-    for texts in run_on_ranks(check_and_load_errors, 3, tmp_path / "saved", str(tmp_path / "file")):
+    for texts in run_on_ranks(check_and_load_errors, 2, checkpoint[0], str(tmp_path / "file")):
         assert len(texts) == 2
         assert "cannot be written" in texts[0] and "--hidden-size is 64 here, 8 in the checkpoint" in texts[1]

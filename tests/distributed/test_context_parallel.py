@@ -13,12 +13,31 @@ from megatron.core.transformer.attention import over_ranks
 from megatron.core.transformer.context_parallel import split_sequence
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
+from tests.counts import soak_only
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
 
 HEADS, GROUPS, WIDTH, BATCH = 8, 4, 8, 2
-BACKENDS = (AttnBackend.auto, AttnBackend.unfused)
-CASES = list(product(("p2p", "all_gather", "a2a"), (None, (5, 0)), (False, True)))
+# Exchange, window, and whether samples are packed.
+Case = tuple[str, tuple[int, int] | None, bool]
+KINDS, FEATURES = ("p2p", "all_gather", "a2a"), list(product((None, (5, 0)), (False, True)))
+CASES: list[Case] = [(kind, *feature) for kind in KINDS for feature in FEATURES]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "auto": {"attention_backend": AttnBackend.auto},
+    "unfused": {"attention_backend": AttnBackend.unfused},
+    "narrow values": {"attention_backend": AttnBackend.auto, "value_width": WIDTH - 3},
+    "wide values": {"attention_backend": AttnBackend.auto, "value_width": WIDTH + 3},
+    "unfused, narrow values": {"attention_backend": AttnBackend.unfused, "value_width": WIDTH - 3},
+    "bf16": {"params_dtype": torch.bfloat16},
+    "sinks": {"softmax_type": "learnable"},
+}
+EVERY = list(product(CASES, VARIANTS))
+# Every pair of exchange, window, packing and variant.
+PAIRS = [
+    ((kind, *FEATURES[(row + column) % len(FEATURES)]), variant)
+    for row, variant in enumerate(VARIANTS)
+    for column, kind in enumerate(KINDS)
+]
 
 
 def compare(
@@ -67,17 +86,16 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
-def compare_all() -> list[tuple[Any, list[float]]]:
-    found = [((case, backend), compare(*case, attention_backend=backend)) for case in CASES for backend in BACKENDS]
-    widths = ((AttnBackend.auto, WIDTH - 3), (AttnBackend.auto, WIDTH + 3), (AttnBackend.unfused, WIDTH - 3))
-    for case, (backend, width) in product(CASES, widths):
-        found.append(((case, backend, width), compare(*case, attention_backend=backend, value_width=width)))
-    found += [((case, "bf16"), compare(*case, params_dtype=torch.bfloat16)) for case in CASES]
-    return found + [((case, "sinks"), compare(*case, softmax_type="learnable")) for case in CASES]
+def compare_all(chosen: list[tuple[Case, str]]) -> list[tuple[Case, str, list[float]]]:
+    return [(case, variant, compare(*case, **VARIANTS[variant])) for case, variant in chosen]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_exchange_gives_what_one_rank_with_all_tokens_gets(ranks: int) -> None:
-    for outcomes in run_on_ranks(compare_all, ranks):
-        for case, differences in outcomes:
-            assert max(differences) <= (2e-2 if "bf16" in case else 1e-13), (case, differences)
+@pytest.mark.parametrize(
+    ("ranks", "chosen"),
+    [(2, PAIRS), (4, [(case, "auto") for case in CASES]), soak_only(2, EVERY), soak_only(4, EVERY)],
+    ids=["2 ranks", "4 ranks", "2 ranks, all", "4 ranks, all"],
+)
+def test_every_exchange_gives_what_one_rank_with_all_tokens_gets(ranks: int, chosen: list[tuple[Case, str]]) -> None:
+    for outcomes in run_on_ranks(compare_all, ranks, chosen):
+        for case, variant, differences in outcomes:
+            assert max(differences) <= (2e-2 if variant == "bf16" else 1e-13), (case, variant, differences)

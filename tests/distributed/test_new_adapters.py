@@ -1,4 +1,4 @@
-"""Adapters are begun beside the weights of a checkpoint that has none, under any layout; then they are its own."""
+"""Adapters start from a checkpoint that has none, in any layout, and are then part of the run's own checkpoints."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,14 +26,13 @@ def test_adapters_begin_beside_the_weights_and_go_on(tmp_path: Path) -> None:
     assert first == pytest.approx(expected, rel=1e-6)
     [[again]] = run_on_ranks(_losses, 1, command_line({**ADAPTERS, "load": adapted["save"]}), 1)
     assert again == pytest.approx(second, rel=1e-6)
-    for flags, message in (
+    refused = [
         ({**ADAPTERS, "load": base["save"]}, "the checkpoint has no adapters, .*add --finetune"),
         ({**BASE, "load": adapted["save"]}, "checkpoint with other adapters: --lora-rank"),
         ({**ADAPTERS, "lora-rank": 4, "load": adapted["save"]}, "--lora-rank is 4 here, 2 in the checkpoint"),
         ({**ADAPTERS, "lora-alpha": 4, "load": adapted["save"]}, "--lora-alpha is 4.0 here, 32.0 in the checkpoint"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run_on_ranks(_losses, 1, command_line(flags), 1)
+    ]
+    run_on_ranks(_assert_refused, 1, [(command_line(flags), message) for flags, message in refused])
 
 
 def test_adapters_of_grouped_experts_begin_beside_sequential_ones_and_go_on_with_them(tmp_path: Path) -> None:
@@ -46,6 +45,12 @@ def test_adapters_of_grouped_experts_begin_beside_sequential_ones_and_go_on_with
     assert first == pytest.approx(expected, rel=1e-6)
     [[again]] = run_on_ranks(_losses, 1, command_line({**SEQUENTIAL, "lora-rank": 4, "load": adapted["save"]}), 1)
     assert again == pytest.approx(second, rel=1e-6)
+
+
+def _assert_refused(cases: Sequence[tuple[Sequence[str], str]]) -> None:
+    for argv, message in cases:
+        with pytest.raises(ValueError, match=message), started_run(argv):
+            pass
 
 
 def _losses(argv: Sequence[str], steps: int, save_after: int = 1) -> list[float]:

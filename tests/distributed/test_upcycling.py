@@ -1,4 +1,4 @@
-"""A dense checkpoint becomes a model with experts under any layout, which at first computes what the dense one does."""
+"""A dense checkpoint becomes a model with experts in any layout, which at first computes what the dense one does."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ SEQUENTIAL: Flags = {"moe-grouped-gemm": None, "disable-bias-linear": None}
     [
         (2, {**layout(2), "swiglu": True}),
         (2, {"expert-model-parallel-size": 2, **SHARDED, "bf16": True}),
-        (2, {"use-torch-fsdp2": True}),
+        slow(2, {"use-torch-fsdp2": True}),
         slow(2, {**layout(pp=2, pipeline_model_parallel_layout="Ett|tL"), **SEQUENTIAL}),
     ],
 )
@@ -49,6 +49,14 @@ def test_experts_begin_as_the_layers_that_they_replace(ranks: int, flags: Flags,
         else:
             experts = weights[name.replace(".mlp.", ".mlp.experts.")]
             assert len(experts) == 4 and all(expert.equal(tensor) for expert in experts), name
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a dense checkpoint."""
+    folder = str(tmp_path_factory.mktemp("dense"))
+    run_on_ranks(_train_and_save, 1, command_line({**DENSE, "save": folder}))
+    return folder
 
 
 def _trained_and_loaded(trained: Sequence[str], again: Sequence[str]) -> tuple[float, list[Box]]:
@@ -71,18 +79,17 @@ def _first_step(argv: Sequence[str]) -> tuple[float, list[Box]]:
         return train_step(run)[0].losses["lm loss"], weights
 
 
-def test_a_model_that_was_made_so_goes_on_as_any_other(tmp_path: Path) -> None:
-    run_on_ranks(_dense_then_experts, 1, str(tmp_path))
+def test_an_upcycled_model_resumes_as_any_other(dense: str, tmp_path: Path) -> None:
+    run_on_ranks(_upcycle_and_resume, 1, dense, str(tmp_path))
 
 
-def _dense_then_experts(folder: str) -> None:
-    _train_and_save(command_line({**DENSE, "save": f"{folder}/dense"}))
-    experts = {**EXPERTS, "save": f"{folder}/experts"}
-    with started_run(command_line({**experts, "load": f"{folder}/dense"})) as run:
+def _upcycle_and_resume(dense: str, folder: str) -> None:
+    experts = {**EXPERTS, "save": folder}
+    with started_run(command_line({**experts, "load": dense})) as run:
         train_step(run)
         run.save_checkpoint()
         expected = train_step(run)[0].losses
-    with started_run(command_line({**experts, "load": f"{folder}/experts"})) as run:
+    with started_run(command_line({**experts, "load": folder})) as run:
         assert run.state.iteration == 1
         assert train_step(run)[0].losses == expected
 
@@ -96,10 +103,8 @@ def _dense_then_experts(folder: str) -> None:
         ({"hidden-size": 64}, "checkpoint of another model: --hidden-size is 64"),
     ],
 )
-def test_what_cannot_become_experts_is_refused_on_every_rank(flags: Flags, message: str, tmp_path: Path) -> None:
-    argv = command_line({**EXPERTS, **flags, "load": str(tmp_path)})
-    run_on_ranks(_train_and_save, 1, command_line({**DENSE, "save": str(tmp_path)}))
-    run_on_ranks(_refused, 2, argv, message)
+def test_what_cannot_become_experts_is_refused_on_every_rank(flags: Flags, message: str, dense: str) -> None:
+    run_on_ranks(_refused, 2, command_line({**EXPERTS, **flags, "load": dense}), message)
 
 
 def _refused(argv: Sequence[str], message: str) -> None:
