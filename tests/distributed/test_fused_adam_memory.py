@@ -1,7 +1,7 @@
 """What DistributedFusedAdam holds of a model, tensor by tensor, and when it holds most, against the formula."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -14,13 +14,13 @@ from benchmarks.live_bytes import PeakBytes
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import DistributedFusedAdam, OptimizerConfig, get_megatron_optimizer
-from tests.counts import long_count
+from tests.counts import long_count, soak_only
 from tests.harness import run_on_ranks
 
-WIDTH, LAYERS = 256, 48
+WIDTH, LAYERS = 128, 36
 NUM_PARAMS = WIDTH * WIDTH * LAYERS
 # Bytes of a bucket, of one layer's gradients in fp32, how many are under way, and whose memory stays for the next ones.
-CAP, PIPELINE, SPARE = 1 << 18, 2, 3
+CAP, PIPELINE, SPARE = 1 << 16, 2, 3
 FP32, BF16 = torch.float32, torch.bfloat16
 REMAINDERS = {"store_params": False, "store_param_remainders": True}
 # The parameters' dtype, settings, bytes a parameter of: itself, states, gradients.
@@ -101,13 +101,25 @@ def is_at_rest(held: Held, law: float, *, bucket: int = CAP, spare: int = SPARE)
     return 0.98 * law <= held.at_rest <= 1.02 * law + spare * bucket
 
 
-# Each form of memory on two ranks, one on more, all in the long run.
-ON_RANKS = [*product(CASES, [2]), *(product(CASES, [4]) if long_count(0, soak=1) else [("remainders", 4)])]
+@cache
+def held_on_ranks(case: str, ranks: int, *, is_lazy: bool = False) -> list[Held]:
+    """Of each rank, in buckets of one layer."""
+    return run_on_ranks(partial(held_by_ours, case, is_lazy=is_lazy, bucket_cap_mb=CAP / 2**20), ranks)
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("fp32", 1), *ON_RANKS])
+# Every form is held at once or lazily, one of them on more than two ranks; all of both under `make soak`.
+ALL = [*product(CASES, (2, 4)), ("fp32", 1)]
+AT_ONCE = [("fp32", 2), ("bf16", 2), ("fp32 in place", 2), ("remainders", 4)]
+LAZILY = [("fp32", 2), ("bf16 gradients", 2), ("remainders", 2)]
+
+
+def _marked(usual: list[tuple[str, int]]) -> list[Any]:
+    return [*usual, *(soak_only(*one) for one in ALL if one not in usual)]
+
+
+@pytest.mark.parametrize(("case", "ranks"), _marked(AT_ONCE))
 def test_a_rank_holds_parameters_and_its_share_of_states_and_gradients(case: str, ranks: int) -> None:
-    for held in run_on_ranks(partial(held_by_ours, case, bucket_cap_mb=CAP / 2**20), ranks):
+    for held in held_on_ranks(case, ranks):
         assert is_at_rest(held, of_law(case, ranks)), held
         # Those under way with what others send, and as many of which gloo's two threads have not let go yet; two that
         # one gradient fills, and that gradient, made and copied.
@@ -121,10 +133,10 @@ def test_a_bucket_that_is_larger_than_the_model_takes_no_more_than_the_model() -
         assert is_at_rest(held, of_law("fp32", 2), bucket=4 * NUM_PARAMS, spare=1), held
 
 
-@pytest.mark.parametrize(("case", "ranks"), ON_RANKS)
+@pytest.mark.parametrize(("case", "ranks"), _marked(LAZILY))
 def test_parameters_that_are_taken_over_lazily_need_no_more_than_whole_gradients_first(case: str, ranks: int) -> None:
     dtype, _, of_param, of_states, of_grads = CASES[case]
-    for held in run_on_ranks(partial(held_by_ours, case, is_lazy=True, bucket_cap_mb=CAP / 2**20), ranks):
+    for held in held_on_ranks(case, ranks, is_lazy=True):
         assert is_at_rest(held, of_law(case, ranks)), held
         buckets = (PIPELINE + 2) * (1 + (ranks - 1) / ranks) + 2
         # Parameters and gradients of their dtype, and shards to reduce these to; then states in place of gradients,
@@ -140,6 +152,5 @@ def test_a_rank_holds_less_than_with_zero1(ranks: int) -> None:
     zero1 = run_on_ranks(held_by_zero1, ranks)
     # But for buckets, all gradients in place of a share; lazily, a share of states that comes when these are gone.
     for is_lazy, share in ((False, 0.9), (True, 0.95)):
-        ours = run_on_ranks(partial(held_by_ours, "fp32", is_lazy=is_lazy, bucket_cap_mb=CAP / 2**20), ranks)
-        for one, other in zip(ours, zero1):
+        for one, other in zip(held_on_ranks("fp32", ranks, is_lazy=is_lazy), zero1):
             assert max(one.in_backward, one.in_step) < share * other, (is_lazy, one, other)
