@@ -182,6 +182,18 @@ def test_a_scaler_sees_what_no_sync_has_copied():
     assert_equal(plain, model)
 
 
+def test_gradients_of_a_skipped_step_count_as_unscaled_once():
+    _, _, model, optimizer = pair()
+    (4.0 * loss_of(model, 0)).backward()
+    scaled = optimizer.grad_norm().item()
+    # As a scaler gives them where another optimizer's gradients overflow.
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+    optimizer.unscale_grads(inv_scale=torch.tensor(1.0))
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+    assert optimizer.grad_norm().item() == pytest.approx(scaled / 4.0)
+
+
 class Scaled(DistributedFusedAdam):
     """One that leaves unscaling and skipping to the scaler."""
 
