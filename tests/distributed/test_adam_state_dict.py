@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.core.optimizer.flat_adam import Masters, StateForm
 from megatron.core.optimizer.state_keys import MASTERS
 from megatron.core.optimizer.torch_adam_state import gather_torch_state_sync
-from tests.counts import soak_only
+from tests.counts import slow, soak_only
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.spread_adam import KINDS, SpreadAdam, any_state, make_params
 
@@ -71,7 +71,7 @@ def save_and_load_replicas(folder, saved_as, loaded_as):
 
 
 @pytest.mark.parametrize(
-    ("saved_as", "loaded_as"), [(StateForm(), HALF), (HALF, REMAINDERS), (REMAINDERS, StateForm())]
+    ("saved_as", "loaded_as"), [(StateForm(), HALF), slow(HALF, REMAINDERS), slow(REMAINDERS, StateForm())]
 )
 def test_replicas_write_each_element_once_and_share_the_work(tmp_path, saved_as, loaded_as):
     owned = run_on_ranks(save_and_load_replicas, 4, tmp_path, saved_as, loaded_as)
@@ -172,7 +172,7 @@ def save_and_load_large(folder, form, also_read):
     return [peak_bytes(call) for call in (partial(held.save, folder), *loading)]
 
 
-@pytest.mark.parametrize("form", [soak_only(StateForm()), HALF], ids=str)
+@pytest.mark.parametrize("form", [soak_only(StateForm()), slow(HALF)], ids=str)
 def test_no_rank_holds_all_at_any_moment(tmp_path, form):
     everything = 3 * 4 * sum(torch.Size(size).numel() for size in SIZES)
     run_on_ranks(save_and_load_large, 1, tmp_path / "1", form, None)

@@ -140,6 +140,7 @@ def test_all_settings_that_go_together_have_the_bits_of_torchs_adamw(ranks):
     run_on_ranks(run_cases, ranks, list(every_case()), 8, timeout=3000)
 
 
+@pytest.mark.slow
 def test_any_two_settings_together_have_the_bits_of_torchs_adamw():
     run_on_ranks(run_cases, 3, PAIRED, 3)
 
@@ -206,6 +207,7 @@ def redundant_grids():
         assert norm.item() == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in grads)), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_b16_a_grid_of_shards_and_copies_equals_one_row_of_shards():
     run_on_ranks(redundant_grids, 4)
 
@@ -269,6 +271,7 @@ def narrow_states():
     return found
 
 
+@pytest.mark.slow
 def test_states_in_16_bits_follow_fp32_where_they_have_scales():
     for half, of_half, unscaled, brain in run_on_ranks(narrow_states, 2):
         # Measured: 0.0032 for both, which is 20 roundings to 11 digits; with the 8 digits of bf16 0.026.
@@ -394,6 +397,7 @@ def overlap_and_bucket_sizes():
     return of_sizes
 
 
+@pytest.mark.slow
 def test_b25_neither_overlap_nor_buffers_nor_bucket_sizes_change_results():
     for of_sizes in run_on_ranks(overlap_and_bucket_sizes, 3):
         for weights in of_sizes[1:]:
