@@ -69,6 +69,7 @@ CASES = {
     "rows that grow": Case(2, "moe", {**PAGES, **ROUTER, **EXPERTS, **stash(0.6), **LITTLE, **LONG}, "moe", [8, 8]),
     "pages that grow": Case(2, "moe", {**PAGES, **EXPERTS, **stash(1.05, **RERUN), **LONG}, "moe", [8, 8]),
 }
+QUICK = ["dropout", "fp16", "router of dropless experts"]
 # Each is part of a case above, of the one named after it.
 REPEATED = {
     "fused gradients": Case(1, "dense", {"deterministic-mode": None}, "attn mlp", [8]),  # dropout
@@ -91,7 +92,9 @@ def _both(case: Case) -> tuple[Trained, Trained]:
         return train_here(command_line(flags)), train_here(command_line(captured))
 
 
-@pytest.mark.parametrize("name", [*map(slow, CASES), *map(soak_only, REPEATED)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(slow(name) for name in CASES if name not in QUICK), *map(soak_only, REPEATED)]
+)
 def test_replayed_parts_have_the_bits_of_eager_ones(name: str) -> None:
     case = (CASES | REPEATED)[name]
     both = run_on_ranks(_both, case.ranks, case)

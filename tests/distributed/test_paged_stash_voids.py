@@ -79,7 +79,7 @@ PLANS: dict[str, list[Skew]] = {
 # What is lacking when, and the steps that are void on the first rank for it; all combinations in the long run.
 CASES = [
     ("ep 2", "first step", "rows and pages", [1]),
-    ("ep 2", "last step", "inputs", [1, STEPS]),
+    slow("ep 2", "last step", "inputs", [1, STEPS]),
     slow("pp 2, ep 2", "first layer", "rows", [2]),
     slow("ep 2, fp16", "twice in a row", "pages", [2, 3]),
     slow("ep 2, zero 2", "one microbatch", "pages", [2]),
@@ -207,6 +207,7 @@ def _evaluate_between(argv: Sequence[str]) -> tuple[Trained, Trained]:
     return train_here(argv), train_here([*argv, "--eval-interval", "1", "--eval-iters", "2"], _evaluating_first)
 
 
+@pytest.mark.slow
 def test_evaluations_leave_pages_order_and_training_as_they_were() -> None:
     argv = argv_of(RUN, LAYOUTS["ep 2"][1], stash(0.6), {"save-interval": None})
     for plain, evaluated in run_on_ranks(_evaluate_between, 2, argv):
@@ -219,6 +220,7 @@ def _train_all(argvs: Sequence[Sequence[str]]) -> list[Trained]:
     return [train_here(argv) for argv in argvs]
 
 
+@pytest.mark.slow
 def test_a_run_of_few_pages_goes_on_in_any_layout_as_one_without_a_stash(tmp_path: Path) -> None:
     base: Flags = {**RUN, "save-interval": None, "global-batch-size": 6, "lr-decay-iters": STEPS}
     first = argv_of(base, layout(ep=2), LACKING["rows and pages"], {"train-iters": 2, "save": tmp_path})
@@ -233,6 +235,7 @@ def test_a_run_of_few_pages_goes_on_in_any_layout_as_one_without_a_stash(tmp_pat
             stashed.assert_same(without, str(flags))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_stash_as_without_whichever_it_began_with(tmp_path: Path) -> None:
     base: Flags = {**RUN, **LAYOUTS["ep 2"][1], "save-interval": None}
     pools: dict[str, Flags] = {"without": {}, "with": stash(0.15)}

@@ -131,6 +131,7 @@ CASES = {
         captures=2,
     ),
 }
+QUICK = ["sharded update"]
 # Each is part of a case above, of the one named after it.
 REPEATED = {
     "one loss a token": Case(2, "llama", {"calculate-per-token-loss": True}),  # update of stages
@@ -158,7 +159,9 @@ def _both(case: Case) -> tuple[Trained, Trained]:
     return train_here(_argv(case, EAGER)), train_here(_argv(case, {**FULL, **case.flags}))
 
 
-@pytest.mark.parametrize("name", [*map(slow, CASES), *map(soak_only, REPEATED)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(slow(name) for name in CASES if name not in QUICK), *map(soak_only, REPEATED)]
+)
 def test_replayed_steps_have_the_bits_of_eager_ones(name: str) -> None:
     case = (CASES | REPEATED)[name]
     for eager, captured in run_on_ranks(_both, case.ranks, case):
@@ -178,6 +181,7 @@ def _resumed(folder: str) -> tuple[Trained, Trained]:
     return eager, second
 
 
+@pytest.mark.slow
 def test_a_run_resumed_with_graphs_has_the_bits_of_one_that_never_stopped(tmp_path: Path) -> None:
     for eager, resumed in run_on_ranks(_resumed, 2, str(tmp_path)):
         assert resumed.num_captures == 1

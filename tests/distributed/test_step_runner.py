@@ -187,6 +187,7 @@ def _fail_twice(argv: list[str], folder: str) -> list[tuple[str, int]]:
     return [_stay_void([*argv, "--save", f"{folder}/{may_grow}"], may_grow=may_grow) for may_grow in (False, True)]
 
 
+@pytest.mark.slow
 def test_a_step_that_stays_void_ends_all_ranks_and_saves_nothing(tmp_path: Path) -> None:
     flags = {**read_bases()["moe"], **RUN, **SHARDED, "save-interval": 1}
     refused, in_vain = zip(*run_on_ranks(_fail_twice, 2, command_line(flags), str(tmp_path)))
