@@ -7,6 +7,7 @@
   env: {NAME: value}
   corpora: {a: {}}             # token files {tmp}/a.bin and .idx: corpora.py
   slow: true                   # left out by `make test-fast`
+  soak: true                   # runs under `make soak` alone; the file says which case holds the property
   expect: {resume_at: 3}       # names and values are those of expectations.py
 """
 
@@ -36,6 +37,7 @@ class Case:
     env: dict[str, str] = field(default_factory=dict)
     corpora: dict[str, dict[str, Any]] = field(default_factory=dict)
     slow: bool = False
+    soak: bool = False
 
 
 def read_cases(path: Path, bases: dict[str, Flags], expectations: set[str]) -> list[Case]:
@@ -93,6 +95,7 @@ def _check_types(entry: dict[str, Any], where: str) -> None:
         "corpora": dict,
         "processes": int,
         "slow": bool,
+        "soak": bool,
         "base": (str, list),
     }
     if not entry.get("expect"):

@@ -13,7 +13,7 @@ def _cases() -> list[ParameterSet]:
     found = []
     for path in sorted((FOLDER / "cases").glob("*.yaml")):
         for case in read_cases(path, read_bases(), set(EXPECTATIONS)):
-            marks = [pytest.mark.slow] if case.slow else []
+            marks = [*([pytest.mark.slow] if case.slow else []), *([pytest.mark.soak] if case.soak else [])]
             found.append(pytest.param(case, id=f"{path.stem}-{case.name}", marks=marks))
     return found
 
