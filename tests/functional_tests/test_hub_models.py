@@ -56,7 +56,12 @@ def hub(tmp_path: Path) -> Path:
 
 # What says which model it is: the checkpoint, or its name.
 @pytest.mark.parametrize(
-    "model", [{"use-checkpoint-args": True, "hidden-dropout": 0.0}, MODEL], ids=["stored", "named"]
+    "model",
+    # The test of adapters below names the model.
+    [
+        pytest.param({"use-checkpoint-args": True, "hidden-dropout": 0.0}, id="stored"),
+        pytest.param(MODEL, id="named", marks=pytest.mark.soak),
+    ],
 )
 def test_a_model_is_trained_further_and_given_back(
     hub: Path, tmp_path: Path, model: Flags, capsys: pytest.CaptureFixture[str]

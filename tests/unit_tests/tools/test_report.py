@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.browser import BROWSER, opened_browser
-from tests.counts import slow
+from tests.counts import slow, soak_only
 from tools import report
 from tools.report_figures import DASHES, MAX_POINTS, make_figures, smoothed, thinned
 from tools.report_memory import memory_section
@@ -104,7 +104,7 @@ needs_browser = pytest.mark.skipif(
 
 
 @needs_browser
-@pytest.mark.parametrize("num_steps, layers, num_runs", [(30, 2, 1), slow(1, 2, 1), slow(80, 12, 2)])
+@pytest.mark.parametrize("num_steps, layers, num_runs", [slow(30, 2, 1), soak_only(1, 2, 1), soak_only(80, 12, 2)])
 def test_a_browser_draws_every_diagram(tmp_path: Path, capsys, num_steps: int, layers: int, num_runs: int) -> None:
     folders = [write_run(tmp_path / name, num_steps, layers=layers, **RECORD) for name in "ab"[:num_runs]]
     assert report.main([*map(str, folders), "--output", str(tmp_path / "r.html")]) == 0
