@@ -41,27 +41,51 @@ def build(kind: str, path: Path, merges: Path | None = None, **fields: int) -> B
     return build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(path), **fields))
 
 
+@pytest.fixture(scope="module")
+def pieces(files: dict[str, Path]) -> dict[str, BaseTokenizer]:
+    """The tokenizers over SentencePiece, by name."""
+    return {kind: build(kind, files["model"]) for kind in SENTENCEPIECE}
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_library(files: dict[str, Path]) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(files["model"]))
+
+
 @given(text=TEXTS)
-def test_sentencepiece_ids_are_the_librarys(files: dict[str, Path], text: str) -> None:
-    library = sentencepiece.SentencePieceProcessor(model_file=str(files["model"]))
-    for kind in SENTENCEPIECE:
-        tokenizer = build(kind, files["model"])
+def test_sentencepiece_ids_are_the_librarys(pieces: dict[str, BaseTokenizer], sentencepiece_library, text: str) -> None:
+    library = sentencepiece_library
+    for kind, tokenizer in pieces.items():
         before = [library.bos_id()] if kind == "Llama2Tokenizer" else []
         assert tokenizer.encode(text) == before + library.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == library.decode(library.encode(text))
 
 
-@pytest.mark.slow
-@given(text=TEXTS)
-def test_tiktoken_ids_are_the_librarys_behind_1000_special_ones(files: dict[str, Path], text: str) -> None:
+@pytest.fixture(scope="module")
+def tik(files: dict[str, Path]) -> dict[str, BaseTokenizer]:
+    """The tokenizers over tiktoken, by the form of their file."""
+    return {form: build("TikTokenizer", files[form]) for form in ("json", "tiktoken")}
+
+
+@pytest.fixture(scope="module")
+def tiktoken_library() -> tiktoken.Encoding:
     plain = {token: rank for rank, token in enumerate(ranks())}
-    library = tiktoken.Encoding("plain", pat_str=PATTERN, mergeable_ranks=plain, special_tokens={})
-    for form in ("json", "tiktoken"):
-        tokenizer = build("TikTokenizer", files[form])
-        assert tokenizer.encode(text) == [1000 + token for token in library.encode_ordinary(text)]
+    return tiktoken.Encoding("plain", pat_str=PATTERN, mergeable_ranks=plain, special_tokens={})
+
+
+@given(text=TEXTS)
+def test_tiktoken_ids_are_the_librarys_behind_1000_special_ones(
+    tik: dict[str, BaseTokenizer], tiktoken_library: tiktoken.Encoding, text: str
+) -> None:
+    for tokenizer in tik.values():
+        assert tokenizer.encode(text) == [1000 + token for token in tiktoken_library.encode_ordinary(text)]
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "hello", " The  dog\n"])
+def test_tiktoken_reads_a_million_blanks(tik: dict[str, BaseTokenizer], text: str) -> None:
     blanks = " " * 1_000_000 + text  # at which the library panics
-    assert tokenizer.decode(tokenizer.encode(blanks)) == blanks
+    assert tik["tiktoken"].decode(tik["tiktoken"].encode(blanks)) == blanks
 
 
 @given(text=TEXTS)
