@@ -17,7 +17,7 @@ from megatron.training.step_runner import ExpertOverflowError
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def fail_with(error: Exception) -> None:
+def fail_with(error: BaseException) -> None:
     raise error
 
 
@@ -38,6 +38,11 @@ def fail_again(error: Exception) -> None:
         (lambda: fail_with(CommandLineError("--lrr is unknown")), 2, "error: --lrr is unknown\n"),
         (lambda: fail_with(RemoteRankError("rank 1: no")), 1, "error: rank 1: no\n"),
         (lambda: fail_with(ExpertOverflowError("no room")), 1, "error: no room\n"),
+        (
+            lambda: fail_with(KeyboardInterrupt()),
+            130,
+            "interrupted: a run that has --save goes on from its last checkpoint with --load\n",
+        ),
         (lambda: open("/nothing/here"), 1, "error: [Errno 2] No such file or directory: '/nothing/here'\n"),
         (
             lambda: fail_with(RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]")),
@@ -45,7 +50,7 @@ def fail_again(error: Exception) -> None:
             "error: the connection to another rank was lost: that rank has ended, its own messages say why\n",
         ),
     ],
-    ids=["value", "raised again", "flag", "other rank", "overflow", "file", "lost rank"],
+    ids=["value", "raised again", "flag", "other rank", "overflow", "Ctrl-C", "file", "lost rank"],
 )
 def test_a_mistake_becomes_one_message(
     fail: Callable[[], None], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -98,21 +103,12 @@ def test_a_bug_keeps_its_traceback(bug: Callable[[], None], capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
-def run_script(body: str) -> "subprocess.Popen[str]":
-    script = f"from megatron.training.errors import exit_on_user_error\nwith exit_on_user_error():\n{body}"
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdout=pipe, stderr=pipe)
-
-
-def test_ctrl_c_is_one_line() -> None:
-    process = run_script("    raise KeyboardInterrupt")
-    _, written = process.communicate(timeout=60)
-    assert (process.returncode, written.count("\n")) == (130, 1)
-    assert written.startswith("interrupted")
-
-
 def test_a_reader_that_leaves_is_one_line() -> None:
-    process = run_script("    while True: print('line', flush=True)")
+    # A process of its own: what Python says at its end is part of what the user sees.
+    script = "from megatron.training.errors import exit_on_user_error\nwith exit_on_user_error():\n"
+    script += "    while True: print('line', flush=True)"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdout=pipe, stderr=pipe)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.wait(60) == 1
