@@ -13,13 +13,15 @@ import pretrain_gpt
 from megatron.core.agreement import RemoteRankError
 from megatron.training.evaluation import evaluate
 from megatron.training.training import train_step
+from tests.counts import long_count, soak_only
 from tests.distributed.parity import Box, boxes_of_state, put_together
 from tests.distributed.test_overlap_matrix import FLAGS, MODES, OVERLAPPED
 from tests.distributed.tiny_runs import started_run, train_steps
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-STEPS = 6
+STEPS = long_count(3, soak=6)
+NUMBERS_OF_RANKS = range(1, 1 + long_count(3, soak=4))
 TINY: Flags = {**read_bases()["moe"], **FLAGS, "eval-iters": 1, "global-batch-size": 12}
 IN_STEP: Flags = {**OVERLAPPED, "overlap-param-gather-with-optimizer-step": True, "ddp-bucket-size": 1}
 Reports = list[dict[str, Any]]
@@ -54,7 +56,8 @@ def _tensors(state: dict[str, Any]) -> list[torch.Tensor]:
     return [value for value in state.values() if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [{"bf16": True}, soak_only({})])
 def test_b11_what_is_saved_is_the_state_of_the_step_whatever_happens_then(precision: Flags, tmp_path: Path) -> None:
     modes: list[Flags] = [{}, {**OVERLAPPED, "ddp-bucket-size": 1001}, IN_STEP]
     run_on_ranks(_save_and_spoil, 3, [command_line({**TINY, **precision, **mode}) for mode in modes], str(tmp_path))
@@ -62,13 +65,13 @@ def test_b11_what_is_saved_is_the_state_of_the_step_whatever_happens_then(precis
 
 def _save_and_spoil(argvs: Sequence[Sequence[str]], folder: str) -> None:
     with started_run(argvs[0]) as run:
-        train_steps(run, 3)
+        train_steps(run, 2)
         expected = boxes_of_state(run)
         rest = train_steps(run, 2)
     for number, argv in enumerate(argvs[1:]):
         with started_run([*argv, "--save", f"{folder}/{number}"]) as run:
             # Gathers are under way: nobody has read the weights since.
-            for _ in range(3):
+            for _ in range(2):
                 train_step(run)
             run.save_checkpoint()
             for chunk in run.model:
@@ -84,11 +87,11 @@ def _save_and_spoil(argvs: Sequence[Sequence[str]], folder: str) -> None:
 def test_b14_any_number_of_ranks_goes_on_from_any_other_sharded_or_not(tmp_path: Path) -> None:
     # With a bucket for each parameter some ranks own padding alone.
     argvs = [command_line({**TINY, "bf16": True, **mode}) for mode in (IN_STEP, MODES[2])]
-    folders = [str(tmp_path / str(ranks)) for ranks in (1, 2, 3, 4)]
+    folders = [str(tmp_path / str(ranks)) for ranks in NUMBERS_OF_RANKS]
     # Replicas save on two ranks, and load what one number of ranks in two has saved.
     saved = [_merged(run_on_ranks(_save, n, argvs[n == 2], folder)) for n, folder in enumerate(folders, 1)]
     seen: list[list[dict[str, Any]]] = [[] for _ in folders]
-    for ranks in (1, 2, 3, 4):
+    for ranks in NUMBERS_OF_RANKS:
         modes = [argvs[(ranks + number) % 2] for number in range(len(folders))]
         for number, results in enumerate(zip(*run_on_ranks(_load, ranks, modes, folders))):
             state = _merged([own for own, _ in results])

@@ -12,7 +12,7 @@ from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.optimizer import ParamGroupOverride, ParamKey
 from megatron.training.training import train_step
-from tests.counts import slow
+from tests.counts import long_count, soak_only
 from tests.distributed.parity import (
     FLAGS,
     Box,
@@ -28,7 +28,7 @@ from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config, small_model
 from tests.unit_tests.core.optimizer.reference import wrap
 
-STEPS = 20
+STEPS = long_count(6, soak=20)
 # Adam in fp64, with everything that could pull the copies apart: decay, clipping, a rate of their own.
 TRAINING: Flags = {
     **FLAGS,
@@ -55,7 +55,7 @@ MODES: list[Flags] = [
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-@pytest.mark.parametrize(("stages", "copies"), [(2, 3), slow(4, 3)])
+@pytest.mark.parametrize(("stages", "copies"), [(2, 3), soak_only(4, 3)])
 def test_b9_both_copies_stay_bit_equal_and_equal_to_one_process(stages: int, copies: int) -> None:
     argv = command_line({**read_bases()["dense"], **TRAINING})
     [[reference]] = run_on_ranks(_tables, 1, [argv])
