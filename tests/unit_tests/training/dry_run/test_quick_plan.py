@@ -1,4 +1,4 @@
-"""Memory that is added up from single layers, against plans of the same runs that build all of each stage."""
+"""Memory that is summed from single layers, against plans of the same runs that build whole stages."""
 
 import random
 
@@ -13,8 +13,9 @@ from megatron.training.dry_run.layout_space import Layout, Recompute, Space
 from megatron.training.dry_run.plan import RankPlan, plan_run
 from megatron.training.dry_run.quick_plan import quick_stages
 from megatron.training.dry_run.stage_memory import Standing, fullest_moments
+from tests.counts import long_count
 
-RANKS, LAYERS, LAYOUTS = 16, 4, 5
+RANKS, LAYERS, LAYOUTS = 16, 4, long_count(2, soak=5)
 ALWAYS = (
     "--model-scale tiny --bf16 --mock-data --tokenizer-type NullTokenizer --seq-length 64 --global-batch-size 32 "
     f"--lr 1e-3 --train-iters 2 --dry-run --world-size {RANKS}"
