@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.training import train_step
+from tests.counts import soak_only
 from tests.distributed.parity import Box, boxes_of_state, boxes_of_weights, put_together
 from tests.distributed.tiny_runs import comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -19,7 +20,12 @@ FLAGS: Flags = {"vocab-size": 60, "padded-vocab-size": 128, "make-vocab-size-div
 STEPS = 3
 
 
-@pytest.mark.parametrize(("base", "axis"), [("dense", "tensor"), ("llama", "tensor"), ("dense", "pipeline")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("base", "axis"),
+    # Query groups are split as heads are; test_checkpoints_of_layouts has them.
+    [("dense", "tensor"), ("dense", "pipeline"), soak_only("llama", "tensor")],
+)
 def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, axis: str, tmp_path: Path) -> None:
     flags: Flags = {**FLAGS, "num-attention-heads": 8, "num-query-groups": 4}
     if base == "dense":
