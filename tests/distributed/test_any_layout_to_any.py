@@ -197,6 +197,7 @@ class Trained:
     repeated: list[int] = field(default_factory=list)
 
 
+@pytest.mark.slow
 def test_any_layout_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path) -> None:
     pairs = [_draw(number) for number in range(PAIRS)]
     _assert_drawn_widely(pairs)

@@ -27,6 +27,7 @@ IN_STEP: Flags = {**OVERLAPPED, "overlap-param-gather-with-optimizer-step": True
 Reports = list[dict[str, Any]]
 
 
+@pytest.mark.slow
 def test_b10_evaluating_after_every_step_changes_nothing() -> None:
     modes = [{}, {}, {**OVERLAPPED, "ddp-bucket-size": 1001}, IN_STEP]
     argvs = [command_line({**TINY, "bf16": True, **mode}) for mode in modes]
