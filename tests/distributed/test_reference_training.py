@@ -1,7 +1,7 @@
-"""Training agrees with a plain PyTorch model in one process over 20 steps, on 1, 2 and 3 data-parallel ranks.
+"""Training agrees with a plain PyTorch model in one process on 1, 2 and 3 data-parallel ranks; 20 steps in `make soak`.
 
 The reference computes in fp64 and is fed the same token groups: one group is a microbatch of one rank. Tolerances are
-those of the numerics contract; where one is not, its reason stands beside it.
+those of docs/numerics.md; where one differs, its reason is stated with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.training import get_args
-from tests.counts import slow
+from tests.counts import long_count, slow, soak_only
 from tests.distributed.plain_gpt import PlainShape, Weights, plain_losses
 from tests.distributed.tiny_runs import Batch, Recording, record_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-STEPS = 20
-BASES = [slow("dense"), "moe"]
+STEPS = long_count(5, soak=20)
 GRAD_TOLERANCE = {torch.float32: 5e-5, torch.float64: 1e-10}
 ADAMW_TOLERANCE = 1e-4  # of what training added to a tensor; measured: 1.4e-5, where gradients are near epsilon
 NEGLIGIBLE = 1e-6  # share of the whole gradient's norm below which a tensor's error is not looked at
@@ -53,8 +52,15 @@ class PlainStep:
     grad_norm: float
 
 
-@pytest.mark.parametrize("ranks", [slow(1), 2, slow(3)])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("base", "ranks"),
+    # What `make soak` adds has the same sums over other numbers of ranks.
+    [
+        ("moe", 2),
+        slow("dense", 3),
+        *(soak_only(*case) for case in (("dense", 1), ("dense", 2), ("moe", 1), ("moe", 3))),
+    ],
+)
 def test_fp32_training_agrees_with_plain_pytorch(base: str, ranks: int) -> None:
     recordings = _train(base, ranks, {"clip-grad": 0.5})
     steps, final = _plain_training(recordings, base, clip_grad=0.5)
@@ -63,7 +69,7 @@ def test_fp32_training_agrees_with_plain_pytorch(base: str, ranks: int) -> None:
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", [slow("moe"), soak_only("dense")])
 def test_fp64_training_agrees_with_plain_pytorch(base: str) -> None:
     # No clipping: the norm it divides by is fp32 by contract. Three microbatches: a third has no exact fp32 value.
     recordings = _train(base, 2, {"clip-grad": 0}, forward_step=fp64_forward_step, model_provider=fp64_model)
@@ -72,7 +78,7 @@ def test_fp64_training_agrees_with_plain_pytorch(base: str) -> None:
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", [slow("moe"), soak_only("dense")])
 def test_masked_tokens_weigh_nothing_and_microbatches_the_same(base: str) -> None:
     recordings = _train(base, 2, {"clip-grad": 0}, forward_step=masking_forward_step)
     counts = {int(batch["loss_mask"].sum()) for step in recordings[1].batches for batch in step}
@@ -83,7 +89,7 @@ def test_masked_tokens_weigh_nothing_and_microbatches_the_same(base: str) -> Non
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", [slow("dense"), soak_only("moe")])
 def test_adamw_agrees_with_torch(base: str) -> None:
     """Parameters are those of torch.optim.AdamW, for which noise in a gradient is as good as a gradient.
 
@@ -99,7 +105,7 @@ def test_adamw_agrees_with_torch(base: str) -> None:
         assert report.losses["lm loss"] == pytest.approx(plain.losses["lm loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", [slow("moe"), soak_only("dense")])
 def test_the_size_of_microbatches_does_not_matter_without_router_losses(base: str) -> None:
     without: Flags = {"clip-grad": 0, "moe-aux-loss-coeff": None, "moe-z-loss-coeff": None}
     sizes: list[Flags] = [{**without, "micro-batch-size": size} for size in (1, 2, 4)]
