@@ -1,15 +1,14 @@
-"""compare_runs.py and same_losses.py: where runs part, in which field, by how much."""
+"""compare_runs.py: where runs part, in which field, by how much."""
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tools import compare_runs, same_losses
+from tools import compare_runs
 from tools.report_figures import run_names
 from tools.run_log import read_run
 
@@ -98,21 +97,3 @@ def test_a_console_log_of_megatron_is_a_log_too(tmp_path: Path, capsys) -> None:
     ours = write_run(tmp_path / "ours", range(1, 6))
     assert compare_runs.main([str(ours), str(tmp_path / "m.log"), "--rtol", "3e-3"]) == 0
     assert "first in lm_loss" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_commit_has_the_losses_of_these_files_and_a_changed_number_is_found(tmp_path, capsys, monkeypatch) -> None:
-    verdict = same_losses.verdict
-    copies = {name: tmp_path / name for name in ("base", "head")}
-
-    def copy_and_judge(base: Path, head: Path) -> str:
-        shutil.copytree(base, copies["base"]), shutil.copytree(head, copies["head"])
-        return verdict(base, head)
-
-    monkeypatch.setattr(same_losses, "verdict", copy_and_judge)
-    assert same_losses.main(["HEAD", "--only", "llama-like, bf16"]) == 0
-    assert "same, 6 steps" in capsys.readouterr().out
-    log = copies["head"] / "steps.jsonl"
-    log.write_text(log.read_text().replace('"grad_norm": ', '"grad_norm": 1', 1))
-    assert verdict(*copies.values()) == "differs from iteration 1: grad_norm"
-    assert same_losses.main(["no-such-commit"]) == 2

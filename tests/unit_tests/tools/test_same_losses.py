@@ -1,0 +1,185 @@
+"""The gate: what its verdict says of two runs, which command lines its cases have, and a case of its own end to end."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import same_losses
+from tools.gate import verdict as judging
+from tools.gate.cases import CASES, Case
+from tools.gate.verdict import Left, Verdict, compare, judge, judge_new, read_log
+
+Change = Callable[[list[dict[str, Any]]], None]
+
+
+def _lines() -> list[dict[str, Any]]:
+    """A log of four steps and an evaluation."""
+    steps = [
+        {
+            "iteration": step,
+            "lm_loss": 5 + 1 / step,
+            "grad_norm": 1 / step,
+            "skipped": False,
+            "seconds": 0.25,
+            "expert_load": {"1": [7, step], "2": [step, 7]},
+            "memory": {"rss": 1000 + step},
+        }
+        for step in range(1, 5)
+    ]
+    return [*steps, {"iteration": 4, "validation_loss": 4.25}]
+
+
+def _write(folder: Path, lines: list[dict[str, Any]], *, codes: list[list[int]] | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "result.json").write_text(json.dumps({"exit_codes": codes or [[0, 0]], "seconds": 1.5}))
+    return folder
+
+
+def _verdict_after(tmp_path: Path, change: Change) -> Verdict:
+    lines = _lines()
+    change(lines)
+    return judge(_write(tmp_path / "base", _lines()), _write(tmp_path / "head", lines))
+
+
+def _set(line: int, **values: Any) -> Change:
+    return lambda lines: lines[line].update(values)
+
+
+def _drop(name: str) -> Change:
+    def change(lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            line.pop(name, None)
+
+    return change
+
+
+def test_equal_runs_are_the_same_whatever_their_times_and_memory(tmp_path: Path) -> None:
+    verdict = _verdict_after(tmp_path, _set(1, seconds=9.0, memory={"rss": 5}))
+    assert verdict == Verdict(True, "same: 4 steps, 6 fields, 0 saved entries")
+
+
+ONE_BIT_MORE = 5 + 1 / 3 + 2**-50
+DIFFERENCES: dict[str, tuple[Change, str]] = {
+    "one bit": (_set(2, lm_loss=ONE_BIT_MORE), "differs from iteration 3: lm_loss (lm_loss: 5.3333"),
+    "nested": (_set(1, expert_load={"1": [7, 2], "2": [3, 7]}), "differs from iteration 2: expert_load/2 "),
+    "sign of zero": (_set(0, grad_norm=-0.0), "differs from iteration 1: grad_norm"),
+    "not a number": (_set(0, grad_norm=float("nan")), "differs from iteration 1: grad_norm"),
+    "type": (_set(3, skipped=0), "differs from iteration 4: skipped (skipped: false -> 0)"),
+    "evaluation": (_set(4, validation_loss=4.5), "differs from iteration 4: validation_loss"),
+    "field lost": (_drop("grad_norm"), "logged in base alone: grad_norm"),
+    "field added": (_set(2, num_zeros=3), "logged in HEAD alone: num_zeros"),
+    "field lost in a step": (lambda lines: lines[1].pop("grad_norm"), "differs from iteration 2: grad_norm"),
+    "steps lost": (lambda lines: lines.__delitem__(slice(3, 5)), "other steps: 4 in base, 3 in HEAD"),
+    "evaluation twice": (lambda lines: lines.append(dict(lines[4])), "logged at other iterations"),
+    "everything lost": (lambda lines: lines.clear(), "logs no step: 4 in base, 0 in HEAD"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_is_named_with_its_first_iteration(tmp_path: Path, name: str) -> None:
+    change, expected = DIFFERENCES[name]
+    verdict = _verdict_after(tmp_path, change)
+    assert not verdict.is_same
+    assert expected in verdict.text
+
+
+def test_a_renamed_field_is_compared_under_its_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rename(lines: list[dict[str, Any]]) -> None:
+        for line in lines[:4]:
+            line["gradient_norm"] = line.pop("grad_norm")
+            line["load"] = line.pop("expert_load")
+
+    assert not _verdict_after(tmp_path / "without", rename).is_same
+    monkeypatch.setattr(judging, "RENAMES", (("grad_norm", "gradient_norm"), ("expert_load/", "load/")))
+    assert _verdict_after(tmp_path / "with", rename).is_same
+
+
+def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
+    base, head = _write(tmp_path / "base", _lines()), _write(tmp_path / "head", _lines(), codes=[[0, 0], [1, 1]])
+    (head / "rank0.txt").write_text("step 1\nRemoteRankError: rank 1 failed\n")
+    (head / "rank1.txt").write_text('  File "x.py", line 3, in error\nValueError: rows is 3: must be even\n  step 2\n')
+    assert judge(base, head) == Verdict(False, "fails in HEAD: rank 1: ValueError: rows is 3: must be even")
+    assert judge(head, base).text.startswith("fails in base: ")
+    assert judge_new(head).text.startswith("new in HEAD, and fails: rank 1")
+    assert judge_new(base) == Verdict(True, "new in HEAD, runs: 4 steps, not compared")
+
+
+def test_flags_that_the_base_does_not_know_are_a_failure_that_says_so(tmp_path: Path) -> None:
+    base, head = _write(tmp_path / "base", [], codes=[[2]]), _write(tmp_path / "head", _lines())
+    (base / "rank0.txt").write_text("[rank 0] error: unknown flag --new\n")
+    verdict = judge(base, head)
+    assert not verdict.is_same
+    assert "unknown flag --new" in verdict.text and "NEW_CASES" in verdict.text
+
+
+def test_a_case_that_was_not_run_is_a_failure(tmp_path: Path) -> None:
+    assert (
+        judge(tmp_path / "base", tmp_path / "head").text
+        == "fails in base: it was not run; fails in HEAD: it was not run"
+    )
+
+
+def test_final_checkpoints_are_compared_entry_by_entry() -> None:
+    log = {"lm_loss": [(1, "5.0")]}
+    saved = {"weight": "a", "moment": "b"}
+    assert compare(Left(log, saved), Left(log, dict(saved))).is_same
+    changed = compare(Left(log, saved), Left(log, {**saved, "moment": "c"}))
+    assert changed == Verdict(False, "the final checkpoint differs: moment")
+    dropped = compare(Left(log, saved), Left(log, {"weight": "a"}))
+    assert dropped == Verdict(False, "saved in base alone: moment")
+
+
+def test_every_excluded_field_has_a_reason_and_is_not_read(tmp_path: Path) -> None:
+    assert all(judging.EXCLUDED.values()) and all(judging.EXCLUDED_OF_CHECKPOINTS.values())
+    assert set(read_log(_write(tmp_path / "run", _lines()) / "steps.jsonl")) == {
+        "lm_loss",
+        "grad_norm",
+        "skipped",
+        "expert_load/1",
+        "expert_load/2",
+        "validation_loss",
+    }
+
+
+def test_cases_have_names_of_their_own() -> None:
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names))
+    assert sum(case.resume_at is not None for case in CASES) >= len(CASES) // 6
+
+
+def test_a_case_saves_where_it_is_resumed_and_restarts_from_its_own_checkpoint() -> None:
+    (line,) = Case("resumed", "--bf16", resume_at=2).command_lines()
+    assert line.endswith("--bf16 --tensorboard-dir {folder} --save ckpt --save-interval 2")
+    first, second = Case("restarted", "--bf16", restart_at=3).command_lines()
+    assert first.endswith("--save ckpt --exit-interval 3") and second.endswith("--save ckpt --load ckpt")
+    resumed = Case("resumed", "--bf16", resume_at=2).resumed_command_line(Path("/base/ckpt"))
+    assert resumed.endswith("--save ckpt --load /base/ckpt --ckpt-step 2")
+    assert Case("script", "plain", program="fused_adam.py").command_lines() == ["plain"]
+
+
+def test_a_commit_that_cannot_be_read_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert same_losses.main(["no-such-commit"]) == 2
+    assert "cannot read commit no-such-commit" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_commit_has_the_numbers_of_these_files_and_a_changed_one_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep, only = tmp_path / "kept", ["--only", "experts, grouped, bf16", "--only", "script: fused Adam, one rank"]
+    assert same_losses.main(["HEAD", *only, "--keep", str(keep)]) == 0
+    printed = capsys.readouterr().out
+    assert "same: 6 steps" in printed and "resumed from the base's step 4" in printed
+    assert "2 of 2 cases are the same" in printed
+    base, head = (keep / tree / "experts_grouped_bf16" for tree in ("base", "head"))
+    log = head / "steps.jsonl"
+    log.write_text(log.read_text().replace('"grad_norm": 0', '"grad_norm": 1', 1))
+    assert judge(base, head).text.startswith("differs from iteration 1: grad_norm")
+    shutil.rmtree(head / "ckpt" / "iter_0000006")
+    log.write_text((base / "steps.jsonl").read_text())
+    assert "the final checkpoint differs" in judge(base, head).text

@@ -1,0 +1,31 @@
+"""The faults that the gate must notice: each can be put into these files, and names cases that exist."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.seeded_faults import ROOT, Fault, read_faults
+
+
+def test_every_fault_has_its_place_in_these_files_and_cases_to_notice_it() -> None:
+    faults = read_faults()
+    for fault in faults:
+        text = (ROOT / fault.file).read_text(encoding="utf-8")
+        assert text.count(fault.old) == 1, f"{fault.name}: move it in tools/gate/faults.yaml, {fault.file} has changed"
+        assert fault.chosen_cases()
+    assert len({fault.kind for fault in faults}) >= 9
+
+
+def test_a_fault_changes_its_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("one\ntwo\nthree\n")
+    fault = Fault("name", "kind", file="a.py", old="two\n", new="2\n", cases=("llama-like",))
+    fault.put_into(tmp_path)
+    assert (tmp_path / "a.py").read_text() == "one\n2\nthree\n"
+    with pytest.raises(ValueError, match="its text is 0 times in a.py, must be 1"):
+        fault.put_into(tmp_path)
+
+
+def test_a_fault_whose_case_does_not_exist_is_refused() -> None:
+    fault = Fault("name", "kind", file="a.py", old="a", new="b", cases=("no such case",))
+    with pytest.raises(ValueError, match="cases that do not exist: no such case"):
+        fault.chosen_cases()

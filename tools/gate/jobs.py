@@ -1,0 +1,159 @@
+"""Runs cases with the code of several trees at the same time: one worker process a tree, one folder a case.
+
+What a case is, cases.py says; what runs inside a tree is worker.py's.
+"""
+
+import io
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from tools.gate.cases import CHECKPOINTS, Case
+
+ROOT = Path(__file__).resolve().parents[2]
+GATE = Path(__file__).resolve().parent
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case in one tree: its folder, and the command lines that run there. needs: a file that must exist first."""
+
+    case: Case
+    folder: Path
+    runs: list[list[str]]
+    needs: Path | None = None
+
+    def entry(self, tree: Path) -> dict[str, Any]:
+        """As worker.py reads it from a plan."""
+        program = self.case.program
+        return {
+            "folder": str(self.folder),
+            "program": str(tree / program if program == "pretrain_gpt.py" else GATE / "scripts" / program),
+            "ranks": self.case.ranks,
+            "runs": self.runs,
+            "needs": None if self.needs is None else str(self.needs),
+        }
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A version of the project, and the cases that run with it; runs go to the folder `name`."""
+
+    name: str
+    folder: Path
+    cases: Sequence[Case]
+
+
+def main_folder(case: Case, tree: str, *, folder: Path) -> Path:
+    """Where a case runs with the code of the tree of that name."""
+    return folder / tree / re.sub(r"[^A-Za-z0-9]+", "_", case.name)
+
+
+def resumed_folder(case: Case, tree: str, *, folder: Path) -> Path:
+    """Where it goes on from the checkpoint of the base."""
+    main = main_folder(case, tree, folder=folder)
+    return main.with_name(f"{main.name}.resumed")
+
+
+def export(commit: str, folder: Path) -> Path:
+    """Writes the files of a commit to `folder`; raises ValueError if there is no such commit."""
+    packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=False)
+    if packed.returncode:
+        raise ValueError(f"cannot read commit {commit} of {ROOT}: {packed.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def write_corpora(folder: Path) -> None:
+    """Writes two small .bin/.idx pairs of random documents, the same in every call."""
+    folder.mkdir()
+    for seed, name in enumerate(("a", "b")):
+        draw = random.Random(seed)
+        builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=np.uint16)
+        for _ in range(200):
+            tokens = [draw.randrange(126) for _ in range(draw.randrange(5, 90))]
+            builder.add_document(np.array([*tokens, 126]), [len(tokens) + 1])
+        builder.finalize(str(folder / f"{name}.idx"))
+
+
+def run_trees(trees: Sequence[Tree], *, folder: Path, base: str) -> None:
+    """Runs all trees at the same time, each case of a tree in main_folder(...) and resumed_folder(...).
+
+    folder: holds corpora in `data`; runs go to it. base: name of the tree whose checkpoints all resume; it is one of
+    these, or has run. Raises RuntimeError if a worker ends before its plan does.
+    """
+    at_once = max(1, (os.cpu_count() or 1) // len(trees))
+    workers: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for tree in trees:
+            plan = folder / f"{tree.name}.plan.json"
+            content = {"at_once": at_once, "jobs": [job.entry(tree.folder) for job in _jobs(tree, folder, base=base)]}
+            plan.write_text(json.dumps(content), encoding="utf-8")
+            workers[tree.name] = _start_worker(tree.folder, plan)
+        while any(worker.poll() is None for worker in workers.values()):
+            _raise_if_one_failed(workers, folder)
+            time.sleep(0.1)
+        _raise_if_one_failed(workers, folder)
+    finally:
+        for worker in workers.values():
+            _kill(worker)
+
+
+def _jobs(tree: Tree, folder: Path, *, base: str) -> Iterator[Job]:
+    """Runs from the beginning first: those that resume need the base's checkpoints."""
+    resumed = []
+    for case in tree.cases:
+        if case.is_new and tree.name == base:
+            continue
+        place = main_folder(case, tree.name, folder=folder)
+        yield Job(case, place, [_words(line, folder, place=place) for line in case.command_lines()])
+        if case.resume_at is not None:
+            source = main_folder(case, base, folder=folder)
+            place = resumed_folder(case, tree.name, folder=folder)
+            line = case.resumed_command_line(source / CHECKPOINTS)
+            resumed.append(Job(case, place, [_words(line, folder, place=place)], needs=source / RESULT))
+    yield from resumed
+
+
+def _words(line: str, folder: Path, *, place: Path) -> list[str]:
+    return [word.replace("{data}", str(folder / "data")).replace("{folder}", str(place)) for word in shlex.split(line)]
+
+
+def _start_worker(tree: Path, plan: Path) -> "subprocess.Popen[bytes]":
+    # A session of its own, so that its ranks end with it; -P keeps the folder of worker.py off the path.
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", str(GATE / "worker.py"), str(tree), str(plan)]
+    with plan.with_suffix(".txt").open("wb") as output:
+        return subprocess.Popen(
+            command, cwd=plan.parent, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+
+
+def _raise_if_one_failed(workers: "dict[str, subprocess.Popen[bytes]]", folder: Path) -> None:
+    for name, worker in workers.items():
+        if worker.poll():
+            written = (folder / f"{name}.plan.txt").read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"the worker of {name} ended with status {worker.returncode}:\n{written[-3000:]}")
+
+
+def _kill(worker: "subprocess.Popen[bytes]") -> None:
+    """Ends a worker and its ranks, if any is left."""
+    if worker.poll() is None:
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()

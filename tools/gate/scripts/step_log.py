@@ -1,0 +1,96 @@
+"""What the scripts of the gate share: their model, their batches, and the log of their steps. No program."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+PIXELS, CLASSES, BATCH = 8, 5, 4
+
+
+class Network(nn.Module):
+    """Two convolutions and two linear layers, in members of a list, so that wrappers find units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList([nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)])
+        self.linears = nn.ModuleList([nn.Linear(8 * PIXELS**2 // 16, 13), nn.Linear(13, 13)])
+        self.scale = nn.Parameter(torch.ones(1))
+        self.classify = nn.Linear(13, CLASSES)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """pictures: [B, 3, PIXELS, PIXELS], any float dtype -> logits [B, CLASSES], same dtype."""
+        for convolution in self.convolutions:
+            pictures = nn.functional.max_pool2d(torch.relu(convolution(pictures)), 2)
+        hidden = pictures.flatten(1)
+        for linear in self.linears:
+            hidden = torch.tanh(linear(hidden)) * self.scale
+        return self.classify(hidden)
+
+
+def start() -> tuple[int, int]:
+    """Joins the process group if there are several ranks, and seeds the weights; rank and number of ranks."""
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(1234)
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def batch(step: int, rank: int, *, number: int = 0) -> tuple[Tensor, Tensor]:
+    """This rank's pictures of a microbatch, [B, 3, PIXELS, PIXELS], fp32; and their classes, [B], int64."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + number)
+    pictures = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=generator)
+    return pictures, torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+def log_step(step: int, losses: Iterable[Tensor], *, params: Iterable[Tensor], **more: Any) -> None:
+    """Appends a line to steps.jsonl: the losses, each [] of any float dtype, of all ranks, and a digest of parameters.
+
+    params: any shape and float dtype, on every rank those that it holds. more: numbers of this rank. Collective.
+    """
+    mine = {"losses": [float(loss) for loss in losses], "params": digest(params), **more}
+    every: list[Any] = [mine]
+    if dist.is_initialized():
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+    if int(os.environ["RANK"]) == 0:
+        line = {"iteration": step, **{f"rank_{rank}": one for rank, one in enumerate(every)}}
+        with Path("steps.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Of the bytes of tensors of any shape and dtype, in their logical order."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        found.update(mine.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def digest_of_state(state: Any) -> str:
+    """Of all tensors and numbers in nested dictionaries and lists, in their order."""
+    found = hashlib.blake2b(digest_size=16)
+    _add(state, found)
+    return found.hexdigest()
+
+
+def _add(value: Any, found: Any) -> None:
+    if isinstance(value, Tensor):
+        found.update(digest([value]).encode())
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            found.update(str(key).encode())
+            _add(inner, found)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _add(inner, found)
+    elif isinstance(value, (bool, int, float, str)):
+        found.update(repr(value).encode())

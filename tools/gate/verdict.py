@@ -1,0 +1,244 @@
+"""Judges a case by what two trees left in its folders: exit codes, every logged value, the final checkpoint.
+
+Values are the same if their JSON text is, so floats are compared bit for bit. What ran is jobs.py's.
+"""
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tools.gate.cases import CHECKPOINTS
+
+LOG = "steps.jsonl"
+Renames = tuple[tuple[str, str], ...]
+# (old name, new name) of what HEAD logs or saves under another name than the base. A name with a slash at its end
+# renames all that begin with it. Empty both when the base moves.
+RENAMES: Renames = ()
+CHECKPOINT_RENAMES: Renames = ()
+# Logged fields that two equal runs need not share, and why.
+EXCLUDED: dict[str, str] = {
+    "seconds": "time",
+    "tokens_per_second": "time",
+    "tflops": "time",
+    "mfu": "time",
+    "timers/": "time",
+    "rank_times/": "time",
+    "overlap/": "time",
+    "memory/": "memory of the process, its libraries included",
+    "held/": "memory: a refactor may free a buffer earlier",
+}
+# The same for a checkpoint's entries.
+EXCLUDED_OF_CHECKPOINTS: dict[str, str] = {"common/args/": "the flags, which the case gives, and paths"}
+MOST_NAMES = 6  # in a message
+
+# (iteration, JSON text) of each line that has a field, in the order of the log.
+Series = list[tuple[int, str]]
+Log = dict[str, Series]  # by field
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to say of a case."""
+
+    is_same: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run left in its folder. digests: of the final checkpoint's entries, by key; empty without one."""
+
+    log: Log = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """Iterations in the log."""
+        return len({iteration for series in self.log.values() for iteration, _ in series})
+
+
+def judge_new(head: Path) -> Verdict:
+    """Of a case that only HEAD can run."""
+    error = failure_of(head)
+    if error is not None:
+        return Verdict(False, f"new in HEAD, and fails: {error}")
+    return Verdict(True, f"new in HEAD, runs: {read_left(head).num_steps} steps, not compared")
+
+
+def judge(base: Path, head: Path) -> Verdict:
+    """Of a case that both ran in these folders."""
+    failures = {name: failure_of(folder) for name, folder in (("base", base), ("HEAD", head))}
+    texts = [f"fails in {name}: {_with_hint(name, error)}" for name, error in failures.items() if error is not None]
+    if texts:
+        return Verdict(False, "; ".join(texts))
+    return compare(read_left(base), read_left(head))
+
+
+def _with_hint(name: str, error: str) -> str:
+    if name == "base" and re.search(r"unknown flag|not supported|unrecognized arguments", error):
+        return f"{error} (the base does not know these flags: if HEAD does, name the case in NEW_CASES)"
+    return error
+
+
+def failure_of(folder: Path) -> str | None:
+    """The last line of an error of a run that failed; None if it did not."""
+    path = folder / "result.json"
+    if not path.exists():
+        return "it was not run"
+    codes = json.loads(path.read_text(encoding="utf-8"))["exit_codes"]
+    for run in codes:
+        failed = [rank for rank, code in enumerate(run) if code]
+        if failed:
+            return _error_line(folder, failed)
+    return None
+
+
+def _error_line(folder: Path, failed: list[int]) -> str:
+    """Prefers an error of its own to the news that another rank failed, which names the same in other words."""
+    found = []
+    for rank in failed:
+        path = folder / f"rank{rank}.txt"
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
+        errors = [line.strip() for line in lines if "error" in line.lower() and not line.startswith(" ")]
+        found.append(f"rank {rank}: {errors[-1] if errors else lines[-1] if lines else 'ended without a word'}")
+    own = [line for line in found if "RemoteRankError" not in line and "Connection" not in line]
+    return (own or found)[0][:300]
+
+
+def compare(base: Left, head: Left) -> Verdict:
+    """Whether two runs logged and saved the same."""
+    if not base.num_steps or not head.num_steps:
+        return Verdict(False, f"logs no step: {base.num_steps} in base, {head.num_steps} in HEAD")
+    before = _renamed(base.log, RENAMES)
+    if base.num_steps != head.num_steps:
+        return Verdict(False, f"other steps: {base.num_steps} in base, {head.num_steps} in HEAD")
+    text = _missing(set(before), set(head.log), verb="logged") or _first_difference(before, head.log)
+    text = text or _compare_digests(_renamed(base.digests, CHECKPOINT_RENAMES), head.digests)
+    if text:
+        return Verdict(False, text)
+    return Verdict(True, f"same: {base.num_steps} steps, {len(before)} fields, {len(base.digests)} saved entries")
+
+
+def _missing(before: set[str], after: set[str], *, verb: str) -> str:
+    lost, added = sorted(before - after), sorted(after - before)
+    parts = [f"{verb} in base alone: {_some(lost)}"] * bool(lost)
+    parts += [f"{verb} in HEAD alone: {_some(added)}"] * bool(added)
+    return "; ".join(parts)
+
+
+def _first_difference(before: Log, after: Log) -> str:
+    found = {name: _difference(series, after[name]) for name, series in before.items() if series != after[name]}
+    if not found:
+        return ""
+    step = min(iteration for iteration, _ in found.values())
+    names = [name for name, (iteration, _) in found.items() if iteration == step]
+    return f"differs from iteration {step}: {_some(names)} ({names[0]}: {found[names[0]][1]})"
+
+
+def _difference(series: Series, other: Series) -> tuple[int, str]:
+    """Where two series part, and how."""
+    if [step for step, _ in series] != [step for step, _ in other]:
+        steps = {step for step, _ in series} ^ {step for step, _ in other}
+        return min(steps, default=series[0][0]), "logged at other iterations"
+    step, was, now = next((step, was, now) for (step, was), (_, now) in zip(series, other) if was != now)
+    return step, f"{was} -> {now}"
+
+
+def _compare_digests(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    missing = _missing(set(before), set(after), verb="saved")
+    if missing:
+        return missing
+    changed = sorted(name for name, digest in before.items() if after[name] != digest)
+    return f"the final checkpoint differs: {_some(changed)}" if changed else ""
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def _renamed(named: Mapping[str, Any], renames: Renames) -> dict[str, Any]:
+    return {_new_name(name, renames): value for name, value in named.items()}
+
+
+def _new_name(name: str, renames: Renames) -> str:
+    for old, new in renames:
+        if name == old:
+            return new
+        if old.endswith("/") and name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+# What a folder holds.
+
+
+def read_left(folder: Path) -> Left:
+    """Reads the log of a run, and its final checkpoint if it has one."""
+    checkpoints = sorted((folder / CHECKPOINTS).glob("iter_*"))
+    return Left(read_log(folder / LOG), digests_of(checkpoints[-1]) if checkpoints else {})
+
+
+def read_log(path: Path) -> Log:
+    """Every field of every line but the excluded ones; a nested one is named as outer/inner."""
+    log: Log = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in lines:
+        record = json.loads(line)
+        iteration = record.pop("iteration")
+        for name, value in _flat(record):
+            if not _is_excluded(name, EXCLUDED):
+                log.setdefault(name, []).append((iteration, json.dumps(value)))
+    return log
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a record and of those in it; a list is one value."""
+    for name, value in record.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_excluded(name: str, excluded: Mapping[str, str]) -> bool:
+    return any(name == one or (one.endswith("/") and name.startswith(one)) for one in excluded)
+
+
+def digests_of(checkpoint: Path) -> dict[str, str]:
+    """Digests of the tensors in a checkpoint, which torch reads without this project's code, and of what lies beside.
+
+    A tensor counts as a whole: where it was cut, and in which file a piece is, may differ.
+    """
+    reader = dcp.FileSystemReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a single process
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+    digests = {key: _digest(tensor) for key, tensor in tensors.items()}
+    digests |= {key: "an object" for key in entries if key not in tensors}
+    common = checkpoint / "common.json"
+    if common.exists():
+        for name, value in _flat(json.loads(common.read_text(encoding="utf-8")), "common/"):
+            digests[name] = json.dumps(value)
+    return {key: digest for key, digest in digests.items() if not _is_excluded(key, EXCLUDED_OF_CHECKPOINTS)}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Of a tensor of any shape and dtype, with its shape and dtype."""
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"

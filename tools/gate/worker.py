@@ -1,0 +1,137 @@
+"""Runs a plan of small trainings with the code of one tree; the ranks are forked from this process, which imported it.
+
+jobs.py starts it with PYTHONPATH naming the tree. It imports nothing of the project but what lies in that tree.
+"""
+
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron
+import pretrain_gpt
+
+TIMEOUT = 180.0  # seconds of one run
+GRACE = 10.0  # seconds that ranks may live on after the first one failed
+# Imports that take ranks long, done once before they are forked. A tree may lack some of the last.
+PRELOAD = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.utils.tensorboard")
+PRELOAD += ("megatron.core.graph_tape", "megatron.core.optimizer", "megatron.core.distributed")
+
+Job = dict[str, Any]  # see Job.entry of jobs.py
+
+
+def main(tree: Path, plan: Path) -> None:
+    """Runs the jobs of `plan`; each writes result.json to its folder when it has ended."""
+    for module in (megatron, pretrain_gpt):
+        assert Path(str(module.__file__)).is_relative_to(tree), f"{module.__file__} is not in {tree}"
+    for name in PRELOAD:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    with suppress(ImportError, AttributeError):
+        importlib.import_module("megatron.training.command_line.registry").flag_table()  # cached; every run needs it
+    torch.set_num_threads(1)
+    # A collection in a rank would copy every page that it shares with this process.
+    gc.collect()
+    gc.freeze()
+    content = json.loads(plan.read_text(encoding="utf-8"))
+    run_jobs(content["jobs"], at_once=content["at_once"])
+
+
+def run_jobs(jobs: Sequence[Job], *, at_once: int) -> None:
+    """Runs every job, at most `at_once` at a time; one that needs the result of another waits for its file."""
+    context = multiprocessing.get_context("fork")
+    waiting, running = list(jobs), dict[int, ForkProcess]()
+    while waiting or running:
+        ready = [job for job in waiting if job["needs"] is None or Path(job["needs"]).exists()]
+        for job in ready[: at_once - len(running)]:
+            waiting.remove(job)
+            process = context.Process(target=run_job, args=(job,))
+            process.start()
+            running[process.sentinel] = process
+        if not running:
+            time.sleep(0.05)
+            continue
+        for sentinel in wait(list(running), timeout=0.2 if waiting else None):
+            assert isinstance(sentinel, int)
+            running.pop(sentinel).join()
+
+
+def run_job(job: Job) -> None:
+    """The command lines of a job, one after the other in its folder, until one fails."""
+    folder = Path(job["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    codes: list[list[int]] = []
+    started_at = time.monotonic()
+    for argv in job["runs"]:
+        codes.append(run_ranks(argv, program=job["program"], ranks=job["ranks"], folder=folder))
+        if any(codes[-1]):
+            break
+    result = {"exit_codes": codes, "seconds": time.monotonic() - started_at}
+    unfinished = folder / "result.unfinished"
+    unfinished.write_text(json.dumps(result), encoding="utf-8")
+    unfinished.rename(folder / "result.json")  # whoever waits for it sees all of it
+
+
+def run_ranks(argv: list[str], *, program: str, ranks: int, folder: Path) -> list[int]:
+    """Exit codes of the ranks; rank i prints to `folder`/rank<i>.txt."""
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    words = {"argv": argv, "program": program, "folder": folder, "world_size": ranks, "port": port}
+    processes = [context.Process(target=run_rank, args=(rank,), kwargs=words) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + TIMEOUT
+    while alive := [process.sentinel for process in processes if process.is_alive()]:
+        if time.monotonic() > deadline:
+            break
+        wait(alive, timeout=1.0)
+        if any(process.exitcode for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    return [int(process.exitcode or 0) for process in processes]
+
+
+def run_rank(rank: int, *, argv: list[str], program: str, folder: Path, world_size: int, port: int) -> None:
+    """One rank, with the environment that torchrun gives it."""
+    output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    os.chdir(folder)
+    sys.argv = [program, *argv]
+    # An error that leaves it becomes a traceback in that file and an exit code: multiprocessing sees to both.
+    runpy.run_path(program, run_name="__main__")
+
+
+def free_port() -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

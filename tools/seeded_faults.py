@@ -1,0 +1,140 @@
+"""Shows that the gate notices faults: puts each of tools/gate/faults.yaml into a copy of HEAD, runs the cases that it
+names there and in a sound copy, and expects a difference.
+
+Exit status: 0 if every fault was noticed, 1 if one was not, 2 if one cannot be put in or its cases do not exist.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from tools.gate.cases import CASES, Case  # noqa: E402
+from tools.gate.jobs import Tree, export, run_trees, write_corpora  # noqa: E402
+from tools.gate.verdict import Verdict  # noqa: E402
+from tools.same_losses import verdict_on  # noqa: E402
+
+FAULTS = ROOT / "tools" / "gate" / "faults.yaml"
+SOUND = "sound"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A text of a file that is replaced by a wrong one. cases: names; one of them must notice."""
+
+    name: str
+    kind: str
+    file: str
+    old: str
+    new: str
+    cases: tuple[str, ...]
+
+    def is_named(self, texts: Sequence[str] | None) -> bool:
+        """Whether one of `texts` is in its name or kind; None: any fault."""
+        return texts is None or any(text in self.name or text in self.kind for text in texts)
+
+    def chosen_cases(self) -> list[Case]:
+        """The cases by their names; raises ValueError where there is none of that name."""
+        by_name = {case.name: case for case in CASES}
+        unknown = [name for name in self.cases if name not in by_name]
+        if unknown:
+            raise ValueError(f"fault {self.name!r} names cases that do not exist: {', '.join(unknown)}")
+        return [by_name[name] for name in self.cases]
+
+    def put_into(self, tree: Path) -> None:
+        """Changes the file in `tree`; raises ValueError unless the old text is there once."""
+        path = tree / self.file
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if text.count(self.old) != 1:
+            raise ValueError(f"fault {self.name!r}: its text is {text.count(self.old)} times in {self.file}, must be 1")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+def read_faults(path: Path = FAULTS) -> list[Fault]:
+    """The faults of a file; raises TypeError for one with other keys."""
+    entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [Fault(**{**entry, "cases": tuple(entry["cases"])}) for entry in entries]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    options = parse_options(argv)
+    faults = [fault for fault in read_faults() if fault.is_named(options.only)]
+    with tempfile.TemporaryDirectory(prefix="seeded_faults_") as place:
+        folder = Path(place)
+        try:
+            sound = export(options.head, folder / "trees" / SOUND)
+            trees = [faulty_tree(fault, sound, name=f"fault_{number:02d}") for number, fault in enumerate(faults)]
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        write_corpora(folder / "data")
+        cases = list(dict.fromkeys(case for tree in trees for case in tree.cases))
+        run_trees([Tree(SOUND, sound, cases)], folder=folder, base=SOUND)
+        # As many at a time as there are cores: each worker imports its tree.
+        at_once = os.cpu_count() or 1
+        for first in range(0, len(trees), at_once):
+            run_trees(trees[first : first + at_once], folder=folder, base=SOUND)
+        found = [noticed(tree, folder) for tree in trees]
+    print_table(faults, found)
+    num_noticed = sum(not verdict.is_same for _, verdict in found)
+    print(f"{num_noticed} of {len(faults)} faults were noticed")
+    return int(num_noticed < len(faults))
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line of this tool."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--head", default="HEAD", metavar="COMMIT", help="version that faults are put into")
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="only faults with this in name or kind; repeatable"
+    )
+    options = parser.parse_args(argv)
+    for text in options.only or ():
+        if not any(fault.is_named([text]) for fault in read_faults()):
+            parser.error(f"--only is {text!r}: no fault has that in its name or kind")
+    return options
+
+
+def faulty_tree(fault: Fault, sound: Path, *, name: str) -> Tree:
+    """A copy of the sound tree beside it, with the fault; raises ValueError if it cannot be put in."""
+    folder = sound.with_name(name)
+    shutil.copytree(sound, folder, ignore=shutil.ignore_patterns("tests", "docs", "benchmarks", "__pycache__"))
+    fault.put_into(folder)
+    return Tree(name, folder, fault.chosen_cases())
+
+
+def noticed(tree: Tree, folder: Path) -> tuple[str, Verdict]:
+    """The first case that differs from the sound tree's, or all of them, and what the gate says of it."""
+    verdicts = [(case.name, verdict_on(case, folder, base=SOUND, head=tree.name)) for case in tree.cases]
+    different = [(name, verdict) for name, verdict in verdicts if not verdict.is_same]
+    return different[0] if different else (", ".join(name for name, _ in verdicts), verdicts[0][1])
+
+
+def print_table(faults: Sequence[Fault], found: Sequence[tuple[str, Verdict]]) -> None:
+    """Prints a line for each fault."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for title in ("fault", "kind", "case", "result"):
+        table.add_column(title, overflow="fold")
+    for fault, (case, verdict) in zip(faults, found, strict=True):
+        text = f"NOT NOTICED: {verdict.text}" if verdict.is_same else verdict.text
+        table.add_row(fault.name, fault.kind, case, text)
+    Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
