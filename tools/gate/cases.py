@@ -137,17 +137,17 @@ LAYOUTS = (
     Case("layout: tp", f"{DENSE} {DROPOUT} --bf16 {TP}", ranks=2),
     Case("layout: tp sp", f"{LLAMA} {SP}", ranks=2, resume_at=2),
     Case("layout: pp", f"{LLAMA} {PP}", ranks=2, resume_at=2),
-    Case("layout: pp vpp", f"{DENSE} {DROPOUT} {VPP}", ranks=2),
+    Case("layout: pp vpp", f"{DENSE} {DROPOUT} {VPP}", ranks=2, resume_at=2),
     Case("layout: pp by a string", f"{LLAMA} {PP} --pipeline-model-parallel-layout 'Et|tt|t|L'", ranks=2),
     Case("layout: pp uneven, bf16", f"{DENSE} --bf16 {PP} --decoder-first-pipeline-num-layers 1", ranks=2),
     Case("layout: cp a2a, dropout", f"{LLAMA} {DROPOUT} {CP} --cp-comm-type a2a", ranks=2),
-    Case("layout: cp p2p, documents", f"{LLAMA} {CP} {PACKED}", ranks=2),
+    Case("layout: cp p2p, documents", f"{LLAMA} {CP} {PACKED}", ranks=2, resume_at=2),
     Case("layout: ep allgather", f"{EXPERTS} {EP}", ranks=2),
     Case("layout: ep alltoall", f"{EXPERTS} {EP} {ALLTOALL} --bf16", ranks=2, resume_at=2),
     Case("layout: tp sp etp", f"{EXPERTS} {SP} {ALLTOALL} --expert-tensor-parallel-size 2", ranks=2),
     Case("layout: tp sp ep", f"{EXPERTS} {SP} {EP} --expert-tensor-parallel-size 1 {ALLTOALL}", ranks=2),
     Case("layout: tp cp", f"{LLAMA} {SP} {CP} {EXACT}", ranks=4),
-    Case("layout: cp ep", f"{EXPERTS} {CP} {EP} {ALLTOALL}", ranks=2),
+    Case("layout: cp ep", f"{EXPERTS} {CP} {EP} {ALLTOALL}", ranks=2, resume_at=2),
     Case("layout: pp ep dp", f"{EXPERTS} {PP} {EP} {DROPOUT} {EXACT}", ranks=4),
     Case(
         "layout: tp sp pp vpp ep",
@@ -170,12 +170,15 @@ ROUTERS = (
         f"{EXPERTS} --moe-expert-capacity-factor 0.5 --moe-token-drop-policy position "
         "--moe-pad-expert-input-to-capacity",
     ),
-    Case("experts: shared", f"{EXPERTS} {SHARED_EXPERT} --moe-shared-expert-gate", ranks=2),
+    Case("experts: shared", f"{EXPERTS} {SHARED_EXPERT} --moe-shared-expert-gate", ranks=2, resume_at=2),
     Case("experts: shared, overlapped", f"{EXPERTS} {EP} {ALLTOALL} {SHARED_EXPERT} --moe-shared-expert-overlap", 2),
     Case("experts: bias of sigmoid scores", f"{EXPERTS} {SIGMOID} --moe-input-jitter-eps 0.1", ranks=2, resume_at=2),
     Case("experts: limited to groups", f"{EXPERTS} {GROUP_LIMITED} --moe-router-dtype fp64"),
     Case("experts: two balancing losses", f"{EXPERTS} {TWO_LOSSES}", ranks=2),
-    Case("experts: sinkhorn", f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-router-topk 1"),
+    Case(
+        "experts: sinkhorn",
+        f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-router-topk 1",
+    ),
 )
 
 STATIC = f"{EXPERTS} --init-method-std 0.1 --seq-length 16 --micro-batch-size 1 --clip-grad 0.3"
@@ -205,7 +208,7 @@ STASHES = (
     Case("stash: rows and pages overflow", f"{SMALL_PAGES} {EP} {DEVICE} 0.6 --moe-expert-rank-capacity-factor 1", 2),
     Case("stash: sized by the first step, pp", f"{SMALL_PAGES} {PP} {DEVICE} -1.5", ranks=2),
     Case("stash: pp vpp, prefetch", f"{SMALL_PAGES} {VPP} {DEVICE} 2 --moe-paged-stash-prefetch-layers 2", ranks=2),
-    Case("stash: pp ep", f"{SMALL_PAGES} {PP} {EP} {ALLTOALL} {DEVICE} 0.7 {HOST} 0.2 {DROPOUT}", ranks=4),
+    Case("stash: pp ep", f"{SMALL_PAGES} {PP} {EP} {ALLTOALL} {DEVICE} 0.7 {HOST} 0.2 {DROPOUT}", ranks=4, resume_at=2),
     Case("stash: beside recompute", f"{SMALL_PAGES} {DEVICE} 0.6 {SHARED_EXPERT} {EXPERT_PARTS}"),
     Case("stash: ZeRO-2, bf16", f"{SMALL_PAGES} {EP} {DEVICE} 1.5 --optimizer distributed_fused_adam --bf16", 2),
 )
@@ -235,10 +238,10 @@ SHARDED = (
         ranks=4,
     ),
     Case("ZeRO-1: muon", f"{EXPERTS} {ZERO1} {BUCKETS} --optimizer muon", ranks=2),
-    Case("ZeRO-1: tp sp", f"{LLAMA} {SP} {ZERO1} --bf16", ranks=4),
+    Case("ZeRO-1: tp sp", f"{LLAMA} {SP} {ZERO1} --bf16", ranks=4, resume_at=2),
     Case("ZeRO-2: bf16", f"{EXPERTS} --bf16 {ZERO2} --global-batch-size 8", ranks=2, resume_at=2),
     Case("ZeRO-2: overlapped, fp16", f"{LLAMA} {FP16} {ZERO2} {OVERLAP} --global-batch-size 12 {EXACT}", ranks=3),
-    Case("ZeRO-2: pp vpp ep", f"{CHUNKS} {ZERO2} {OVERLAP}", ranks=4),
+    Case("ZeRO-2: pp vpp ep", f"{CHUNKS} {ZERO2} {OVERLAP}", ranks=4, resume_at=2),
     Case(
         "ZeRO-2: gradients in bf16",
         f"{LLAMA} --bf16 {ZERO2} {FEW_BITS} --main-grads-dtype bf16 --grad-reduce-in-bf16",
@@ -248,7 +251,7 @@ SHARDED = (
     Case(
         "FSDP2: kept gathered", f"{LLAMA} {FSDP2} --torch-fsdp2-no-reshard-after-forward --global-batch-size 8", ranks=2
     ),
-    Case("FSDP2: ep", f"{EXPERTS} {EP} {ALLTOALL} {FSDP2} {EXACT} --global-batch-size 8", ranks=4),
+    Case("FSDP2: ep", f"{EXPERTS} {EP} {ALLTOALL} {FSDP2} {EXACT} --global-batch-size 8", ranks=4, resume_at=2),
     Case("FSDP2: tp sp, fp16", f"{LLAMA} {SP} {FP16} {FSDP2}", ranks=4),
 )
 
@@ -267,7 +270,7 @@ IN_BACKWARD = (
             f"in backward: {mode}, {policy}",
             f"{UPDATED_IN_BACKWARD} {mode_flags} {policy_flags}",
             ranks=2,
-            resume_at=2 if policy == "previous norm" and mode in ("ZeRO-1", "FSDP2") else None,
+            resume_at=2 if policy == "previous norm" else None,
         )
         for mode, mode_flags in MODES.items()
         for policy, policy_flags in POLICIES.items()
@@ -285,11 +288,16 @@ WINDOW = "--window-size 4,0 --window-attn-skip-freq 2 --softmax-type learnable"
 ADAPTERS = "--lora-rank 8 --lora-alpha 16"
 SCHEDULES = "--decoupled-lr 0.05 --start-weight-decay 0 --end-weight-decay 2 --weight-decay-incr-style cosine"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-wsd-decay-style linear"
-OVERFLOWS = "--fp16 --initial-loss-scale 4294967296 --hysteresis 1 --loss-scale-window 2 --train-iters 8"
+OVERFLOWS = "--fp16 --initial-loss-scale 16777216 --hysteresis 1 --loss-scale-window 2 --train-iters 8"
 
 PARTS_OF_MODELS = (
     Case("MLA: yarn, dropout", f"{LATENT} {DROPOUT} {YARN}", resume_at=2),
-    Case("MLA: experts, tp sp, bf16", f"{LATENT} {ROUTED} --moe-grouped-gemm {SP} {ALLTOALL} --bf16", ranks=2),
+    Case(
+        "MLA: experts, tp sp, bf16",
+        f"{LATENT} {ROUTED} --moe-grouped-gemm {SP} {ALLTOALL} --bf16",
+        ranks=2,
+        resume_at=2,
+    ),
     Case(
         "MLA: stash, projected again",
         f"{LATENT} {ROUTED} --moe-grouped-gemm --num-layers 3 {EP} {ZERO2} "
@@ -300,7 +308,7 @@ PARTS_OF_MODELS = (
     Case("MTP: two tokens", f"{LLAMA} --mtp-num-layers 2"),
     Case("MTP: pp, experts, dropout", f"{EXPERTS} {PP} {DROPOUT} --mtp-num-layers 1", ranks=2, resume_at=2),
     Case("LoRA: ZeRO-1, bf16", f"{LLAMA} --bf16 {ZERO1} --lora-rank 2 --lora-alpha 8", ranks=2, resume_at=2),
-    Case("LoRA: experts, ep", f"{EXPERTS} --bf16 {EP} {ADAPTERS}", ranks=2),
+    Case("LoRA: experts, ep", f"{EXPERTS} --bf16 {EP} {ADAPTERS}", ranks=2, resume_at=2),
     Case("LoRA: stash", f"{SMALL_PAGES} {DEVICE} 0.45 --bf16 {ADAPTERS}"),
     Case("LoRA: FSDP2", f"{LLAMA} --bf16 --lora-rank 2 {FSDP2}", ranks=2),
     Case("documents: masks", f"{BRIEF} {LLAMA_LAYERS} {CORPUS} {BORDERS}"),
@@ -308,6 +316,7 @@ PARTS_OF_MODELS = (
         "documents: borders, experts",
         f"{BRIEF} {GROUPED} {CORPUS} {PACKED} --moe-router-load-balancing-type seq_aux_loss",
         2,
+        resume_at=2,
     ),
     Case(
         "documents: loss per token",
@@ -330,7 +339,7 @@ PARTS_OF_MODELS = (
     ),
     Case("fp16: overflows", f"{LLAMA} {OVERFLOWS}", ranks=2, resume_at=4),
     Case("fp16: overflows, experts, pp", f"{EXPERTS} {PP} {OVERFLOWS}", ranks=2),
-    Case("optimizer: muon, bf16", f"{LLAMA} --bf16 --optimizer muon --muon-nesterov"),
+    Case("optimizer: muon, bf16", f"{LLAMA} --bf16 --optimizer muon --muon-nesterov", resume_at=2),
     Case(
         "optimizer: SGD, growing batch",
         f"{DENSE} --optimizer sgd --rampup-batch-size 2 2 14 --global-batch-size 8 --micro-batch-size 1",

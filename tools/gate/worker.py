@@ -27,8 +27,15 @@ import pretrain_gpt
 TIMEOUT = 180.0  # seconds of one run
 GRACE = 10.0  # seconds that ranks may live on after the first one failed
 # Imports that take ranks long, done once before they are forked. A tree may lack some of the last.
-PRELOAD = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.utils.tensorboard")
-PRELOAD += ("megatron.core.graph_tape", "megatron.core.optimizer", "megatron.core.distributed")
+PRELOAD = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.utils.tensorboard",
+    "megatron.core.graph_tape",
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+)
 
 Job = dict[str, Any]  # see Job.entry of jobs.py
 

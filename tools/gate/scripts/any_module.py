@@ -65,8 +65,8 @@ def main(name: str) -> None:
     dist.destroy_process_group()
 
 
-def backward(model: nn.Module, *, step: int, rank: int) -> list[Tensor]:
-    """Every microbatch of a step, of which the last one reduces; the losses, each [] fp32."""
+def backward(model: Any, *, step: int, rank: int) -> list[Tensor]:
+    """Every microbatch of a step, of which the last one reduces; the losses, each [] fp32. model: wrapped."""
     losses = []
     for number in range(MICROBATCHES):
         pictures, labels = batch(step, rank, number=number)
