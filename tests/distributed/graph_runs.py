@@ -35,14 +35,13 @@ class CountedGraphs:
 
     @contextmanager
     def capturing(self) -> Iterator[Graph]:
-        """See GraphDevice."""
         self.num_captures += 1
         with self._device.capturing() as graph:
             yield graph
 
 
 def own_graphs() -> GraphDevice:
-    """Those of this process's GPU, or tapes where there is none."""
+    """Returns the graphs of this process's GPU, or tapes where there is none."""
     return TapeGraphs() if default_device().type == "cpu" else graph_device()
 
 
@@ -58,12 +57,10 @@ class Trained(Callback):
     failure: str | None = None
 
     def on_step_end(self, report: StepReport) -> None:
-        """See Callback."""
         # What a stash held follows from what it has seen, of which a resumed run has seen less.
         self.steps.append({**comparable(report), "is_last": None, "stash": None})
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """See Callback."""
         self.evaluations.append(report)
 
     def assert_same(self, eager: "Trained", name: str) -> None:

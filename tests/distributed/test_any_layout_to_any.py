@@ -298,7 +298,7 @@ def _assert_drawn_widely(pairs: Sequence[Pair]) -> None:
 
 
 def _run_by_ranks(sides: Sequence[tuple[Side, Flags]], flag: str, folder: Path) -> list[list[Trained]]:
-    """Of each side in turn what its ranks saw; sides with as many ranks follow each other in the same processes."""
+    """Returns what the ranks of each side saw; sides with the same number of ranks share their processes."""
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, (side, _) in enumerate(sides):
         numbers[side.sizes.ranks].append(number)

@@ -156,7 +156,6 @@ class Halves(nn.Module):
         return x @ self.weight.T
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """See HasWeightMatrices."""
         first, second = (self._rows, 5), (8 - self._rows, 5)
         return {"weight": [MatrixWindow(first, (5, 1), 0), MatrixWindow(second, (5, 1), 5 * self._rows)]}
 

@@ -49,7 +49,7 @@ LOOKED_AT = [name for name in CONFIGURATIONS if name in USUAL or long_count(0, s
 
 @cache
 def verdicts(ranks: int) -> dict[str, Verdict]:
-    """Of the configurations for so many ranks that are looked at, one after the other in one set of processes."""
+    """Measures the configurations for this number of ranks, one after the other in one set of processes."""
     names = [name for name in names_of(ranks) if name in LOOKED_AT]
     found: dict[str, Verdict] = run_on_ranks(measure, ranks, names, backend=None, timeout=300)[0]
     return found

@@ -65,7 +65,7 @@ def test_a_checkpoint_of_any_layout_loads_in_any_other(tmp_path: Path) -> None:
 
 
 def _states(argvs: Sequence[Sequence[str]]) -> list[list[Box]]:
-    """Of each run in turn; one that loads nothing trains first."""
+    """Returns the state of each run in turn; one that loads nothing trains first."""
     states = []
     for argv in argvs:
         with started_run(argv) as run:

@@ -406,7 +406,7 @@ def test_b25_neither_overlap_nor_buffers_nor_bucket_sizes_change_results():
 
 
 def injected(shape, rank):
-    """Of which the mean over ranks has the same bits however it is added up; gloo's order depends on the place."""
+    """Draws whole numbers, whose mean over ranks has the same bits in any order; gloo's order depends on the place."""
     drawn = torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(10 * sum(shape) + rank))
     return drawn.float() * world()[1]
 

@@ -148,7 +148,7 @@ def _plan(name: str, rank_in_stage: int = 0) -> Plan:
 
 
 def _planned_by_rank(name: str) -> dict[int, RankPlan]:
-    """Of every rank."""
+    """Plans every rank of the run."""
     num_ranks, first = (EIGHT_RANKS if name in ON_EIGHT else RANKS), _plan(name)
     others = [_plan(name, number) for number in range(1, num_ranks // len(first.stages))]
     return {one.rank: one for plan in (first, *others) for one in plan.stages}

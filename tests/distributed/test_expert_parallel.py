@@ -99,7 +99,7 @@ def run_layer(layer: MoELayer, x: Tensor, upstream: Tensor) -> tuple[Tensor, Ten
 
 
 def own_boxes(layer: MoELayer, grads: dict[str, Tensor]) -> list[tuple[str, tuple[int, ...], Any, Tensor]]:
-    """Of each part of the experts that this rank holds: key, stored shape, window of it, and the gradient there."""
+    """Returns key, stored shape, window and gradient of each part of the experts that this rank holds."""
     return [
         (
             piece.key,

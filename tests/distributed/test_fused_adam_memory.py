@@ -103,7 +103,7 @@ def is_at_rest(held: Held, law: float, *, bucket: int = CAP, spare: int = SPARE)
 
 @cache
 def held_on_ranks(case: str, ranks: int, *, is_lazy: bool = False) -> list[Held]:
-    """Of each rank, in buckets of one layer."""
+    """Measures every rank, with buckets of one layer."""
     return run_on_ranks(partial(held_by_ours, case, is_lazy=is_lazy, bucket_cap_mb=CAP / 2**20), ranks)
 
 

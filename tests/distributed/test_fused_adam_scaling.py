@@ -304,7 +304,7 @@ def plain_norm(grads, norm_type=2.0):
 
 
 def norms(dtype, settings, rel):
-    """Of all, of some, in either order, by several measures, after more gradients, and of nothing."""
+    """Checks norms of all, some and no parameters, in either order, by several measures, and after more gradients."""
     case = Case({"bucket_cap_mb": cap(700), **settings}, shapes=SHAPES, dtypes=(dtype,), microbatches=2, waits=LAZY)
     for first in ("some", "all") if dtype == FP32 else ("some",):
         run = Run(case)

@@ -324,19 +324,17 @@ class Kept:
         model.set_state_provider(self)
 
     def begin(self) -> None:
-        """See GradConsumer."""
         self.grads.clear()
         self.num_begun += 1
 
     def take(self, bucket: ReadyBucket, place: Any) -> None:
-        """See GradConsumer."""
         key = self._buffers.index(place.buffer), place.layout.index
         assert key not in self.grads
         assert bucket.grad.numel() == place.buffer.owned_spans()[place.layout.index].numel
         self.grads[key] = bucket.keep()
 
     def states(self, place: Any) -> list[RunState]:
-        """See StateProvider: the parameters are their own masters, in one run."""
+        """Gives parameters as their own masters, in one run."""
         span = place.buffer.owned_spans()[place.layout.index]
         master = place.buffer.param_data[span.start : span.end]
         return [RunState(Span(0, span.numel), {"lr": 0.5}, master, {"count": torch.ones(span.numel)})]

@@ -30,7 +30,7 @@ STEPS, CLIP = long_count(2, soak=4), 0.02
 
 
 def _bytes_of(group: TransientGroup) -> int:
-    """Of all that a bucket has of gradients: what fills, what is on its way, what is summed."""
+    """Counts the bytes of a bucket's gradients: accumulating, in flight and reduced."""
     held = [group._flat, group._sum, *(one.flat for one in group._in_flight)]
     return sum(one.untyped_storage().nbytes() for one in held if one is not None)
 

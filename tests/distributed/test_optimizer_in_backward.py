@@ -109,7 +109,7 @@ class Run:
 
 
 def assert_same(run: Run, other: Run, what: object) -> None:
-    """Of parameters and states."""
+    """Asserts that parameters and states are equal."""
     # In any order, which is that of the buckets.
     ours, theirs = run.tensors(), other.tensors()
     if ours.keys() == theirs.keys():

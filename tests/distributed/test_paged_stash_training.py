@@ -138,7 +138,7 @@ def _pairs(choice: Choice) -> set[Pair]:
 
 
 def _flags(choice: Choice) -> Flags:
-    """Those of the run without a stash."""
+    """Returns the flags of the run without a stash."""
     _, replicas, flags = LAYOUTS[choice["layout"]]
     num, other = replicas * choice["microbatches"], replicas * (10 - choice["microbatches"])
     if choice["around"] == "ramp-up":
@@ -151,7 +151,7 @@ def _flags(choice: Choice) -> Flags:
 
 
 def _compare_all(choices: Sequence[Choice]) -> list[list[StepPages]]:
-    """Of each choice, what the stash did on this rank, which must not show in the run."""
+    """Returns what the stash did on this rank for each choice, which must not show in the run."""
     return [_compare(choice) for choice in choices]
 
 

@@ -145,7 +145,7 @@ class Skewed:
 
 
 def _run_void(argvs: Sequence[Sequence[str]], plan: Sequence[Skew]) -> list[Raised]:
-    """Of each run after the first, which equals them all, what lacked on this rank."""
+    """Returns what each run after the first lacked on this rank; all equal the first."""
     expected = train_here(argvs[0], Skewed(plan).setup)
     assert "--fp16" not in argvs[0] or {step["skipped"] for step in expected.steps} == {False, True}
     raised = []

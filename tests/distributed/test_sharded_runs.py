@@ -119,7 +119,7 @@ def _save(argv: Sequence[str], folder: str) -> list[Box]:
 
 
 def _load(argvs: Sequence[Sequence[str]], folders: Sequence[str]) -> list[tuple[list[Box], dict[str, Any]]]:
-    """Of each folder, with the flags for it: the state, and the step that follows."""
+    """Returns the state loaded from each folder, and the step that follows."""
     results = []
     for argv, folder in zip(argvs, folders, strict=True):
         with started_run([*argv, "--load", folder]) as run:

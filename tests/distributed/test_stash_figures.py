@@ -67,7 +67,7 @@ def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) 
 
 
 def _planned(argv: list[str], trace: Path) -> tuple[Walk, Needs]:
-    """Of a run of two ranks, from its own trace."""
+    """Plans a run of two ranks from its own trace."""
     args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", "2"]))
     run = planned_run(args, pretrain_gpt.model_provider)
     spans, guesses = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=1)

@@ -21,7 +21,7 @@ CASES = [
 
 
 def held_and_planned(zero1):
-    """Of each case: bytes of the memory behind every tensor that outlives a step, on this rank, and the formula's."""
+    """Returns for each case the bytes that outlive a step on this rank, and the formula's."""
     found = []
     for dtype, settings, *_ in CASES:
         torch.manual_seed(0)

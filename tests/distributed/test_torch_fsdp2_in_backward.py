@@ -86,7 +86,7 @@ class Run:
 
 
 def assert_same(run: Run, other: Run) -> None:
-    """Of shards and states."""
+    """Asserts that shards and states are equal."""
     ours, theirs = run.tensors(), other.tensors()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())

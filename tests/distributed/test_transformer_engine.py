@@ -43,7 +43,7 @@ def _argv(name: str, more: Flags) -> list[str]:
 
 
 def _trained(folder: str) -> dict[str, list[Any]]:
-    """Of each run: local, by the engine, and each gone on from the other's checkpoint."""
+    """Trains each run locally and by the engine, and continues each from the other's checkpoint."""
     found = {}
     for number, name in enumerate(RUNS):
         found[name] = []

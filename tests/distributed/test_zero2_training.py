@@ -71,7 +71,7 @@ Run = tuple[list[dict[str, Any]], dict[str, str]]
 
 
 def _run_all(case: Case, variants: Sequence[Flags]) -> list[list[Run]]:
-    """Of each rank, reports and digests of weights of each run."""
+    """Returns each rank's reports and weight digests of each run."""
     flags = {**read_bases()[case.base], **FLAGS, **case.flags}
     argvs = [command_line({**flags, **SHARDED}), *(command_line({**flags, **variant}) for variant in variants)]
     return run_on_ranks(_train_each, case.ranks, argvs, case.frozen, timeout=60 + 60 * len(argvs))

@@ -73,7 +73,7 @@ def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path) -> N
 
 
 def _fault(kind: str, step: int, *, draw: random.Random) -> list[Any]:
-    """Of an attempt, on any rank: in backwards of the step, or in one of the many writes of a save from there on."""
+    """Draws a fault of an attempt on any rank: in the step's backward, or in one of the writes of a later save."""
     rank = draw.randrange(RANKS)
     if kind == "SIGKILL in a save":
         # Rank 0 also writes what is there once; whichever write it is, a save that follows has it.

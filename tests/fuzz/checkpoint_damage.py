@@ -70,7 +70,7 @@ def _bytes(choices: Choices, saved: Path, case: Damaged) -> str:
 
 
 def data_files(saved: Path) -> list[Path]:
-    """Those of the checkpoint that hold tensors; of the one before where other damage has left none."""
+    """Lists the files that hold tensors; those of the checkpoint before where other damage has left none."""
     found = [*(saved / LATEST).glob("*.distcp"), *saved.glob("*/*.distcp")]
     return sorted(path for path in found if path.is_file() and path.stat().st_size)
 

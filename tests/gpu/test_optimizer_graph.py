@@ -16,7 +16,7 @@ from tests.unit_tests.core.optimizer.grouped_run import (
 
 pytestmark = pytest.mark.gpu
 
-CAPTURED_AT, VOIDS = 2, {1, 2, 4, 12}
+CAPTURED_AT, VOIDS = 2, {1, 2, 4, 6}
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd"}, {"bf16": True}, PRECISE, FP16], ids=str)

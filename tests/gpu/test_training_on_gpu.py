@@ -35,7 +35,7 @@ def build_model(**changes: object) -> GPTModel:
 
 
 def gradients(device: str) -> dict[str, torch.Tensor]:
-    """Of the mean loss of one batch, on the CPU: each of its parameter's shape, fp32."""
+    """Returns the gradients of one batch's mean loss, on the CPU: each of its parameter's shape, fp32."""
     model = build_model().to(device)
     tokens = torch.arange(2 * 65).remainder(256).view(2, 65).to(device)
     positions = torch.arange(64, device=device).expand(2, 64)

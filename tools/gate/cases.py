@@ -35,7 +35,7 @@ class Case:
         return self.name in NEW_CASES
 
     def command_lines(self) -> list[str]:
-        """Of the runs that follow each other in the case's folder."""
+        """Returns the command lines of the runs that follow each other in the case's folder."""
         if self.program not in (PRETRAIN, TAPES):
             return [self.flags]
         line = f"{self._own_flags()} --save {CHECKPOINTS}"
@@ -46,7 +46,7 @@ class Case:
         return [f"{line} --exit-interval {self.restart_at}", f"{line} --load {CHECKPOINTS}"]
 
     def resumed_command_line(self, checkpoints: Path) -> str:
-        """Of the run that goes on from the checkpoint of `resume_at` in that folder."""
+        """Returns the command line that continues from the checkpoint of `resume_at` in that folder."""
         if self.program not in (PRETRAIN, TAPES):
             return f"{self.flags} --load {checkpoints}/iter_{self.resume_at:07d}"
         return f"{self._own_flags()} --save {CHECKPOINTS} --load {checkpoints} --ckpt-step {self.resume_at}"

@@ -67,7 +67,7 @@ class Left:
 
 
 def judge_new(head: Path) -> Verdict:
-    """Of a case that only HEAD can run."""
+    """Judges a case that only HEAD can run."""
     error = failure_of(head)
     if error is not None:
         return Verdict(False, f"new in HEAD, and fails: {error}")
@@ -75,7 +75,7 @@ def judge_new(head: Path) -> Verdict:
 
 
 def judge(base: Path, head: Path) -> Verdict:
-    """Of a case that both ran in these folders."""
+    """Judges a case that both ran in these folders."""
     failures = {name: failure_of(folder) for name, folder in (("base", base), ("HEAD", head))}
     texts = [f"fails in {name}: {_with_hint(name, error)}" for name, error in failures.items() if error is not None]
     if texts:
@@ -239,6 +239,6 @@ def digests_of(checkpoint: Path) -> dict[str, str]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of a tensor of any shape and dtype, with its shape and dtype."""
+    """Hashes a tensor of any shape and dtype, together with its shape and dtype."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"

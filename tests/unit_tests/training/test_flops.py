@@ -45,7 +45,7 @@ def test_operations_are_those_that_torch_counts_with_half_of_attention(flags: st
 
 
 def counted(model: torch.nn.Module) -> float:
-    """Of forward and backward over two samples."""
+    """Counts the FLOPs of forward and backward over two samples."""
     tokens = torch.randint(100, (2, 16))
     with FlopCounterMode(display=False) as counter:
         model(tokens, torch.arange(16).expand(2, 16), None, labels=tokens).mean().backward()

@@ -75,7 +75,7 @@ def test_a_mistake_is_named(words: str, error: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_model_keeps_every_kind_of_tensor_and_setting(name: str) -> None:
-    """Of each tensor of the whole model, whatever its layer, there is one in the tiny one."""
+    """Each kind of tensor of the whole model, whatever its layer, is in the tiny one."""
 
     def kinds(words: str) -> set[str]:
         keys = (tensor.key for tensor in model_sharded_tensors(model_of(words)))

@@ -67,7 +67,7 @@ def log_step(step: int, losses: Iterable[Tensor], *, params: Iterable[Tensor], *
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Of the bytes of tensors of any shape and dtype, in their logical order."""
+    """Hashes the bytes of tensors of any shape and dtype, in their logical order."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -76,7 +76,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def digest_of_state(state: Any) -> str:
-    """Of all tensors and numbers in nested dictionaries and lists, in their order."""
+    """Hashes all tensors and numbers in nested dictionaries and lists, in their order."""
     found = hashlib.blake2b(digest_size=16)
     _add(state, found)
     return found.hexdigest()

@@ -19,7 +19,6 @@ class CountedTapes(TapeGraphs):
 
     @contextmanager
     def capturing(self) -> Iterator[Tape]:
-        """See TapeGraphs."""
         CountedTapes.num_captures += 1
         with super().capturing() as tape:
             yield tape

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def datasets(folder: Path):
-    """Of some 50, 12 and 12 samples."""
+    """Builds data sets of about 50, 12 and 12 samples."""
     write_corpus(folder / "a")
     config = DataConfig(seq_length=8, data_path=[str(folder / "a")], split="4,1,1")
     return build_train_valid_test_datasets(config, VOCABULARY, sizes=[24, 12, 6], seed=7)

@@ -102,7 +102,7 @@ class RMSNorm(_Norm):
 
 
 class DotProductAttention(_Engine):
-    """Of [S, B, N, D] queries, causal or with a mask that is True where attention is forbidden."""
+    """Attends with [S, B, N, D] queries, causal or with a mask that is True where attention is forbidden."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -145,7 +145,7 @@ class SpreadAdam:
         return found
 
     def lacks(self, state: dict[int, dict[str, Tensor]]) -> list[str]:
-        """Of what this rank holds, all that has other bits in `state`."""
+        """Names what this rank holds with other bits than `state`."""
         wrong = []
         for index, entry in self.values().items():
             for kind, held in entry.items():

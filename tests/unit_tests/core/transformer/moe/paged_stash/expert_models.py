@@ -118,7 +118,7 @@ def inputs(dtype: torch.dtype = torch.float32, seed: int = 7) -> tuple[Tensor, T
 
 
 def loss_of(output: Tensor) -> Tensor:
-    """Of live rows; output: [C, H], any float dtype. Returns a scalar, fp32."""
+    """Sums the squares of live rows. output: [C, H], any float dtype. Returns a scalar, fp32."""
     return output[:LIVE].float().square().sum()
 
 

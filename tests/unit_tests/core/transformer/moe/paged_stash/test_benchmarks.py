@@ -12,7 +12,7 @@ LAYERS = 8
 
 
 def figures_at_60_percent(bench: Bench, *, rounds: int) -> dict[str, Any]:
-    """Those of a pool with 60% of the pages that are needed, which must keep to them."""
+    """Returns the figures of a pool with 60% of the needed pages, which must keep to them."""
     ways = {way.name: way for way in ways_of(bench) if "host" not in way.name}
     measure(bench, list(ways.values()), rounds=rounds)  # raises for gradients other than those without a stash
     short, full = (figures_of(ways[name], ways) for name in ("60%", "full"))

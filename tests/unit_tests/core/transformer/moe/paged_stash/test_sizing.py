@@ -44,7 +44,7 @@ def settings(**fields: Any) -> TransformerConfig:
 
 
 def events_of(stages: int, layers: int, microbatches: int) -> list[list[StashEvent]]:
-    """Of each stage, all layers with experts, spread evenly."""
+    """Returns the events of each stage; all layers have experts, spread evenly."""
     own = layers // stages
     return [
         list(stash_events(expand(order, [range(stage * own + 1, stage * own + own + 1)])))
@@ -53,7 +53,7 @@ def events_of(stages: int, layers: int, microbatches: int) -> list[list[StashEve
 
 
 def needs_of(config: TransformerConfig, events: list[StashEvent]) -> StepNeeds:
-    """Of buffers of FULL rows."""
+    """Returns the needs of buffers of FULL rows."""
     return step_needs(config, events, max_rows=FULL, balanced_rows=BALANCED)
 
 
