@@ -1,9 +1,10 @@
-"""What a plan says of each rank's memory, against what the ranks of the same run hold."""
+"""Plans of a run against the run itself: what each rank holds and sends, and the most it has at once."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -32,12 +33,12 @@ from megatron.training.dry_run.working_memory import LiveBytes
 from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
+from tests.counts import long_count, soak_only
 from tests.distributed.tiny_runs import SHARDED, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 from tests.unit_tests.training.test_callbacks import STEP
 
-RANKS, EIGHT_RANKS = 4, 8
 KINDS = ("parameters", "gradients", "masters", "moments", "host_states", "pages", "host_pages")
 EXPERTS: Flags = {"expert-model-parallel-size": 2, "moe-grouped-gemm": True, "moe-expert-rank-capacity-factor": 2.0}
 PAGES: Flags = {
@@ -64,29 +65,20 @@ OFFLOAD: Flags = {
 NARROW: Flags = {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "fp16"}
 # Kernels of the CPU keep other statistics of 16-bit numbers than those of GPUs, and other parts of fused attention.
 LIKE_GPUS: Flags = {"bf16": False, "attention-backend": "unfused"}
-RUNS: dict[str, tuple[str, Flags]] = {
+ON_TWO: dict[str, tuple[str, Flags]] = {
     "replicas": ("dense", {}),
     "saved": ("dense", {**LIKE_GPUS, "use-distributed-optimizer": True}),
-    "saved by gated layers": ("llama", {**LIKE_GPUS, "tensor-model-parallel-size": 2, "sequence-parallel": True}),
+    "saved by gated layers": ("llama", {**LIKE_GPUS, **TENSORS}),
     "saved by experts": ("moe", {**LIKE_GPUS, **EXPERTS}),
     "saved for recompute": ("dense", {**LIKE_GPUS, **RECOMPUTE}),
     "saved on hosts": ("dense", {**LIKE_GPUS, **OFFLOAD}),
     "peak": ("dense", LIKE_GPUS),
     "peak of shards": ("dense", {**LIKE_GPUS, **SHARDED}),
-    "peak of stages": ("dense", {**LIKE_GPUS, "pipeline-model-parallel-size": 2, "global-batch-size": 8}),
-    "peak of sequences": ("llama", {**LIKE_GPUS, **TENSORS, "context-parallel-size": 2, "global-batch-size": 4}),
     "peak of recompute": ("dense", {**LIKE_GPUS, **FULL}),
     "peak of gradient shards": ("dense", {**LIKE_GPUS, "optimizer": "distributed_fused_adam"}),
     "peak in backward": ("dense", {**LIKE_GPUS, "optimizer-in-backward": True, "clip-grad": 0.0}),
-    "stages": ("dense", {"tensor-model-parallel-size": 2, "pipeline-model-parallel-size": 2, **SHARDED}),
-    "chunks": ("dense", {**CHUNKS, **SHARDED}),
-    "sequences": ("llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True, "context-parallel-size": 2}),
-    "rings": ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED}),
-    "experts": ("moe", {**EXPERTS, **SHARDED}),
     "padded rows": ("moe", {**EXPERTS, "moe-token-dispatcher-type": "alltoall"}),
     "even rows": ("moe", {"expert-model-parallel-size": 2, "moe-token-dispatcher-type": "alltoall"}),
-    "instances": ("dense", {**SHARDED, "num-distributed-optimizer-instances": 2}),
-    "dynamic experts": ("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}),
     "pages": ("moe", {**EXPERTS, **PAGES, **SHARDED}),
     "narrow states": ("dense", {**SHARDED, **NARROW}),
     "shards": ("dense", {"use-torch-fsdp2": True, "init-model-with-meta-device": True}),
@@ -95,13 +87,33 @@ RUNS: dict[str, tuple[str, Flags]] = {
     "sgd": ("dense", {"optimizer": "sgd"}),
     "adapters": ("llama", {"lora-rank": 2}),
     "states on hosts": ("dense", {**SHARDED, "optimizer-cpu-offload": True, "optimizer-offload-fraction": 0.5}),
-    "recompute": ("dense", FULL),
+}
+# Two groups at once.
+ON_FOUR: dict[str, tuple[str, Flags]] = {
+    "peak of stages": ("dense", {**LIKE_GPUS, "pipeline-model-parallel-size": 2}),
+    "peak of sequences": ("llama", {**LIKE_GPUS, **TENSORS, "context-parallel-size": 2, "global-batch-size": 4}),
+    "stages": ("dense", {"tensor-model-parallel-size": 2, "pipeline-model-parallel-size": 2, **SHARDED}),
+    "chunks": ("dense", {**CHUNKS, **SHARDED}),
+    "sequences": ("llama", {"context-parallel-size": 2}),
+    "rings": ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED}),
+    "experts": ("moe", {**EXPERTS, **SHARDED, "global-batch-size": 16}),
+    "instances": ("dense", {**SHARDED, "num-distributed-optimizer-instances": 2, "global-batch-size": 16}),
+    "dynamic experts": ("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}),
 }
 # Every kind of parallelism at once, and pages.
 ON_EIGHT: dict[str, tuple[str, Flags]] = {
     "eight with experts": ("moe", {**EXPERTS, **PAGES, **SHARDED, **UNEVEN, **TENSORS}),
-    "eight with sequences": ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED}),
 }
+if long_count(0, soak=1):
+    # "peak of recompute" has the one property of the first that other runs lack; "rings" and "sequences" those of both.
+    ON_TWO["recompute"] = ("dense", FULL)
+    ON_EIGHT["eight with sequences"] = ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED})
+BY_RANKS = {2: ON_TWO, 4: ON_FOUR, 8: ON_EIGHT}
+RUNS = {name: run for runs in BY_RANKS.values() for name, run in runs.items()}
+# Shards of a stage's ranks differ. Ranks of other stages are planned as the first one is.
+UNEQUAL = ("narrow states", "shards", "gradient shards", "even rows", "experts", "instances", "eight with experts")
+# One start of ranks for all runs, and a plan for each.
+pytestmark = pytest.mark.slow
 
 
 # Chunk, kind, bytes of gradients, first and last parameter.
@@ -135,23 +147,28 @@ class Held:
 
 
 def _argv(name: str) -> list[str]:
-    base, flags = {**RUNS, **ON_EIGHT}[name]
-    return command_line({**read_bases()[base], "bf16": True, "global-batch-size": 16, **flags})
+    base, flags = RUNS[name]
+    return command_line({**read_bases()[base], "bf16": True, "global-batch-size": 8, **flags})
 
 
+def _num_ranks(name: str) -> int:
+    return next(ranks for ranks, runs in BY_RANKS.items() if name in runs)
+
+
+@cache
 def _plan(name: str, rank_in_stage: int = 0) -> Plan:
-    args = validate_args(
-        parse_args(argv=[*_argv(name), "--dry-run", "--world-size", str(EIGHT_RANKS if name in ON_EIGHT else RANKS)])
-    )
+    args = validate_args(parse_args(argv=[*_argv(name), "--dry-run", "--world-size", str(_num_ranks(name))]))
     provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
     return plan_run(args, provider, forward_step_func=step, rank_in_stage=rank_in_stage)
 
 
 def _planned_by_rank(name: str) -> dict[int, RankPlan]:
-    """Plans every rank of the run."""
-    num_ranks, first = (EIGHT_RANKS if name in ON_EIGHT else RANKS), _plan(name)
-    others = [_plan(name, number) for number in range(1, num_ranks // len(first.stages))]
-    return {one.rank: one for plan in (first, *others) for one in plan.stages}
+    """Plans of the first rank of each stage and, where it may differ, of the last; of all ranks in `make soak`."""
+    last = _num_ranks(name) // len(_plan(name).stages) - 1
+    places = range(last + 1) if long_count(0, soak=1) else {0, last} if name in UNEQUAL else {0}
+    planned = {one.rank: one for place in places for one in _plan(name, place).stages}
+    assert len(planned) == len(places) * len(_plan(name).stages)
+    return planned
 
 
 def _held_by_rank(names: list[str]) -> dict[str, Held]:
@@ -292,63 +309,69 @@ def _memory(tensors: Iterable[torch.Tensor]) -> int:
 
 
 @pytest.fixture(scope="module")
-def held() -> list[dict[str, Held]]:
-    return run_on_ranks(_held_by_rank, RANKS, list(RUNS))
-
-
-@pytest.fixture(scope="module")
-def held_on_eight() -> list[dict[str, Held]]:
-    return run_on_ranks(_held_by_rank, EIGHT_RANKS, list(ON_EIGHT))
+def held() -> dict[str, list[Held]]:
+    """Each run's ranks."""
+    found: dict[str, list[Held]] = {}
+    for ranks, runs in BY_RANKS.items():
+        by_rank = run_on_ranks(_held_by_rank, ranks, list(runs))
+        found |= {name: [of_rank[name] for of_rank in by_rank] for name in runs}
+    return found
 
 
 @pytest.mark.parametrize("name", ON_EIGHT)
-def test_eight_ranks_hold_and_send_what_was_planned(name: str, held_on_eight: list[dict[str, Held]]) -> None:
-    planned = _planned_by_rank(name)
-    for rank, of_rank in enumerate(held_on_eight):
+def test_eight_ranks_hold_and_send_what_was_planned(name: str, held: dict[str, list[Held]]) -> None:
+    for rank, planned in _planned_by_rank(name).items():
         for kind in (*KINDS, "links"):
-            assert getattr(planned[rank], kind) == getattr(of_rank[name], kind), (rank, kind)
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("peak")])
-def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: list[dict[str, Held]]) -> None:
-    planned, num_ranks = _planned_by_rank(name), len(held)
-    stages = 1 + max(of_rank[name].stage for of_rank in held)
-    assert sorted(planned) == list(range(num_ranks))
-    for rank, of_rank in enumerate(held):
-        assert planned[rank].stage == of_rank[name].stage
-        assert (planned[rank].host_states > 0) == (name == "states on hosts")
-        for kind in KINDS:
-            assert getattr(planned[rank], kind) == getattr(of_rank[name], kind), (rank, kind)
-            assert getattr(planned[rank], kind) <= getattr(
-                planned[rank // (num_ranks // stages) * (num_ranks // stages)], kind
-            )
+            assert getattr(planned, kind) == getattr(held[name][rank], kind), (rank, kind)
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in RUNS if not name.startswith(("saved", "peak")) and name != "even rows"]
+    "name",
+    [
+        soak_only(name) if name.startswith("saved") else name
+        for name in {**ON_TWO, **ON_FOUR}
+        if not name.startswith("peak")
+    ],
 )
-def test_ranks_send_what_was_planned_to_the_byte(name: str, held: list[dict[str, Held]]) -> None:
-    planned = _planned_by_rank(name)
-    for rank, of_rank in enumerate(held):
-        assert of_rank[name].links and planned[rank].links == of_rank[name].links, rank
+def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: dict[str, list[Held]]) -> None:
+    plans, ranks = _planned_by_rank(name), held[name]
+    ranks_in_stage = len(ranks) // (1 + max(of_rank.stage for of_rank in ranks))
+    for rank, planned in plans.items():
+        assert planned.stage == ranks[rank].stage
+        assert (planned.host_states > 0) == (name == "states on hosts")
+        for kind in KINDS:
+            assert getattr(planned, kind) == getattr(ranks[rank], kind), (rank, kind)
+    for rank, of_rank in enumerate(ranks):
+        for kind in KINDS:
+            first = plans[rank // ranks_in_stage * ranks_in_stage]
+            assert getattr(of_rank, kind) <= getattr(first, kind)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in {**ON_TWO, **ON_FOUR} if not name.startswith(("saved", "peak")) and name != "even rows"],
+)
+def test_ranks_send_what_was_planned_to_the_byte(name: str, held: dict[str, list[Held]]) -> None:
+    for rank, planned in _planned_by_rank(name).items():
+        assert planned.links and planned.links == held[name][rank].links, rank
 
 
 def test_experts_that_are_chosen_unevenly_get_the_planned_rows_of_all_ranks_together(
-    held: list[dict[str, Held]],
+    held: dict[str, list[Held]],
 ) -> None:
     planned, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for rank, plan in _planned_by_rank("even rows").items():
-        for found, links in ((planned, plan.links), (sent, held[rank]["even rows"].links)):
+        for found, links in ((planned, plan.links), (sent, held["even rows"][rank].links)):
             found.update({(one.group, one.operation, one.phase, str(one.count)): one.num_bytes for one in links})
     assert planned == sent and any(operation == "all-to-all" for _, operation, *_ in sent)
 
 
 @pytest.mark.parametrize("name", ["chunks", "rings", "experts", "instances", "gradient shards"])
-def test_reductions_and_gathers_are_those_that_the_ledger_noted(name: str, held: list[dict[str, Held]]) -> None:
-    for of_rank in held:
-        sent = [one for one in of_rank[name].links if one.group in ("dp", "dp_cp", "edp", "intra_dp_cp")]
+def test_reductions_and_gathers_are_those_that_the_ledger_noted(name: str, held: dict[str, list[Held]]) -> None:
+    for of_rank in held[name]:
+        sent = [one for one in of_rank.links if one.group in ("dp", "dp_cp", "edp", "intra_dp_cp")]
         for operation in ("reduce-scatter", "all-gather"):
-            launched = [num_bytes for op, num_bytes in of_rank[name].launched if op == operation]
+            launched = [num_bytes for op, num_bytes in of_rank.launched if op == operation]
             phases = [
                 one for one in sent if one.operation == operation and one.phase in ("grad reduce", "param gather")
             ]
@@ -358,9 +381,9 @@ def test_reductions_and_gathers_are_those_that_the_ledger_noted(name: str, held:
 
 @pytest.mark.parametrize("name", ["stages", "experts", "pages", "shards", "in backward"])
 def test_the_log_has_what_the_first_rank_and_the_fullest_of_each_stage_hold(
-    name: str, held: list[dict[str, Held]]
+    name: str, held: dict[str, list[Held]]
 ) -> None:
-    ranks, logged = [of_rank[name] for of_rank in held], held[0][name].logged
+    ranks, logged = held[name], held[name][0].logged
     assert all(one.logged == logged for one in ranks) and set(logged) == {"rank_0", "max", "stages"}
     for kind in KINDS:
         assert logged["rank_0"][kind] == getattr(ranks[0], kind)
@@ -373,28 +396,28 @@ def test_the_log_has_what_the_first_rank_and_the_fullest_of_each_stage_hold(
 @pytest.mark.parametrize(
     "name", ["replicas", "stages", "chunks", "experts", "instances", "gradient shards", "adapters"]
 )
-def test_buckets_of_a_run_are_the_planned_ones(name: str, held: list[dict[str, Held]]) -> None:
+def test_buckets_of_a_run_are_the_planned_ones(name: str, held: dict[str, list[Held]]) -> None:
     for plan in _plan(name).stages:
         planned = sorted(
             (one.chunk, one.kind, num_bytes, *ends)
             for one in plan.buffers
             for num_bytes, ends in zip(one.bucket_bytes, one.bucket_ends, strict=True)
         )
-        assert planned and tuple(planned) == held[plan.rank][name].buckets
-        assert tuple(sorted(one.padding_bytes for one in plan.buffers)) == held[plan.rank][name].paddings
+        assert planned and tuple(planned) == held[name][plan.rank].buckets
+        assert tuple(sorted(one.padding_bytes for one in plan.buffers)) == held[name][plan.rank].paddings
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("saved")])
-def test_passes_with_memory_save_what_was_planned(name: str, held: list[dict[str, Held]]) -> None:
-    planned, found = _plan(name).stages[0], held[0][name]
+def test_passes_with_memory_save_what_was_planned(name: str, held: dict[str, list[Held]]) -> None:
+    planned, found = _plan(name).stages[0], held[name][0]
     assert planned.activations == found.activations and planned.activations["attention"] > 0
     assert planned.host_activations == found.host_activations and (planned.host_activations > 0) == ("hosts" in name)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("peak")])
-def test_a_step_has_as_much_at_once_as_was_planned(name: str, held: list[dict[str, Held]]) -> None:
+def test_a_step_has_as_much_at_once_as_was_planned(name: str, held: dict[str, list[Held]]) -> None:
     for plan in _plan(name).stages:
-        found = held[plan.rank][name]
+        found = held[name][plan.rank]
         assert plan.peak - plan.standing == found.beside > sum(plan.activations.values()), plan.rank
         # The vector of statistics has names in a run.
         assert 0 < plan.messages <= found.messages <= plan.messages + 200, plan.rank
