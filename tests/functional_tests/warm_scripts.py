@@ -95,16 +95,22 @@ def _answer(listener: socket.socket, finished: Finished, *, launching: bool, tim
             words = [options.training_script, *options.training_script_args]
             finished.launches.append(Launch(launcher[: -len(words)], words[1:], environment))
             processes = int(options.nproc_per_node) if launching else 0
-        module = ".".join(Path(words[0]).resolve().relative_to(ROOT).with_suffix("").parts)
-        outcomes = launch_on_ranks(
-            _main, processes, module, words[1:], folder, backend=None, env=environment, timeout=timeout
-        )
+        run = _execute if words[0] == "-c" else _main
+        outcomes = launch_on_ranks(run, processes, words, folder, backend=None, env=environment, timeout=timeout)
         code = max((outcome.exit_code or outcome.value for outcome in outcomes), default=0)
         written = ("".join(vars(outcome)[name] for outcome in outcomes) for name in ("stdout", "stderr"))
         link.sendall(json.dumps([code, *written]).encode())
 
 
-def _main(module: str, argv: list[str], folder: str) -> int:
+def _main(words: list[str], folder: str) -> int:
     """Calls the main function of a program, as its file would if it were run."""
     os.chdir(folder)
-    return int(vars(importlib.import_module(module))["main"](argv) or 0)
+    module = ".".join(Path(words[0]).resolve().relative_to(ROOT).with_suffix("").parts)
+    return int(vars(importlib.import_module(module))["main"](words[1:]) or 0)
+
+
+def _execute(words: list[str], folder: str) -> int:
+    """Runs the code after -c."""
+    os.chdir(folder)
+    exec(words[1], {"__name__": "__main__"})
+    return 0
