@@ -96,7 +96,20 @@ class _Doom(Callback):
         return losses, loss_func
 
     def _send(self) -> None:
-        os.kill({"self": os.getpid(), "agent": os.getppid()}[self._whom], self._signal)
+        if self._whom == "self":
+            os.kill(os.getpid(), self._signal)
+        else:
+            _signal_agent_and_wait(self._signal)
+
+
+def _signal_agent_and_wait(number: signal.Signals) -> None:
+    """Signals the agent and goes on when a signal has come to this process; whoever ends it sends one, or kills it."""
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    before = signal.set_wakeup_fd(sender)
+    os.kill(os.getppid(), number)
+    os.read(receiver, 1)
+    signal.set_wakeup_fd(before)
 
 
 if __name__ == "__main__":

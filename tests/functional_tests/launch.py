@@ -3,6 +3,7 @@
 What a case expects of a run is in case.py and expectations.py.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -102,7 +103,7 @@ def torchrun(
     script: str = "pretrain_gpt.py",
     env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a script of this repository under torchrun in `cwd`, for the caller to end with signal_ranks.
+    """Starts a script of this repository under torchrun in `cwd`, for the caller to end.
 
     stdout and stderr go to `cwd`/output.txt: a pipe that nobody reads would stop the run when it is full.
     """
@@ -118,11 +119,14 @@ def torchrun(
         )
 
 
-def signal_ranks(launcher: "subprocess.Popen[bytes]", number: int) -> None:
-    """Signals torchrun's ranks and torchrun: ranks lead sessions of their own and outlive a launcher killed alone."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    for process in [*map(int, children), launcher.pid]:
-        os.kill(process, number)
+def processes_with(variable: str) -> list[int]:
+    """Ids of the processes that have `variable`, as NAME=VALUE, in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
 
 
 def _call(program: str, argv: list[str], folder: str) -> None:

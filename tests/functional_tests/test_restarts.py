@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,25 @@ def _attempt(flags: Flags, restarts: int, folder: Path, *, faults: dict[str, lis
     return run_program(command_line(flags), ranks, folder=folder, program=PROGRAM, env=env, grace=grace)
 
 
-def _undisturbed(flags: Flags, folder: Path) -> Run:
-    whole = run_program(command_line({**flags, "save": folder / "saved"}), RANKS, folder=folder)
-    assert whole.exit_codes == [0] * RANKS, whole.written()
-    return whole
+Undisturbed = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Runs flags without a fault; tests with the same flags share the run."""
+
+    @cache
+    def run(words: str, ranks: int) -> Run:
+        folder = tmp_path_factory.mktemp("whole")
+        whole = run_program(command_line({**json.loads(words), "save": folder / "saved"}), ranks, folder=folder)
+        assert whole.exit_codes == [0] * ranks, whole.written()
+        return whole
+
+    return lambda flags, *, ranks=RANKS: run(json.dumps(flags), ranks)
 
 
 @pytest.mark.parametrize("seed", range(long_count(1, soak=16)))
-def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path) -> None:
+def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path, undisturbed: Undisturbed) -> None:
     draw = random.Random(seed)
     # A kill before the first checkpoint lets the run start from scratch once more.
     steps = sorted(draw.sample(range(2, STEPS - 2), 3))
@@ -69,7 +82,7 @@ def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path) -> N
     last = _attempt({**flags, "save": saved}, len(faults), tmp_path, faults=faults)
     assert last.exit_codes == [0] * RANKS, last.written()
     assert f"restart {len(faults)}: going on from --save {saved}" in last.written()
-    assert_same_steps(last, _undisturbed(flags, tmp_path / "whole"))
+    assert_same_steps(last, undisturbed(flags))
 
 
 def _fault(kind: str, step: int, *, draw: random.Random) -> list[Any]:
@@ -81,7 +94,9 @@ def _fault(kind: str, step: int, *, draw: random.Random) -> list[Any]:
     return [rank, step, kind, "self"]
 
 
-def test_a_restart_with_fewer_ranks_keeps_the_global_batch_and_the_order_of_data(tmp_path: Path) -> None:
+def test_a_restart_with_fewer_ranks_keeps_the_global_batch_and_the_order_of_data(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     # No size is given: by default it follows the number of ranks.
     flags = {**FLAGS, "hidden-dropout": 0.0, "global-batch-size": None, "micro-batch-size": 2, "train-iters": 6}
     saved = tmp_path / "saved"
@@ -89,7 +104,7 @@ def test_a_restart_with_fewer_ranks_keeps_the_global_batch_and_the_order_of_data
     assert first.exit_codes == [1] * RANKS, first.written()
     rest = _attempt({**flags, "save": saved}, 1, tmp_path, faults={}, ranks=1)
     assert rest.exit_codes == [0] and "--global-batch-size 4: as in the checkpoint" in rest.written(), rest.written()
-    whole = _undisturbed(flags, tmp_path / "whole")
+    whole = undisturbed(flags)
     assert rest.steps.keys() == whole.steps.keys()
     for iteration, step in whole.steps.items():
         assert rest.steps[iteration]["lm_loss"] == pytest.approx(step["lm_loss"], rel=1e-5), iteration
@@ -112,21 +127,23 @@ def test_a_finetuning_run_restarts_from_its_own_checkpoints(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("when", ["setup", "evaluation", 3])
-def test_a_sigterm_to_one_rank_saves_and_ends_all_in_order(when: str | int, tmp_path: Path) -> None:
+def test_a_sigterm_to_one_rank_saves_and_ends_all_in_order(
+    when: str | int, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     # More batches than the test waits for, which come one signal each.
     flags = {**FLAGS, "train-iters": 6, "save-interval": None, "eval-interval": 2, "eval-iters": 3}
-    if when == 3:
-        # The one of step 3 may still be under way.
-        flags |= {"save-interval": 3, "async-save": True}
+    # The save of step 3 may still be under way.
+    saving = {"save-interval": 3, "async-save": True} if when == 3 else {}
     saved, faults = tmp_path / "saved", {attempt_name(): [1, when, "SIGTERM", "self"]}
-    stopped = _attempt({**flags, "save": saved, "exit-signal-handler": True}, 0, tmp_path, faults=faults)
+    stoppable = {**flags, **saving, "save": saved, "exit-signal-handler": True}
+    stopped = _attempt(stoppable, 0, tmp_path, faults=faults)
     assert stopped.exit_codes == [0] * RANKS, stopped.written()
     last = {"setup": 0, "evaluation": 2, 3: 3}[when]
     assert f"exiting at iteration {last}: the exit signal" in stopped.written()
     assert max(stopped.steps, default=0) == last and len(stopped.validation_losses) == (when == 3)
-    rest = _attempt({**flags, "save": saved, "exit-signal-handler": True}, 1, tmp_path, faults={})
+    rest = _attempt(stoppable, 1, tmp_path, faults={})
     assert rest.exit_codes == [0] * RANKS, rest.written()
-    whole = _undisturbed(flags, tmp_path / "whole")
+    whole = undisturbed(flags)
     assert_same_steps(rest, whole)
     assert rest.validation_losses == whole.validation_losses
 
@@ -140,14 +157,15 @@ def test_a_store_that_hangs_with_its_rank_lets_the_others_end(tmp_path: Path) ->
     assert said in run.written(), run.written()
 
 
-def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: Path) -> None:
-    # The agent of the first start is killed, then, in the second, a rank; torchrun restarts that one by itself.
+@pytest.mark.slow
+def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    # The agent of the first start is killed, then, in the second, the rank; torchrun restarts that one by itself.
     faults = {
-        attempt_name(): [1, 4, "SIGKILL", "agent"],
+        attempt_name(): [0, 4, "SIGKILL", "agent"],
         attempt_name(starts=1): [0, 7, "SIGKILL", "self"],
     }
     saved = tmp_path / "saved"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
     command += ["--monitor-interval", "0.1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command += [str(ROOT / "tests/functional_tests/doomed_program.py"), *command_line({**FLAGS, "save": saved})]
     # A stranger with a mark of its own, and one without.
@@ -180,7 +198,7 @@ def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: 
     assert re.search(r"ended with -9; failures since the last new checkpoint: 1\n", written), written
     assert re.search(r"ending processes that an earlier start left: \d+", written), written
     assert len(re.findall(r"\] start \d:", written)) == 2, written
-    assert_same_steps(Run([], read_log(tmp_path)), _undisturbed(FLAGS, tmp_path / "whole"))
+    assert_same_steps(Run([], read_log(tmp_path)), undisturbed(FLAGS, ranks=1))
     # Nothing is left that a later supervisor would take for its own.
     assert not list(saved.glob("supervisor.*.json"))
 
