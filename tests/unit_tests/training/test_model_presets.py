@@ -1,5 +1,6 @@
 """Named models: parameters counted anew, precedence of their flags, and what a shrunk one keeps."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ def arguments_of(words: str) -> Any:
     return parse_args(argv=words.split())
 
 
+@cache
 def model_of(words: str, *, on_meta: bool = True) -> torch.nn.Module:
-    """The model of a command line; on the meta device it has no memory."""
+    """The model of a command line; on the meta device it has no memory, so tests share it."""
     args = arguments_of(words)
     args.padded_vocab_size = args.unpadded_vocab_size = args.vocab_size
     args.params_dtype, args.init_model_with_meta_device = torch.float32, on_meta
