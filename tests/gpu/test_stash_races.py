@@ -104,7 +104,7 @@ def make_late(way: Way, bench: Bench, *, delays: dict[str, Callable[[], None]], 
 def gradients_of(
     routings: list[list[Rows]], *, share: float, seed: int, late: tuple[str, ...] | None
 ) -> tuple[list[list[Tensor]], Way]:
-    """Returns the gradients of each step. late: delayed streams; None: none, and the host waits after each operation."""
+    """Returns each step's gradients. late: delayed streams; None: none, and the host waits after each operation."""
     bench = Bench(LAYERS, torch.device(DEVICE), sizes=SIZES)
     way = way_of(bench, share, prefetch=1 + seed % 2, num_programs=(0, 3)[seed % 2])
     around: AbstractContextManager[Any] = WaitAlways()
