@@ -64,9 +64,9 @@ def test_the_reading_order_names_files() -> None:
 
 @cache
 def _known_flags() -> frozenset[str]:
-    """Flags of training programs, and those that tools and examples define."""
+    """Flags of training programs, and those that tools, tests and examples define."""
     programs = [
-        path for folder in ("tools", "examples", "benchmarks", "tests/fuzz") for path in (ROOT / folder).rglob("*.py")
+        path for folder in ("tools", "examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")
     ]
     own = {flag for path in programs for flag in re.findall(r'add(?:_argument)?\(\s*"(--[\w-]+)"', path.read_text())}
     return frozenset(own | {"--help"} | {word for flag in flag_table().flags for word in flag.flags})
