@@ -3,6 +3,7 @@
 `--rules` prints what the rules are. Exit status 1 if any is broken.
 """
 
+import argparse
 import sys
 from inspect import getdoc
 
@@ -12,10 +13,12 @@ from tests.structure.compared import table
 from tests.structure.rules import ANY_CODE_RULES, PRODUCT_RULES, findings
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.structure", description=__doc__)
+    parser.add_argument("--rules", action="store_true", help="print what the rules are")
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
-    if words == ["--rules"]:
+    if parser.parse_args(argv).rules:
         for name, rule in {**PRODUCT_RULES, **ANY_CODE_RULES}.items():
             console.print(f"{name:18} {getdoc(rule)}", soft_wrap=True)
         return 0
@@ -28,4 +31,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
