@@ -51,6 +51,7 @@ def load(folder):
     return len(loaded.ranges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("writers", "readers"), [(1, 3), (3, 2), soak_only(2, 5), soak_only(4, 1), soak_only(5, 4)])
 def test_any_number_of_ranks_loads_what_any_other_number_saved(tmp_path, writers, readers):
     run_on_ranks(save, writers, tmp_path)
@@ -70,6 +71,7 @@ def save_and_load_replicas(folder, saved_as, loaded_as):
     return sum(part.numel for part in saved.ranges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_as", "loaded_as"), [(StateForm(), HALF), slow(HALF, REMAINDERS), slow(REMAINDERS, StateForm())]
 )
@@ -172,6 +174,7 @@ def save_and_load_large(folder, form, also_read):
     return [peak_bytes(call) for call in (partial(held.save, folder), *loading)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [soak_only(StateForm()), slow(HALF)], ids=str)
 def test_no_rank_holds_all_at_any_moment(tmp_path, form):
     everything = 3 * 4 * sum(torch.Size(size).numel() for size in SIZES)

@@ -117,6 +117,7 @@ def _leave_out_in_all_modes(folder: str, spread: str, poison: str) -> None:
         assert skipped.losses[step] == back.losses[step - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [spread if spread == "zero1" else slow(spread) for spread in SPREAD])
 def test_a_bad_step_is_skipped_or_gone_back_from_as_if_its_batch_were_not_there(
     spread: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -184,6 +185,7 @@ def _end_after_too_many(folder: str) -> None:
             train(run)
 
 
+@pytest.mark.slow
 def test_a_run_that_stays_bad_ends(tmp_path: Path) -> None:
     run_on_ranks(_end_after_too_many, RANKS, str(tmp_path))
 
@@ -214,6 +216,7 @@ def _change_a_tensor(cases: Sequence[tuple[str, int, Flags]], named: str) -> Non
                 train(run)
 
 
+@pytest.mark.slow
 def test_a_bit_that_flips_in_a_replica_is_named_with_its_rank_and_not_saved(tmp_path: Path) -> None:
     # By its interval, and by that of saves, before which weights are compared in any case.
     before_saves: Flags = {"check-weight-hash-across-dp-replicas-interval": 100, "save-interval": 2, "save": tmp_path}
@@ -224,6 +227,7 @@ def test_a_bit_that_flips_in_a_replica_is_named_with_its_rank_and_not_saved(tmp_
     assert complete_iterations(tmp_path) == [2]
 
 
+@pytest.mark.slow
 def test_a_bit_that_flips_in_one_of_two_stages_tied_weights_is_named() -> None:
     stages: Flags = {"pipeline-model-parallel-size": 2, "untie-embeddings-and-output-weights": None}
     table = "embedding.word_embeddings.weight"

@@ -138,6 +138,7 @@ def _forecast(wrapper: str, rules: list[str]) -> None:
             assert total.item() == 3 * ranks * sum(param.numel() for param in tiny_model().parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp2"])
 def test_states_are_what_the_step_starts_from(wrapper: str) -> None:
     # ZeRO-2 has Adam alone; sharded masters are fp32 in any case.

@@ -11,6 +11,7 @@ from tools.capture_configurations import CONFIGURATIONS, DENSE, words_of
 from tools.check_capture import main
 
 
+@pytest.mark.slow
 def test_a_stash_over_ranks_is_replayed_with_the_same_bits() -> None:
     argv = ["--replay", "2", *CONFIGURATIONS["stash over ranks, ZeRO-1"].argv]
     ends = launch_on_ranks(main, 2, argv, backend=None)

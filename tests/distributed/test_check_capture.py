@@ -95,6 +95,7 @@ def breaks_of_reading_layers(modules: list[str]) -> list[str]:
         return breaks_of([*words_of(DENSE), "--cuda-graph-impl", "local", "--cuda-graph-modules", *modules])
 
 
+@pytest.mark.slow
 def test_what_breaks_a_part_is_named_where_the_part_is_captured() -> None:
     (found,) = run_on_ranks(breaks_of_reading_layers, 1, ["attn", "mlp"], backend=None)
     assert [line.partition(" at ")[0] for line in found] == ["torch.Tensor.item"]
@@ -102,6 +103,7 @@ def test_what_breaks_a_part_is_named_where_the_part_is_captured() -> None:
     assert run_on_ranks(breaks_of_reading_layers, 1, ["attn"], backend=None) == [[]]
 
 
+@pytest.mark.slow
 def test_the_tool_prints_its_verdict_and_exits_with_it() -> None:
     graph = ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1"]
     (fine,) = launch_on_ranks(main, 1, words_of(DENSE) + graph, backend=None)

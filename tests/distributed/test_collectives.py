@@ -79,6 +79,7 @@ def check_every_way():
                             assert torch.equal(total, expected), (policy, dtype, sharded, buckets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, soak_only(4)])
 def test_sums_are_right_in_every_dtype_and_rank_ordered_ones_to_the_bit_however_cut(ranks):
     run_on_ranks(check_every_way, ranks)

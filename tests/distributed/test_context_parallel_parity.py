@@ -30,6 +30,7 @@ OFFLOAD: Flags = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "size", "kind", "flags"),
     [

@@ -187,6 +187,7 @@ def messages_of(mistakes, settings):
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings, mistakes", [(BOTH, ON_PARAMETERS), (GRAD, ON_GRADIENTS)], ids=["params", "grads"])
 def test_mistakes_are_named_with_the_parameter_on_every_rank(settings, mistakes):
     for told in run_on_ranks(messages_of, 3, list(mistakes), settings):

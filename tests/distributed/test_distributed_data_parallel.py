@@ -217,6 +217,7 @@ def test_overlap_changes_no_bit(case):
         assert not is_sometimes_late(case) or late[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linear", [nn.Linear, Column])
 def test_late_gradients_are_added_where_sums_cannot_be_repeated(linear):
     settings = [GRAD, BOTH, {**BOTH, "ddp_debug": True}]
@@ -254,6 +255,7 @@ def changes():
     return [change_parameters(dist.get_rank(), change) for change in CHANGES]
 
 
+@pytest.mark.slow
 def test_b24_b33_parameters_that_change_after_wrapping_are_named_on_all_ranks():
     others, changed, _ = run_on_ranks(changes, 3)
     for change, (kind, text), (remote, told) in zip(CHANGES, changed, others, strict=True):

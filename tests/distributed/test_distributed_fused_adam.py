@@ -119,6 +119,7 @@ PAIRED = [
 
 
 # Three ranks have every case; one rank has those that differ most from each other.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [(1, CASES[1::4]), (3, CASES), soak_only(1, CASES), *(soak_only(ranks, CASES[1:9]) for ranks in (2, 4, 5))],
@@ -128,6 +129,7 @@ def test_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch(ranks, cas
 
 
 # Dtypes on one rank: test_one_rank_without_torch_distributed_has_the_bits_of_torchs_fused_adamw.
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_every_dtype_of_parameters_gradients_states_and_messages_has_the_bits_of_torchs_adamw(ranks):
     run_on_ranks(run_cases, ranks, TYPES, timeout=300)

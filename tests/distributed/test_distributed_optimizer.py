@@ -116,6 +116,7 @@ def _modes() -> Iterator[dict[str, Any]]:
                 yield {"zero1": False, "bucket_size": bucket_size, "overlap": overlap}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, soak_only(4)])
 def test_all_modes_and_bucket_sizes_give_the_same_bits(ranks: int) -> None:
     run_on_ranks(_compare_modes, ranks, ranks == 3)
@@ -137,6 +138,7 @@ def _compare_modes(every_case: bool) -> None:
         assert len({norm for _, updated, norm, *_ in expected[0] if updated}) == STEPS
 
 
+@pytest.mark.slow
 def test_b22_an_overflow_on_one_rank_skips_the_step_on_all_and_lowers_one_scale() -> None:
     run_on_ranks(_overflow_on_one_rank, 3)
 
@@ -162,6 +164,7 @@ def _overflow_on_one_rank() -> None:
     assert all(torch.equal(w, weights[0][name]) for other in weights for name, w in other.items())
 
 
+@pytest.mark.slow
 def test_steps_decided_on_the_device_leave_what_the_hosts_leave() -> None:
     run_on_ranks(_compare_with_steps_on_device, 3)
 
@@ -216,6 +219,7 @@ class Mixed(nn.Module):
         return self.last(hidden) * self.router(hidden.float()).softmax(-1).bfloat16() + self.empty.sum()
 
 
+@pytest.mark.slow
 def test_b2_b34_weights_read_by_others_and_mixed_types_train_alike_in_every_mode() -> None:
     run_on_ranks(_train_unusual_models, 3)
 
@@ -304,6 +308,7 @@ SAVED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, settings, sizes", SAVED)
 def test_b14_any_number_of_ranks_loads_what_any_other_saved(
     tmp_path: Path, dtype: torch.dtype, settings: dict, sizes: tuple[int, ...]

@@ -109,6 +109,7 @@ def _break_off(run: Run, where: str, *, step: int, here: bool) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_b32_a_step_broken_off_anywhere_on_any_ranks_leaves_no_trace() -> None:
     for told in run_on_ranks(_survive, 3, MODES, 1)[::2]:
         assert "rank 1 of the stage broke the iteration off: reset_iteration() was called after an error" in told
@@ -184,6 +185,7 @@ def broken_steps(kinds: list[dict[str, Any]]) -> list[list[str | None]]:
     return told
 
 
+@pytest.mark.slow
 def test_b32_a_step_broken_off_around_the_optimizer_leaves_no_trace() -> None:
     overlaps = [(False, "none"), (False, "grads"), (True, "step")]
     kinds = [{"zero1": zero1, "overlap": overlap, "bucket_size": 1} for zero1, overlap in overlaps]

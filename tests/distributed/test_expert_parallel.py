@@ -128,6 +128,7 @@ def on_rank(layout: tuple[int, int], cases: list[tuple[str, dict[str, Any]]]) ->
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ep2", "ep2_etp2", soak_only("ep4"), soak_only("etp2")])
 def test_layer_over_ranks_is_the_layer_in_one_process(layout: str) -> None:
     cases = [("even", {**fields, **dispatcher}) for fields in KINDS.values() for dispatcher in DISPATCHERS]
@@ -135,6 +136,7 @@ def test_layer_over_ranks_is_the_layer_in_one_process(layout: str) -> None:
     compare(LAYOUTS[layout], cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ep2_etp2", soak_only("ep2"), soak_only("ep4"), soak_only("etp2")])
 def test_b31_experts_and_ranks_without_tokens_work_in_every_dispatcher(layout: str) -> None:
     """TRAPS B31: all ranks reach the same collectives, whatever the routing: none hangs; all gradients are there."""

@@ -59,6 +59,7 @@ RECOMPUTED: Flags = {
 OVERLAPPED: Flags = {**ALLTOALL, "moe-shared-expert-overlap": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "flags"),
     [

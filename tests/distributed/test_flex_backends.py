@@ -184,6 +184,7 @@ def on_rank(layout: tuple[int, int], folder: str) -> None:
 
 
 # Ranks that share experts are four at least, and two of them are experts' ranks.
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [soak_only((2, 1)), soak_only((4, 1)), (2, 2)])
 def test_back_ends_give_what_the_collectives_give_with_rows_lost_too(layout: tuple[int, int]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,6 @@
 """Overlapped gathers of weights that no forward of their own module waits for."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -64,5 +65,6 @@ def parts_with_and_without_overlap():
     return train_parts({}) == train_parts(ZERO) == train_parts(BOTH)
 
 
+@pytest.mark.slow
 def test_b2_weights_that_other_modules_read_are_waited_for():
     assert all(run_on_ranks(parts_with_and_without_overlap, 3))

@@ -87,6 +87,7 @@ class Trained:
     thawing: str
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_b24_frozen_parts_train_and_resume_as_in_one_process(case: Case, tmp_path: Path) -> None:
     flags: Flags = {**TRAINING, "calculate-per-token-loss": case.per_token}
@@ -152,6 +153,7 @@ def _frozen_model(patterns: Sequence[str], pre_process: bool = True, post_proces
     return model
 
 
+@pytest.mark.slow
 def test_frozen_experts_of_one_rank_are_saved_beside_the_trained_ones_of_another(tmp_path: Path) -> None:
     flags: Flags = {**TRAINING, **layout(ep=2), "num-layers": 2, "bf16": True}
     argv = command_line({**read_bases()["moe"], **flags})

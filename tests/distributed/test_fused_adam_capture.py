@@ -127,5 +127,6 @@ def on_ranks():
         replays(dtype, settings)
 
 
+@pytest.mark.slow
 def test_iterations_of_several_ranks_are_captured_and_replayed():
     run_on_ranks(on_ranks, long_count(2, soak=3))

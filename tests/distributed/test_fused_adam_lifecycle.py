@@ -190,6 +190,7 @@ def unused_weights():
         run.check(3)
 
 
+@pytest.mark.slow
 def test_b4_b6_weights_that_get_no_gradient_somewhere_are_stepped_by_zeros():
     run_on_ranks(unused_weights, 3)
 
@@ -356,6 +357,7 @@ def gradients_of_some_ranks():
         run.check(6)
 
 
+@pytest.mark.slow
 def test_gradients_that_some_ranks_have_set_or_kept_are_stepped_by():
     run_on_ranks(gradients_of_some_ranks, 3, timeout=60)
 
@@ -469,5 +471,6 @@ def fused_gradients():
         run.check(2)
 
 
+@pytest.mark.slow
 def test_kernels_add_gradients_to_buffers_themselves():
     run_on_ranks(fused_gradients, 3)

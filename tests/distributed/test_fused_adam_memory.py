@@ -117,6 +117,7 @@ def _marked(usual: list[tuple[str, int]]) -> list[Any]:
     return [*usual, *(soak_only(*one) for one in ALL if one not in usual)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "ranks"), _marked(AT_ONCE))
 def test_a_rank_holds_parameters_and_its_share_of_states_and_gradients(case: str, ranks: int) -> None:
     for held in held_on_ranks(case, ranks):
@@ -133,6 +134,7 @@ def test_a_bucket_that_is_larger_than_the_model_takes_no_more_than_the_model() -
         assert is_at_rest(held, of_law("fp32", 2), bucket=4 * NUM_PARAMS, spare=1), held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "ranks"), _marked(LAZILY))
 def test_parameters_that_are_taken_over_lazily_need_no_more_than_whole_gradients_first(case: str, ranks: int) -> None:
     dtype, _, of_param, of_states, of_grads = CASES[case]
@@ -147,6 +149,7 @@ def test_parameters_that_are_taken_over_lazily_need_no_more_than_whole_gradients
         assert max(held.in_backward, held.in_step) <= most, (held, most)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(2, long_count(3, soak=5)))
 def test_a_rank_holds_less_than_with_zero1(ranks: int) -> None:
     zero1 = run_on_ranks(held_by_zero1, ranks)

@@ -156,6 +156,7 @@ def orders_of_calls(order):
         assert scaled.scaler.get_scale() != 2.0**8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_any_order_of_unscaling_clipping_and_stepping_equals_plain_pytorch(order):
     run_on_ranks(orders_of_calls, long_count(2, soak=3), order)
@@ -295,6 +296,7 @@ def overflow_of_one_rank():
             assert torch.equal(ours, theirs), settings
 
 
+@pytest.mark.slow
 def test_b22_an_overflow_of_one_rank_skips_the_step_on_all_and_leaves_states_to_save_and_load():
     run_on_ranks(overflow_of_one_rank, 3)
 
@@ -343,6 +345,7 @@ def all_norms():
         assert optimizer.grad_norm().item() == pytest.approx(value * math.sqrt(1000), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_b35_b37_norms_of_some_and_of_all_are_right_in_any_order(ranks):
     run_on_ranks(all_norms, ranks)
@@ -377,6 +380,7 @@ def clips():
             scaled.check(**CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_b37_clipping_some_or_all_to_anything_equals_torchs(ranks):
     run_on_ranks(clips, ranks)

@@ -128,6 +128,7 @@ CASES = {
 SOME = {name: CASES[name] for name in ("plain", "scaled", "remainders")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writers", "readers", "cases"),
     [
@@ -160,6 +161,7 @@ def change_form(folder, saved_as, loaded_as):
     return [key for key, value in ours.items() if not torch.equal(value, theirs[key])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_as", "loaded_as"), [(PLAIN, REMAINDERS), (REMAINDERS, PLAIN), (REMAINDERS, OWN_MEMORY), (OVERLAPPED, PLAIN)]
 )
@@ -248,6 +250,7 @@ def load_by_names(folder):
     return differing(run.train(BEFORE, STEPS).values(), whole)
 
 
+@pytest.mark.slow
 def test_torchs_state_dicts_by_name_take_it_as_any_optimizer(tmp_path):
     run_on_ranks(save_by_names, 3, tmp_path)
     assert run_on_ranks(load_by_names, 2, tmp_path) == [[], []]
@@ -270,6 +273,7 @@ def refuse(folder):
     return errors
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_is_refused_on_all_ranks_and_training_goes_on(tmp_path):
     lr = "param group 1 of the state dict has lr None: must be given, in numbers"
     empty = "ValueError: param_groups of the state dict have [] parameters: must be [5, 4], as here"
@@ -298,6 +302,7 @@ def unfreeze_late(folder):
     return differing(apart.load(folder).train(STEPS, STEPS + 2).values(), whole)
 
 
+@pytest.mark.slow
 def test_parameters_that_came_late_go_on_with_their_own_count_of_steps(tmp_path):
     assert run_on_ranks(unfreeze_late, 2, tmp_path) == [[], []]
 

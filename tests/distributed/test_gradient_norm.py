@@ -48,6 +48,7 @@ class Whole:
         return torch.linalg.vector_norm(grads).item(), zeros, torch.linalg.vector_norm(weights).item()
 
 
+@pytest.mark.slow
 def test_b18_b37_expert_and_split_gradients_count_once_in_norm_zeros_and_parameters_norm() -> None:
     for results in run_on_ranks(_measure_layouts, 4):
         for layout, (measured, expected) in zip(product(LAYOUTS, (False, True)), results, strict=True):

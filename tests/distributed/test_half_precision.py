@@ -46,6 +46,7 @@ class Outcome:
     masters: dict[str, Tensor]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["moe", soak_only("dense")])
 def test_half_precision_follows_fp32(base: str) -> None:
     argvs = [_argv(base, flags) for flags in ({}, *PRECISIONS.values())]
@@ -88,6 +89,7 @@ def test_b22_an_overflow_of_one_stage_or_expert_rank_skips_the_step_on_all() -> 
             assert [(report.skipped, report.loss_scale) for report in reports] == expected, sizes
 
 
+@pytest.mark.slow
 def test_b19_logged_norms_are_those_of_the_masters_and_change_nothing() -> None:
     logs: Flags = {"log-params-norm": True, "log-num-zeros-in-grad": True}
     argvs = [_argv("dense", {**PRECISIONS["bf16"], "global-batch-size": 6, **flags}) for flags in ({}, logs)]
@@ -103,6 +105,7 @@ def test_b19_logged_norms_are_those_of_the_masters_and_change_nothing() -> None:
         assert logged.reports[-1].params_norm == pytest.approx(torch.linalg.vector_norm(norms).item(), rel=1.2e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_updates_too_small_for_half_precision_add_up_in_fp32_masters(precision: str) -> None:
     # Adam moves a weight by some 1e-5 a step: next to a weight of 1, half precision sees nothing of it.

@@ -151,6 +151,7 @@ def _survive(mode: dict[str, Any]) -> None:
     assert counted.take() == Counter({("param", name): 1 for name in names})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, soak_only(3)])
 def test_b27_every_hook_fires_once_a_step_whatever_was_done_to_parameters(ranks: int) -> None:
     run_on_ranks(in_each_mode, ranks, _survive)
@@ -206,6 +207,7 @@ def _slices(model: DistributedDataParallel) -> Iterator[Any]:
     return (one for places in model._hand_out._places.values() for place in places for one in place.slices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, soak_only(2)])
 def test_hooks_see_the_bits_of_an_ordinary_wrapper(ranks: int) -> None:
     run_on_ranks(in_each_mode, ranks, _see_gradients_of_each_dtype)
@@ -266,6 +268,7 @@ def _step_in_hooks() -> None:
     assert all(run.num_steps == STEPS_IN_HOOKS * len(params) for run in runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, soak_only(2), soak_only(4)])
 def test_b29_adamw_and_its_schedule_in_hooks_are_normal_training(ranks: int) -> None:
     run_on_ranks(_step_in_hooks, ranks)
@@ -370,6 +373,7 @@ def _change_gradients(mode: dict[str, Any]) -> None:
         model.set_consumer(None)
 
 
+@pytest.mark.slow
 def test_what_a_hook_does_to_a_gradient_is_what_an_optimizer_sees() -> None:
     run_on_ranks(in_each_mode, 2, _change_gradients)
 
@@ -407,6 +411,7 @@ def _fail_in_a_hook(mode: dict[str, Any]) -> None:
         assert counted.take() == Counter({("backward", name): 1 for name in params})
 
 
+@pytest.mark.slow
 def test_b32_an_error_in_a_hook_leaves_no_trace_after_reset_iteration() -> None:
     run_on_ranks(in_each_mode, 2, _fail_in_a_hook)
 

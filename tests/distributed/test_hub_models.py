@@ -97,6 +97,7 @@ def run_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_gradients_agree_under_layouts(name: str, run_folder: Path) -> None:
     layouts = layouts_of(name)
@@ -117,6 +118,7 @@ def test_logits_and_gradients_agree_under_layouts(name: str, run_folder: Path) -
         assert not wrong, f"{kind}: {wrong}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATED)
 def test_steps_of_adamw_agree(name: str, run_folder: Path) -> None:
     ((batches, losses),) = run_on_ranks(_losses_of_run, 1, _argv(name, run_folder, {}))

@@ -83,6 +83,7 @@ def _measure_all() -> dict[str, tuple[int, int, int]]:
     return {mode: _measure(mode) for mode in MODES}
 
 
+@pytest.mark.slow
 def test_updates_in_backward_hold_two_buckets_of_gradients() -> None:
     for mode, (normal, in_backward, held) in run_on_ranks(_measure_all, 1)[0].items():
         # That of a layer is made before it is in its bucket.
@@ -91,6 +92,7 @@ def test_updates_in_backward_hold_two_buckets_of_gradients() -> None:
         assert held <= normal, mode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ranks"), [("ddp", 2), ("zero1", 2), ("zero2", 2), soak_only("zero1", 4)])
 def test_shards_are_all_that_is_held_for_the_norm(mode: str, ranks: int) -> None:
     # What other ranks send, and two messages with theirs that gloo's two threads have not let go yet.
@@ -163,6 +165,7 @@ def _matrix(*, offloads: tuple[bool, ...]) -> Figures:
     return {case: of_sharded(reshards=case[0], offloads=case[1], policy=case[2]) for case in cases}
 
 
+@pytest.mark.slow
 def test_sharded_parameters_hold_the_gradients_of_two_units_whatever_else_is_chosen() -> None:
     """The memory matrix: resharding, offloading, updates in backward; one rank, where all is known to the byte.
 
@@ -189,6 +192,7 @@ def test_sharded_parameters_hold_the_gradients_of_two_units_whatever_else_is_cho
         assert most == pytest.approx(expected, abs=UPDATE), (reshards, policy)
 
 
+@pytest.mark.slow
 def test_ranks_of_sharded_parameters_hold_their_share_of_two_units() -> None:
     for figures in run_on_ranks(partial(_matrix, offloads=(False,)), 2):
         for (reshards, _, policy), (most, _, between) in figures.items():

@@ -77,6 +77,7 @@ OFF: Flags = {"clip-grad": 0}
 EXACT: Flags = {"optimizer-in-backward-clip": "exact"}
 
 
+@pytest.mark.slow
 def test_stages_and_virtual_chunks_have_no_gradients_left_of_what_was_updated() -> None:
     base = {**read_bases()["moe"], **FLAGS, **INTERLEAVED, **EP2, **IN_BACKWARD, "global-batch-size": 4}
     # test_released_gradients has each mode without stages.

@@ -77,6 +77,7 @@ def _train_each(argvs: Sequence[Sequence[str]], frozen: str) -> list[Any]:
     return [_train(argv, frozen, STEPS) for argv in argvs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), [_marked(*one) for one in CHOSEN])
 def test_updates_in_backward_have_the_bits_of_the_step_after_it(name: str, mode: str) -> None:
     case, policies = CASES[name]
@@ -100,6 +101,7 @@ RELAYS = [("zero1", "exact"), ("zero2", "clip off")]
 MORE_RELAYS = [one for one in product(MODES, POLICIES) if one not in RELAYS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "policy"), [slow(*one) for one in RELAYS] + [soak_only(*one) for one in MORE_RELAYS])
 def test_b30_runs_go_on_from_each_others_checkpoints_bit_for_bit(mode: str, policy: str, tmp_path: Path) -> None:
     flags = {**RELAY, **MODES[mode], **SMALL, **POLICIES[policy], "overlap-grad-reduce": True}

@@ -71,6 +71,7 @@ def differ_when_debugging(case):
     return "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, expected",
     [

@@ -81,6 +81,7 @@ def _compare_gpts() -> None:
         assert any(value.abs().sum() > 0 for value in of_meta.all_buffers[0].param_data.split(64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_a_gpt_built_on_the_meta_device_has_the_bits_of_one_that_was_not(ranks: int) -> None:
     run_on_ranks(_compare_gpts, ranks)
@@ -156,6 +157,7 @@ def _train_various(settings: dict[str, Any], dtype: torch.dtype) -> list[list[tu
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, soak_only(3)])
 def test_b27_any_module_trains_as_if_built_with_memory_and_keeps_hooks_marks_and_buffers(ranks: int) -> None:
     for settings, dtype in (({}, torch.float32), ({"cpu_offload": True}, torch.bfloat16)):
@@ -188,6 +190,7 @@ def _bytes(make: str) -> tuple[int, int, int, int]:
     return of_meta, plain, total, largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", ["gpt", "linears"])
 def test_nothing_but_shards_and_one_parameter_has_memory_while_a_model_is_built(make: str) -> None:
     for peak, plain, held, largest in run_on_ranks(_bytes, 4, make):

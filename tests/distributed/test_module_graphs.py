@@ -92,6 +92,7 @@ def _both(case: Case) -> tuple[Trained, Trained]:
         return train_here(command_line(flags)), train_here(command_line(captured))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*QUICK, *(slow(name) for name in CASES if name not in QUICK), *map(soak_only, REPEATED)]
 )

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "kind"),
     [

@@ -16,6 +16,7 @@ ADAPTERS: Flags = {**BASE, "lora-rank": 2}
 SEQUENTIAL: Flags = {**read_bases()["moe"], "eval-iters": 0, "moe-grouped-gemm": None}
 
 
+@pytest.mark.slow
 def test_adapters_begin_beside_the_weights_and_go_on(tmp_path: Path) -> None:
     base, adapted = ({"save": f"{tmp_path}/{name}"} for name in ("base", "adapted"))
     from_base = {"load": base["save"], "finetune": True}
@@ -35,6 +36,7 @@ def test_adapters_begin_beside_the_weights_and_go_on(tmp_path: Path) -> None:
     run_on_ranks(_assert_refused, 1, [(command_line(flags), message) for flags, message in refused])
 
 
+@pytest.mark.slow
 def test_adapters_of_grouped_experts_begin_beside_sequential_ones_and_go_on_with_them(tmp_path: Path) -> None:
     base, adapted = ({"save": f"{tmp_path}/{name}"} for name in ("base", "adapted"))
     from_base = {"load": base["save"], "finetune": True}

@@ -129,6 +129,7 @@ def _compare(modes: list[str], dtype: torch.dtype, count: int, settings: dict[st
         assert_same(*runs, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, soak_only(2), soak_only(4)])
 @pytest.mark.parametrize("clip", [{}, slow(EXACT)], ids=["clip off", "exact"])
 def test_steps_in_backward_are_the_steps_after_it(ranks: int, clip: dict[str, Any]) -> None:
@@ -180,6 +181,7 @@ def _overflow() -> None:
         assert_same(*runs, mode)
 
 
+@pytest.mark.slow
 def test_an_overflow_is_skipped_where_gradients_are_held() -> None:
     run_on_ranks(_overflow, 3)
 
@@ -244,6 +246,7 @@ def _compare_with_reference(policy: str) -> None:
         _assert_replicas_agree(run, (mode, policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["previous-norm", slow("per-bucket")])
 def test_b28_policies_clip_as_they_are_defined_and_keep_replicas_equal(policy: str) -> None:
     run_on_ranks(_compare_with_reference, 3, policy)
@@ -279,6 +282,7 @@ def _break_off() -> None:
         assert_same(run, expected, mode)
 
 
+@pytest.mark.slow
 def test_an_iteration_that_breaks_off_leaves_no_trace_where_gradients_are_held() -> None:
     run_on_ranks(_break_off, 3)
 
@@ -363,6 +367,7 @@ def _not_finite_but_held() -> None:
         assert_same(*runs, mode)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_skipped_where_gradients_are_held() -> None:
     run_on_ranks(_not_finite_but_held, 3)
 
@@ -394,6 +399,7 @@ def _evaluate_between() -> None:
                 run.model.train()
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_steps_sees_the_updated_parameters() -> None:
     run_on_ranks(_evaluate_between, 2)
 
@@ -418,6 +424,7 @@ def _exchange(settings: dict[str, Any]) -> None:
         assert_same(before, expected, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [slow({}), EXACT], ids=["clip off", "exact"])
 def test_b30_states_are_those_of_the_step_after_backward_both_ways(settings: dict[str, Any]) -> None:
     run_on_ranks(_exchange, 3, settings)

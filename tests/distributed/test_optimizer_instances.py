@@ -90,6 +90,7 @@ def compare(expert_size):
     return cut[0][: sum(SIZES[:-2])].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, expert_size", [(4, 2), soak_only(6, 1)])
 def test_two_instances_train_as_one_does(ranks, expert_size):
     dense = run_on_ranks(compare, ranks, expert_size)

@@ -119,6 +119,7 @@ SOAK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["microbatches", slow("frozen"), slow("pp 2, vpp 2, ep 2")])
 def test_b25_buckets_shards_and_overlap_change_no_bit(name: str) -> None:
     case = ALWAYS[name]

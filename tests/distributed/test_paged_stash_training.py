@@ -225,6 +225,7 @@ def _grow_batches(argv: list[str]) -> list[tuple[int, int]]:
 
 
 # Three stages have a first, a middle and a last one, as four do.
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, slow(3), soak_only(4)])
 def test_planned_pages_are_those_of_every_schedule_and_number_of_microbatches(stages: int) -> None:
     for num_stages, chunks, flags, num_waiting, is_one_enough in SCHEDULES:

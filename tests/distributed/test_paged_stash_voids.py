@@ -173,6 +173,7 @@ def _train_void(where: str, plan: str, lacks: Sequence[str], folder: Path) -> tu
     return tuple(by_rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "plan", "lack", "steps"), CASES)
 def test_steps_void_on_one_rank_leave_no_trace(
     where: str, plan: str, lack: str, steps: list[int], tmp_path: Path

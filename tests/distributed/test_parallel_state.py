@@ -5,6 +5,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_groups_sum_over_their_ranks_in_one_layout_after_another_and_leave_nothing_open() -> None:
     run_on_ranks(_two_layouts_twice, 6)
 

@@ -38,6 +38,7 @@ MODELS: dict[str, Flags] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "layout"),
     [

@@ -45,6 +45,7 @@ def _two_steps():
         return [run.measured(train_step(run)[0]) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named_and_the_waiting_of_the_others_is_not_their_work() -> None:
     for first, second in run_on_ranks(_two_steps, 3):
         assert first.timers is None and first.seconds >= WORK + WAITING

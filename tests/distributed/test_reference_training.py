@@ -52,6 +52,7 @@ class PlainStep:
     grad_norm: float
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "ranks"),
     # What `make soak` adds has the same sums over other numbers of ranks.
@@ -69,6 +70,7 @@ def test_fp32_training_agrees_with_plain_pytorch(base: str, ranks: int) -> None:
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [slow("moe"), soak_only("dense")])
 def test_fp64_training_agrees_with_plain_pytorch(base: str) -> None:
     # No clipping: the norm it divides by is fp32 by contract. Three microbatches: a third has no exact fp32 value.
@@ -78,6 +80,7 @@ def test_fp64_training_agrees_with_plain_pytorch(base: str) -> None:
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float64])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [slow("moe"), soak_only("dense")])
 def test_masked_tokens_weigh_nothing_and_microbatches_the_same(base: str) -> None:
     recordings = _train(base, 2, {"clip-grad": 0}, forward_step=masking_forward_step)
@@ -89,6 +92,7 @@ def test_masked_tokens_weigh_nothing_and_microbatches_the_same(base: str) -> Non
     _assert_same_update(recordings[0], final, tolerance=GRAD_TOLERANCE[torch.float32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [slow("dense"), soak_only("moe")])
 def test_adamw_agrees_with_torch(base: str) -> None:
     """Parameters are those of torch.optim.AdamW, for which noise in a gradient is as good as a gradient.
@@ -105,6 +109,7 @@ def test_adamw_agrees_with_torch(base: str) -> None:
         assert report.losses["lm loss"] == pytest.approx(plain.losses["lm loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [slow("moe"), soak_only("dense")])
 def test_the_size_of_microbatches_does_not_matter_without_router_losses(base: str) -> None:
     without: Flags = {"clip-grad": 0, "moe-aux-loss-coeff": None, "moe-z-loss-coeff": None}

@@ -81,6 +81,7 @@ def _measure(kind: dict[str, Any]) -> None:
     assert held <= (1.1 + 2.5 * received) * BUCKET and left <= 0.1 * BUCKET, (kind, held, left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_gradients_take_two_buckets_at_most_and_nothing_between_steps(ranks: int) -> None:
     run_on_ranks(_of_each_kind, ranks, _measure)
@@ -135,6 +136,7 @@ def _add_up(kind: dict[str, Any]) -> None:
                 assert all(grad.any() for grad in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_b7_microbatches_add_up_to_the_bits_of_an_ordinary_wrapper(ranks: int) -> None:
     run_on_ranks(_of_each_kind, ranks, _add_up)
@@ -189,6 +191,7 @@ def _by_name(model: DistributedDataParallel, kept: Kept) -> dict[str, torch.Tens
     return found
 
 
+@pytest.mark.slow
 def test_b6_a_gradient_that_comes_behind_its_bucket_is_waited_for_or_refused_by_name() -> None:
     run_on_ranks(_come_late, 2)
 
@@ -326,6 +329,7 @@ def _leave_parts_unused() -> None:
             assert counted.take() == {("param", name): 1 for name in params}, (kind, step)
 
 
+@pytest.mark.slow
 def test_b4_parameters_that_some_ranks_do_not_use_are_given_out_on_all() -> None:
     run_on_ranks(_leave_parts_unused, 3)
 

@@ -32,6 +32,7 @@ PRECISIONS: dict[str, Flags] = {"fp32": {}, "skipped_fp16": {"fp16": True}}
 Choices = list[list[list[int]]]  # by step, then layer: the expert of each slot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_bias_follows_the_choices_of_all_ranks_and_microbatches(precision: str) -> None:
     ranks = run_on_ranks(_biased_run, RANKS, command_line({**read_bases()["moe"], **BIASED, **PRECISIONS[precision]}))

@@ -30,6 +30,7 @@ AGAIN: Flags = {**STAGES, "recompute-granularity": "full", "recompute-method": "
 Seen = dict[int, list[list[int]]]
 
 
+@pytest.mark.slow
 def test_a_trace_has_what_every_router_chose(tmp_path: Path) -> None:
     layouts = {name: flags for name, (flags, _) in LAYOUTS.items()} | {"again": AGAIN}
     ranks = run_on_ranks(
@@ -48,6 +49,7 @@ def test_a_trace_has_what_every_router_chose(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_leaves_the_trace_of_one_that_was_not(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     flags = {"save": str(tmp_path / "saved"), "save-interval": 2, "expert-model-parallel-size": 2}

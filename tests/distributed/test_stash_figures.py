@@ -40,6 +40,7 @@ LAYOUTS: dict[str, Flags] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) -> None:
     flags = {**read_bases()["moe"], **FLAGS, **LAYOUTS[layout], "record-routing": str(tmp_path / "trace.jsonl")}

@@ -37,6 +37,7 @@ def held_and_planned(zero1):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero1", "ranks"), [(False, 2), (True, 3), soak_only(True, 2), soak_only(True, 4)])
 def test_a_rank_holds_what_the_formula_says(zero1, ranks):
     for found in run_on_ranks(held_and_planned, ranks, zero1):

@@ -159,6 +159,7 @@ def _both(case: Case) -> tuple[Trained, Trained]:
     return train_here(_argv(case, EAGER)), train_here(_argv(case, {**FULL, **case.flags}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*QUICK, *(slow(name) for name in CASES if name not in QUICK), *map(soak_only, REPEATED)]
 )
@@ -209,6 +210,7 @@ def _with_batches_of_two_lengths() -> tuple[Trained, Trained]:
     return eager, captured
 
 
+@pytest.mark.slow
 def test_ranks_whose_batches_differ_do_the_same_with_a_step() -> None:
     for eager, captured in run_on_ranks(_with_batches_of_two_lengths, 2):
         assert captured.failure is None and captured.num_captures == 2
@@ -227,6 +229,7 @@ def _reads_its_loss() -> tuple[Trained, Trained]:
         return _both(CASES["sharded update"])
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_captured_runs_eagerly_as_if_nothing_had_been_tried() -> None:
     for eager, captured in run_on_ranks(_reads_its_loss, 2):
         assert captured.failure is not None and "_local_scalar_dense" in captured.failure
@@ -248,6 +251,7 @@ def _graphs_at_the_end() -> list[int]:
     return held
 
 
+@pytest.mark.slow
 def test_a_run_lets_go_of_its_graphs_before_its_groups_end() -> None:
     assert run_on_ranks(_graphs_at_the_end, 1, backend=None) == [[1, 0]]
 

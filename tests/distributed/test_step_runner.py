@@ -158,6 +158,7 @@ def _train_twice(argv: list[str], folder: str) -> None:
 
 
 # What is void on one rank runs again on all, whichever groups they have: the experts of two ranks show it.
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [slow("experts"), slow("stages"), slow("replicas"), soak_only("copies of experts")])
 def test_steps_that_were_void_and_ran_again_leave_no_trace(layout: str, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[layout]
@@ -241,6 +242,7 @@ def _train_over_errors(argv: list[str]) -> None:
         assert _train_over_error(argv, where, error) == plain, (where, error)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_passes_leaves_stash_and_counts_as_they_were() -> None:
     flags = {
         **read_bases()["moe"],

@@ -50,6 +50,7 @@ def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, axis:
         assert [name for name in initial if not torch.equal(before[name], initial[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_run_with_dropout_resumes_bit_for_bit(sequence: bool, tmp_path: Path) -> None:
     flags: Flags = {"hidden-dropout": 0.2, "attention-dropout": 0.2, "sequence-parallel": sequence}

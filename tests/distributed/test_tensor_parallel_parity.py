@@ -39,6 +39,7 @@ FEATURES: dict[str, tuple[Flags, Flags]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "ranks", "tp", "sequence"),
     [
@@ -58,6 +59,7 @@ def test_training_agrees_with_one_process(base: str, ranks: int, tp: int, sequen
     assert_same_run(run_layout(base, ranks, {**MODELS[base], **layout}), _reference(base))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feature", "sequence"),
     [

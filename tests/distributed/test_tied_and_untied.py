@@ -72,5 +72,6 @@ def _split_and_join(folder: Path) -> None:
     assert _refusal({"load": moments, "no-load-optim": True, "override-opt-param-scheduler": True}) == ""
 
 
+@pytest.mark.slow
 def test_a_tied_weight_is_split_and_joined_and_what_was_trained_apart_is_not(tmp_path: Path) -> None:
     run_on_ranks(_split_and_join, RANKS, tmp_path)

@@ -55,6 +55,7 @@ MODES: list[Flags] = [
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "copies"), [(2, 3), soak_only(4, 3)])
 def test_b9_both_copies_stay_bit_equal_and_equal_to_one_process(stages: int, copies: int) -> None:
     argv = command_line({**read_bases()["dense"], **TRAINING})
@@ -122,6 +123,7 @@ OVERRIDES = {
 }
 
 
+@pytest.mark.slow
 def test_overrides_are_for_the_whole_model_and_a_copy_has_its_owners() -> None:
     experts: Flags = {"untie-embeddings-and-output-weights": None, "moe-layer-freq": "[0,1]", "num-layers": 2}
     argv = command_line({**read_bases()["moe"], **TRAINING, **experts, "train-iters": 3})

@@ -113,6 +113,7 @@ NETS: list[dict[str, bool]] = [{}, {"tied": True}, {"recompute": True}]
 ALWAYS = [(1, NETS[0]), (2, NETS[1]), (3, NETS[2])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, net",
     [case if case in ALWAYS else soak_only(*case) for case in product(range(1, 5), NETS)],
@@ -133,6 +134,7 @@ def _accumulate() -> None:
         assert _train(kept, microbatches=2, is_reduced=is_reduced) == plain
 
 
+@pytest.mark.slow
 def test_b36_parameters_kept_over_microbatches_are_never_those_of_before_an_update() -> None:
     run_on_ranks(_accumulate, 2)
 
@@ -170,6 +172,7 @@ class ByHand:
                 param.sub_(param.grad, alpha=self.lr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, options",
     [(torch.optim.AdamW, {}), (torch.optim.AdamW, {"fused": True}), (ByHand, {})],
@@ -199,6 +202,7 @@ def _loads(assign: bool) -> tuple[bool, bool, list[Loss]]:
     return same, is_new, _train(wrapped)
 
 
+@pytest.mark.slow
 def test_loaded_values_go_to_where_the_shards_lie_with_assign_too() -> None:
     for (same, is_new, losses), (_, _, plain) in zip(run_on_ranks(_loads, 2, True), run_on_ranks(_loads, 2, False)):
         assert same and is_new
@@ -320,6 +324,7 @@ def _stepped_both_ways() -> tuple[list[float], list[float]]:
     return _stepped(False), _stepped(True)
 
 
+@pytest.mark.slow
 def test_optimizers_that_step_in_hooks_train_as_those_that_step_after() -> None:
     for after, in_hooks in run_on_ranks(_stepped_both_ways, 3):
         assert in_hooks == after and len(set(after)) == STEPS
@@ -374,6 +379,7 @@ def _chosen_units() -> None:
         assert _train(wrapped) == plain, names
 
 
+@pytest.mark.slow
 def test_units_are_the_classes_or_modules_that_are_given_and_change_no_bit() -> None:
     run_on_ranks(_chosen_units, 2)
 

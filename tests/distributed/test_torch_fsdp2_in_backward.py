@@ -109,6 +109,7 @@ def _compare_each(modes: list[str], net: dict[str, bool], count: int, dtype: tor
 TIED = {"tied": True, "recompute": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, net, modes",
     [
@@ -128,6 +129,7 @@ def test_steps_in_backward_are_steps_after_it(ranks: int, net: dict[str, bool], 
 HALF = {"initial_loss_scale": 64.0, "hysteresis": 1, "loss_scale_window": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, settings",
     [
@@ -244,6 +246,7 @@ def _stepped_both_ways() -> list[list[float]]:
     return [_stepped_in_hooks(release, mode) for release, mode in ((False, "freed"), (True, "freed"), (True, "kept"))]
 
 
+@pytest.mark.slow
 def test_optimizers_that_step_in_hooks_of_a_backward_train_as_those_at_its_end() -> None:
     for at_end, *in_backward in run_on_ranks(_stepped_both_ways, 2):
         assert in_backward == [at_end, at_end] and len(set(at_end)) == STEPS
@@ -297,6 +300,7 @@ def _call_again() -> None:
             theirs.grads.clear()
 
 
+@pytest.mark.slow
 def test_b6_units_that_are_called_several_times_wait_for_all_their_gradients() -> None:
     run_on_ranks(_call_again, 2)
 
@@ -412,6 +416,7 @@ def _frozen_units() -> None:
     assert all(buffer.grad_data.is_meta for buffer in runs[0].model.all_buffers)
 
 
+@pytest.mark.slow
 def test_frozen_units_and_evaluations_between_steps_change_no_bit() -> None:
     run_on_ranks(_frozen_units, 2)
 
@@ -456,6 +461,7 @@ def _exchange(settings: dict[str, Any]) -> None:
     assert_same(before, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, EXACT], ids=["clip off", "exact"])
 def test_b30_states_are_those_of_the_step_after_backward_both_ways(settings: dict[str, Any]) -> None:
     run_on_ranks(_exchange, 2, settings)

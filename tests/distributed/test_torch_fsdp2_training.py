@@ -71,6 +71,7 @@ def _marked(name: str) -> str | ParameterSet:
     return slow(name) if name in ALWAYS else soak_only(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [_marked(name) for name in CASES])
 def test_one_microbatch_has_the_bits_of_ddp(name: str) -> None:
     case = CASES[name]
@@ -95,6 +96,7 @@ STASHED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, modes", STASHED)
 def test_experts_of_a_fixed_size_and_their_stash_have_the_bits_of_ddp(flags: Flags, modes: list[Flags]) -> None:
     around = {"global-batch-size": 2, "train-iters": 4}
@@ -140,6 +142,7 @@ def _assert_equal(tensors: dict[str, torch.Tensor], reference: dict[str, torch.T
     assert {name: value.dtype for name, value in tensors.items()} == {n: v.dtype for n, v in reference.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [slow(BF16), soak_only({})])
 def test_several_microbatches_train_as_ddp_does(precision: Flags) -> None:
     flags = {**read_bases()["moe"], **FLAGS, **precision, **EP2, "global-batch-size": 4}
@@ -158,6 +161,7 @@ LEGS = [SHARDED, FSDP2, {**KEPT, **EXACT}, SHARDED]
 ALL_LEGS = [SHARDED, FSDP2, {**SHARDED, **EXACT}, IN_BACKWARD, {}, {**KEPT, **EXACT}, ZERO2, FSDP2, SHARDED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision, modes",
     [slow(BF16, LEGS), *(soak_only(one, ALL_LEGS) for one in (BF16, {"bf16": None}, {**FP16, "bf16": None}))],
@@ -199,6 +203,7 @@ def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
         _assert_equal(put_together([box for loaded in by_rank for box in loaded[mode]]), expected)
 
 
+@pytest.mark.slow
 def test_weights_alone_are_taken_over_into_the_shards(tmp_path: Path) -> None:
     flags = {**RELAY, "global-batch-size": 6}
     run_on_ranks(_save, 2, command_line({**flags, "save": str(tmp_path)}))

@@ -73,6 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any
     return run_on_ranks(_trained, 2, str(tmp_path_factory.mktemp("engine")), timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_are_those_of_local_layers_and_go_on_from_each_others_checkpoints(
     name: str, trained: list[dict[str, list[Any]]]

@@ -128,6 +128,7 @@ DEEP = {**EXPERTS, "num_layers": 4}
 FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "sizes", "fields"),
     [

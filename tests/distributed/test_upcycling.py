@@ -25,6 +25,7 @@ EXPERTS: Flags = {
 SEQUENTIAL: Flags = {"moe-grouped-gemm": None, "disable-bias-linear": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

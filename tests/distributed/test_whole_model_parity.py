@@ -124,6 +124,7 @@ WITHOUT: dict[str, list[Flags]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [slow("gpt-oss"), slow("deepseek-v3"), "deepseek-v2"])
 def test_two_ranks_train_as_one(model: str) -> None:
     _check(model, 2, [ON_TWO[name] for name in TWO_OF[model]])

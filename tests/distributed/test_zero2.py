@@ -62,6 +62,7 @@ def _compare_with_zero1(cases: Sequence[tuple[torch.dtype, dict[str, Any]]]) -> 
             assert_same(found, seen[0], (dtype, settings, mode))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(1, 1), (3, 4), soak_only(4, 2)])
 def test_b25_one_microbatch_has_the_bits_of_zero1_at_any_overlap_and_bucket_size(ranks: int, count: int) -> None:
     run_on_ranks(_compare_with_zero1, ranks, CASES[:count])
@@ -73,6 +74,7 @@ def _two_instances() -> None:
     _compare_with_zero1(CASES[: long_count(1, soak=2)])
 
 
+@pytest.mark.slow
 def test_two_instances_of_two_ranks_have_the_bits_of_zero1() -> None:
     run_on_ranks(_two_instances, 4)
 
@@ -125,6 +127,7 @@ def _overflow_on_one_rank() -> None:
         assert_same(([], runs[1].weights()), ([], runs[0].weights()), mode)
 
 
+@pytest.mark.slow
 def test_b22_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     run_on_ranks(_overflow_on_one_rank, 3)
 
@@ -167,6 +170,7 @@ def _use_parts() -> None:
         assert_same(seen[-1], seen[0], mode)
 
 
+@pytest.mark.slow
 def test_parameters_that_some_ranks_do_not_use_count_as_zeros() -> None:
     run_on_ranks(_use_parts, 3)
 
@@ -194,6 +198,7 @@ def _come_late() -> None:
     assert num_late or dist.get_rank() > 0
 
 
+@pytest.mark.slow
 def test_gradients_that_come_behind_the_launch_of_their_bucket_are_not_lost() -> None:
     run_on_ranks(_come_late, 3)
 
@@ -240,6 +245,7 @@ def _break_on_rank_1(run: Run, *, is_in_backward: bool) -> str | None:
             hook.remove()
 
 
+@pytest.mark.slow
 def test_b32_an_iteration_that_was_broken_off_leaves_no_trace() -> None:
     run_on_ranks(_survive_an_error_on_all_ranks, 3)
 
@@ -297,6 +303,7 @@ def _measure_each() -> list[tuple[int, int, int, float]]:
     return [_measure("grads", True), _measure("none", True), _measure("grads", False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, soak_only(4)])
 def test_a_rank_holds_its_share_of_gradients_and_the_buckets_under_way(ranks: int) -> None:
     for overlapped, at_end, zero1 in run_on_ranks(_measure_each, ranks):

@@ -96,6 +96,7 @@ def _chosen(cases: dict[str, Case]) -> list[Any]:
     return [marks[name](name) for name in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _chosen(ONE_EACH))
 def test_b25_one_microbatch_has_the_bits_of_zero1(name: str) -> None:
     variants = _variants(name)
@@ -106,6 +107,7 @@ def test_b25_one_microbatch_has_the_bits_of_zero1(name: str) -> None:
             _assert_same(run, reference, (rank, variant))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _chosen(SEVERAL))
 def test_b25_several_microbatches_have_the_bits_of_any_overlap_and_bucket_size(name: str) -> None:
     variants = _variants(name)

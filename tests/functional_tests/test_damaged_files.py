@@ -40,6 +40,7 @@ def assert_one_line_on_every_rank(run: Run, message: str) -> None:
         assert re.fullmatch(rf"\[rank {outcome.rank}\] error: .*{message}.*\n", outcome.stderr), run.written()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -94,6 +95,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before_and_says_so(
     damage: Callable[[Path], object], message: str, saved: Path, tmp_path: Path
@@ -112,6 +114,7 @@ def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before_and_says_so
     assert contents(folder / ITERATION).keys() == contents(saved / ITERATION).keys()
 
 
+@pytest.mark.slow
 def test_a_named_step_and_the_last_undamaged_checkpoint_are_refused_by_name_and_kept(
     saved: Path, tmp_path: Path
 ) -> None:

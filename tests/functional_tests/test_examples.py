@@ -76,6 +76,7 @@ def test_sft_packs_chats_and_answers(tmp_path: Path) -> None:
     assert "500 documents" not in printed and "tokens of filling" in printed and "An answer:\nQ:17 A:" in printed
 
 
+@pytest.mark.slow
 def test_ddp_cnn_has_the_same_losses_with_overlap_and_without() -> None:
     plain, overlapped = (
         launch_on_ranks(ddp_cnn.main, 3, ["--steps", "20", *words], backend=None)[0].stdout.splitlines()
@@ -86,6 +87,7 @@ def test_ddp_cnn_has_the_same_losses_with_overlap_and_without() -> None:
     assert overlapped[2] == "4 buckets; under way before the next was complete in [19, 19, 19] steps"
 
 
+@pytest.mark.slow
 def test_own_loop_has_the_same_losses_on_any_layout() -> None:
     def printed(ranks: int, *words: str) -> list[float]:
         ended = launch_on_ranks(own_loop.main, ranks, ["--experts", "4", "--steps", "4", *words], backend=None)
@@ -106,6 +108,7 @@ def run_any_module(ranks: int, *words: str) -> list[float]:
     return [float(line[index]) for line in lines for index in (3, 6)]
 
 
+@pytest.mark.slow
 def test_any_module_learns_alike_on_any_number_of_processes() -> None:
     alone = run_any_module(1, "--steps", "20")
     assert run_any_module(1, "--steps", "4") == run_any_module(1, "--steps", "4")
@@ -114,6 +117,7 @@ def test_any_module_learns_alike_on_any_number_of_processes() -> None:
 
 
 # bf16 alone reads fp32 masters back as well.
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [soak_only([]), ["--bf16"]], ids=["fp32", "bf16"])
 def test_any_module_goes_on_from_a_checkpoint_of_fewer_processes(tmp_path: Path, words: list[str]) -> None:
     whole = run_any_module(3, "--steps", "8", *words)
@@ -153,6 +157,7 @@ def test_own_script_loses_as_much_under_every_layout(tmp_path: Path) -> None:
                 assert step[name] == pytest.approx(one.steps[number][name], rel=2e-4), (number, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, words, percent, shows",
     [
@@ -217,6 +222,7 @@ def test_clusters_start_the_command_of_eight_ranks(name: str, monkeypatch: pytes
     assert (args.world_size, args.tensor_model_parallel_size, args.data_parallel_size) == (8, 2, 4)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_library_page_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -231,6 +237,7 @@ def test_the_loop_of_the_sharded_optimizers_page_runs(tmp_path: Path, monkeypatc
     assert losses == [losses[0]] * 2 and losses[0] < 0.7  # of 1.1 at the start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 2])
 def test_the_loop_of_the_fused_adams_page_runs(ranks: int) -> None:
     losses = run_on_ranks(loss_of_page, ranks, "fused_adam.md")

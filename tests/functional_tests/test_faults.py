@@ -29,6 +29,7 @@ WAITED = (
 WAITED += r"\d+ of group world \(ranks 0, 1, 2\); this rank was in all_reduce of _sum_sync"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code", "said", "faulty"),
     [

@@ -55,6 +55,7 @@ def hub(tmp_path: Path) -> Path:
 
 
 # What says which model it is: the checkpoint, or its name.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     # The test of adapters below names the model.
@@ -84,6 +85,7 @@ def test_a_model_is_trained_further_and_given_back(
     assert _text_here(run, capsys) == _text_there(hub) != _text_there(back)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_beside_a_model_and_merged_when_it_is_given_back(
     hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,7 @@ def is_planned(stdout: str, *, gpus: int) -> bool:
     return f"== What each of {gpus} GPUs will hold" in plan and "parameters" in plan and "iteration" in training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_family_is_pretrained(model: str, tmp_path: Path) -> None:
     finished = run_example("pretrain.sh", model, "--eval-iters", "0", folder=tmp_path)
@@ -93,6 +94,7 @@ def hub(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_family_of_transformers_is_continued_and_given_back(model: str, hub: Path, tmp_path: Path) -> None:
     saved(small_model(model, dtype=torch.bfloat16), hub)
@@ -153,6 +155,7 @@ def trained_over(nodes: list[Finished], model: str, monkeypatch: pytest.MonkeyPa
     assert (args.model, args.world_size, args.save) == (model, gpus, args.load)
 
 
+@pytest.mark.slow
 def test_slurm_starts_every_node_of_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch runs the script on the first node, and srun its command once on each."""
     nodes = 4
@@ -176,6 +179,7 @@ def test_slurm_starts_every_node_of_a_layout(tmp_path: Path, monkeypatch: pytest
     trained_over(parts, "mixtral-8x7b", monkeypatch)
 
 
+@pytest.mark.slow
 def test_kubernetes_starts_every_node_of_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf-8"))
     pod = job["spec"]["template"]["spec"]

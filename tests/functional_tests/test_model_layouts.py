@@ -28,6 +28,7 @@ def arguments_of(model: str, flags: list[str], *, world_size: int, monkeypatch: 
     return validate_args(parse_args(argv=["--model", model, *flags, *DATA]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [one.name for one in known_models()])
 def test_every_named_model_has_layouts_that_fit_it(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus in read_layouts()[model]:

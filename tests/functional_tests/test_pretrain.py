@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -106,6 +107,7 @@ def several_runs(folder: str) -> list[Record]:
     ]
 
 
+@pytest.mark.slow
 def test_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
     for own, first, second, evaluated in run_on_ranks(several_runs, 2, str(tmp_path), backend=None):
         assert own.losses[0] > own.losses[-1] and len(own.evaluated) == 2
@@ -115,6 +117,7 @@ def test_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
         assert evaluated.evaluated[-1] == second.evaluated[-1]
 
 
+@pytest.mark.slow
 def test_a_signal_costs_no_evaluation(tmp_path: Path) -> None:
     for whole, stopped, rest in run_on_ranks(evaluated_runs, 2, str(tmp_path), backend=None):
         assert (len(stopped.losses), len(rest.losses)) == (2, 3)

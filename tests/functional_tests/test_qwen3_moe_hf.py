@@ -32,6 +32,7 @@ def printed(ranks: int, *argvs: Sequence[str]) -> list[str]:
     return outcomes[0].stdout.split("run ends\n")[: len(argvs)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_losses_are_those_of_plain_adamw_and_the_stash_changes_no_bit(ranks: int) -> None:
     stashed = [["--optimizer", name, "--check"] for name in OPTIMIZERS]
@@ -45,6 +46,7 @@ def test_losses_are_those_of_plain_adamw_and_the_stash_changes_no_bit(ranks: int
         assert re.search(r"buffers: saves [1-9]\d%", with_stash) and "pages" not in without, name
 
 
+@pytest.mark.slow
 def test_what_was_saved_generates_and_is_trained_further(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     save, further = ["--save", str(folder)], ["--from", str(folder), "--check"]
@@ -57,6 +59,7 @@ def test_what_was_saved_generates_and_is_trained_further(tmp_path: Path) -> None
     assert all(torch.equal(*pair) for pair in zip(loaded.parameters(), fresh.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_bf16_weights_are_stashed_without_a_changed_bit() -> None:
     words = [["--bf16", "--optimizer", name, *more] for name in OPTIMIZERS[1:] for more in ([], ["--no-stash"])]
     zero2, zero2_plain, fused, fused_plain = ([step[0] for step in STEP.findall(run)] for run in printed(2, *words))
@@ -79,6 +82,7 @@ def test_what_cannot_be_is_said(words: str, said: str, capsys: pytest.CaptureFix
     assert re.search(said, f"{ended.value} {capsys.readouterr().err}")
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(tmp_path: Path) -> None:
     Qwen3MoeConfig().save_pretrained(tmp_path)
     config = tmp_path / "config.json"

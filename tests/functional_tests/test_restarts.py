@@ -61,6 +61,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return lambda flags, *, ranks=RANKS: run(json.dumps(flags), ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(long_count(1, soak=16)))
 def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path, undisturbed: Undisturbed) -> None:
     draw = random.Random(seed)
@@ -94,6 +95,7 @@ def _fault(kind: str, step: int, *, draw: random.Random) -> list[Any]:
     return [rank, step, kind, "self"]
 
 
+@pytest.mark.slow
 def test_a_restart_with_fewer_ranks_keeps_the_global_batch_and_the_order_of_data(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
@@ -111,6 +113,7 @@ def test_a_restart_with_fewer_ranks_keeps_the_global_batch_and_the_order_of_data
         assert rest.steps[iteration]["consumed_samples"] == step["consumed_samples"]
 
 
+@pytest.mark.slow
 def test_a_finetuning_run_restarts_from_its_own_checkpoints(tmp_path: Path) -> None:
     flags = {**FLAGS, "train-iters": 4}
     base = run_program(command_line({**flags, "save": tmp_path / "base"}), 1, folder=tmp_path / "base")
@@ -126,6 +129,7 @@ def test_a_finetuning_run_restarts_from_its_own_checkpoints(tmp_path: Path) -> N
     assert_same_steps(run, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["setup", "evaluation", 3])
 def test_a_sigterm_to_one_rank_saves_and_ends_all_in_order(
     when: str | int, tmp_path: Path, undisturbed: Undisturbed
@@ -148,6 +152,7 @@ def test_a_sigterm_to_one_rank_saves_and_ends_all_in_order(
     assert rest.validation_losses == whole.validation_losses
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_with_its_rank_lets_the_others_end(tmp_path: Path) -> None:
     # Without torchrun rank 0 has it.
     flags = {**FLAGS, "train-iters": 3, "save-interval": None}

@@ -20,6 +20,7 @@ COUNTS = {
 LEAST_RIGHT = {"flags": 20, "yaml": 8, "idx": 20, "cache": 100, "checkpoints": 40, "legacy": 20}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(COUNTS))
 def test_every_input_is_used_right_or_refused_by_name(kind: str) -> None:
     usual, soak = COUNTS[kind]

@@ -12,6 +12,7 @@ def everything_found() -> tuple[Finding, ...]:
     return tuple(findings())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [*PRODUCT_RULES, *ANY_CODE_RULES])
 def test_project_keeps_the_rule(rule: str) -> None:
     broken = [str(finding) for finding in everything_found() if finding.rule == rule]

@@ -89,6 +89,7 @@ def test_the_cause_is_raised_rather_than_its_echo_on_other_ranks() -> None:
     assert errors == [RemoteRankError, ValueError, RemoteRankError]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_at_the_timeout_with_its_stack() -> None:
     outcomes = launch_on_ranks(_wait_forever_on_rank_0, 2, timeout=2)
     assert [outcome.exit_code for outcome in outcomes] == [1, 0]

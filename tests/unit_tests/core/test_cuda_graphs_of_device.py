@@ -64,6 +64,7 @@ def test_graphs_share_a_pool_until_the_last_is_gone(graphs: CudaGraphs) -> None:
         Noted.log.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lets_go_first", LETS_GO_FIRST)
 def test_a_broken_capture_lets_go_of_pool_and_generators(graphs: CudaGraphs, lets_go_first: bool) -> None:
     end = Mock(side_effect=RuntimeError("not recording") if lets_go_first else None)

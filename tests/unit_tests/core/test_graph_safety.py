@@ -343,6 +343,7 @@ def check_refused(kind: str, snippet: Snippet, expected: str) -> None:
     assert str(error) == f"{error.operation} at {__file__}:{line} ({source(snippet)}): {error.why}; {error.instead}"
 
 
+@pytest.mark.slow
 @each(KINDS, by_reason(BAD))
 def test_what_a_graph_cannot_hold_is_refused_with_its_line(kind: str, snippet: Snippet, expected: str) -> None:
     check_refused(kind, snippet, expected)

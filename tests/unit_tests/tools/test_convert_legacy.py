@@ -193,6 +193,7 @@ def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "style"),
     [(SHAPE, "local"), (SHAPE, "engine"), (SHAPE, "grouped"), (LATENT, "local"), (LATENT, "engine")],
@@ -263,6 +264,7 @@ class _Harmful:
         return os.mkdir, (os.environ["HARM"],)
 
 
+@pytest.mark.slow
 def test_what_is_no_such_checkpoint_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -229,6 +229,7 @@ def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> s
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_damaged_files_and_other_formats_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ def corpus(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_corpus_has_the_size_asked_for_of_distinct_texts_of_every_kind(corpus: Path) -> None:
     documents = lines(corpus)
     texts = [document["text"] for document in documents]

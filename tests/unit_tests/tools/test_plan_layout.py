@@ -29,6 +29,7 @@ FIXED = (
 )
 
 
+@pytest.mark.slow
 def test_the_program_needs_no_installation(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     program = [sys.executable, str(ROOT / "tools" / "plan_layout.py"), "--gpus", "0"]
@@ -36,6 +37,7 @@ def test_the_program_needs_no_installation(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (2, "error: --gpus is 0: must be at least 1\n")
 
 
+@pytest.mark.slow
 def test_plans_are_for_the_device_of_the_environment(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,6 +46,7 @@ def test_plans_are_for_the_device_of_the_environment(
     assert " layouts of 1 x A100 compared" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama3.2-1b", "deepseek-v3"])
 def test_printed_flags_are_planned_unchanged_and_hold_what_was_said(
     model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -62,6 +65,7 @@ def test_printed_flags_are_planned_unchanged_and_hold_what_was_said(
         assert "plan of 8 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_no_layout_of_the_table_is_beaten_by_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text, found = _found(
         capsys, tmp_path, "--model", "llama3.2-1b", "--gpus", "4", "--memory", "2MB", "--keep-free", "1"
@@ -79,6 +83,7 @@ def test_no_layout_of_the_table_is_beaten_by_another(capsys: pytest.CaptureFixtu
         )
 
 
+@pytest.mark.slow
 def test_sizes_that_are_given_are_not_varied(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1".split()
     given += ["--num-virtual-stages-per-pipeline-rank", "2", "--use-distributed-optimizer"]
@@ -90,6 +95,7 @@ def test_sizes_that_are_given_are_not_varied(capsys: pytest.CaptureFixture[str],
         assert "distributed_fused_adam" not in one["words"]
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -104,6 +110,7 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks(
     assert "--tensor-model-parallel-size 2" in text or "--pipeline-model-parallel-size 2" in text
 
 
+@pytest.mark.slow
 def test_what_needs_least_does_not_depend_on_the_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     words = ["--model", "llama3.2-1b", "--gpus", "4", "--micro-batch-size", "1", *TINY, "--json", str(path)]

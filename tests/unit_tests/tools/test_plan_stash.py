@@ -91,6 +91,7 @@ def test_a_trace_of_any_layout_gives_every_rank_its_tokens(
             assert span.most_of_pair[number] >= joined.sum(axis=3).max()
 
 
+@pytest.mark.slow
 def test_what_is_recommended_is_enough_and_less_is_not(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace", recorded(12, header(), shape=(4, 2)))
     args = read_flags(argv("--trace", trace, "--wanted-probability", "1"))
@@ -165,6 +166,7 @@ def test_the_page_shows_rungs_against_factors_and_needs_no_network(tmp_path: Pat
     assert all(escape(paste(one.flags)).split(" --")[-1] in text for one in plan.recommended.values())
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_browser_shows_the_page_readably(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
@@ -178,6 +180,7 @@ def test_a_browser_shows_the_page_readably(tmp_path: Path) -> None:
         assert tab.evaluate("document.documentElement.scrollWidth") == 1200
 
 
+@pytest.mark.slow
 def test_what_does_not_pay_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     skew = ["--skew", "balanced", "--plan-steps", "5", "--plan-factors", "1"]
     alone = {"pipeline_model_parallel_size": 1, "num_layers": 1, "world_size": 2}
@@ -196,6 +199,7 @@ def test_what_does_not_pay_is_said_plainly(capsys: pytest.CaptureFixture[str]) -
     assert "stashing pays: it saves" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

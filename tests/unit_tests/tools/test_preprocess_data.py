@@ -32,6 +32,7 @@ def run(folder: Path, *words: object, prefix: str = "out") -> tuple[int, str]:
     return preprocess_data.main([*map(str, words), "--output-prefix", prefix]), f"{prefix}_text_document"
 
 
+@pytest.mark.slow
 def test_documents_become_tokens_and_eod_in_order_with_any_number_of_workers(tmp_path: Path, capsys) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     outputs = []

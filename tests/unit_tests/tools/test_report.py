@@ -103,6 +103,7 @@ needs_browser = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("num_steps, layers, num_runs", [slow(30, 2, 1), soak_only(1, 2, 1), soak_only(80, 12, 2)])
 def test_a_browser_draws_every_diagram(tmp_path: Path, capsys, num_steps: int, layers: int, num_runs: int) -> None:

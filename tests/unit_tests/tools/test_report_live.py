@@ -277,6 +277,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_serves_a_folder_without_a_log_and_ends_cleanly_on_signals(tmp_path: Path) -> None:
     command = [sys.executable, "tools/report.py", str(tmp_path), "--serve", "--port", "0", "--host", "0.0.0.0"]
     servers = [
@@ -314,6 +315,7 @@ STATE = """({
 KEPT = ("log", "layer", "search", "rows", "range")
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_page_follows_its_run_and_leaves_the_reader_in_place(tmp_path: Path) -> None:
     folder = tmp_path / "a"

@@ -19,6 +19,7 @@ def drawn(*words: str) -> list[int]:
     return [sample(LOGITS.clone(), options=options(*words), generator=generator) for _ in range(2000)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "shares"),
     [
@@ -39,6 +40,7 @@ def test_tokens_are_drawn_with_the_right_shares(words: tuple[str, ...], shares: 
     assert all(share > 0 for count, share in zip(counts.tolist(), shares) if count > 0)
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same_tokens() -> None:
     assert drawn("--temperature", "1") == drawn("--temperature", "1")
 

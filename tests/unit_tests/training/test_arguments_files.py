@@ -144,6 +144,7 @@ _USABLE = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=long_count(15, soak=500))
 @given(st.lists(st.sampled_from(_USABLE).flatmap(_words), max_size=8))
 def test_printed_configuration_reads_back_to_the_same_arguments(

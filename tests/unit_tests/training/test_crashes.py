@@ -106,6 +106,7 @@ def die_at_every_write(folder, in_background):
     raise AssertionError("the save never finished")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "beside training"])
 def test_a_kill_at_any_write_loses_nothing_that_was_said_to_be_saved(tmp_path, in_background):
     # In a process of its own: a fork of pytest's would carry its threads' locks.

@@ -103,6 +103,7 @@ def test_a_bug_keeps_its_traceback(bug: Callable[[], None], capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_one_line() -> None:
     # A process of its own: what Python says at its end is part of what the user sees.
     script = "from megatron.training.errors import exit_on_user_error\nwith exit_on_user_error():\n"

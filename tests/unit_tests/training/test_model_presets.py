@@ -32,6 +32,7 @@ def model_of(words: str, *, on_meta: bool = True) -> torch.nn.Module:
     return build_gpt(args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", known_models(), ids=lambda known: known.name)
 def test_parameters_are_those_of_the_published_model(known: KnownModel) -> None:
     args = arguments_of(f"--model {known.name}")
@@ -75,6 +76,7 @@ def test_a_mistake_is_named(words: str, error: str) -> None:
         arguments_of(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_model_keeps_every_kind_of_tensor_and_setting(name: str) -> None:
     """Each kind of tensor of the whole model, whatever its layer, is in the tiny one."""

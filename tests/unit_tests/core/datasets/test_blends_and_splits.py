@@ -125,6 +125,7 @@ def test_training_without_data_of_its_own_is_refused(tmp_path: Path) -> None:
     assert [dataset is None for dataset in build(config, sizes=(0, 20, 20))] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_sources_without_a_sample_leave_their_share_to_the_others(tmp_path: Path) -> None:
     prefixes = [str(tmp_path / name) for name in "abc"]
     for prefix in prefixes:

@@ -115,6 +115,7 @@ def test_an_error_in_a_worker_reaches_the_trainer_with_its_text() -> None:
     iterator.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_about_the_data_is_the_same_from_a_worker(num_workers: int) -> None:
     iterator = DataIterator(_Failing(DataError), BatchPlan(micro_batch_size=2, num_workers=num_workers))

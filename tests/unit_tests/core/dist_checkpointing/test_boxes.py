@@ -1,6 +1,7 @@
 """Box arithmetic against marks in a small array."""
 
 import numpy
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,7 @@ def test_disjoint_parts_are_those_of_a_comparison_of_all_pairs(case):
     assert disjoint_parts(boxes) == parts
 
 
+@pytest.mark.slow
 def test_twenty_thousand_boxes_of_any_shape_are_no_quadratic_work():
     # Of a stacked tensor [experts, rows, columns]: shards by rows of some ranks and by columns of others.
     rows = [Box((expert, 4 * row, 0), (1, 4, 4096)) for expert in range(100) for row in range(100)]

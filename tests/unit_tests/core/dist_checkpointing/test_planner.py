@@ -46,6 +46,7 @@ def load_as(items, folder, files):
             reader.read(read.piece, read.window, dtype=dtype, target=target)
 
 
+@pytest.mark.slow
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(1, 5))
 def test_any_cut_over_any_ranks_loads_as_any_other(tmp_path_factory, random, num_writers, num_readers):
     folder = tmp_path_factory.mktemp("checkpoint")

@@ -141,6 +141,7 @@ class RefusingOs:
         return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_disk_that_is_full_at_any_moment_is_one_error_and_leaves_the_earlier_checkpoint(
     tmp_path, monkeypatch, in_background

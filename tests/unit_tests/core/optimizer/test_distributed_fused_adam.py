@@ -111,6 +111,7 @@ def test_sparse_gradients_are_stepped_by_as_dense_ones():
     assert torch.equal(*weights)
 
 
+@pytest.mark.slow
 def test_a_parameter_has_one_optimizer_at_a_time():
     one = weight()
     first = DistributedFusedAdam([one])

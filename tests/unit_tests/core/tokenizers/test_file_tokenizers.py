@@ -52,6 +52,7 @@ def sentencepiece_library(files: dict[str, Path]) -> sentencepiece.SentencePiece
     return sentencepiece.SentencePieceProcessor(model_file=str(files["model"]))
 
 
+@pytest.mark.slow
 @given(text=TEXTS)
 def test_sentencepiece_ids_are_the_librarys(pieces: dict[str, BaseTokenizer], sentencepiece_library, text: str) -> None:
     library = sentencepiece_library
@@ -99,6 +100,7 @@ def test_gpt2_ids_are_those_of_transformers(files: dict[str, Path], text: str) -
     assert tokenizer.tokenize_batch([text, "a"]) == [tokenizer.encode(text), tokenizer.encode("a")]
 
 
+@pytest.mark.slow
 def test_special_ids_sizes_and_vocabularies(files: dict[str, Path]) -> None:
     pieces = build("SentencePieceTokenizer", files["model"])
     tik = build("TikTokenizer", files["json"])

@@ -96,6 +96,7 @@ def step(model: GPTModel) -> torch.Tensor:
     return loss.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize("case", range(len(SAVERS)))
 def test_numbers_are_those_of_the_plain_model(case: int, freeze: bool) -> None:
@@ -120,6 +121,7 @@ def live_bytes(**fields: Any) -> int:
     return waiting
 
 
+@pytest.mark.slow
 def test_recompute_keeps_the_bytes_it_should() -> None:
     plain = live_bytes()
     layer = plain - live_bytes(num_layers=NUM_LAYERS - 1)

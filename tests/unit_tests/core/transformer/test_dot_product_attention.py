@@ -44,6 +44,7 @@ def allowed_pairs(batch: int, seq: int, ends: list[int], left: int) -> Tensor:
     return seen & (segment[:, :, None] == segment[:, None, :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softmax", ["vanilla", "off-by-one", "learnable"])
 @pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.unfused])
 def test_attention_equals_the_naive_one_on_random_shapes(

@@ -60,6 +60,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_right_for_all_and_for_single_inputs(name: str) -> None:
     function, shapes = FUNCTIONS[name]

@@ -52,6 +52,7 @@ def contents(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], byte
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SMALL)
 def test_there_and_back_is_the_identity_on_bytes(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

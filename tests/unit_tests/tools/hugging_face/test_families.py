@@ -31,6 +31,7 @@ def test_presets_are_what_config_json_says(name: str) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", known_models(), ids=lambda known: known.name)
 def test_transformers_counts_the_same_parameters(known: Any) -> None:
     model = model_on("meta", KNOWN_CONFIGS[known.name])
@@ -38,6 +39,7 @@ def test_transformers_counts_the_same_parameters(known: Any) -> None:
     assert sum(tensor.numel() for tensor in stored) == known.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*KNOWN_CONFIGS, *(f"small {name}" for name in SMALL)])
 def test_a_new_config_json_says_the_same(name: str) -> None:
     config = small_settings(name.removeprefix("small ")) if name.startswith("small ") else KNOWN_CONFIGS[name]

@@ -39,6 +39,7 @@ def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return values, factors, meant
 
 
+@pytest.mark.slow
 def test_fp8_in_blocks(tmp_path: Path) -> None:
     hub = saved(small_model("deepseek-v3", dtype=torch.bfloat16), tmp_path / "hub", max_shard_size="5GB")
     tensors, expected = load_file(hub / ONE_FILE), {}

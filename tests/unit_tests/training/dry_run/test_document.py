@@ -152,6 +152,7 @@ def test_the_page_needs_no_network_and_shows_names_as_they_are() -> None:
     assert "experts &lt;b&gt;" in text and "experts <b>" not in text
 
 
+@pytest.mark.slow
 def test_long_schedules_are_drawn_from_their_beginning() -> None:
     document = _document(num_microbatches=6000)
     assert [len(passes) for passes in document["schedule"]] == [5000] * 4
@@ -171,6 +172,7 @@ def test_lines_tell_what_a_step_goes_into() -> None:
     assert "Time of a step" not in page(plan_document(untrained, args, device=device, step=None))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     BROWSER is None and "CI_HAS_BROWSER" not in os.environ,
     reason="needs a browser: apt-get install chromium, as .ci/run does",

@@ -58,6 +58,7 @@ def _costs(request: Request, device: Device) -> LayoutCosts:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "words"), LAYOUTS)
 def test_steps_take_as_long_as_the_dry_run_says(model: tuple[str, ...], words: str) -> None:
     device = _device()
@@ -111,6 +112,7 @@ def test_layouts_with_other_experts_and_samples_are_scaled_to_their_own_time() -
         assert about.seconds == pytest.approx(own.seconds, rel=0.02)
 
 
+@pytest.mark.slow
 def test_estimates_do_not_depend_on_the_layout_that_they_are_scaled_from() -> None:
     # The first has experts over the ranks of tensor parallelism, which name its messages; others send between nodes.
     device = replace(_device(), devices_per_node=2)

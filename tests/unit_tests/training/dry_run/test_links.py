@@ -59,6 +59,7 @@ def test_memory_counts_from_its_operation_to_its_last_tensor() -> None:
     assert live.peaks == {"": 2 * 400} and live.messages_peak == 0
 
 
+@pytest.mark.slow
 def test_further_microbatches_send_as_much_each_and_a_step_reduces_once() -> None:
     flags: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "use-distributed-optimizer": True}
     few, _ = _planned("llama", {**flags, "global-batch-size": 8}, ranks=4)
@@ -72,6 +73,7 @@ def test_further_microbatches_send_as_much_each_and_a_step_reduces_once() -> Non
         assert after == before * (5 if phase in ("forward", "backward") else 1)
 
 
+@pytest.mark.slow
 def test_words_of_a_plan_name_links_buckets_and_padding() -> None:
     flags: Flags = {"expert-model-parallel-size": 2, "use-distributed-optimizer": True, "global-batch-size": 8}
     plan, lines = _planned("moe", flags, ranks=4)

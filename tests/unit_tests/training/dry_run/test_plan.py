@@ -68,12 +68,14 @@ def test_an_evaluation_keeps_nothing_for_backward_and_has_no_pages() -> None:
     assert stage.total == stage.parameters + stage.gradients and stage.parameters == trained.stages[0].parameters
 
 
+@pytest.mark.slow
 def test_parameters_of_a_plan_are_those_of_the_whole_model() -> None:
     one, _ = _planned("moe", {})
     cut, _ = _planned("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}, ranks=4)
     assert (one.num_parameters, one.active_parameters) == (cut.num_parameters, cut.active_parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["deepep", "symm_mem"])
 def test_libraries_of_gpus_are_planned_without_them(backend: str) -> None:
     experts: Flags = {"expert-model-parallel-size": 2, "moe-expert-rank-capacity-factor": 2.0, "bf16": True}

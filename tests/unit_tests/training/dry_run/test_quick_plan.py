@@ -63,6 +63,7 @@ def _standing(one: Standing | RankPlan) -> tuple[int, ...]:
     return one.parameters, one.gradients, one.masters, one.moments, one.host_states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_single_layers_add_up_to_what_whole_stages_hold(model: str) -> None:
     for layout, words in _layouts(model):
@@ -77,6 +78,7 @@ def test_single_layers_add_up_to_what_whole_stages_hold(model: str) -> None:
             assert {kind: size for kind, size in added.activations.items() if size} == kept, layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", ["--use-distributed-optimizer", "--use-distributed-optimizer --ddp-num-buckets 3", ""]
 )

@@ -28,6 +28,7 @@ def _flops(kernels: Kernels, unit: Unit | None = None) -> float:
     return sum(kernel.flops * count for kernel, count in kernels.items() if unit in (None, kernel.unit))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "flags", "ranks"),
     [
@@ -52,6 +53,7 @@ def test_products_of_all_ranks_are_those_that_the_log_counts(base: str, flags: F
     assert (forward + backward - 0.5 * attention) * copies == pytest.approx(plan.flops_per_sample * samples)
 
 
+@pytest.mark.slow
 def test_layers_that_are_recomputed_run_forward_twice() -> None:
     (plain,), (again,) = (_plan("llama", flags).stages for flags in ({}, ALL_LAYERS))
     assert not plain.chunks[0].recompute
@@ -76,6 +78,7 @@ def test_backward_is_told_apart_by_modules() -> None:
     assert sum(kernel.num_bytes * count for kernel, count in stage.update.items()) > stage.moments
 
 
+@pytest.mark.slow
 def test_a_run_has_a_time_and_recompute_costs_some_of_it() -> None:
     args = validate_args(parse_args(argv=[*command_line({**read_bases()["llama"], "bf16": True}), "--dry-run"]))
     device = planned_device({})

@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import pretrain_gpt
@@ -72,6 +73,7 @@ def real_ranks(args: argparse.Namespace) -> list[RealRank]:
     return [RealRank(args, stage, group=group, number=number) for stage, group, number in places]
 
 
+@pytest.mark.slow
 def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(tmp_path: Path) -> None:
     seen, trace = dict.fromkeys(Counter, 0), tmp_path / "trace"
     all_voids = 0

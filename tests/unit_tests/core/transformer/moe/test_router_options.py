@@ -52,6 +52,7 @@ def router_of(experts: int, **fields: Any) -> TopKRouter:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["softmax", *map(slow, list(KINDS)[1:-1]), "biased_sqrtsoftplus"])
 def test_router_agrees_with_a_loop_over_tokens(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -106,6 +107,7 @@ def _assert_same(router: TopKRouter, logits: Tensor, found: tuple[Tensor, Tensor
     torch.testing.assert_close(ours, torch.autograd.grad(total, logits)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [slow(1), 2])
 def test_sinkhorn_agrees_with_a_loop_over_tokens(topk: int) -> None:
     router = router_of(4, moe_router_topk=topk, moe_router_load_balancing_type="sinkhorn")
@@ -156,6 +158,7 @@ def test_gating_multiplies_in_the_dtype_that_is_asked_for(dtype: torch.dtype, na
     assert router(x)[0].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_jitter_scales_the_input_in_training_alone() -> None:
     router = router_of(4, moe_input_jitter_eps=0.1, moe_router_topk=4)
     for seed in range(1000):
@@ -233,6 +236,7 @@ def test_published_routers_are_those_of_their_flags(family: str) -> None:
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_tables_rows_and_back_hold_what_the_map_says() -> None:
     generator = torch.Generator().manual_seed(5)
     for number in range(1000):

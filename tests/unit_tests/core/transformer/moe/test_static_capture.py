@@ -34,6 +34,7 @@ def checked_twice(model: torch.nn.Module, loss: Callable[[], Tensor]) -> None:
         loss().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{}, GPT_OSS, {"lora_rank": 8, "add_bias_linear": True}], ids=["llama", "gpt-oss", "adapters"]
 )

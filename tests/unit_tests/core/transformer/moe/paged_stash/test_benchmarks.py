@@ -20,6 +20,7 @@ def figures_at_60_percent(bench: Bench, *, rounds: int) -> dict[str, Any]:
     return short
 
 
+@pytest.mark.slow
 def test_a_pool_at_60_percent_of_need_finds_pages_for_every_x_and_some_gate_up() -> None:
     bench = Bench(LAYERS, torch.device("cpu"), sizes=Sizes(256, 256, 128))
     short = figures_at_60_percent(bench, rounds=1)

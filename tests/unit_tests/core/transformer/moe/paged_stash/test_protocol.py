@@ -21,12 +21,14 @@ LATE = [case for case in [*THREE, *FOUR] if case.possible]
 POSSIBLE = [*LATE, *(replace(case, early=True) for case in LATE)]
 
 
+@pytest.mark.slow
 def test_no_interleaving_breaks_the_protocol() -> None:
     states = [explore(case) for case in POSSIBLE[:: long_count(5, soak=1)]]
     print(f"{len(states)} cases, {sum(states)} states, {max(states)} in the largest")
     assert sum(states) == long_count(67039, soak=487404)  # fewer: something is no longer explored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_search_finds_each_departure_from_the_protocol(mutant: str) -> None:
     # What the reserve counts on has a check of its own.

@@ -76,6 +76,7 @@ def near(found: Tensor, expected: Tensor, *, inner: int = 1) -> bool:
     return bool(((found.double() - expected.double()).abs() <= bound).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("counts", "capacity"), ROUTINGS)
 @pytest.mark.parametrize(
     ("inner", "outer", "dtype", "transposed"),
@@ -153,6 +154,7 @@ def test_gradients_of_what_adapters_add_are_those_of_autograd() -> None:
             add_low_rank(rows * 1, low, weight=wrong, offsets=offsets, scale=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "dtype", "ffn", "limits"),
     [
@@ -291,6 +293,7 @@ def test_mistakes_are_named() -> None:
             wrong()
 
 
+@pytest.mark.slow
 def test_operators_keep_torchs_rules() -> None:
     x, weight, offsets, num_rows = poisoned(4, 5, 6), weights(2, 6, 8, dtype=torch.float32), ends_of([1, 3]), SET * 4
     gate_up, scale, act, ops = torch.zeros(5, 8), torch.ones(5), torch.zeros(5, 4), torch.ops.paged_stash

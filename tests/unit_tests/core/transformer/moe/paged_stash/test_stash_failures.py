@@ -36,6 +36,7 @@ PLACES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["reset", "drop"])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_leaves_a_pool_that_is_whole(place: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:

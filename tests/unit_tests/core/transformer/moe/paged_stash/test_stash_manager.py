@@ -197,6 +197,7 @@ def test_a_footprint_says_whether_the_stash_saves(pages: int, saves: bool) -> No
     assert found.arena_bytes == pages * PAGE_BYTES and (found.saving > 0) == saves
 
 
+@pytest.mark.slow
 @settings(max_examples=long_count(5, soak=500), deadline=None)
 @given(data=st.data())
 def test_any_order_of_microbatches_gives_the_same_and_returns_all_pages(data: st.DataObject) -> None:

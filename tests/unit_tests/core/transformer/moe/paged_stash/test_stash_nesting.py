@@ -135,6 +135,7 @@ def test_frozen_experts_and_inputs_without_grad(kind: type[Experts], frozen: str
         stash.reset()
 
 
+@pytest.mark.slow
 def test_a_second_backward_through_one_graph_gives_the_same() -> None:
     stash = make_stash(90, 30)
     expected = gradients(Model(None, kind=MarkedExperts))[2:]
