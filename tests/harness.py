@@ -10,7 +10,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.agreement import RemoteRankError
+from tools.ports import free_port
 
 SEED = 1234
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,13 +119,6 @@ def launch_on_ranks(
             outcome.stdout = _output_path(Path(folder), outcome.rank, "stdout").read_text(errors="replace")
             outcome.stderr = _output_path(Path(folder), outcome.rank, "stderr").read_text(errors="replace")
     return outcomes
-
-
-def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # In the parent.

@@ -7,7 +7,6 @@ The configurations are in capture_configurations.py; what is found on a command 
 import json
 import os
 import re
-import socket
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from megatron.training.arguments import parse_args
 from tools.asked_graphs import asked_of, refusals_of_flags
 from tools.capture_configurations import CONFIGURATIONS, Configuration, Flags, words_of
 from tools.check_capture import breaks_of
+from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cuda_graphs.md"
@@ -149,12 +149,9 @@ def main() -> None:
 
 
 def _measured_by_ranks(ranks: int) -> dict[str, Verdict]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "verdicts.json"
-        multiprocessing.spawn(_measure_on_rank, args=((ranks, port, path),), nprocs=ranks)
+        multiprocessing.spawn(_measure_on_rank, args=((ranks, free_port(), path),), nprocs=ranks)
         found = json.loads(path.read_text(encoding="utf-8"))
     return {name: Verdict(**verdict) for name, verdict in found.items()}
 

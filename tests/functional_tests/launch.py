@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.harness import RankOutcome, free_port, launch_on_ranks
+from tests.harness import RankOutcome, launch_on_ranks
+from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "pretrain_gpt:main"

@@ -14,7 +14,7 @@ import pytest
 from tests.functional_tests.case import command_line, read_bases
 from tests.functional_tests.expectations import assert_same_steps
 from tests.functional_tests.launch import ROOT, Run, read_log, run_program
-from tests.harness import free_port
+from tools.ports import free_port
 
 NODES = 2
 # Tokens travel between the nodes to their experts and back.

@@ -20,7 +20,7 @@ from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.doomed_program import IN_A_SAVE, attempt_name
 from tests.functional_tests.expectations import assert_same_steps
 from tests.functional_tests.launch import ROOT, Run, read_log, run_program
-from tests.harness import free_port
+from tools.ports import free_port
 
 STEPS, RANKS = 12, 2
 FLAGS: Flags = {

@@ -23,6 +23,7 @@ import numpy as np
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tools.gate.cases import CHECKPOINTS, Case
+from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = Path(__file__).resolve().parent
@@ -46,6 +47,7 @@ class Job:
             "program": str(tree / program if program == "pretrain_gpt.py" else GATE / "scripts" / program),
             "ranks": self.case.ranks,
             "runs": self.runs,
+            "ports": [free_port() for _ in self.runs],
             "needs": None if self.needs is None else str(self.needs),
         }
 

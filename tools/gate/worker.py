@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -82,8 +81,8 @@ def run_job(job: Job) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     codes: list[list[int]] = []
     started_at = time.monotonic()
-    for argv in job["runs"]:
-        codes.append(run_ranks(argv, program=job["program"], ranks=job["ranks"], folder=folder))
+    for argv, port in zip(job["runs"], job["ports"], strict=True):
+        codes.append(run_ranks(argv, program=job["program"], ranks=job["ranks"], folder=folder, port=port))
         if any(codes[-1]):
             break
     result = {"exit_codes": codes, "seconds": time.monotonic() - started_at}
@@ -92,10 +91,9 @@ def run_job(job: Job) -> None:
     unfinished.rename(folder / "result.json")  # whoever waits for it sees all of it
 
 
-def run_ranks(argv: list[str], *, program: str, ranks: int, folder: Path) -> list[int]:
+def run_ranks(argv: list[str], *, program: str, ranks: int, folder: Path, port: int) -> list[int]:
     """Exit codes of the ranks; rank i prints to `folder`/rank<i>.txt."""
     context = multiprocessing.get_context("fork")
-    port = free_port()
     words = {"argv": argv, "program": program, "folder": folder, "world_size": ranks, "port": port}
     processes = [context.Process(target=run_rank, args=(rank,), kwargs=words) for rank in range(ranks)]
     for process in processes:
@@ -131,13 +129,6 @@ def run_rank(rank: int, *, argv: list[str], program: str, folder: Path, world_si
     sys.argv = [program, *argv]
     # An error that leaves it becomes a traceback in that file and an exit code: multiprocessing sees to both.
     runpy.run_path(program, run_name="__main__")
-
-
-def free_port() -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":

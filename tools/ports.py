@@ -1,0 +1,40 @@
+"""TCP ports for runs on this machine alone, where the ranks meet."""
+
+import itertools
+import os
+import socket
+from pathlib import Path
+
+_LOWEST = 5000
+# The system hands these out to connections and to listeners that name no port, such as gloo's; Linux's usual range.
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_LOWEST_EPHEMERAL = 32768
+# Processes that look for ports at the same time begin far apart, also where their numbers follow each other.
+_STRIDE = 131
+_turns = itertools.count()
+
+
+def free_port() -> int:
+    """A port that nobody listens at, and that the system does not give away before its server listens.
+
+    A port that the system chose, as for port 0, is free again once it is known: until the ranks have started, it could
+    become that of another run's connection, and then ranks of the two runs talk to each other.
+    """
+    span = _lowest_ephemeral() - _LOWEST
+    for _ in range(span):
+        port = _LOWEST + (os.getpid() * _STRIDE + next(_turns)) % span
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"every port from {_LOWEST} to {_LOWEST + span - 1} of this machine is taken")
+
+
+def _lowest_ephemeral() -> int:
+    if not _EPHEMERAL.exists():
+        return _USUAL_LOWEST_EPHEMERAL
+    lowest = int(_EPHEMERAL.read_text(encoding="ascii").split()[0])
+    # Where all ports are the system's to give, no choice is better than another.
+    return lowest if lowest > _LOWEST + 1000 else _USUAL_LOWEST_EPHEMERAL
