@@ -4,22 +4,19 @@ Compares logits and gradients in layouts of ranks and with a paged stash, and th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core.utils import unwrap_model
-from megatron.training.run import TrainingRun
-from megatron.training.training import train_step
 from tests.counts import long_count, slow, soak_only
-from tests.distributed.parity import Box, layout, put_together, record_gradients, relative_errors
+from tests.distributed.hub_runs import RankStep, first_steps, losses_of_run
+from tests.distributed.parity import Box, layout, put_together, relative_errors
 from tests.distributed.stash_runs import stash
-from tests.distributed.tiny_runs import Batch, Recorder, started_run
+from tests.distributed.tiny_runs import Batch
 from tests.functional_tests.case import Flags, command_line
 from tests.harness import run_on_ranks
 from tests.unit_tests.tools.hugging_face.small_hub import (
@@ -78,17 +75,6 @@ def layouts_of(name: str) -> dict[str, Flags]:
     return {"ep 2": experts["ep 2"]} if experts else {"tp 2": DENSE_LAYOUTS["tp 2"]}
 
 
-@dataclass
-class RankStep:
-    """What a rank had in a run's first step: its batch, the logits [S, B, part of V] of its last layer if it has that
-    layer, and the boxes of its gradients.
-    """
-
-    batch: Batch
-    logits: Tensor | None
-    grads: list[Box]
-
-
 @pytest.fixture
 def run_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """The checkpoint of the small model of the preset that the test is about."""
@@ -102,7 +88,7 @@ def run_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def test_logits_and_gradients_agree_under_layouts(name: str, run_folder: Path) -> None:
     layouts = layouts_of(name)
     argvs = [_argv(name, run_folder, flags) for flags in layouts.values()]
-    by_rank: list[list[RankStep]] = run_on_ranks(_first_steps, 2, argvs, timeout=240)
+    by_rank: list[list[RankStep]] = run_on_ranks(first_steps, 2, argvs, timeout=240)
     for kind, ranks in zip(layouts, zip(*by_rank), strict=True):
         replicas = kind in EXPERT_LAYOUTS
         model = small_model(name)
@@ -121,7 +107,7 @@ def test_logits_and_gradients_agree_under_layouts(name: str, run_folder: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATED)
 def test_steps_of_adamw_agree(name: str, run_folder: Path) -> None:
-    ((batches, losses),) = run_on_ranks(_losses_of_run, 1, _argv(name, run_folder, {}))
+    ((batches, losses),) = run_on_ranks(losses_of_run, 1, _argv(name, run_folder, {}), STEPS)
     model = small_model(name).train()
     parameters = list(model.parameters())
     groups = [
@@ -180,34 +166,3 @@ def _hub_boxes(name: str, model: Any) -> dict[str, Tensor]:
             if not piece.key.endswith("expert_bias")
         ]
     )
-
-
-# In a rank's process.
-
-
-def _first_steps(argvs: Sequence[Sequence[str]]) -> list[RankStep]:
-    return [_first_step(argv) for argv in argvs]
-
-
-def _first_step(argv: Sequence[str]) -> RankStep:
-    recorder, logits, grads = Recorder(), [], list[list[Box]]()
-    with started_run(argv) as run:
-        recorder.attach(run)
-        record_gradients(run, grads)
-        for output_layer in _output_layers(run):
-            output_layer.register_forward_hook(lambda _, __, output: logits.append(output[0].detach().clone()))
-        train_step(run)
-    return RankStep(recorder.batches[0][0], logits[0] if logits else None, grads[0])
-
-
-def _output_layers(run: TrainingRun) -> list[nn.Module]:
-    chunks = unwrap_model(run.model)
-    return [chunk.output_layer for chunk in chunks if chunk.output_layer is not None]
-
-
-def _losses_of_run(argv: Sequence[str]) -> tuple[list[Batch], list[float]]:
-    recorder = Recorder()
-    with started_run(argv) as run:
-        recorder.attach(run)
-        losses = [train_step(run)[0].losses["lm loss"] for _ in range(STEPS)]
-    return [step[0] for step in recorder.batches], losses
