@@ -16,14 +16,14 @@ from tests.distributed.tiny_runs import SHARDED
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-# The first step runs eagerly, the second is captured, the others are replayed.
-RUN: Flags = {"micro-batch-size": 1, "train-iters": 4, "lr-warmup-iters": 0, "eval-interval": 2, "clip-grad": 0.3}
+# The first step runs eagerly, the second is captured, the third is replayed.
+RUN: Flags = {"micro-batch-size": 1, "train-iters": 3, "lr-warmup-iters": 0, "eval-interval": 2, "clip-grad": 0.3}
 STATIC: Flags = {"moe-expert-rank-capacity-factor": 4}
 BORDERS: Flags = {**STATIC, **read_bases()["borders"], "no-create-attention-mask-in-dataloader": True}
 EXPERTS: Flags = {**STATIC, "expert-model-parallel-size": 2, "moe-token-dispatcher-type": "allgather"}
 SENT: Flags = {"moe-token-dispatcher-type": "alltoall"}
 # Nothing comes back early from graphs of single layers.
-PAGES: Flags = {**STATIC, "num-layers": 4, "seq-length": 16, "moe-paged-stash-prefetch-layers": 0}
+PAGES: Flags = {**STATIC, "num-layers": 3, "seq-length": 16, "moe-paged-stash-prefetch-layers": 0}
 AGAIN: Flags = {
     "moe-shared-expert-intermediate-size": 32,
     "recompute-granularity": "selective",
@@ -32,7 +32,8 @@ AGAIN: Flags = {
 RERUN: Flags = {"overflow-policy": "rerun"}
 LITTLE: Flags = {"moe-expert-rank-capacity-factor": 1.05}
 GROWING: Flags = {"rampup-batch-size": [2, 2, 6], "train-iters": 6}
-LONG: Flags = {"train-iters": 7, "eval-interval": 3}
+# With an evaluation that is void, and steps that are captured and replayed behind it.
+LONG: Flags = {"train-iters": 5, "eval-interval": 3}
 STAGES: Flags = {"num-layers": 4, "pipeline-model-parallel-size": 2}
 
 
@@ -60,14 +61,14 @@ CASES = {
     "documents": Case(1, "moe", BORDERS, "moe", [4]),
     # With its stash in the graphs: where pages abound, spill to the host, and are dropped; and where a step is void, by
     # rows and by pages, runs again eagerly with more, and is captured anew.
-    "few pages": Case(1, "moe", {**PAGES, **ROUTER, **stash(0.3, 0.4)}, "attn moe", [16]),
-    "pages of stages": Case(2, "moe", {**PAGES, **stash(0.7), "pipeline-model-parallel-size": 2}, "moe", [8, 4]),
-    "pages of a growing batch": Case(1, "moe", {**PAGES, **stash(1.0), **GROWING}, "moe", [8]),
+    "few pages": Case(1, "moe", {**PAGES, **ROUTER, **stash(0.3, 0.4)}, "attn moe", [12]),
+    "pages of stages": Case(2, "moe", {**PAGES, **stash(0.7), **STAGES}, "moe", [8, 4]),
+    "pages of a growing batch": Case(1, "moe", {**PAGES, **stash(1.0), **GROWING}, "moe", [6]),
     "parts that run again": Case(
-        2, "moe", {**PAGES, **EXPERTS, **SHARDED, **AGAIN, **stash(1.5)}, "attn moe", [16, 16]
+        2, "moe", {**PAGES, **EXPERTS, **SHARDED, **AGAIN, **stash(1.5)}, "attn moe", [12, 12]
     ),
-    "rows that grow": Case(2, "moe", {**PAGES, **ROUTER, **EXPERTS, **stash(0.6), **LITTLE, **LONG}, "moe", [8, 8]),
-    "pages that grow": Case(2, "moe", {**PAGES, **EXPERTS, **stash(1.05, **RERUN), **LONG}, "moe", [8, 8]),
+    "rows that grow": Case(2, "moe", {**PAGES, **ROUTER, **EXPERTS, **stash(0.6), **LITTLE, **LONG}, "moe", [6, 6]),
+    "pages that grow": Case(2, "moe", {**PAGES, **EXPERTS, **stash(1.05, **RERUN), **LONG}, "moe", [6, 6]),
 }
 QUICK = ["dropout", "fp16", "router of dropless experts"]
 # Each is part of a case above, of the one named after it.
@@ -79,7 +80,7 @@ REPEATED = {
     "experts alone": Case(2, "moe", EXPERTS, "experts", [4, 4]),  # preprocess
     "router": Case(1, "moe", STATIC, "moe_router experts", [8]),  # preprocess
     "experts that are sent to": Case(2, "moe", {**EXPERTS, **SENT}, "moe", [4, 4]),  # experts over ranks
-    "pages": Case(1, "moe", {**PAGES, **stash(3.0)}, "experts", [8]),  # few pages
+    "pages": Case(1, "moe", {**PAGES, **stash(3.0)}, "experts", [6]),  # few pages
     "documents over ranks": Case(2, "moe", {**BORDERS, "context-parallel-size": 2}, "moe", [4, 4]),  # documents
 }
 
