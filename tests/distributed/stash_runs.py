@@ -19,7 +19,7 @@ from megatron.training.training import train
 from tests.distributed.tiny_runs import comparable, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 
-STEPS = 10
+STEPS = 5
 # 32 columns of x, 64 of gate_up, 32 of act: with pages of few rows a quarter of a pool holds the inputs.
 FLAGS: Flags = {
     "num-layers": 4,
