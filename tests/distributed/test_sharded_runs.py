@@ -20,9 +20,9 @@ from tests.distributed.tiny_runs import started_run, train_steps
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-STEPS = long_count(3, soak=6)
+STEPS = long_count(2, soak=6)
 NUMBERS_OF_RANKS = range(1, 1 + long_count(3, soak=4))
-TINY: Flags = {**read_bases()["moe"], **FLAGS, "eval-iters": 1, "global-batch-size": 12}
+TINY: Flags = {**read_bases()["moe"], **FLAGS, "eval-iters": 1, "global-batch-size": long_count(6, soak=12)}
 IN_STEP: Flags = {**OVERLAPPED, "overlap-param-gather-with-optimizer-step": True, "ddp-bucket-size": 1}
 Reports = list[dict[str, Any]]
 
