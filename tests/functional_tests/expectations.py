@@ -45,8 +45,17 @@ class Runner:
 
     @cached_property
     def plain(self) -> Run:
-        """The case's own run, made once for all that the case expects; it saves if others are to end as it does."""
-        return self.finished_run("plain", {"save": "{tmp}/plain/saved"} if "resume_at" in self.case.expect else None)
+        """The case's own run, made once for all that the case expects; it saves if others are to go on from there."""
+        if "resume_at" not in self.case.expect:
+            return self.finished_run("plain")
+        interval = self.case.flags.get("save-interval", self.resume_steps[0])
+        return self.finished_run("plain", {"save": "{tmp}/plain/saved", "save-interval": interval})
+
+    @property
+    def resume_steps(self) -> list[int]:
+        """The steps of resume_at, in turn."""
+        steps = self.case.expect["resume_at"]
+        return sorted(steps) if isinstance(steps, list) else [steps]
 
     def check(self) -> None:
         """Asserts everything that the case expects."""
@@ -95,19 +104,24 @@ def _assert_failure(run: Run, wanted: dict[str, Any]) -> None:
         assert "Traceback" not in outcome.stderr, run.written()
 
 
-def _resume_at(runner: Runner, steps: int | list[int]) -> None:
-    """Stopping after each of these steps in turn and going on gives what an uninterrupted run gives, bit for bit."""
-    whole, loads = runner.plain, {}
-    saved = "{tmp}/stopped/saved"
-    for step in sorted(steps) if isinstance(steps, list) else [steps]:
-        part = runner.finished_run("stopped", {"save": saved, "exit-interval": step, **loads})
+def _resume_at(runner: Runner, _: int | list[int]) -> None:
+    """Going on from what the run saved after the first of these steps gives what it gave itself, bit for bit.
+
+    At each later one of these steps the run that goes on stops, saves, and goes on once more.
+    """
+    whole, (first, *stops) = runner.plain, runner.resume_steps
+    saved = "{tmp}/resumed/saved"
+    loads: Flags = {"load": "{tmp}/plain/saved", "ckpt-step": first}
+    for step in stops:
+        part = runner.finished_run("resumed", {"save": saved, "exit-interval": step, **loads})
         assert max(part.steps) == step, f"the run did not stop at step {step}: {sorted(part.steps)}"
         loads = {"load": saved}
-    last = runner.finished_run("stopped", {"save": saved, **loads})
-    assert_same_steps(last, whole)
+    last = runner.finished_run("resumed", {"save": saved, **loads})
+    assert_same_steps(last, whole, after=first)
     for iteration, losses in whole.validation_losses.items():
-        assert last.validation_losses[iteration][: len(losses)] == losses, f"validation at step {iteration}"
-    folders = [runner.folder / one / "saved" / f"iter_{max(whole.steps):07d}" for one in ("stopped", "plain")]
+        if iteration > first:
+            assert last.validation_losses[iteration][: len(losses)] == losses, f"validation at step {iteration}"
+    folders = [runner.folder / one / "saved" / f"iter_{max(whole.steps):07d}" for one in ("resumed", "plain")]
     assert_same_checkpoint(*folders)
 
 
@@ -234,11 +248,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def assert_same_steps(run: Run, reference: Run) -> None:
-    """Every number of every step is equal, except times."""
-    assert run.steps.keys() == reference.steps.keys()
-    for iteration in sorted(reference.steps):
-        assert run.steps[iteration] == reference.steps[iteration], f"step {iteration}"
+def assert_same_steps(run: Run, reference: Run, *, after: int = 0) -> None:
+    """Every number of every step is equal, except times. after: `run` has only the steps after this one."""
+    expected = {iteration: step for iteration, step in reference.steps.items() if iteration > after}
+    assert run.steps.keys() == expected.keys()
+    for iteration in sorted(expected):
+        assert run.steps[iteration] == expected[iteration], f"step {iteration}"
 
 
 def assert_same_checkpoint(folder: Path, reference: Path) -> None:
