@@ -12,28 +12,26 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from _pytest.mark import ParameterSet
 from tokenizers import ByteLevelBPETokenizer
 from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.training.arguments import parse_args, validate_args
-from tests.counts import long_count, slow, soak_only
+from tests.counts import long_count, soak_only
 from tests.functional_tests.launch import ROOT, read_log
 from tests.functional_tests.warm_scripts import Finished, run_script
 from tests.unit_tests.core.tokenizers.vocabularies import TEXT
 from tests.unit_tests.tools.hugging_face.small_hub import VOCABULARY, saved, small_model
 
 EXAMPLES = ROOT / "examples" / "models"
-# A dense model, experts, latent attention with further tokens, and windows with sinks.
-MODELS = [
-    "llama3.1-8b",
-    "qwen3-30b-a3b",
-    slow("deepseek-v3"),
-    slow("gpt-oss-20b"),
-    # tests/unit_tests/tools/hugging_face converts each family, test_model_layouts.py checks the flags of each model.
-    *(soak_only(name) for name in ("qwen2-7b", "qwen3-8b", "mixtral-8x7b", "glm-4.5")),
-    *(soak_only(name) for name in ("llama3.2-1b", "qwen2-57b-a14b", "deepseek-v2-lite", "deepseek-v2")),
-]
+MODELS = ["llama3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "qwen2-7b", "qwen3-8b", "mixtral-8x7b"]
+MODELS += ["glm-4.5", "llama3.2-1b", "qwen2-57b-a14b", "deepseek-v2-lite", "deepseek-v2"]
+
+
+def families(*usual: str) -> list[ParameterSet]:
+    """Those under `make test`, and the others under `make soak`."""
+    return [pytest.param(name) if name in usual else soak_only(name) for name in MODELS]
 
 
 def run_example(script: str, *flags: str, folder: Path, env: Mapping[str, str] | None = None, **how: Any) -> Finished:
@@ -50,8 +48,10 @@ def is_planned(stdout: str, *, gpus: int) -> bool:
     return f"== What each of {gpus} GPUs will hold" in plan and "parameters" in plan and "iteration" in training
 
 
+# Windows with sinks. test_the_script_runs_as_users_run_it has experts, test_model_layouts.py checks the flags of each
+# model, and continue.sh, below, pretrains by the same script.
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", families("gpt-oss-20b"))
 def test_a_family_is_pretrained(model: str, tmp_path: Path) -> None:
     finished = run_example("pretrain.sh", model, "--eval-iters", "0", folder=tmp_path)
     assert finished.exit_code == 0, finished.stdout + finished.stderr
@@ -62,19 +62,22 @@ def test_a_family_is_pretrained(model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mixtral-8x22b", "llama3-70b", "deepseek-v2-lite"][: long_count(1, soak=3)])
 def test_four_processes_have_stages_and_parts_of_each_layer(model: str, tmp_path: Path) -> None:
-    finished = run_example("pretrain.sh", model, folder=tmp_path, env={"GPUS": "4"})
+    few = ["--train-iters", "2", "--eval-iters", "0"]
+    finished = run_example("pretrain.sh", model, *few, folder=tmp_path, env={"GPUS": "4"})
     assert finished.exit_code == 0, finished.stdout + finished.stderr
-    assert losses_in(tmp_path / "checkpoints") == [1, 2, 3, 4]
+    assert losses_in(tmp_path / "checkpoints") == [1, 2]
 
 
 @pytest.mark.slow
 def test_the_script_runs_as_users_run_it(tmp_path: Path) -> None:
-    """Real processes under a real torchrun; a second start goes on."""
+    """Real processes under a real torchrun, in a second start, which goes on."""
+    first = run_example("pretrain.sh", "qwen3-30b-a3b", "--exit-interval", "2", folder=tmp_path)
+    assert first.exit_code == 0, first.stdout + first.stderr
     environment = {**os.environ, "SCALE": "tiny", "OUT": str(tmp_path)}
-    for stop in (["--exit-interval", "2"], []):
-        command = [str(EXAMPLES / "pretrain.sh"), "qwen3-30b-a3b", *stop]
-        finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        assert finished.returncode == 0, finished.stdout + finished.stderr
+    command = [str(EXAMPLES / "pretrain.sh"), "qwen3-30b-a3b"]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert is_planned(first.stdout, gpus=2) and is_planned(finished.stdout, gpus=2), finished.stdout
     assert losses_in(tmp_path / "checkpoints") == [1, 2, 3, 4]
 
 
@@ -94,8 +97,10 @@ def hub(tmp_path: Path) -> Path:
     return folder
 
 
+# A dense model, and latent attention with experts and further tokens. tests/unit_tests/tools/hugging_face converts each
+# family there and back.
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", families("llama3.1-8b", "deepseek-v3"))
 def test_a_family_of_transformers_is_continued_and_given_back(model: str, hub: Path, tmp_path: Path) -> None:
     saved(small_model(model, dtype=torch.bfloat16), hub)
     text = tmp_path / "text.txt"
@@ -141,6 +146,10 @@ def test_wrong_usage_is_told(script: str, flags: list[str], env: dict[str, str],
     assert finished.launches == [] and finished.stdout == ""
 
 
+# One to a stage: the plan takes time for each.
+FEW_LAYERS = ["--num-layers", "4"]
+
+
 def trained_over(nodes: list[Finished], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node started its part of one run, and the first, alone, told the plan before."""
     gpus = 8 * len(nodes)
@@ -167,7 +176,9 @@ def test_slurm_starts_every_node_of_a_layout(tmp_path: Path, monkeypatch: pytest
         (tmp_path / name).chmod(stat.S_IRWXU)
     environment = {"SLURM_JOB_NODELIST": "node[0-3]", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_ID": "7"}
     environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "SCALE": "full"}
-    finished = run_example("slurm.sh", "pretrain", "mixtral-8x7b", folder=tmp_path, env=environment, launching=False)
+    finished = run_example(
+        "slurm.sh", "pretrain", "mixtral-8x7b", *FEW_LAYERS, folder=tmp_path, env=environment, launching=False
+    )
     assert finished.exit_code == 0, finished.stderr
     assert (tmp_path / "calls").read_text() == "show hostnames node[0-3]\n"
     assert all("--rdzv-endpoint node0:29500" in " ".join(launch.torchrun) for launch in finished.launches)
@@ -194,7 +205,7 @@ def test_kubernetes_starts_every_node_of_a_layout(tmp_path: Path, monkeypatch: p
             environment[variable["name"]] = string.Template(value.replace("$(", "${").replace(")", "}")).substitute(
                 environment
             )
-        parts.append(run_script(container["command"], env=environment, launching=False))
+        parts.append(run_script([*container["command"], *FEW_LAYERS], env=environment, launching=False))
         assert parts[-1].exit_code == 0, parts[-1].stderr
         assert f"--node-rank {index} --master-addr mixtral-0.mixtral" in " ".join(parts[-1].launches[0].torchrun)
     trained_over(parts, "mixtral-8x7b", monkeypatch)
