@@ -9,9 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from examples import qwen3_moe_hf
+from tests.counts import long_count, soak_only
 from tests.harness import launch_on_ranks, run_on_ranks
 
-STEPS = 4
+STEPS = 3
 SMALL = ["--sequence", "32", "--steps", str(STEPS)]
 OPTIMIZERS = ["zero1", "zero2", "fused_adam"]
 STEP = re.compile(r"^step \d+: (loss \S+ grad norm \S+) \|.*?(?:pages: device (\S+) MB, host (\S+) MB)?$", re.M)
@@ -33,12 +34,14 @@ def printed(ranks: int, *argvs: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_losses_are_those_of_plain_adamw_and_the_stash_changes_no_bit(ranks: int) -> None:
-    stashed = [["--optimizer", name, "--check"] for name in OPTIMIZERS]
-    plain = [["--optimizer", name, "--no-stash"] for name in OPTIMIZERS]
+@pytest.mark.parametrize(
+    "ranks, optimizers", [(1, ["fused_adam"]), soak_only(1, OPTIMIZERS), soak_only(2, OPTIMIZERS), (3, OPTIMIZERS)]
+)
+def test_losses_are_those_of_plain_adamw_and_the_stash_changes_no_bit(ranks: int, optimizers: list[str]) -> None:
+    stashed = [["--optimizer", name, "--check"] for name in optimizers]
+    plain = [["--optimizer", name, "--no-stash"] for name in optimizers]
     runs = printed(ranks, *stashed, *plain)
-    for name, with_stash, without in zip(OPTIMIZERS, runs[:3], runs[3:], strict=True):
+    for name, with_stash, without in zip(optimizers, runs, runs[len(optimizers) :], strict=False):
         assert f"All {STEPS} losses are those of plain PyTorch with AdamW, within 0.0001." in with_stash, name
         steps = STEP.findall(with_stash)
         assert [step[0] for step in steps] == [step[0] for step in STEP.findall(without)], name
@@ -61,9 +64,10 @@ def test_what_was_saved_generates_and_is_trained_further(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_bf16_weights_are_stashed_without_a_changed_bit() -> None:
-    words = [["--bf16", "--optimizer", name, *more] for name in OPTIMIZERS[1:] for more in ([], ["--no-stash"])]
-    zero2, zero2_plain, fused, fused_plain = ([step[0] for step in STEP.findall(run)] for run in printed(2, *words))
-    assert len(zero2) == STEPS and zero2 == zero2_plain and fused == fused_plain
+    optimizers = OPTIMIZERS[-long_count(1, soak=2) :]
+    words = [["--bf16", "--optimizer", name, *more] for name in optimizers for more in ([], ["--no-stash"])]
+    losses = [[step[0] for step in STEP.findall(run)] for run in printed(2, *words)]
+    assert len(losses[0]) == STEPS and losses[::2] == losses[1::2]
 
 
 @pytest.mark.parametrize(
