@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.counts import soak_only
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.faulty_program import FAULTY_RANK, MESSAGE
-from tests.functional_tests.launch import run_program, torchrun
+from tests.functional_tests.launch import processes_with, run_program, torchrun
 
 RANKS = 3
 FLAGS: Flags = {
@@ -58,25 +59,18 @@ def test_b31_a_rank_that_fails_ends_and_is_named_by_all_others(
         assert len(lines) == 1 and "Traceback" not in outcome.stderr, run.written()
 
 
+# A rank's exception is torchrun's to report as its death is.
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "cause"), [("exception", f"RuntimeError: {MESSAGE}"), ("killed", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("exception", f"RuntimeError: {MESSAGE}"), soak_only("killed", "SIGKILL")]
+)
 def test_torchrun_names_the_rank_and_leaves_no_process(fault: str, cause: str, tmp_path: Path) -> None:
     script = "tests/functional_tests/faulty_program.py"
-    process = torchrun(command_line(FLAGS), RANKS, cwd=tmp_path, script=script, env={"FAULT": fault})
-    # From here on none of its ranks can be taken for another process's.
-    ranks = _children(process.pid, RANKS)
+    flags = {**FLAGS, "global-batch-size": 4}
+    mark = {"FAULT": fault, "RUN_OF_THE_TEST": str(tmp_path)}
+    process = torchrun(command_line(flags), 2, cwd=tmp_path, script=script, env=mark)
     process.wait(60)
     written = (tmp_path / "output.txt").read_text()
     assert process.returncode != 0
     assert re.search(rf"rank *: {FAULTY_RANK} ", written) and cause in written, written
-    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()], "a rank is left, or its zombie"
-
-
-def _children(parent: int, count: int) -> list[int]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        if len(children) >= count:
-            return [int(child) for child in children]
-        time.sleep(0.05)
-    raise TimeoutError(f"process {parent} did not start {count} others")
+    assert processes_with(f"RUN_OF_THE_TEST={tmp_path}") == [], "a rank is left"
