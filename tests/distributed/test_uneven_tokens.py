@@ -134,10 +134,11 @@ FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
     [
         (3, {}, EXPERTS),
         slow(4, {CP: 2}, {**EXPERTS, **FURTHER}),
-        slow(4, {PP: 2}, {**EXPERTS, **FURTHER}),
-        slow(4, {TP: 2}, {**EXPERTS, **FURTHER}),
-        slow(4, {TP: 2, **STAGES}, DEEP),
+        slow(4, {TP: 2, **STAGES}, {**DEEP, **FURTHER}),
         # Other sizes of the same axes.
+        soak_only(4, {PP: 2}, {**EXPERTS, **FURTHER}),
+        soak_only(4, {TP: 2}, {**EXPERTS, **FURTHER}),
+        soak_only(4, {TP: 2, **STAGES}, DEEP),
         soak_only(4, {TP: 2}, EXPERTS),
         soak_only(4, {CP: 2}, {"cp_comm_type": "all_gather"}),
         soak_only(4, {CP: 4}, {}),
