@@ -42,7 +42,7 @@ PLAIN = ("ddp", "zero1", "zero2")
 PRECISE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}
 EXACT = {"clip_grad": 0.05, "optimizer_in_backward_clip": "exact"}
 HALF = {"initial_loss_scale": 64.0, "hysteresis": 1, "loss_scale_window": 3}
-STEPS = long_count(4, soak=10)  # the learning rate falls in the fourth
+STEPS = long_count(3, soak=10)  # the learning rate falls in the third
 
 
 class Run:
@@ -94,7 +94,7 @@ class Run:
     def step(self, step: int, *, count: int = 1, factor: float = 1.0) -> list[Any]:
         """What a step reports; factor: of this rank's inputs."""
         for group in self.optimizer.param_groups:
-            group["lr"] = 0.01 * 0.5 ** (step // 3)
+            group["lr"] = 0.01 * 0.5 ** (step // 2)
         loss = self.backward(step, count=count, factor=factor)
         finalize_model_grads([self.model])
         report = self.optimizer.step()
@@ -133,7 +133,9 @@ def _compare(modes: list[str], dtype: torch.dtype, count: int, settings: dict[st
 @pytest.mark.parametrize("ranks", [3, soak_only(2), soak_only(4)])
 @pytest.mark.parametrize("clip", [{}, slow(EXACT)], ids=["clip off", "exact"])
 def test_steps_in_backward_are_the_steps_after_it(ranks: int, clip: dict[str, Any]) -> None:
-    run_on_ranks(_compare, ranks, list(MODES if ranks == 3 else PLAIN), torch.float32, 1, clip)
+    # Clipping with all modes is part of what several microbatches show.
+    every = ranks == 3 and (not clip or long_count(0, soak=1))
+    run_on_ranks(_compare, ranks, list(MODES if every else PLAIN), torch.float32, 1, clip)
 
 
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -204,7 +206,7 @@ class Reference:
     def step(self, step: int, count: int) -> float:
         """The norm before clipping."""
         for group in self.optimizer.param_groups:
-            group["lr"] = 0.01 * 0.5 ** (step // 3)
+            group["lr"] = 0.01 * 0.5 ** (step // 2)
         ranks = dist.get_world_size()
         self.optimizer.zero_grad()
         for rank in range(ranks):
@@ -465,17 +467,19 @@ def _hooks_see_states() -> None:
     for mode in PLAIN:
         run = Run(mode, dtype=torch.bfloat16)
         seen: dict[str, list[Any]] = {}
+        rates = list[float]()
 
-        def look(bucket: Any, seen: dict[str, list[Any]] = seen) -> None:
+        def look(bucket: Any, seen: dict[str, list[Any]] = seen, rates: list[float] = rates) -> None:
             for state in bucket.states:
                 part = slice(state.span.start, state.span.end)
                 assert torch.equal(state.master.bfloat16(), bucket.shard[part])
                 assert bucket.grad[part].shape == state.moments["exp_avg"].shape == state.moments["exp_avg_sq"].shape
-                assert state.settings["lr"] == 0.01 and {"weight_decay", "betas"} <= set(state.settings)
+                assert state.settings["lr"] == rates[-1] and {"weight_decay", "betas"} <= set(state.settings)
             seen.setdefault(bucket.name, []).append(sum(state.span.numel for state in bucket.states))
 
         run.model.register_bucket_ready_hook(look)
-        for step in range(3):
+        for step, rate in enumerate((0.01, 0.01, 0.005)):
+            rates.append(rate)
             run.step(step, count=2)
         assert len(seen) > 2 and all(len(sizes) == 3 for sizes in seen.values())
         assert sum(sizes[0] for sizes in seen.values()) == sum(one.span.numel for one in run.optimizer._runs)
