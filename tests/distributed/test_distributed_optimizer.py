@@ -34,7 +34,7 @@ OVERLAPS: dict[str, dict[str, bool]] = {
     },
 }
 PRECISE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}
-STEPS = long_count(3, soak=5)
+STEPS = long_count(2, soak=5)
 
 
 class Run:

@@ -28,7 +28,7 @@ from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config, small_model
 from tests.unit_tests.core.optimizer.reference import wrap
 
-STEPS = long_count(6, soak=20)
+STEPS = long_count(3, soak=20)
 # Adam in fp64, with everything that could pull the copies apart: decay, clipping, a rate of their own.
 TRAINING: Flags = {
     **FLAGS,

@@ -27,7 +27,7 @@ from tests.distributed.test_distributed_optimizer import OVERLAPS, PRECISE, Peak
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
-STEPS = long_count(3, soak=5)
+STEPS = long_count(2, soak=5)
 LAYERS = 5
 CASES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {}),
