@@ -198,7 +198,7 @@ def test_a_footprint_says_whether_the_stash_saves(pages: int, saves: bool) -> No
 
 
 @pytest.mark.slow
-@settings(max_examples=long_count(5, soak=500), deadline=None)
+@settings(max_examples=long_count(3, soak=500), deadline=None)
 @given(data=st.data())
 def test_any_order_of_microbatches_gives_the_same_and_returns_all_pages(data: st.DataObject) -> None:
     stash = make_stash(data.draw(st.integers(150, 700)), 2000, prefetch_groups=data.draw(st.integers(0, 3)))
