@@ -17,12 +17,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 from megatron.core.transformer.moe.load_balancing import get_updated_expert_bias
 from megatron.core.transformer.moe.moe_utils import permute, sinkhorn, topk_routing_with_score_function, unpermute
 from megatron.core.transformer.moe.router import TopKRouter
-from tests.counts import slow
+from tests.counts import long_count, slow
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
 from tests.unit_tests.core.transformer.moe import naive_router as naive
 
-INPUTS_PER_SHAPE, LOSSES = 50, ("aux_loss", "seq_aux_loss", "global_aux_loss")
-# Experts, top-k, groups, groups of a token, scaling: 20 shapes of 50 inputs each.
+INPUTS, INPUTS_PER_SHAPE = long_count(200, soak=1000), long_count(10, soak=50)
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+# Experts, top-k, groups, groups of a token, scaling: 20 shapes.
 SHAPES = [
     (experts, topk, groups, group_topk, factor)
     for experts, topk in ((4, 1), (6, 2), (8, 4), (12, 3))
@@ -112,7 +113,7 @@ def _assert_same(router: TopKRouter, logits: Tensor, found: tuple[Tensor, Tensor
 def test_sinkhorn_agrees_with_a_loop_over_tokens(topk: int) -> None:
     router = router_of(4, moe_router_topk=topk, moe_router_load_balancing_type="sinkhorn")
     generator = torch.Generator().manual_seed(2)
-    for number in range(1000):
+    for number in range(INPUTS):
         logits = torch.randn(2 + number % 9, 4, dtype=torch.float64, generator=generator).mul_(1.5).requires_grad_()
         weights, indices = router.routing(logits)
         choices = naive.route_sinkhorn(logits, topk)
@@ -133,7 +134,7 @@ def test_sinkhorn_agrees_with_a_loop_over_tokens(topk: int) -> None:
 
 def test_bias_moves_by_the_sign_of_what_is_missing() -> None:
     generator = torch.Generator().manual_seed(3)
-    for _ in range(1000):
+    for _ in range(INPUTS):
         counts = torch.randint(0, 4, (2, 3), generator=generator)
         bias = torch.randn(2, 3, generator=generator)
         mean = counts.double().mean(dim=1).tolist()
@@ -147,7 +148,7 @@ def test_gating_multiplies_in_the_dtype_that_is_asked_for(dtype: torch.dtype, na
     router = router_of(4, params_dtype=dtype, moe_router_dtype=name, add_bias_linear=True)
     assert router.bias is not None
     parameters = (router.weight, router.bias)
-    for _ in range(1000):
+    for _ in range(INPUTS):
         for parameter in parameters:
             parameter.data.normal_(generator=generator)
         x = torch.randn(3, 32, generator=generator).to(dtype).requires_grad_()
@@ -161,7 +162,7 @@ def test_gating_multiplies_in_the_dtype_that_is_asked_for(dtype: torch.dtype, na
 @pytest.mark.slow
 def test_jitter_scales_the_input_in_training_alone() -> None:
     router = router_of(4, moe_input_jitter_eps=0.1, moe_router_topk=4)
-    for seed in range(1000):
+    for seed in range(INPUTS):
         x = torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         torch.manual_seed(seed)
         weights, indices = router(x)
@@ -239,7 +240,7 @@ def test_published_routers_are_those_of_their_flags(family: str) -> None:
 @pytest.mark.slow
 def test_tables_rows_and_back_hold_what_the_map_says() -> None:
     generator = torch.Generator().manual_seed(5)
-    for number in range(1000):
+    for number in range(INPUTS):
         logits = torch.randn(1 + number % 5, 6, dtype=torch.float64, generator=generator)
         probs, chosen = topk_routing_with_score_function(logits, 2, score_function="sigmoid", scaling_factor=3.0)
         assert torch.equal(probs > 0, chosen) and torch.allclose(probs.sum(dim=1), torch.tensor(3.0).double())
