@@ -148,7 +148,7 @@ def test_a_run_that_is_stopped_leaves_the_old_files_and_no_process(tmp_path: Pat
     prefix = run(tmp_path, "--input", old, *BYTE_LEVEL)[1]
     before = [Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")]
     with write_jsonl(tmp_path / "big.jsonl", TEXTS).open("a") as big:
-        big.write((tmp_path / "big.jsonl").read_text() * 300)  # seconds of work: the signal must come in the middle
+        big.write((tmp_path / "big.jsonl").read_text() * 10)  # seconds of work: the signal must come in the middle
     words = ["--input", str(tmp_path / "big.jsonl"), *BYTE_LEVEL, "--workers", "2", "--output-prefix", prefix[:-14]]
     command = [sys.executable, preprocess_data.__file__, *words]
     # The workers hold the other end of this pipe: it ends when they have.
