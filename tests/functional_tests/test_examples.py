@@ -110,21 +110,21 @@ def run_any_module(ranks: int, *words: str) -> list[float]:
 
 @pytest.mark.slow
 def test_any_module_learns_alike_on_any_number_of_processes() -> None:
-    alone = run_any_module(1, "--steps", "20")
-    assert run_any_module(1, "--steps", "4") == run_any_module(1, "--steps", "4")
-    assert len(alone) == 20 and alone[-2] < 0.4 * alone[0]
-    assert run_any_module(2, "--steps", "20", "--overlap") == pytest.approx(alone, rel=1e-2)
+    alone = run_any_module(1, "--steps", "8")
+    assert run_any_module(1, "--steps", "4") == alone[:4]
+    assert len(alone) == 8 and alone[-2] < 0.4 * alone[0]
+    assert run_any_module(2, "--steps", "8", "--overlap") == pytest.approx(alone, rel=1e-2)
 
 
 # bf16 alone reads fp32 masters back as well.
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [soak_only([]), ["--bf16"]], ids=["fp32", "bf16"])
 def test_any_module_goes_on_from_a_checkpoint_of_fewer_processes(tmp_path: Path, words: list[str]) -> None:
-    whole = run_any_module(3, "--steps", "8", *words)
+    whole = run_any_module(3, "--steps", "6", *words)
     words = [*words, "--save", str(tmp_path / "rings")]
-    halves = run_any_module(1, "--steps", "4", *words) + run_any_module(3, "--steps", "8", *words)
+    halves = run_any_module(1, "--steps", "4", *words) + run_any_module(3, "--steps", "6", *words)
     assert halves == pytest.approx(whole, rel=5e-2 if "--bf16" in words else 1e-3)
-    assert run_any_module(2, "--steps", "8", *words) == []
+    assert run_any_module(2, "--steps", "6", *words) == []
 
 
 def run_own_script(folder: Path, ranks: int, *words: str):
@@ -150,7 +150,8 @@ def test_own_script_loses_as_much_under_every_layout(tmp_path: Path) -> None:
         ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"],
         ["--context-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
     ]
-    one, *others = (run_own_script(tmp_path / str(index), 4, *words) for index, words in enumerate([[], *layouts]))
+    one = run_own_script(tmp_path / "one", 1)
+    others = [run_own_script(tmp_path / str(index), 4, *words) for index, words in enumerate(layouts)]
     for run in others:
         for number, step in run.steps.items():
             for name in ("lm_loss", "accuracy", "grad_norm"):
@@ -173,12 +174,13 @@ def test_a_paged_stash_holds_less_and_changes_no_loss(
     torch.set_num_threads(2)  # as users have it: sums must not depend on the order of threads
     request.addfinalizer(lambda: torch.set_num_threads(1))
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    monkeypatch.setattr(sys, "argv", [name, "--steps", "3", *words.split()])
+    # In the first step the order of layers is not yet known.
+    monkeypatch.setattr(sys, "argv", [name, "--steps", "2", *words.split()])
     import_module(f"examples.paged_stash_{name}").main()
     printed = capsys.readouterr().out
-    assert "All 3 losses equal those without the stash, bit for bit." in printed and re.search(shows, printed), printed
+    assert "All 2 losses equal those without the stash, bit for bit." in printed and re.search(shows, printed), printed
     shares = [int(share) for share in re.findall(r"\( *(\d+)%\)", printed)]
-    assert len(shares) == 3 and max(shares) < percent
+    assert len(shares) == 2 and max(shares) < percent
 
 
 CLUSTER = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "FIRST": "node1"}
