@@ -67,7 +67,9 @@ def test_a_token_that_only_training_finds_ends_every_rank(tmp_path: Path) -> Non
     # Start-up looks into every second document of so many.
     write_data(tmp_path / "data", documents=128, wrong=1)
     flags = {**DATA, "vocab-size": 128, "data-path": tmp_path / "data", "split": "1,0,0", "num-workers": 1}
-    run = run_program(command_line({**flags, "train-iters": 200}), 2, folder=tmp_path / "run")
+    # All documents within a few steps.
+    flags |= {"micro-batch-size": 16, "global-batch-size": 32, "train-iters": 20}
+    run = run_program(command_line(flags), 2, folder=tmp_path / "run")
     assert_one_line_on_every_rank(
         run, r"(data \(train\) holds token 60000: |the connection to another rank was lost: )"
     )
