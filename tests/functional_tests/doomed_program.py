@@ -42,8 +42,8 @@ def main(argv: list[str]) -> None:
     if fault is not None and fault[0] == 0 and fault[2] == "SIGSTOP":
         # The store hangs too: less patience with it.
         vars(failure_board).update(_ANSWER_SECONDS=3.0, _PATIENCE_SECONDS=1.0)
-    if fault is not None and fault[2] == "SIGKILL":
-        wait_for_no_killed_rank()
+    if fault is not None and fault[2] in ("SIGKILL", "SIGSTOP"):
+        wait_for_no_silent_rank()
     with short_timeouts(), exit_on_user_error():
         pretrain(
             pretrain_gpt.train_valid_test_datasets_provider if doom is None else doom.datasets,
@@ -65,8 +65,8 @@ def short_timeouts() -> Iterator[None]:
         yield
 
 
-def wait_for_no_killed_rank() -> None:
-    """Lets the host of the store leave soon: a rank that is silent was killed, and says nothing that it would miss."""
+def wait_for_no_silent_rank() -> None:
+    """Lets the host of the store leave soon: a rank that is silent was killed or stopped, and will say nothing more."""
     vars(failure_board).update(_SILENT_SECONDS=0.5)
 
 

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     if os.environ["FAULT"] == "settings" and os.environ["RANK"] == str(FAULTY_RANK):
         argv = [*argv, "--lr", "0.5", "--data-cache-path", "elsewhere"]
     if os.environ["FAULT"] in ("killed", "chain"):
-        doomed_program.wait_for_no_killed_rank()
+        doomed_program.wait_for_no_silent_rank()
     with doomed_program.short_timeouts(), exit_on_user_error():
         pretrain(
             pretrain_gpt.train_valid_test_datasets_provider,
