@@ -14,7 +14,7 @@ from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.launch import run_program
 from tools import preprocess_data, python_corpus, train_tokenizer
 
-VOCAB_SIZE, SEQ_LENGTH, STEPS = 512, 64, 160
+VOCAB_SIZE, SEQ_LENGTH, STEPS = 512, 64, 80
 SPLIT = "95,5,0"
 FLAGS: Flags = {
     "mock-data": None,
@@ -29,7 +29,7 @@ FLAGS: Flags = {
     "global-batch-size": 16,
     "train-iters": STEPS,
     "eval-interval": STEPS // 2,
-    "eval-iters": 20,
+    "eval-iters": 10,
     "lr": 5e-3,
     "min-lr": 5e-4,
     "lr-warmup-iters": 10,
@@ -42,7 +42,7 @@ def test_a_mixture_of_experts_beats_a_unigram_model_on_real_text(tmp_path: Path)
     text, tokenizer, tokens = tmp_path / "text.jsonl", tmp_path / "tokenizer.json", tmp_path / "tokens"
     model = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
     files = ["--input", str(text), "--output-prefix", str(tokens), "--append-eod", "--workers", "1"]
-    assert python_corpus.main(["--output", str(text), "--max-bytes", "2000000"]) == 0
+    assert python_corpus.main(["--output", str(text), "--max-bytes", "1000000"]) == 0
     sizes = ["--vocab-size", str(VOCAB_SIZE)]
     assert train_tokenizer.main(["--input", str(text), "--output", str(tokenizer), *sizes]) == 0
     assert preprocess_data.main([*files, *model]) == 0
@@ -56,7 +56,7 @@ def test_a_mixture_of_experts_beats_a_unigram_model_on_real_text(tmp_path: Path)
     print(f"validation losses {losses}, unigram model {unigram:.3f}, uniform {math.log(VOCAB_SIZE):.3f}")
     assert unigram < math.log(VOCAB_SIZE) - 0.3, "token frequencies alone tell nothing here"
     assert losses[-1] < losses[0]
-    assert losses[-1] < unigram - 0.4  # measured: 0.8
+    assert losses[-1] < unigram - 0.4  # measured: 0.65
 
 
 def _unigram_loss(data: str, tokenizer_model: Path) -> float:
