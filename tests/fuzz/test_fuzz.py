@@ -9,12 +9,12 @@ from tests.fuzz.kinds import KINDS
 
 # Examples in `make test` and in `make soak`.
 COUNTS = {
-    "flags": (30, 10_000),
-    "yaml": (120, 10_000),
-    "idx": (460, 8_000),
-    "cache": (50, 2_000),
-    "checkpoints": (75, 9_000),
-    "legacy": (30, 1_000),
+    "flags": (15, 10_000),
+    "yaml": (60, 10_000),
+    "idx": (200, 8_000),
+    "cache": (25, 2_000),
+    "checkpoints": (30, 9_000),
+    "legacy": (15, 1_000),
 }
 # At least this percentage is used to the end; the others stop where the first check refuses them.
 LEAST_RIGHT = {"flags": 20, "yaml": 8, "idx": 20, "cache": 100, "checkpoints": 40, "legacy": 20}
