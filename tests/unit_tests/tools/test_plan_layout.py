@@ -24,9 +24,12 @@ def _found(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> t
 
 
 # What is given keeps the number of layouts, and the time of the test, small.
-FIXED = (
-    "--micro-batch-size 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel".split()
-)
+GIVEN = {
+    "llama3.2-1b": "--num-virtual-stages-per-pipeline-rank 2",
+    "deepseek-v3": "--expert-model-parallel-size 2 --use-distributed-optimizer --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1",
+}
+SHARED = "--micro-batch-size 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
 
 
 @pytest.mark.slow
@@ -38,21 +41,12 @@ def test_the_program_needs_no_installation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plans_are_for_the_device_of_the_environment(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEGATRON_PLAN_DEVICE", "A100")
-    text, _ = _found(capsys, tmp_path, "--model", "llama3.2-1b", "--gpus", "1", "--micro-batch-size", "1")
-    assert " layouts of 1 x A100 compared" in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama3.2-1b", "deepseek-v3"])
-def test_printed_flags_are_planned_unchanged_and_hold_what_was_said(
+@pytest.mark.parametrize("model", GIVEN)
+def test_printed_flags_keep_what_was_given_are_planned_unchanged_and_hold_what_was_said(
     model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = ["--model", model, "--gpus", "8", "--memory", "100MB", "--top", "2", *FIXED]
-    text, found = _found(capsys, tmp_path, *words)
+    given = [*SHARED.split(), *GIVEN[model].split()]
+    text, found = _found(capsys, tmp_path, "--model", model, "--gpus", "8", "--memory", "100MB", "--top", "2", *given)
     assert found["fitting"] > len(found["layouts"]) > 1
     assert [one["difference"] for one in found["dry_runs"]] == [0, 0]
     assert max(map(len, text.splitlines())) <= 100
@@ -63,64 +57,48 @@ def test_printed_flags_are_planned_unchanged_and_hold_what_was_said(
         assert line.replace("'", "") == " ".join(layout["words"])
         pretrain_gpt.main([*layout["words"], "--dry-run", "--world-size", "8"])
         assert "plan of 8 ranks" in capsys.readouterr().out
+    for one in found["layouts"]:
+        assert all(one["words"].count(word) == 1 for word in given if word.startswith("--"))
+        assert "--num-virtual-stages-per-pipeline-rank" not in given or one["layers"] == [1, 1, 1, 1]
+        assert "--use-distributed-optimizer" not in given or "distributed_fused_adam" not in one["words"]
 
 
 @pytest.mark.slow
 def test_no_layout_of_the_table_is_beaten_by_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text, found = _found(
-        capsys, tmp_path, "--model", "llama3.2-1b", "--gpus", "4", "--memory", "2MB", "--keep-free", "1"
-    )
+    words = ["--model", "llama3.2-1b", "--gpus", "2", "--memory", "3MB", "--keep-free", "1", "--micro-batch-size", "1"]
+    text, found = _found(capsys, tmp_path, *words, "--top", "1")
     # Without any memory kept free, what passes take for a while leaves some of them out.
-    over = [one["layout"] for one in found["dry_runs"] if one["peak"] > 2_000_000]
+    over = [one["layout"] for one in found["dry_runs"] if one["peak"] > 3_000_000]
     assert over and re.findall(r"^(\d+)\. does not fit: stage", text, re.MULTILINE) == list(map(str, over))
     assert not set(map(str, over)) & set(re.findall(r"^(\d+)\. pretrain_gpt", text, re.MULTILINE))
     layouts = found["layouts"]
-    assert all(one["bytes"] <= 2_000_000 for one in layouts)
+    assert all(one["bytes"] <= 3_000_000 for one in layouts)
     assert [one["seconds"] for one in layouts] == sorted(one["seconds"] for one in layouts)
     for one in layouts:
         assert not any(
-            other["bytes"] < one["bytes"] * 0.9 and other["seconds"] < one["seconds"] * 0.9 for other in layouts
+            other["bytes"] < one["bytes"] * 0.99 and other["seconds"] < one["seconds"] * 0.99 for other in layouts
         )
 
 
 @pytest.mark.slow
-def test_sizes_that_are_given_are_not_varied(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    given = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1".split()
-    given += ["--num-virtual-stages-per-pipeline-rank", "2", "--use-distributed-optimizer"]
-    _, found = _found(capsys, tmp_path, "--model", "llama3.2-1b", "--gpus", "8", "--memory", "1GB", *given)
-    for one in found["layouts"]:
-        assert one["layers"] == [1, 1, 1, 1]
-        flags = [word for word in given if word.startswith("--")]
-        assert all(one["words"].count(flag) == 1 for flag in flags)
-        assert "distributed_fused_adam" not in one["words"]
-
-
-@pytest.mark.slow
-def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks_whatever_the_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MEGATRON_PLAN_DEVICE", "A100")
     path = tmp_path / "found.json"
-    words = ["--model", "llama3.2-1b", "--gpus", "2", "--memory", "100KB", "--keep-free", "1KB", *TINY]
-    with pytest.raises(SystemExit) as end:
-        plan_layout.main([*words, "--json", str(path)])
-    assert end.value.code == 1
-    nearest = json.loads(path.read_text())["nearest"]
-    text = capsys.readouterr().out
-    assert f"nothing fits: the layout that needs least needs {nearest['bytes'] - 99_000:,} bytes" in text
-    assert "--tensor-model-parallel-size 2" in text or "--pipeline-model-parallel-size 2" in text
-
-
-@pytest.mark.slow
-def test_what_needs_least_does_not_depend_on_the_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
-    words = ["--model", "llama3.2-1b", "--gpus", "4", "--micro-batch-size", "1", *TINY, "--json", str(path)]
-    needed = []
-    for memory in ("1KiB", "50KiB", "100KiB"):
-        with pytest.raises(SystemExit):
-            plan_layout.main([*words, "--memory", memory])
-        assert "nothing fits" in capsys.readouterr().out
-        needed.append(json.loads(path.read_text())["nearest"]["words"])
-    assert needed[0] == needed[1] == needed[2]
+    words = ["--model", "llama3.2-1b", "--gpus", "2", "--micro-batch-size", "1", *TINY, "--json", str(path)]
+    found = []
+    for memory in (2_000, 100_000):
+        with pytest.raises(SystemExit) as end:
+            plan_layout.main([*words, "--memory", f"{memory // 1000}KB", "--keep-free", "1KB"])
+        assert end.value.code == 1
+        nearest, text = json.loads(path.read_text())["nearest"], capsys.readouterr().out
+        assert " layouts of 2 x A100 compared" in text
+        over = nearest["bytes"] - memory + 1000
+        assert f"nothing fits: the layout that needs least needs {over:,} bytes" in text
+        assert "--tensor-model-parallel-size 2" in text or "--pipeline-model-parallel-size 2" in text
+        found.append(nearest["words"])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
