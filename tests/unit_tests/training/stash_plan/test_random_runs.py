@@ -77,7 +77,7 @@ def real_ranks(args: argparse.Namespace) -> list[RealRank]:
 def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(tmp_path: Path) -> None:
     seen, trace = dict.fromkeys(Counter, 0), tmp_path / "trace"
     all_voids = 0
-    for case in range(long_count(30, soak=500)):
+    for case in range(long_count(12, soak=500)):
         choose = random.Random(case)
         flags = random_flags(choose)
         args = validate_args(parse_args(argv=[*command_line({**read_bases()["moe"], **flags}), "--dry-run"]))
