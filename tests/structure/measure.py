@@ -77,6 +77,11 @@ class Source:
         return ast.parse(self.text, self.name)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree, as ast.walk has them."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def lines(self) -> list[str]:
         return self.text.splitlines()
 
@@ -86,12 +91,12 @@ class Source:
 
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+        return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
 
     @cached_property
     def documented(self) -> list[ast.Module | ast.ClassDef | FunctionNode]:
         """Everything that has a docstring."""
-        return [node for node in ast.walk(self.tree) if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node)]
+        return [node for node in self.nodes if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node)]
 
     @cached_property
     def comments(self) -> dict[int, str]:
@@ -136,7 +141,7 @@ def imported_modules(source: Source, known: frozenset[str]) -> Iterator[tuple[st
     """(module, line) of every import, in functions too; `from package import name` gives package.name where `known`
     holds that module, else package.
     """
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

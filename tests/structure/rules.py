@@ -94,7 +94,7 @@ def module_state(sources: list[Source]) -> Iterator[Broken]:
     for source in sources:
         if source.name in GLOBAL_HOLDERS:
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Global):
                 yield source.name, node.lineno, f"`global {', '.join(node.names)}`"
         yield from _containers_to_fill(source)
@@ -104,7 +104,7 @@ def module_state(sources: list[Source]) -> Iterator[Broken]:
 def bare_except(sources: list[Source]) -> Iterator[Broken]:
     """No handler takes every error without its name: it could only swallow it."""
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ExceptHandler):
                 takes_all = node.type is None or words(node.type) & {"Exception", "BaseException"}
                 if takes_all and node.name is None:
@@ -119,7 +119,7 @@ def host_sync(sources: list[Source]) -> Iterator[Broken]:
             continue
         named = [function.node for function in source.functions if "sync" in function.node.name.split("_")]
         allowed = {inner for node in named for inner in ast.walk(node)}
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if _reads_device(node) and node not in allowed:
                 yield source.name, node.lineno, f"`{ast.unparse(node)}` waits for the device outside *_sync_*"
 
@@ -190,10 +190,11 @@ def _is_empty(value: ast.expr) -> bool:
 
 def _changed_names(function: ast.AST) -> set[str]:
     """Names of module-level things that a function's body changes in place; names that it binds itself are its own."""
-    own = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    nodes = list(ast.walk(function))
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     changed = set()
-    for node in ast.walk(function):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
             changed.add(dotted(node.func.value))
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
