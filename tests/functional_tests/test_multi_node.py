@@ -36,7 +36,10 @@ ONE_MACHINE = [Node((), "127.0.0.1", "lo")] * NODES
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "apart",
-    [pytest.param(True, id="network namespaces, where allowed"), pytest.param(False, id="one machine", marks=pytest.mark.soak)],
+    [
+        pytest.param(True, id="network namespaces, where allowed"),
+        pytest.param(False, id="one machine", marks=pytest.mark.soak),
+    ],
 )
 def test_two_nodes_train_as_one(apart: bool, tmp_path: Path) -> None:
     with ExitStack() as stack:
