@@ -62,56 +62,91 @@ OFFLOAD: Flags = {
     "offload-modules": ["core_attn", "attn_proj"],
     "min-offloaded-tensor-size": 16,
 }
+ON_HOSTS: Flags = {"optimizer-cpu-offload": True, "optimizer-offload-fraction": 0.5}
 NARROW: Flags = {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "fp16"}
 # Kernels of the CPU keep other statistics of 16-bit numbers than those of GPUs, and other parts of fused attention.
 LIKE_GPUS: Flags = {"bf16": False, "attention-backend": "unfused"}
+# What a run cannot be combined with has one of its own; every other property is that of one run among several.
 ON_TWO: dict[str, tuple[str, Flags]] = {
-    "replicas": ("dense", {}),
-    "saved": ("dense", {**LIKE_GPUS, "use-distributed-optimizer": True}),
-    "saved by gated layers": ("llama", {**LIKE_GPUS, **TENSORS}),
     "saved by experts": ("moe", {**LIKE_GPUS, **EXPERTS}),
-    "saved for recompute": ("dense", {**LIKE_GPUS, **RECOMPUTE}),
-    "saved on hosts": ("dense", {**LIKE_GPUS, **OFFLOAD}),
-    "peak": ("dense", LIKE_GPUS),
     "peak of shards": ("dense", {**LIKE_GPUS, **SHARDED}),
     "peak of recompute": ("dense", {**LIKE_GPUS, **FULL}),
-    "peak of gradient shards": ("dense", {**LIKE_GPUS, "optimizer": "distributed_fused_adam"}),
-    "peak in backward": ("dense", {**LIKE_GPUS, "optimizer-in-backward": True, "clip-grad": 0.0}),
-    "padded rows": ("moe", {**EXPERTS, "moe-token-dispatcher-type": "alltoall"}),
+    "peak of gradient shards on hosts": ("dense", {**LIKE_GPUS, **OFFLOAD, "optimizer": "distributed_fused_adam"}),
+    "peak in backward of recompute": (
+        "dense",
+        {**LIKE_GPUS, **RECOMPUTE, "optimizer-in-backward": True, "clip-grad": 0.0},
+    ),
     "even rows": ("moe", {"expert-model-parallel-size": 2, "moe-token-dispatcher-type": "alltoall"}),
-    "pages": ("moe", {**EXPERTS, **PAGES, **SHARDED}),
-    "narrow states": ("dense", {**SHARDED, **NARROW}),
+    "dynamic experts": ("moe", {"expert-model-parallel-size": 2}),
     "shards": ("dense", {"use-torch-fsdp2": True, "init-model-with-meta-device": True}),
     "in backward": ("dense", {"optimizer-in-backward": True, "clip-grad": 0.0}),
     "gradient shards": ("dense", {"optimizer": "distributed_fused_adam"}),
     "sgd": ("dense", {"optimizer": "sgd"}),
     "adapters": ("llama", {"lora-rank": 2}),
-    "states on hosts": ("dense", {**SHARDED, "optimizer-cpu-offload": True, "optimizer-offload-fraction": 0.5}),
 }
 # Two groups at once.
 ON_FOUR: dict[str, tuple[str, Flags]] = {
     "peak of stages": ("dense", {**LIKE_GPUS, "pipeline-model-parallel-size": 2}),
     "peak of sequences": ("llama", {**LIKE_GPUS, **TENSORS, "context-parallel-size": 2, "global-batch-size": 4}),
-    "stages": ("dense", {"tensor-model-parallel-size": 2, "pipeline-model-parallel-size": 2, **SHARDED}),
+    "states on hosts": (
+        "dense",
+        {
+            "tensor-model-parallel-size": 2,
+            "pipeline-model-parallel-size": 2,
+            **SHARDED,
+            **ON_HOSTS,
+            "global-batch-size": 6,
+        },
+    ),
     "chunks": ("dense", {**CHUNKS, **SHARDED}),
-    "sequences": ("llama", {"context-parallel-size": 2}),
-    "rings": ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED}),
-    "experts": ("moe", {**EXPERTS, **SHARDED, "global-batch-size": 16}),
-    "instances": ("dense", {**SHARDED, "num-distributed-optimizer-instances": 2, "global-batch-size": 16}),
-    "dynamic experts": ("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}),
+    "sequences": ("llama", {"context-parallel-size": 2, **SHARDED}),
+    "experts": ("moe", {**EXPERTS, **SHARDED, "moe-token-dispatcher-type": "alltoall", "global-batch-size": 16}),
+    "narrow instances": (
+        "dense",
+        {**SHARDED, **NARROW, "num-distributed-optimizer-instances": 2, "global-batch-size": 16},
+    ),
 }
 # Every kind of parallelism at once, and pages.
 ON_EIGHT: dict[str, tuple[str, Flags]] = {
     "eight with experts": ("moe", {**EXPERTS, **PAGES, **SHARDED, **UNEVEN, **TENSORS}),
 }
 if long_count(0, soak=1):
-    # "peak of recompute" has the one property of the first that other runs lack; "rings" and "sequences" those of both.
-    ON_TWO["recompute"] = ("dense", FULL)
+    # Each has one property of a run above alone.
+    ON_TWO |= {
+        "replicas": ("dense", {}),
+        "saved": ("dense", {**LIKE_GPUS, "use-distributed-optimizer": True}),
+        "saved by gated layers": ("llama", {**LIKE_GPUS, **TENSORS}),
+        "saved for recompute": ("dense", {**LIKE_GPUS, **RECOMPUTE}),
+        "saved on hosts": ("dense", {**LIKE_GPUS, **OFFLOAD}),
+        "peak": ("dense", LIKE_GPUS),
+        "peak of gradient shards": ("dense", {**LIKE_GPUS, "optimizer": "distributed_fused_adam"}),
+        "peak in backward": ("dense", {**LIKE_GPUS, "optimizer-in-backward": True, "clip-grad": 0.0}),
+        "padded rows": ("moe", {**EXPERTS, "moe-token-dispatcher-type": "alltoall"}),
+        "pages": ("moe", {**EXPERTS, **PAGES, **SHARDED}),
+        "narrow states": ("dense", {**SHARDED, **NARROW}),
+        "sharded states on hosts": ("dense", {**SHARDED, **ON_HOSTS}),
+        "recompute": ("dense", FULL),
+    }
+    ON_FOUR |= {
+        "stages": ("dense", {"tensor-model-parallel-size": 2, "pipeline-model-parallel-size": 2, **SHARDED}),
+        "instances": ("dense", {**SHARDED, "num-distributed-optimizer-instances": 2, "global-batch-size": 16}),
+        "rings": ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED}),
+        "dynamic experts of stages": ("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}),
+    }
+    # "rings" and "sequences" have its properties.
     ON_EIGHT["eight with sequences"] = ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED})
 BY_RANKS = {2: ON_TWO, 4: ON_FOUR, 8: ON_EIGHT}
 RUNS = {name: run for runs in BY_RANKS.values() for name, run in runs.items()}
 # Shards of a stage's ranks differ. Ranks of other stages are planned as the first one is.
-UNEQUAL = ("narrow states", "shards", "gradient shards", "even rows", "experts", "instances", "eight with experts")
+UNEQUAL = ("shards", "gradient shards", "even rows", "experts", "narrow instances")
+# What the first microbatch saves is measured before the steps.
+SAVED = [
+    *(name for name in RUNS if name.startswith("saved")),
+    "peak of shards",
+    "peak of sequences",
+    "peak of gradient shards on hosts",
+    "peak in backward of recompute",
+]
 # One start of ranks for all runs, and a plan for each.
 pytestmark = pytest.mark.slow
 
@@ -177,11 +212,9 @@ def _held_by_rank(names: list[str]) -> dict[str, Held]:
         # Parts of a fixed size, as on GPUs; on hosts no padding travels.
         padded = patch.dict(vars(dispatch_static), part_layout=lambda device: padded_parts)
         with padded, _sent_as_on_gpus(name.startswith("peak")), started_run(_argv(name)) as run:
-            held[name] = _held(run, *(_saved(run) if name.startswith("saved") else ({}, 0)))
-            if name.startswith("peak"):
-                held[name] = replace(held[name], **_at_once(run))
-            elif not name.startswith("saved"):
-                held[name] = replace(held[name], **_sent(run))
+            held[name] = _held(run, *(_saved(run) if name in SAVED else ({}, 0)))
+            if not name.startswith("saved"):
+                held[name] = replace(held[name], **_third_step(run))
     return held
 
 
@@ -200,18 +233,10 @@ def _sent_as_on_gpus(does: bool) -> Iterator[None]:
         yield
 
 
-def _at_once(run: TrainingRun) -> dict[str, int]:
-    """What a step has at once at most, in its passes and in its update, beside what stands."""
-    train_step(run)
-    train_step(run)
-    live = LiveBytes("cpu")
-    with live:
-        train_step(run)
-    return {"beside": live.peaks[""], "messages": live.messages_peak}
-
-
-def _sent(run: TrainingRun) -> dict[str, tuple[Any, ...]]:
-    """What a step sends once ranks know each other's order of launches and names of losses: links and launched."""
+def _third_step(run: TrainingRun) -> dict[str, Any]:
+    """What a step sends and has at once beside what stands, once ranks know each other's order of launches and names of
+    losses.
+    """
     launched: list[tuple[str, int]] = []
     record = Ledger.record
 
@@ -221,8 +246,8 @@ def _sent(run: TrainingRun) -> dict[str, tuple[Any, ...]]:
 
     train_step(run)
     train_step(run)
-    recorder = MessageRecorder(run.groups)
-    with patch.object(Ledger, "record", note), recorder:
+    recorder, live = MessageRecorder(run.groups), LiveBytes("cpu")
+    with patch.object(Ledger, "record", note), recorder, live:
         train_step(run)
     config = get_model_config(run.model[0])
     program = pipeline_programs(
@@ -230,7 +255,12 @@ def _sent(run: TrainingRun) -> dict[str, tuple[Any, ...]]:
         run.num_microbatches,
         group_size=config.microbatch_group_size_per_vp_stage,
     )[group_rank(run.groups.pp)]
-    return {"links": merged(by_pass(recorder.take(), program)), "launched": tuple(launched)}
+    return {
+        "links": merged(by_pass(recorder.take(), program)),
+        "launched": tuple(launched),
+        "beside": live.peaks[""],
+        "messages": live.messages_peak,
+    }
 
 
 def _saved(run: TrainingRun) -> tuple[dict[str, int], int]:
@@ -327,18 +357,14 @@ def test_eight_ranks_hold_and_send_what_was_planned(name: str, held: dict[str, l
 
 @pytest.mark.parametrize(
     "name",
-    [
-        soak_only(name) if name.startswith("saved") else name
-        for name in {**ON_TWO, **ON_FOUR}
-        if not name.startswith("peak")
-    ],
+    [soak_only(name) if name.startswith("saved") else name for name in {**ON_TWO, **ON_FOUR}],
 )
 def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: dict[str, list[Held]]) -> None:
     plans, ranks = _planned_by_rank(name), held[name]
     ranks_in_stage = len(ranks) // (1 + max(of_rank.stage for of_rank in ranks))
     for rank, planned in plans.items():
         assert planned.stage == ranks[rank].stage
-        assert (planned.host_states > 0) == (name == "states on hosts")
+        assert (planned.host_states > 0) == ("states on hosts" in name)
         for kind in KINDS:
             assert getattr(planned, kind) == getattr(ranks[rank], kind), (rank, kind)
     for rank, of_rank in enumerate(ranks):
@@ -349,7 +375,7 @@ def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: dict[str, list
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in {**ON_TWO, **ON_FOUR} if not name.startswith(("saved", "peak")) and name != "even rows"],
+    [name for name in {**ON_TWO, **ON_FOUR} if not name.startswith("saved") and name != "even rows"],
 )
 def test_ranks_send_what_was_planned_to_the_byte(name: str, held: dict[str, list[Held]]) -> None:
     for rank, planned in _planned_by_rank(name).items():
@@ -366,7 +392,7 @@ def test_experts_that_are_chosen_unevenly_get_the_planned_rows_of_all_ranks_toge
     assert planned == sent and any(operation == "all-to-all" for _, operation, *_ in sent)
 
 
-@pytest.mark.parametrize("name", ["chunks", "rings", "experts", "instances", "gradient shards"])
+@pytest.mark.parametrize("name", ["chunks", "sequences", "experts", "narrow instances", "gradient shards"])
 def test_reductions_and_gathers_are_those_that_the_ledger_noted(name: str, held: dict[str, list[Held]]) -> None:
     for of_rank in held[name]:
         sent = [one for one in of_rank.links if one.group in ("dp", "dp_cp", "edp", "intra_dp_cp")]
@@ -379,7 +405,7 @@ def test_reductions_and_gathers_are_those_that_the_ledger_noted(name: str, held:
             assert sum(one.num_bytes for one in phases) == sum(launched)
 
 
-@pytest.mark.parametrize("name", ["stages", "experts", "pages", "shards", "in backward"])
+@pytest.mark.parametrize("name", ["states on hosts", "experts", "eight with experts", "shards", "in backward"])
 def test_the_log_has_what_the_first_rank_and_the_fullest_of_each_stage_hold(
     name: str, held: dict[str, list[Held]]
 ) -> None:
@@ -394,7 +420,7 @@ def test_the_log_has_what_the_first_rank_and_the_fullest_of_each_stage_hold(
 
 
 @pytest.mark.parametrize(
-    "name", ["replicas", "stages", "chunks", "experts", "instances", "gradient shards", "adapters"]
+    "name", ["sgd", "states on hosts", "chunks", "experts", "narrow instances", "gradient shards", "adapters"]
 )
 def test_buckets_of_a_run_are_the_planned_ones(name: str, held: dict[str, list[Held]]) -> None:
     for plan in _plan(name).stages:
@@ -407,7 +433,7 @@ def test_buckets_of_a_run_are_the_planned_ones(name: str, held: dict[str, list[H
         assert tuple(sorted(one.padding_bytes for one in plan.buffers)) == held[name][plan.rank].paddings
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("saved")])
+@pytest.mark.parametrize("name", SAVED)
 def test_passes_with_memory_save_what_was_planned(name: str, held: dict[str, list[Held]]) -> None:
     planned, found = _plan(name).stages[0], held[name][0]
     assert planned.activations == found.activations and planned.activations["attention"] > 0
