@@ -37,8 +37,10 @@ _OF_LINE = re.compile(r"(.+?) at \S*?(\w+\.py):\d+ \(.*\)(?: in [\w ]+)?: (.*)")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the lint and the flags say of a configuration. whole: what breaks a graph of the whole iteration. modules:
-    what local can capture of each layer; parts: what breaks the rest.
+    """The findings of the lint and of the flags for one configuration.
+
+    whole: what breaks a graph of the whole iteration. modules: what local can capture of each layer. parts: what
+    breaks the rest.
     """
 
     whole: list[str]

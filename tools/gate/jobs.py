@@ -40,7 +40,7 @@ class Job:
     needs: Path | None = None
 
     def entry(self, tree: Path) -> dict[str, Any]:
-        """As worker.py reads it from a plan."""
+        """The job as a plan holds it for worker.py."""
         program = self.case.program
         return {
             "folder": str(self.folder),
