@@ -13,8 +13,8 @@ from megatron.training.dry_run.activations import Kept, peak_bytes
 from megatron.training.dry_run.rehearsal import Rehearsed
 
 _PLAIN = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
-# What tells layers apart that are otherwise alike.
-_OWN_NAMES = {"layer_number"}
+# What tells stages apart that are otherwise alike.
+_OWN_NAMES = {"layer_number", "offset", "_init_seed"}
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,17 @@ class Passes:
 
 def structure_of(model: Sequence[nn.Module]) -> Hashable:
     """Equal for chunks with equal modules, settings and parameters, whatever the numbers of their layers."""
-    return tuple((name, *_module(part)) for chunk in model for name, part in chunk.named_modules())
+    return tuple(_module(chunk) for chunk in model)
 
 
 def _module(part: nn.Module) -> tuple[Any, ...]:
-    parameters = [(name, one.shape, one.dtype, one.requires_grad) for name, one in part.named_parameters(recurse=False)]
-    settings = [(name, _setting(value)) for name, value in vars(part).items() if name not in _OWN_NAMES]
-    return type(part), tuple(parameters), tuple(settings)
+    parameters = tuple(
+        (name, one.shape, one.dtype, one.requires_grad) for name, one in part.named_parameters(recurse=False)
+    )
+    settings = tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _OWN_NAMES)
+    # A list of layers names them by their numbers in the whole model.
+    children = tuple((None if name.isdecimal() else name, _module(child)) for name, child in part.named_children())
+    return type(part), parameters, settings, children
 
 
 def _setting(value: Any) -> Any:
