@@ -33,18 +33,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # Imported modules live as long as the process: without this every full collection walks all of torch's objects.
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not os.environ.get("SOAK"):
         _leave_out_soak(config, items)
     if not torch.cuda.is_available():
         _skip_gpu(items)
     _order_files(items, seed=config.getoption("--order-seed"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Imported modules and items live as long as the process: without this every full collection walks them all.
+    gc.collect()
+    gc.freeze()
 
 
 def _leave_out_soak(config: pytest.Config, items: list[pytest.Item]) -> None:
