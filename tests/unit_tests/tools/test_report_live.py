@@ -2,22 +2,22 @@
 
 import http.client
 import json
+import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from tests.browser import Page, opened_browser
-from tests.structure.measure import ROOT
+from tests.harness import launch_on_ranks
 from tests.unit_tests.tools.test_report import HELD, RECORD, SEEN, needs_browser, write_run
 from tools import report
 from tools.report_changes import changes
@@ -277,25 +277,31 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert "error: " in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_it_serves_a_folder_without_a_log_and_ends_cleanly_on_signals(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/report.py", str(tmp_path), "--serve", "--port", "0", "--host", "0.0.0.0"]
-    servers = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) for _ in "ab"
-    ]
-    for server, number in zip(servers, (signal.SIGINT, signal.SIGTERM), strict=True):
-        assert server.stdout is not None
-        url = server.stdout.readline().split()[1]
-        port = int(url.rstrip("/").rpartition(":")[2])
+def _serve_and_end(folder: Path, numbers: list[signal.Signals]) -> int:
+    """Serves the folder until the rank's own signal, which comes while a connection is open."""
+    serve_forever = ReportServer.serve_forever
+
+    def ask_and_end(port: int) -> None:
         connection = http.client.HTTPConnection("localhost", port, timeout=30)
         connection.request("GET", "/content.json")
         assert "has no steps.jsonl" in json.loads(connection.getresponse().read())["content"]["waits"][0]
-        # The connection stays open.
-        server.send_signal(number)
-        output, errors = server.communicate(timeout=30)
-        assert (server.returncode, output) == (0, "Report: ended\n")
-        assert errors.startswith("WARNING: --host is 0.0.0.0: whoever reaches") and len(errors.splitlines()) == 1
-        connection.close()
+        os.kill(os.getpid(), numbers[int(os.environ["RANK"])])
+
+    def asked(server: ReportServer, **options: Any) -> None:
+        threading.Thread(target=ask_and_end, args=server.server_address[1:], daemon=True).start()
+        serve_forever(server, **options)
+
+    with patch.object(ReportServer, "serve_forever", asked):
+        return report.main([str(folder), "--serve", "--port", "0", "--host", "0.0.0.0"])
+
+
+def test_it_serves_a_folder_without_a_log_and_ends_cleanly_on_signals(tmp_path: Path) -> None:
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    for outcome in launch_on_ranks(_serve_and_end, 2, tmp_path, numbers, backend=None, timeout=60):
+        assert (outcome.error, outcome.value) == (None, 0)
+        assert outcome.stdout.startswith("Report: http://") and outcome.stdout.endswith("\nReport: ended\n")
+        assert outcome.stderr.startswith("WARNING: --host is 0.0.0.0: whoever reaches")
+        assert len(outcome.stderr.splitlines()) == 1
 
 
 # In a browser.
