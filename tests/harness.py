@@ -226,11 +226,11 @@ def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
     outcome.ended_at = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
+    if recorder is not None:
+        recorder.switch("")  # before the outcome is sent: the parent kills ranks as soon as it has them all
     sender.send_bytes(_pickle(outcome))
     if outcome.error is None and dist.is_initialized():
         dist.destroy_process_group()
-    if recorder is not None:
-        recorder.switch("")
     # A rank that failed leaves at once: closing its sockets is what tells the others.
     os._exit(0)
 
