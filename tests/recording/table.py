@@ -1,6 +1,6 @@
 """Tables of a recorded run of the tests (recorder.py): what it cost, what it covers, what it no longer covers.
 
-    python -m tests.recording.table costs FOLDER [--by test]
+    python -m tests.recording.table costs FOLDER [--by test] [--write tests/recording/costs.txt]
     python -m tests.recording.table coverage FOLDER [--write tests/recording/coverage.json]
     python -m tests.recording.table lost BASE_FOLDER FOLDER --base COMMIT [--of megatron/core/optimizer ...]
 
@@ -15,7 +15,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from coverage.python import PythonParser
 from rich.console import Console
@@ -23,15 +23,19 @@ from rich.table import Table
 
 from tests.recording.recorder import PRODUCT, ROOT
 
-PROGRAMS = "programs and browsers"
-FORWARD = "forward, updates, checks"
+PROGRAMS = "programs"  # Python programs that tests start, torchrun's ranks among them
+BROWSERS = "browsers and killed programs"  # what ended without a record of its own
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 1 where lines were lost."""
     options = _parse(argv)
     if options.command == "costs":
-        _print(costs(_read(options.folder), by_test=options.by == "test"))
+        rows = costs(_read(options.folder), by_test=options.by == "test")
+        _print(rows)
+        if options.write:
+            with options.write.open("w", encoding="utf-8") as file:
+                _print(rows, file=file)
         return 0
     if options.command == "coverage":
         summary = summarize(covered_lines(_read(options.folder)), _read(options.folder))
@@ -53,6 +57,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     costs_of = commands.add_parser("costs")
     costs_of.add_argument("folder", type=Path)
     costs_of.add_argument("--by", choices=("file", "test"), default="file")
+    costs_of.add_argument("--write", type=Path)
     coverage_of = commands.add_parser("coverage")
     coverage_of.add_argument("folder", type=Path)
     coverage_of.add_argument("--write", type=Path)
@@ -89,22 +94,38 @@ def tests_of_lines(records: Iterable[dict[str, Any]], name: str) -> dict[int, se
 
 
 def costs(records: Iterable[dict[str, Any]], *, by_test: bool) -> list[list[str]]:
-    """Rows of seconds of the processor: a head, the sum, and a row for each file or test, the dearest first."""
-    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    """Rows of processor seconds: a head, the sum, and a row for each file or test, the most expensive first.
+
+    tests: cases of a file, whose repetition is a cost of its own. ranks: processes forked for them.
+    """
+    seconds: dict[str, Counter[str]] = defaultdict(Counter)
+    tests: dict[str, set[str]] = defaultdict(set)
+    ranks: Counter[str] = Counter()
     for record in records:
-        if record["kind"] == "program":
-            continue  # among the children of a test
         name = record["test"] if by_test else record["test"].partition("::")[0]
-        rows[name].update(record["seconds"])
-        rows[name]["cpu"] += record["cpu"] + record["children"]
-        rows[name][PROGRAMS] += record["children"]
-    total: Counter[str] = Counter()
-    for row in rows.values():
-        total.update(row)
-    columns = [name for name, _ in total.most_common() if name != "cpu"]
-    head = ["", "seconds", *columns]
-    listed = [("all", total), *sorted(rows.items(), key=lambda item: -item[1]["cpu"])]
-    return [head, *([name, f"{row['cpu']:.1f}", *(f"{row[column]:.1f}" for column in columns)] for name, row in listed)]
+        row = seconds[name]
+        tests[name].add(record["test"])
+        ranks[name] += record["kind"] == "rank"
+        if record["kind"] == "program":
+            # Its processor time is also among the children of the test that waited for it.
+            row[PROGRAMS] += record["cpu"]
+            row[BROWSERS] -= record["cpu"]
+        else:
+            row.update(record["seconds"])
+            row[BROWSERS] += record["children"]
+    total = sum(seconds.values(), Counter())
+    columns = [name for name, _ in total.most_common()]
+    head = ["", "tests", "ranks", "seconds", *columns]
+    rows = sorted(seconds, key=lambda name: -seconds[name].total())
+    listed = [("all", sum(map(len, tests.values())), ranks.total(), total)]
+    listed += [(name, len(tests[name]), ranks[name], seconds[name]) for name in rows]
+    return [
+        head,
+        *(
+            [name, str(num_tests), str(num_ranks), f"{row.total():.1f}", *(f"{row[column]:.1f}" for column in columns)]
+            for name, num_tests, num_ranks, row in listed
+        ),
+    ]
 
 
 def summarize(covered: dict[str, set[int]], records: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -163,13 +184,14 @@ def _ranges(lines: list[int]) -> str:
     return " ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
 
 
-def _print(rows: list[list[str]]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+def _print(rows: list[list[str]], file: IO[str] | None = None) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, title in enumerate(rows[0]):
-        table.add_column(title, justify="right" if index else "left", no_wrap=True)
+        table.add_column(title, justify="right" if index else "left", no_wrap=not title or len(title) < 12)
     for row in rows[1:]:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 250, highlight=False, markup=False).print(table)
+    width = None if file is None and sys.stdout.isatty() else 250
+    Console(width=width, file=file, highlight=False, markup=False).print(table)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ def record(test: str, kind: str = "test", *, cpu: float = 1.0, children: float =
     }
 
 
-def test_costs_are_summed_over_ranks_and_leave_programs_to_their_parents() -> None:
-    records = [record("a.py::x"), record("a.py::x", "rank", cpu=2.0), record("b.py::y", children=5.0)]
-    records.append(record("b.py::y", "program", cpu=5.0))
+def test_costs_are_summed_over_ranks_and_count_programs_once() -> None:
+    records = [record("a.py::x"), record("a.py::x", "rank"), record("b.py::y", children=5.0)]
+    records.append(record("b.py::y", "program", cpu=4.0))
     head, total, *rows = table.costs(records, by_test=False)
-    assert head == ["", "seconds", "programs and browsers", "imports"]
-    assert total[:2] == ["all", "9.0"]
-    assert rows == [["b.py", "6.0", "5.0", "0.2"], ["a.py", "3.0", "0.0", "0.5"]]
+    assert head == ["", "tests", "ranks", "seconds", "programs", "browsers and killed programs", "imports"]
+    assert total == ["all", "2", "1", "5.8", "4.0", "1.0", "0.8"]
+    assert rows == [["b.py", "1", "0", "5.2", "4.0", "1.0", "0.2"], ["a.py", "1", "1", "0.5", "0.0", "0.0", "0.5"]]
 
 
 def test_tests_of_a_line_are_all_that_ran_it() -> None:
