@@ -17,10 +17,11 @@ import pretrain_gpt
 from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
 from megatron.training import get_args
 from megatron.training.callbacks import StepReport
+from megatron.training.model_weights import ModelWeights
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count
-from tests.distributed.tiny_runs import Batch, comparable, started_run
+from tests.distributed.tiny_runs import Batch, comparable, gather_parameters, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -208,6 +209,15 @@ def boxes_of_state(run: TrainingRun) -> list[Box]:
     pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
     tensors = run.optimizer.sharded_state(pieces)
     return boxes_of_weights(run) + [Box(t.key, t.global_shape, t.global_offset, t.data.clone()) for t in tensors]
+
+
+def boxes_of_checkpoint(run: TrainingRun) -> list[Box]:
+    """This rank's part of weights, buffers and optimizer state, as a checkpoint has them."""
+    assert run.optimizer is not None
+    gather_parameters(run)
+    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
+    tensors = ModelWeights(run.model).tensors + run.optimizer.sharded_state(pieces)
+    return [Box(t.key, t.global_shape, t.global_offset, t.data.detach().clone()) for t in tensors]
 
 
 def fp64_model(pre_process: bool = True, post_process: bool = True, **options: Any) -> nn.Module:

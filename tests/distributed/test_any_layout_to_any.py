@@ -21,14 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing import model_logical_pieces
-from megatron.training.model_weights import ModelWeights
-from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count
-from tests.distributed.parity import Box, layout, put_together
+from tests.distributed.parity import Box, boxes_of_checkpoint, layout, put_together
 from tests.distributed.stash_runs import stash
-from tests.distributed.tiny_runs import comparable, gather_parameters, started_run
+from tests.distributed.tiny_runs import comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -385,7 +382,7 @@ def _train(argv: Sequence[str], frozen: Sequence[str]) -> Trained:
                 train_step(run)
             run.save_checkpoint()
         memory = run.expert_memory
-        trained = Trained(_state(run), run.state.state_dict())
+        trained = Trained(boxes_of_checkpoint(run), run.state.state_dict())
         if memory is not None:
             trained.factor = memory.learned_sync().capacity_factor
         for _ in range(STEPS_AFTER):
@@ -400,12 +397,3 @@ def _frozen_model(frozen: Sequence[str], pre_process: bool, post_process: bool, 
     for name, param in model.named_parameters():
         param.requires_grad = not any(fnmatch(name, pattern) for pattern in frozen)
     return model
-
-
-def _state(run: TrainingRun) -> list[Box]:
-    """This rank's part of weights, buffers and optimizer state, as a checkpoint has them."""
-    assert run.optimizer is not None
-    gather_parameters(run)
-    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
-    tensors = ModelWeights(run.model).tensors + run.optimizer.sharded_state(pieces)
-    return [Box(t.key, t.global_shape, t.global_offset, t.data.detach().clone()) for t in tensors]

@@ -2,19 +2,28 @@
 the layout; checkpoints go both ways. What a single wrapped module does is in test_optimizer_in_backward.
 """
 
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.counts import long_count, slow, soak_only
-from tests.distributed.parity import layout, put_together
-from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, INTERLEAVED, OVERLAPPED, SHARDED, Case, _train
-from tests.distributed.test_sharded_runs import _load, _save
-from tests.distributed.test_zero2_training import FP16, RECOMPUTED, ZERO2
+from tests.distributed.layout_runs import (
+    BF16,
+    EP2,
+    FLAGS,
+    FP16,
+    INTERLEAVED,
+    OVERLAPPED,
+    RECOMPUTED,
+    SHARDED,
+    ZERO2,
+    Case,
+    check_loads_of_the_other,
+    train_variants,
+)
+from tests.distributed.parity import layout
 from tests.distributed.tiny_runs import check_relay
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -73,10 +82,6 @@ def _marked(name: str, mode: str) -> Any:
     return (slow if (name, mode) in USUAL else soak_only)(name, mode)
 
 
-def _train_each(argvs: Sequence[Sequence[str]], frozen: str) -> list[Any]:
-    return [_train(argv, frozen, STEPS) for argv in argvs]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), [_marked(*one) for one in CHOSEN])
 def test_updates_in_backward_have_the_bits_of_the_step_after_it(name: str, mode: str) -> None:
@@ -86,7 +91,7 @@ def test_updates_in_backward_have_the_bits_of_the_step_after_it(name: str, mode:
     flags = {**read_bases()[case.base], **FLAGS, **case.flags, **MODES[mode], **SMALL}
     pairs = [({**flags, **policy, **NORMAL}, {**flags, **policy}) for policy in policies]
     argvs = [command_line(one) for pair in pairs for one in pair]
-    for runs in run_on_ranks(_train_each, case.ranks, argvs, case.frozen, timeout=60 + 60 * len(argvs)):
+    for runs in run_on_ranks(train_variants, case.ranks, argvs, case.frozen, STEPS, timeout=60 + 60 * len(argvs)):
         for (reports, weights), (expected, final) in zip(runs[1::2], runs[::2], strict=True):
             for step, reference in zip(reports, expected, strict=True):
                 assert step == reference
@@ -115,13 +120,4 @@ def test_b14_any_number_of_ranks_goes_on_from_any_other(tmp_path: Path) -> None:
     flags = {**RELAY, "global-batch-size": 12, **MODES["zero1"], **SMALL, **EXACT}
     argvs = [command_line({**flags, **NORMAL}), command_line(flags)]
     folders = [str(tmp_path / name) for name in ("normal", "in backward")]
-    saved = [
-        put_together(sum(run_on_ranks(_save, ranks, argv, folder), []))
-        for ranks, argv, folder in zip((2, 3), argvs, folders)
-    ]
-    for ranks in (1, 2, 4):
-        # Each loads what the other has saved.
-        for number, results in enumerate(zip(*run_on_ranks(_load, ranks, argvs[::-1], folders))):
-            state = put_together(sum((own for own, _ in results), []))
-            assert state.keys() == saved[number].keys()
-            assert all(torch.equal(value, saved[number][key]) for key, value in state.items()), (ranks, folders[number])
+    check_loads_of_the_other(argvs, folders, (1, 2, 4))

@@ -2,71 +2,23 @@
 gathered changes no bit of a deterministic run. What a single wrapped module does is in test_distributed_data_parallel.
 """
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import pretrain_gpt
-from megatron.core.optimizer import DistributedOptimizer
-from megatron.training.training import train_step
 from tests.counts import long_count, slow
-from tests.distributed.parity import Box, boxes_of_weights, layout
-from tests.distributed.tiny_runs import comparable, gather_parameters, started_run
+from tests.distributed.layout_runs import BF16, CLIP, EP2, FLAGS, INTERLEAVED, MODES, Case, train_variants
+from tests.distributed.parity import layout
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
 STEPS = long_count(3, soak=20)
-CLIP = 0.3  # below every norm, so that a wrong one shows in the weights
-FLAGS: Flags = {
-    "init-method-std": 0.1,
-    "seq-length": 16,
-    "micro-batch-size": 1,
-    "train-iters": long_count(8, soak=20),
-    "lr-warmup-iters": 0,
-    "eval-iters": 0,
-    "clip-grad": CLIP,
-    "weight-decay": 0.1,
-    "log-params-norm": True,
-    "log-num-zeros-in-grad": True,
-}
-SHARDED: Flags = {"use-distributed-optimizer": True}
-OVERLAPPED: Flags = {**SHARDED, "overlap-grad-reduce": True, "overlap-param-gather": True}
-MODES: list[Flags] = [
-    {},
-    OVERLAPPED,
-    {"overlap-grad-reduce": True},
-    {**OVERLAPPED, "overlap-param-gather-with-optimizer-step": True},
-    SHARDED,
-    {**SHARDED, "overlap-grad-reduce": True},
-]
 # The default is 40 million elements: more than there are. So is the last, which is the default without overlap.
 BUCKET_SIZES: list[Flags] = [{"ddp-bucket-size": size} for size in (1, 1001)] + [{}, {"ddp-bucket-size": 10**9}]
 MATRIX = [{**mode, **size} for mode, size in product(MODES, BUCKET_SIZES)]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Runs whose variants must train identically. frozen: prefix of the names of parameters that are not trained."""
-
-    ranks: int
-    base: str
-    flags: Flags
-    variants: Sequence[Flags] = ()
-    frozen: str = "nothing"
-
-
-BF16: Flags = {"bf16": True}
 UNALIGNED: list[Flags] = [{**mode, "no-align-grad-reduce": True} for mode in MODES[1:4]]
 UNALIGNED += [{**mode, "no-align-param-gather": True} for mode in MODES[1:4:2]]
-INTERLEAVED: Flags = {**layout(pp=2, vpp=2), "num-layers": 4, "global-batch-size": 8}
-EP2: Flags = {"expert-model-parallel-size": 2, "global-batch-size": 8}
 # Together they have every mode and every bucket size, aligned and not.
 ALWAYS = {
     "frozen": Case(
@@ -136,7 +88,7 @@ def _assert_variants_train_identically(case: Case, variants: Sequence[Flags]) ->
     """Compares with the plain run: neither sharded nor overlapped, one bucket."""
     flags = {**read_bases()[case.base], **FLAGS, **case.flags}
     argvs = [command_line({**flags, **variant}) for variant in [{}, *variants]]
-    by_rank = run_on_ranks(_train_all, case.ranks, argvs, case.frozen, STEPS, timeout=60 + 60 * len(argvs))
+    by_rank = run_on_ranks(train_variants, case.ranks, argvs, case.frozen, STEPS, timeout=60 + 60 * len(argvs))
     for rank, (expected, *others) in enumerate(by_rank):
         assert len({step["grad_norm"] for step in expected[0]}) == STEPS
         assert all(float(step["grad_norm"]) > CLIP for step in expected[0])
@@ -145,29 +97,3 @@ def _assert_variants_train_identically(case: Case, variants: Sequence[Flags]) ->
                 assert step == reference, f"rank {rank}, {variant}"
             different = [key for key, digest in expected[1].items() if run[1][key] != digest]
             assert not different, f"rank {rank}, {variant}: {different}"
-
-
-def _train_all(
-    argvs: Sequence[Sequence[str]], frozen: str, steps: int
-) -> list[tuple[list[dict[str, Any]], dict[str, str]]]:
-    """Reports of all steps and digests of the final weights, run by run."""
-    return [_train(argv, frozen, steps) for argv in argvs]
-
-
-def _train(argv: Sequence[str], frozen: str, steps: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    with started_run(argv, model_provider=partial(_model, frozen)) as run:
-        assert isinstance(run.optimizer, DistributedOptimizer) == ("--use-distributed-optimizer" in argv)
-        reports = [comparable(run.measured(train_step(run)[0])) for _ in range(steps)]
-        gather_parameters(run)
-        return reports, {f"{box.key} {box.offset}": _digest(box) for box in boxes_of_weights(run)}
-
-
-def _model(frozen: str, pre_process: bool = True, post_process: bool = True, **options: Any) -> nn.Module:
-    model = pretrain_gpt.model_provider(pre_process, post_process, **options)
-    for name, param in model.named_parameters():
-        param.requires_grad = not name.startswith(frozen)
-    return model
-
-
-def _digest(box: Box) -> str:
-    return hashlib.sha256(box.values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

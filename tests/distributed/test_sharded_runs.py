@@ -14,8 +14,8 @@ from megatron.core.agreement import RemoteRankError
 from megatron.training.evaluation import evaluate
 from megatron.training.training import train_step
 from tests.counts import long_count, soak_only
+from tests.distributed.layout_runs import FLAGS, MODES, OVERLAPPED, load_and_step, save_after_steps
 from tests.distributed.parity import Box, boxes_of_state, put_together
-from tests.distributed.test_overlap_matrix import FLAGS, MODES, OVERLAPPED
 from tests.distributed.tiny_runs import started_run, train_steps
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -90,11 +90,11 @@ def test_b14_any_number_of_ranks_goes_on_from_any_other_sharded_or_not(tmp_path:
     argvs = [command_line({**TINY, "bf16": True, **mode}) for mode in (IN_STEP, MODES[2])]
     folders = [str(tmp_path / str(ranks)) for ranks in NUMBERS_OF_RANKS]
     # Replicas save on two ranks, and load what one number of ranks in two has saved.
-    saved = [_merged(run_on_ranks(_save, n, argvs[n == 2], folder)) for n, folder in enumerate(folders, 1)]
+    saved = [_merged(run_on_ranks(save_after_steps, n, argvs[n == 2], folder)) for n, folder in enumerate(folders, 1)]
     seen: list[list[dict[str, Any]]] = [[] for _ in folders]
     for ranks in NUMBERS_OF_RANKS:
         modes = [argvs[(ranks + number) % 2] for number in range(len(folders))]
-        for number, results in enumerate(zip(*run_on_ranks(_load, ranks, modes, folders))):
+        for number, results in enumerate(zip(*run_on_ranks(load_and_step, ranks, modes, folders))):
             state = _merged([own for own, _ in results])
             assert state.keys() == saved[number].keys()
             different = [key for key, value in state.items() if not torch.equal(value, saved[number][key])]
@@ -109,22 +109,6 @@ def test_b14_any_number_of_ranks_goes_on_from_any_other_sharded_or_not(tmp_path:
 
 def _merged(states: Sequence[Sequence[Box]]) -> dict[str, torch.Tensor]:
     return put_together([box for own in states for box in own])
-
-
-def _save(argv: Sequence[str], folder: str) -> list[Box]:
-    with started_run([*argv, "--save", folder]) as run:
-        train_steps(run, 2)
-        run.save_checkpoint()
-        return boxes_of_state(run)
-
-
-def _load(argvs: Sequence[Sequence[str]], folders: Sequence[str]) -> list[tuple[list[Box], dict[str, Any]]]:
-    """Returns the state loaded from each folder, and the step that follows."""
-    results = []
-    for argv, folder in zip(argvs, folders, strict=True):
-        with started_run([*argv, "--load", folder]) as run:
-            results.append((boxes_of_state(run), train_steps(run, 1)[0]))
-    return results
 
 
 def test_b39_ranks_that_start_from_different_weights_are_told_before_the_first_gather_hides_it() -> None:

@@ -13,17 +13,13 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.training.evaluation import evaluate
-from megatron.training.model_weights import ModelWeights
-from megatron.training.run import TrainingRun
 from tests.counts import long_count, slow, soak_only
-from tests.distributed.parity import Box, layout, put_together
+from tests.distributed.layout_runs import BF16, EP2, FLAGS, FP16, RECOMPUTED, SHARDED, ZERO2, Case, model_with_frozen
+from tests.distributed.parity import Box, boxes_of_checkpoint, layout, put_together
 from tests.distributed.stash_runs import Trained, argv_of, stash, train_here
-from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, SHARDED, Case, _model
-from tests.distributed.test_zero2_training import FP16, RECOMPUTED, ZERO2
-from tests.distributed.tiny_runs import check_relay, gather_parameters, started_run, train_steps
+from tests.distributed.tiny_runs import check_relay, started_run, train_steps
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -117,18 +113,9 @@ def _train_each(argvs: Sequence[Sequence[str]], frozen: str) -> list[Run]:
 
 
 def _train(argv: Sequence[str], frozen: str) -> Run:
-    with started_run(argv, model_provider=partial(_model, frozen)) as run:
+    with started_run(argv, model_provider=partial(model_with_frozen, frozen)) as run:
         assert isinstance(run.model[0], TorchFullyShardedDataParallel) == ("--use-torch-fsdp2" in argv)
-        return train_steps(run, STEPS), _state(run)
-
-
-def _state(run: TrainingRun) -> list[Box]:
-    """This rank's part of weights and optimizer state, as a checkpoint has them."""
-    assert run.optimizer is not None
-    gather_parameters(run)
-    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
-    tensors = ModelWeights(run.model).tensors + run.optimizer.sharded_state(pieces)
-    return [Box(t.key, t.global_shape, t.global_offset, t.data.detach().clone()) for t in tensors]
+        return train_steps(run, STEPS), boxes_of_checkpoint(run)
 
 
 def _whole(runs: Sequence[Run]) -> dict[str, torch.Tensor]:
@@ -179,14 +166,14 @@ def _save(argv: Sequence[str]) -> list[Box]:
     with started_run(argv) as run:
         train_steps(run, 2)
         run.save_checkpoint()
-        return _state(run)
+        return boxes_of_checkpoint(run)
 
 
 def _load(argvs: Sequence[Sequence[str]]) -> list[list[Box]]:
     loaded = []
     for argv in argvs:
         with started_run(argv) as run:
-            loaded.append(_state(run))
+            loaded.append(boxes_of_checkpoint(run))
     return loaded
 
 

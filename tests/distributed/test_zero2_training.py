@@ -9,18 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.counts import long_count, slow, soak_only
-from tests.distributed.parity import layout, put_together
-from tests.distributed.test_overlap_matrix import BF16, EP2, FLAGS, INTERLEAVED, OVERLAPPED, SHARDED, Case, _train
-from tests.distributed.test_sharded_runs import _load, _save
+from tests.distributed.layout_runs import (
+    BF16,
+    EP2,
+    FLAGS,
+    FP16,
+    INTERLEAVED,
+    OVERLAPPED,
+    RECOMPUTED,
+    SHARDED,
+    ZERO2,
+    Case,
+    TrainedVariant,
+    check_loads_of_the_other,
+    train_variants,
+)
+from tests.distributed.parity import layout
 from tests.distributed.tiny_runs import check_relay
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
 STEPS = long_count(3, soak=20)
-ZERO2: Flags = {**SHARDED, "optimizer": "distributed_fused_adam"}
 ALL: Flags = {**ZERO2, **OVERLAPPED}
 VARIANTS: list[Flags] = [
     ZERO2,
@@ -33,14 +44,6 @@ MORE: list[Flags] = [
     {**ALL, "no-align-param-gather": True},
     {**ALL, "ddp-bucket-size": 10**9},
 ]
-# The first step overflows.
-FP16: Flags = {"fp16": True, "initial-loss-scale": 2.0**18, "hysteresis": 1, "loss-scale-window": 2}
-RECOMPUTED: Flags = {
-    "recompute-granularity": "full",
-    "recompute-method": "uniform",
-    "recompute-num-layers": 1,
-    "hidden-dropout": 0.1,
-}
 ONE_EACH = {
     "dense, 3 ranks, bf16": Case(3, "dense", {**BF16, "global-batch-size": 3}),
     "moe, ep 2": Case(4, "moe", {**EP2, "global-batch-size": 4}),
@@ -67,25 +70,20 @@ USUAL = {
     "cp 2, recomputed": VARIANTS[::2],
     "pp 2, vpp 2, ep 2": VARIANTS[1:],
 }
-Run = tuple[list[dict[str, Any]], dict[str, str]]
 
 
-def _run_all(case: Case, variants: Sequence[Flags]) -> list[list[Run]]:
+def _run_all(case: Case, variants: Sequence[Flags]) -> list[list[TrainedVariant]]:
     """Returns each rank's reports and weight digests of each run."""
     flags = {**read_bases()[case.base], **FLAGS, **case.flags}
     argvs = [command_line({**flags, **SHARDED}), *(command_line({**flags, **variant}) for variant in variants)]
-    return run_on_ranks(_train_each, case.ranks, argvs, case.frozen, timeout=60 + 60 * len(argvs))
-
-
-def _train_each(argvs: Sequence[Sequence[str]], frozen: str) -> list[Run]:
-    return [_train(argv, frozen, STEPS) for argv in argvs]
+    return run_on_ranks(train_variants, case.ranks, argvs, case.frozen, STEPS, timeout=60 + 60 * len(argvs))
 
 
 def _variants(name: str) -> list[Flags]:
     return [*VARIANTS, *MORE] if long_count(0, soak=1) else USUAL[name]
 
 
-def _assert_same(run: Run, reference: Run, what: object) -> None:
+def _assert_same(run: TrainedVariant, reference: TrainedVariant, what: object) -> None:
     for step, expected in zip(run[0], reference[0], strict=True):
         assert step == expected, what
     assert run[1] == reference[1], what
@@ -136,13 +134,4 @@ def test_b14_any_number_of_ranks_goes_on_from_any_other(tmp_path: Path) -> None:
         for flags in (SHARDED, VARIANTS[2])
     ]
     folders = [str(tmp_path / name) for name in ("zero1", "zero2")]
-    saved = [
-        put_together(sum(run_on_ranks(_save, ranks, argv, folder), []))
-        for ranks, argv, folder in zip((2, 3), argvs, folders)
-    ]
-    for ranks in (1, 2, 4) if long_count(0, soak=1) else (1,):
-        # Each loads what the other has saved.
-        for number, results in enumerate(zip(*run_on_ranks(_load, ranks, argvs[::-1], folders))):
-            state = put_together(sum((own for own, _ in results), []))
-            assert state.keys() == saved[number].keys()
-            assert all(torch.equal(value, saved[number][key]) for key, value in state.items()), (ranks, folders[number])
+    check_loads_of_the_other(argvs, folders, (1, 2, 4) if long_count(0, soak=1) else (1,))
