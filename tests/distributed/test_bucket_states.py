@@ -22,6 +22,7 @@ from megatron.core.distributed.grad_hooks import ReadyBucket, RunState
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.weight_matrices import MatrixWindow
+from tests.distributed.hook_runs import after_step
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
@@ -65,23 +66,6 @@ def _step(model: Any, optimizer: Any, number: int, dtype: torch.dtype) -> None:
     model(x).float().square().mean().backward()
     finalize_model_grads([model])
     assert optimizer.step()[0]
-
-
-def after_step(state: RunState, grad: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
-    """What a step makes of a state, by torch's own rule; grad: of the same elements."""
-    param = nn.Parameter(state.master.clone())
-    param.grad = grad.to(param.dtype)
-    rate, decay = state.settings["lr"], state.settings["weight_decay"]
-    rule: torch.optim.Optimizer
-    if "exp_avg" in state.moments:
-        betas, eps = state.settings["betas"], state.settings["eps"]
-        rule = torch.optim.AdamW([param], lr=rate, weight_decay=decay, betas=betas, eps=eps)
-        rule.state[param]["step"] = torch.tensor(float(step))
-    else:
-        rule = torch.optim.SGD([param], lr=rate, weight_decay=decay, momentum=state.settings["momentum"])
-    rule.state[param].update({name: moment.clone() for name, moment in state.moments.items()})
-    rule.step()
-    return {"master": param.detach(), **{name: rule.state[param][name] for name in state.moments}}
 
 
 class Forecast:

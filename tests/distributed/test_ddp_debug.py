@@ -26,21 +26,32 @@ from megatron.core.distributed.shard_coverage import find_problem
 from megatron.core.distributed.synced_group import ParamState
 from megatron.core.model_parallel_config import ModelParallelConfig
 from tests.counts import long_count
-from tests.distributed import test_distributed_data_parallel as ddp_tests
-from tests.distributed.test_distributed_data_parallel import BOTH, GRAD, LAYERS, WIDTH, Layers, Run
+from tests.distributed import ddp_runs
+from tests.distributed.ddp_runs import (
+    BOTH,
+    GRAD,
+    LAYERS,
+    WIDTH,
+    Layers,
+    Run,
+    changing_microbatches,
+    compare_with_plain,
+    order_of_each_rank,
+    uses_that_grow_and_shrink,
+)
 from tests.harness import run_on_ranks
 
 
 def silent_where_right(cases):
     for settings, case in cases:
         # The microbatches of a step change in the third.
-        with patch.object(ddp_tests, "STEPS", long_count(4, soak=6)):
-            ddp_tests.compare(case, [list(range(LAYERS)), [3, 0, 4, 2, 1]], [{**settings, "ddp_debug": True}])
+        with patch.object(ddp_runs, "STEPS", long_count(4, soak=6)):
+            compare_with_plain(case, [list(range(LAYERS)), [3, 0, 4, 2, 1]], [{**settings, "ddp_debug": True}])
 
 
 @pytest.mark.slow
 def test_right_steps_have_the_bits_of_those_that_nobody_checks():
-    cases = [ddp_tests.order_of_each_rank, ddp_tests.uses_that_grow_and_shrink, ddp_tests.changing_microbatches]
+    cases = [order_of_each_rank, uses_that_grow_and_shrink, changing_microbatches]
     usual = list(zip((BOTH, BOTH, GRAD), cases))
     run_on_ranks(silent_where_right, 3, list(product((GRAD, BOTH), cases)) if long_count(0, soak=1) else usual)
 

@@ -1,16 +1,11 @@
 """Overlapped reductions and gathers: the same bits as without overlap, whatever each rank's modules do when."""
 
-import random
 import re
-from contextlib import nullcontext
-from functools import partial
-from itertools import cycle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import (
@@ -22,29 +17,26 @@ from megatron.core.distributed import (
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ALONE
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from tests.counts import long_count, soak_only
+from tests.counts import soak_only
+from tests.distributed.ddp_runs import (
+    BOTH,
+    GRAD,
+    LAYERS,
+    WIDTH,
+    ZERO,
+    Run,
+    changing_microbatches,
+    compare_with_plain,
+    every_layer,
+    is_sometimes_late,
+    late_on_one_rank,
+    order_of_each_rank,
+    random_order,
+    unused_somewhere,
+    uses_that_grow_and_shrink,
+)
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
-
-WIDTH, LAYERS = 5, 5
-STEPS = long_count(8, soak=20)
-
-
-class Layers(nn.Module):
-    """Layers of which a forward uses those of its plan, in the plan's order; -i is layer i under full recompute."""
-
-    def __init__(self, order, linear=nn.Linear):
-        super().__init__()
-        torch.manual_seed(0)
-        made = {str(i): linear(WIDTH, WIDTH) for i in range(LAYERS)}
-        self.layers = nn.ModuleDict({str(i): made[str(i)] for i in order})
-        self.layers["4"].weight = self.layers["3"].weight
-
-    def forward(self, x, plan):
-        for i in plan:
-            layer = self.layers[str(abs(i))]
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if i < 0 else layer(x))
-        return x
 
 
 class Column(ColumnParallelLinear):
@@ -56,142 +48,6 @@ class Column(ColumnParallelLinear):
 
     def forward(self, x):
         return super().forward(x)[0]
-
-
-def every_layer(rng, step, rank):
-    return [list(range(LAYERS))]
-
-
-def random_order(rng, step, rank):
-    # The same on all ranks, with some modules skipped.
-    return [rng.sample(range(LAYERS), rng.randint(1, LAYERS))]
-
-
-def order_of_each_rank(rng, step, rank):
-    rng = random.Random(100 * step + rank)
-    return [rng.sample(range(LAYERS), rng.randint(0, LAYERS))]
-
-
-def unused_somewhere(rng, step, rank):
-    # Layer 1 on no rank, 2 not on rank 1, 3 in every other step.
-    return [[0, 4, *([2] if rank != 1 else []), *([3] if step % 2 else [])]]
-
-
-def uses_that_grow_and_shrink(rng, step, rank):
-    # Recompute with re-entrant backward passes gives a gradient for each use.
-    return [[0, *[-1] * [1, 2, 1, 3, 1, 1, 1, 1, 1, 2][(step + rank) % 10], -2, 3]]
-
-
-def late_on_one_rank(rng, step, rank):
-    return [[-1, *([-1, -1] if rank == step % 3 and step % 4 == 3 else []), -2, 0]]
-
-
-def changing_microbatches(rng, step, rank):
-    return [[0, 1, 2]] * [1, 4, 2, 3][step // 2 % 4]
-
-
-class Run:
-    """Training by plain gradient descent; sharded: each rank updates its shards and spoils the rest."""
-
-    def __init__(self, order, *, deterministic=True, linear=nn.Linear, fuses=True, **settings):
-        config = ModelParallelConfig(deterministic_mode=deterministic, gradient_accumulation_fusion=fuses)
-        self.model = Layers(order, linear)
-        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(**settings), self.model)
-        self.sharded = self.ddp.ddp_config.use_distributed_optimizer
-        self.launched, self.losses = [], []
-        record = self.ddp.launch_order.ledger.record
-
-        def noted(**entry):
-            self.launched.append((entry["op"], entry["bucket"]))
-            record(**entry)
-
-        self.ddp.launch_order.ledger.record = noted
-
-    def step(self, plans, rank, step, *, no_sync=True):
-        self.launched.clear()
-        self.ddp.zero_grad_buffer()
-        assert not any(float(buffer.grad_data.abs().sum()) for buffer in self.ddp.buffers)
-        for number, plan in enumerate(plans):
-            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(97 * step + 7 * rank + number))
-            waits = no_sync and number < len(plans) - 1
-            with self.ddp.no_sync() if waits else nullcontext():
-                loss = self.ddp(x.requires_grad_(), plan).square().sum()
-                loss.backward()
-            self.losses.append(loss.detach())
-        before = len(self.reductions())
-        self.ddp.finish_grad_sync()
-        self.update()
-        return before
-
-    def update(self):
-        for buffer in self.ddp.buffers:
-            kept = torch.full_like(buffer.param_data, float("nan") if self.sharded else 0.0)
-            for span in buffer.owned_spans():
-                own = slice(span.start, span.end)
-                kept[own] = buffer.param_data[own] - 0.1 * buffer.grad_data[own]
-            buffer.param_data.copy_(kept)
-        if self.sharded:
-            self.ddp.mark_params_stale()
-            if not self.ddp.ddp_config.overlap_param_gather:
-                self.ddp.start_param_sync()
-
-    def params(self):
-        self.ddp.wait_params(self.model.parameters())
-        return torch.cat([param.detach().flatten() for param in self.model.parameters()])
-
-    def reductions(self):
-        return [bucket for op, bucket in self.launched if op != "all-gather"]
-
-
-def compare(case, orders, settings, deterministic=True, linear=nn.Linear):
-    """Each setting against no overlap and fusion, step by step: how many reductions of each came before the end, and
-    in how many steps there were second rounds.
-    """
-    rank, rng = dist.get_rank(), random.Random(0)
-    plain = Run(sorted(orders[0]), deterministic=deterministic, linear=linear, fuses=False)
-    runs = [
-        Run(order, deterministic=deterministic, linear=linear, **{"bucket_size": 1, **chosen})
-        for order, chosen in zip(cycle(orders), settings)
-    ]
-    equal = torch.equal if deterministic else partial(torch.allclose, rtol=1e-4, atol=1e-6)
-    early, late = [0] * len(runs), [0] * len(runs)
-    for step in range(STEPS):
-        plans = case(rng, step, rank)
-        plain.step(plans, rank, step)
-        for index, run in enumerate(runs):
-            early[index] += run.step(plans, rank, step, no_sync=index % 2 == 0)
-            assert equal(run.losses[-1], plain.losses[-1]), f"step {step} {run.ddp.ddp_config}"
-            if step % 4 == 3:
-                # Not in each step: it waits for the gathers that the modules are to wait for. By name: the orders of
-                # registration differ.
-                run.params()
-                ours, theirs = dict(run.model.named_parameters()), dict(plain.model.named_parameters())
-                assert all(equal(ours[name], theirs[name]) for name in ours), f"step {step} {run.ddp.ddp_config}"
-            buckets = run.reductions()
-            assert len(set(buckets)) == len(run.ddp.bucket_groups)
-            # A second round only for what was late; never a third.
-            most = max(buckets.count(bucket) for bucket in buckets)
-            assert most <= (1 if is_never_late(case, index) else 2)
-            late[index] += most == 2
-    copies = [None] * 3
-    dist.all_gather_object(copies, [run.params().tolist() for run in [plain, *runs]])
-    assert copies[0] == copies[1] == copies[2]
-    return early, late
-
-
-def is_never_late(case, index):
-    if case is changing_microbatches:
-        return index % 2 == 0
-    return not is_sometimes_late(case)
-
-
-def is_sometimes_late(case):
-    return case in (uses_that_grow_and_shrink, late_on_one_rank)
-
-
-GRAD = {"overlap_grad_reduce": True}
-ZERO = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
-BOTH = {**ZERO, "overlap_param_gather": True}
 
 
 @pytest.mark.slow
@@ -210,7 +66,7 @@ BOTH = {**ZERO, "overlap_param_gather": True}
 def test_overlap_changes_no_bit(case):
     shuffled = [list(range(LAYERS)), [3, 0, 4, 2, 1]]
     settings = [BOTH, {**GRAD, "bucket_size": 40}, GRAD, BOTH, {**ZERO, "bucket_size": None, "num_buckets": 2}]
-    for early, late in run_on_ranks(compare, 3, case, shuffled, settings):
+    for early, late in run_on_ranks(compare_with_plain, 3, case, shuffled, settings):
         if case is every_layer:
             assert all(early)
         # With a bucket for each parameter some is under way when the late gradient comes.
@@ -221,7 +77,9 @@ def test_overlap_changes_no_bit(case):
 @pytest.mark.parametrize("linear", [nn.Linear, Column])
 def test_late_gradients_are_added_where_sums_cannot_be_repeated(linear):
     settings = [GRAD, BOTH, {**BOTH, "ddp_debug": True}]
-    for early, late in run_on_ranks(compare, 3, late_on_one_rank, [list(range(LAYERS))], settings, False, linear):
+    for early, late in run_on_ranks(
+        compare_with_plain, 3, late_on_one_rank, [list(range(LAYERS))], settings, False, linear
+    ):
         assert all(early) and all(late)
 
 

@@ -20,7 +20,7 @@ from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as G
 from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.update_rules import FusedRule
 from tests.counts import long_count
-from tests.distributed.test_distributed_optimizer import OVERLAPS, Run
+from tests.distributed.optimizer_runs import OVERLAPS, Run
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 

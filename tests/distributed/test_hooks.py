@@ -4,7 +4,6 @@ lost that was put on a parameter before it was wrapped, or by assigned state (TR
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,103 +14,13 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.agreement import RemoteRankError
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.grad_hooks import ReadyBucket, RunState
-from megatron.core.distributed.layout import Span
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed.grad_hooks import ReadyBucket
 from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_partial_gradient
 from tests.counts import long_count, soak_only
+from tests.distributed.hook_runs import MODES, Counted, Kept, backward, in_each_mode, once, trained, wrap
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
-
-SHARDED = {"use_distributed_optimizer": True}
-OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 37}
-RELEASED = {"release_gradients": True, "bucket_size": 37}
-STANDING: list[dict[str, Any]] = [
-    {},
-    OVERLAP,
-    {**SHARDED, **OVERLAP},
-    {**SHARDED, **OVERLAP, "overlap_param_gather": True},
-    {**SHARDED, "shard_gradients": True, "bucket_size": 37},
-    {**SHARDED, "shard_gradients": True, **OVERLAP, "overlap_param_gather": True},
-]
-MODES = [
-    *STANDING,
-    RELEASED,
-    {**SHARDED, **RELEASED, **OVERLAP, "overlap_param_gather": True},
-    {**SHARDED, **RELEASED, "shard_gradients": True},
-]
-
-
-def wrap(module: nn.Module, mode: dict[str, Any], **config: Any) -> DistributedDataParallel:
-    """In deterministic mode, with gradients in fp32."""
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **mode)
-    return DistributedDataParallel(ModelParallelConfig(deterministic_mode=True, **config), settings, module)
-
-
-def earlier(model: DistributedDataParallel) -> Callable[[], AbstractContextManager[None]]:
-    """What is around all microbatches but the last."""
-    # Reduced in each, sums have other last digits than those of an ordinary wrapper.
-    return model.no_sync if model.ddp_config.shard_gradients else model.accumulate
-
-
-def backward(model: DistributedDataParallel, step: int, *, count: int = 2) -> None:
-    """The microbatches of a step, reduced."""
-    dtype = next(model.parameters()).dtype
-    model.zero_grad_buffer()
-    inputs = microbatches(10 * step + dist.get_rank(), count, dtype=dtype)
-    for number, x in enumerate(inputs):
-        with earlier(model)() if number < count - 1 else nullcontext():
-            model(x).float().square().mean().backward()
-    finalize_model_grads([model])
-
-
-def in_each_mode(body: Callable[[dict[str, Any]], None], layout: dict[str, int] | None = None) -> None:
-    """Calls `body` with every mode; layout: sizes of parallel groups."""
-    if layout:
-        parallel_state.initialize_model_parallel(**layout)
-    for mode in MODES:
-        body(mode)
-
-
-def trained(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """Parameters that require grad, by name."""
-    return {name: param for name, param in model.module.named_parameters() if param.requires_grad}
-
-
-class Counted:
-    """Hooks of all kinds that count; bucket hooks by the name of each parameter of a bucket."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[tuple[str, str]] = Counter()
-
-    def on_param(self, name: str) -> Callable[[nn.Parameter], None]:
-        """A post-accumulate hook."""
-
-        def count(owned: nn.Parameter) -> None:
-            assert owned.grad is not None and owned.grad.shape == owned.shape
-            self.seen["param", name] += 1
-
-        return count
-
-    def on_bucket(self, bucket: ReadyBucket) -> None:
-        """A bucket hook."""
-        assert bucket.shard.shape == bucket.grad.shape
-        self.seen.update(("bucket", one.name) for one in bucket.slices)
-
-    def after(self, found: list[ReadyBucket]) -> None:
-        """A post-backward hook."""
-        self.seen.update(("backward", one.name) for bucket in found for one in bucket.slices)
-
-    def take(self) -> Counter[tuple[str, str]]:
-        """What was counted since."""
-        seen, self.seen = self.seen, Counter()
-        return seen
-
-
-def once(names: Any) -> Counter[tuple[str, str]]:
-    """What is counted in a step."""
-    return Counter({(kind, name): 1 for kind in ("param", "bucket", "backward") for name in names})
 
 
 def _survive(mode: dict[str, Any]) -> None:
@@ -315,32 +224,6 @@ def _meet_odd_ones(mode: dict[str, Any]) -> None:
 
 def test_b4_unused_frozen_tied_and_experts_parameters_have_their_hooks() -> None:
     run_on_ranks(in_each_mode, 2, _meet_odd_ones, {"expert_model_parallel_size": 2})
-
-
-class Kept:
-    """An optimizer in backward that keeps all gradients, by place."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.grads: dict[tuple[int, int], torch.Tensor] = {}
-        self.num_begun, self._buffers = 0, model.all_buffers
-        model.set_consumer(self)
-        model.set_state_provider(self)
-
-    def begin(self) -> None:
-        self.grads.clear()
-        self.num_begun += 1
-
-    def take(self, bucket: ReadyBucket, place: Any) -> None:
-        key = self._buffers.index(place.buffer), place.layout.index
-        assert key not in self.grads
-        assert bucket.grad.numel() == place.buffer.owned_spans()[place.layout.index].numel
-        self.grads[key] = bucket.keep()
-
-    def states(self, place: Any) -> list[RunState]:
-        """Gives parameters as their own masters, in one run."""
-        span = place.buffer.owned_spans()[place.layout.index]
-        master = place.buffer.param_data[span.start : span.end]
-        return [RunState(Span(0, span.numel), {"lr": 0.5}, master, {"count": torch.ones(span.numel)})]
 
 
 def _change_gradients(mode: dict[str, Any]) -> None:

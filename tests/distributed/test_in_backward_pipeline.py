@@ -16,9 +16,9 @@ from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count
+from tests.distributed.hook_runs import after_step
 from tests.distributed.layout_runs import EP2, FLAGS, INTERLEAVED, OVERLAPPED, ZERO2
 from tests.distributed.parity import layout
-from tests.distributed.test_bucket_states import after_step
 from tests.distributed.tiny_runs import gather_parameters, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks

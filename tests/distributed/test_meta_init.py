@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient, param_facts
 from megatron.core.transformer.module import Float16Module
 from tests.counts import long_count, soak_only
-from tests.distributed.test_torch_fsdp2 import DETERMINISTIC, FSDP2, STEPS, Net, _train
+from tests.distributed.fsdp2_runs import DETERMINISTIC, FSDP2, STEPS, Net, train_losses
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config, small_model
 
@@ -151,7 +151,7 @@ def _train_various(settings: dict[str, Any], dtype: torch.dtype) -> list[list[tu
         net, seen = _various(dtype, is_meta=is_meta)
         wrapped = _wrap(net, **settings)
         assert all(param_facts(param).sequence_parallel for param in wrapped.parameters())
-        losses.append(_train(wrapped, bf16=dtype == torch.bfloat16))
+        losses.append(train_losses(wrapped, bf16=dtype == torch.bfloat16))
         trained = [name for name, param in wrapped.module.named_parameters() if param.requires_grad]
         assert seen == Counter(dict.fromkeys(trained, STEPS))
     return losses

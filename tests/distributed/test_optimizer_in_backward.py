@@ -21,7 +21,8 @@ from megatron.core.distributed.replica_checks import NonFiniteGradientError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.counts import long_count, slow, soak_only
-from tests.distributed.test_released_gradients import ReadDetached
+from tests.distributed.odd_modules import ReadDetached
+from tests.distributed.optimizer_runs import PRECISE
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
@@ -39,7 +40,6 @@ MODES: dict[str, dict[str, Any]] = {
 INSTANCES = {"zero1, instances": {**SHARDED, **OVERLAPPED, "num_distributed_optimizer_instances": 2}}
 # One of each kind.
 PLAIN = ("ddp", "zero1", "zero2")
-PRECISE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}
 EXACT = {"clip_grad": 0.05, "optimizer_in_backward_clip": "exact"}
 HALF = {"initial_loss_scale": 64.0, "hysteresis": 1, "loss_scale_window": 3}
 STEPS = long_count(3, soak=10)  # the learning rate falls in the third

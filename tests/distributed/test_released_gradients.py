@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.live_bytes import PeakBytes
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -22,9 +23,8 @@ from megatron.core.distributed.grad_hooks import ReadyBucket
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.training.data_parallel import join_schedule
-from tests.distributed.test_distributed_optimizer import PeakBytes
-from tests.distributed.test_hooks import SHARDED, Counted, Kept, backward, in_each_mode, once, trained, wrap
-from tests.distributed.test_zero2 import Parts
+from tests.distributed.hook_runs import SHARDED, Counted, Kept, backward, in_each_mode, once, trained, wrap
+from tests.distributed.odd_modules import Parts, ReadDetached
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
@@ -66,18 +66,23 @@ def _measure(kind: dict[str, Any]) -> None:
         most.append(1 + waiting)
 
     model.register_bucket_ready_hook(count)
-    x = torch.ones(1, WIDTH)
+    x, held = torch.ones(1, WIDTH), 0
+
+    def pass_back() -> None:
+        nonlocal held
+        model(x).sum().backward()
+        held = memory.total()
+        finalize_model_grads([model])
+
     for _ in range(2):
         model.zero_grad_buffer()
         with PeakBytes() as memory:
-            model(x).sum().backward()
-            held = memory.total()
-            finalize_model_grads([model])
+            peak = memory.peak_of(pass_back)
             left = settled(memory, 0.1 * BUCKET)
     assert len(most) == 2 * DEPTH and max(most) == 2, (kind, most)
     # Two buckets, what is received of them, which gloo frees late; autograd's own of the last gradient.
     received = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
-    assert memory.peak <= (3.3 + 2.5 * received) * BUCKET, (kind, memory.peak / BUCKET)
+    assert peak <= (3.3 + 2.5 * received) * BUCKET, (kind, peak / BUCKET)
     assert held <= (1.1 + 2.5 * received) * BUCKET and left <= 0.1 * BUCKET, (kind, held, left)
 
 
@@ -194,21 +199,6 @@ def _by_name(model: DistributedDataParallel, kept: Kept) -> dict[str, torch.Tens
 @pytest.mark.slow
 def test_b6_a_gradient_that_comes_behind_its_bucket_is_waited_for_or_refused_by_name() -> None:
     run_on_ranks(_come_late, 2)
-
-
-class ReadDetached(nn.Module):
-    """Backward needs the last layer's weight once more at its very end, long after its gradient is complete."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, *others = self.layers
-        x = nn.functional.linear(first(x), others[-1].weight.detach())
-        for layer in others:
-            x = layer(x)
-        return x
 
 
 def _needed_after_hooks() -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron.core.optimizer.state_memory import state_bytes_of
 from tests.counts import soak_only
-from tests.distributed.test_distributed_optimizer import PRECISE, Run
+from tests.distributed.optimizer_runs import PRECISE, Run
 from tests.harness import run_on_ranks
 
 NUM_PARAMS = 5 * 512 + 512 + 512 * 500 + 500 + 1

@@ -6,7 +6,6 @@ Training through the program is in test_torch_fsdp2_training.
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -16,81 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
     NonFiniteGradientError,
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.distributed.fsdp_units import find_units, repeated_layers
-from megatron.core.distributed.grad_hooks import ReadyBucket
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_partial_gradient, param_facts
 from tests.counts import soak_only
+from tests.distributed.fsdp2_runs import (
+    DETERMINISTIC,
+    FSDP2,
+    STEPS,
+    Counted,
+    Loss,
+    Net,
+    loss_of_words,
+    train_losses,
+    wrap_net,
+)
 from tests.harness import run_on_ranks
-
-STEPS, WORDS = 3, 11
-DETERMINISTIC = ModelParallelConfig(deterministic_mode=True)
-FSDP2 = TorchFullyShardedDataParallelConfig(grad_reduce_in_fp32=True)
-
-
-class Net(nn.Module):
-    """Layers of odd widths between tables; the last of the module's own is not used, one weight is where it is told."""
-
-    def __init__(self, *, tied: bool = False, recompute: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(WORDS, 6)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6)) for _ in range(3))
-        self.out = nn.Linear(6, WORDS, bias=False)
-        self.unused = nn.Linear(1, 3)
-        self.recompute = recompute
-        if tied:
-            self.out.weight = self.table.weight
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        hidden = self.table(words)
-        for layer in self.layers:
-            hidden = hidden + (checkpoint(layer, hidden, use_reentrant=True) if self.recompute else layer(hidden))
-        return self.out(hidden).float()
-
-
-Loss = tuple[float, float]
-
-
-def _wrap(net: nn.Module, config: DistributedDataParallelConfig | None = FSDP2) -> Any:
-    if isinstance(config, TorchFullyShardedDataParallelConfig):
-        return TorchFullyShardedDataParallel(DETERMINISTIC, config, net)
-    return DistributedDataParallel(DETERMINISTIC, DistributedDataParallelConfig(grad_reduce_in_fp32=True), net)
-
-
-def _loss(wrapped: nn.Module, generator: torch.Generator) -> torch.Tensor:
-    words = torch.randint(0, WORDS, (4, 5), generator=generator)
-    return nn.functional.cross_entropy(wrapped(words).view(-1, WORDS), words.roll(1, 1).view(-1))
-
-
-def _train(wrapped: Any, *, bf16: bool = False, microbatches: int = 1, is_reduced: bool = True) -> list[Loss]:
-    config = OptimizerConfig(optimizer="adam", lr=0.01, bf16=bf16, clip_grad=1.0, deterministic_mode=True)
-    optimizer = get_megatron_optimizer(config, [wrapped])
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        for left in reversed(range(microbatches)):
-            earlier = wrapped.accumulate if is_reduced else wrapped.no_sync
-            with earlier() if left else nullcontext():
-                loss = _loss(wrapped, generator) / microbatches
-                loss.backward()
-        wrapped.finish_grad_sync()
-        _, norm, _ = optimizer.step()
-        losses.append((loss.item(), norm))
-    return losses
 
 
 def _modes(bf16: bool, net: dict[str, bool]) -> list[list[Loss]]:
@@ -106,7 +54,7 @@ def _modes(bf16: bool, net: dict[str, bool]) -> list[list[Loss]]:
         made = Net(**net)
         return made.bfloat16() if bf16 else made
 
-    return [_train(_wrap(build(), config), bf16=bf16) for config in configs]
+    return [train_losses(wrap_net(build(), config), bf16=bf16) for config in configs]
 
 
 NETS: list[dict[str, bool]] = [{}, {"tied": True}, {"recompute": True}]
@@ -127,11 +75,11 @@ def test_training_has_the_bits_of_ddp(ranks: int, net: dict[str, bool]) -> None:
 
 def _accumulate() -> None:
     for is_reduced in (True, False):
-        kept = _wrap(Net())
+        kept = wrap_net(Net())
         # By anybody, on torch's module.
         kept.module.set_reshard_after_backward(False)
-        plain = _train(_wrap(Net()), microbatches=2, is_reduced=is_reduced)
-        assert _train(kept, microbatches=2, is_reduced=is_reduced) == plain
+        plain = train_losses(wrap_net(Net()), microbatches=2, is_reduced=is_reduced)
+        assert train_losses(kept, microbatches=2, is_reduced=is_reduced) == plain
 
 
 @pytest.mark.slow
@@ -140,7 +88,7 @@ def test_b36_parameters_kept_over_microbatches_are_never_those_of_before_an_upda
 
 
 def _foreign_steps(kept: bool, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> list[float]:
-    wrapped = _wrap(Net())
+    wrapped = wrap_net(Net())
     wrapped.module.set_reshard_after_backward(not kept)
     optimizer = make(wrapped.parameters(), lr=0.1, **options)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -148,7 +96,7 @@ def _foreign_steps(kept: bool, make: Callable[..., torch.optim.Optimizer], optio
     for _ in range(STEPS):
         # Neither finish_grad_sync nor note_update: whoever steps knows nothing of the wrapper.
         optimizer.zero_grad()
-        loss = _loss(wrapped, generator)
+        loss = loss_of_words(wrapped, generator)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -185,21 +133,21 @@ def test_b36_kept_parameters_follow_the_step_of_a_foreign_optimizer(make: Any, o
 
 
 def _loads(assign: bool) -> tuple[bool, bool, list[Loss]]:
-    wrapped, other = _wrap(Net()), _wrap(Net())
+    wrapped, other = wrap_net(Net()), wrap_net(Net())
     params = list(wrapped.parameters())
     generator = torch.Generator().manual_seed(3)
     # Root's parameters stay gathered.
-    before = _loss(wrapped, generator)
+    before = loss_of_words(wrapped, generator)
     with torch.no_grad():
         for param in other.parameters():
             param.mul_(2)
     wrapped.load_state_dict({name: value.clone() for name, value in other.state_dict().items()}, assign=assign)
     same = all(a is b for a, b in zip(params, wrapped.parameters(), strict=True))
     generator.manual_seed(3)
-    after = _loss(wrapped, generator)
+    after = loss_of_words(wrapped, generator)
     generator.manual_seed(3)
-    is_new = torch.equal(after, _loss(other, generator)) and not torch.equal(before, after)
-    return same, is_new, _train(wrapped)
+    is_new = torch.equal(after, loss_of_words(other, generator)) and not torch.equal(before, after)
+    return same, is_new, train_losses(wrapped)
 
 
 @pytest.mark.slow
@@ -209,43 +157,11 @@ def test_loaded_values_go_to_where_the_shards_lie_with_assign_too() -> None:
         assert losses == plain
 
 
-class Counted:
-    """Counts the calls of hooks by kind and parameter name, in their order."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str]] = []
-
-    def on_param(self, name: str) -> Callable[[nn.Parameter], None]:
-        def note(owned: nn.Parameter) -> None:
-            assert isinstance(owned, DTensor) and isinstance(owned.grad, DTensor) and owned.grad.shape == owned.shape
-            self.seen.append(("param", name))
-
-        return note
-
-    def on_bucket(self, bucket: ReadyBucket) -> None:
-        assert bucket.shard.shape == bucket.grad.shape
-        self.seen += [("bucket", one.name) for one in bucket.slices]
-
-    def after(self, found: list[ReadyBucket]) -> None:
-        self.seen += [("after", one.name) for bucket in found for one in bucket.slices]
-
-    def take(self) -> list[tuple[str, str]]:
-        """What was counted since."""
-        seen, self.seen = self.seen, []
-        return seen
-
-
 def _hooks() -> None:
-    counted, net = Counted(), Net()
-    first, *others = net.named_parameters()
-    first[1].register_post_accumulate_grad_hook(counted.on_param(first[0]))
-    wrapped = _wrap(net)
-    params = dict(wrapped.module.named_parameters())
-    for name, _ in others:
-        wrapped.register_post_accumulate_grad_hook(params[name], counted.on_param(name))
-    wrapped.register_bucket_ready_hook(counted.on_bucket)
-    wrapped.register_post_backward_hook(params.values(), counted.after)
-    once = Counter((kind, name) for kind in ("param", "bucket", "after") for name in params)
+    counted = Counted()
+    wrapped = counted.watch(Net(), wrap_net)
+    names = [name for name, _ in wrapped.module.named_parameters()]
+    once = Counter(product(("param", "bucket", "after"), names))
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(3):
         if step == 1:
@@ -253,9 +169,9 @@ def _hooks() -> None:
         wrapped.zero_grad_buffer()
         for earlier in (wrapped.no_sync, wrapped.accumulate):
             with earlier():
-                _loss(wrapped, generator).backward()
+                loss_of_words(wrapped, generator).backward()
         assert not counted.seen
-        _loss(wrapped, generator).backward()
+        loss_of_words(wrapped, generator).backward()
         finalize_model_grads([wrapped])
         seen = counted.take()
         assert Counter(seen) == once
@@ -270,7 +186,7 @@ def test_b27_hooks_of_all_kinds_run_once_a_step_and_survive_assigned_state(ranks
 
 
 def _converted() -> None:
-    plain, wrapped = _wrap(Net().double()), _wrap(Net())
+    plain, wrapped = wrap_net(Net().double()), wrap_net(Net())
     counted, params = Counted(), dict(wrapped.module.named_parameters())
     for name, param in params.items():
         wrapped.register_post_accumulate_grad_hook(param, counted.on_param(name))
@@ -278,12 +194,12 @@ def _converted() -> None:
         mark_partial_gradient(param)
     stale = get_megatron_optimizer(OptimizerConfig(lr=0.01), [wrapped])
     generator = torch.Generator().manual_seed(dist.get_rank())
-    _loss(wrapped, generator).backward()
+    loss_of_words(wrapped, generator).backward()
     wrapped.reset_iteration()
     wrapped.to(torch.float64)
     assert all(a is b for a, b in zip(params.values(), wrapped.module.parameters(), strict=True))
     assert all(param_facts(param).sequence_parallel for param in params.values())
-    assert _train(wrapped) == _train(plain)
+    assert train_losses(wrapped) == train_losses(plain)
     assert Counter(counted.seen) == Counter({("param", name): STEPS for name in params})
     with pytest.raises(ValueError, match=r"was moved or replaced after the optimizer was built"):
         stale.step()
@@ -294,7 +210,7 @@ def test_b27_converted_shards_keep_hooks_and_marks_and_an_optimizer_of_before_is
 
 
 def _stepped(in_hooks: bool) -> list[float]:
-    wrapped = _wrap(Net())
+    wrapped = wrap_net(Net())
     optimizers = {p: torch.optim.AdamW([wrapped.owned_shard(p)], lr=0.05) for p in wrapped.parameters()}
     schedules = {p: torch.optim.lr_scheduler.StepLR(o, 2) for p, o in optimizers.items()}
 
@@ -311,7 +227,7 @@ def _stepped(in_hooks: bool) -> list[float]:
     # One more than the schedule needs for a lower rate.
     for _ in range(STEPS):
         wrapped.zero_grad_buffer()
-        loss = _loss(wrapped, generator)
+        loss = loss_of_words(wrapped, generator)
         loss.backward()
         wrapped.finish_grad_sync()
         for param in () if in_hooks else optimizers:
@@ -366,7 +282,7 @@ def test_a_weight_that_two_units_share_is_refused_by_both_names() -> None:
 
 
 def _chosen_units() -> None:
-    plain, net = _train(_wrap(Net())), Net()
+    plain, net = train_losses(wrap_net(Net())), Net()
     small = [f"layers.{layer}.{place}" for layer in range(3) for place in (0, 2)]
     for module, wanted, is_one, names in (
         (Net(), [nn.Sequential], False, ["layers.0", "layers.1", "layers.2", ""]),
@@ -376,7 +292,7 @@ def _chosen_units() -> None:
     ):
         wrapped = TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, module, wanted, is_one)
         assert [unit.name for unit in wrapped.units] == names
-        assert _train(wrapped) == plain, names
+        assert train_losses(wrapped) == plain, names
 
 
 @pytest.mark.slow
@@ -397,15 +313,15 @@ def _refusals() -> list[str]:
     scalar = Net()
     scalar.extra = nn.Parameter(torch.ones(()))
     stage = ProcessGroupCollection(pp=dist.group.WORLD)
-    nan = _wrap(Net(), replace(FSDP2, check_for_nan_in_grad=True))
+    nan = wrap_net(Net(), replace(FSDP2, check_for_nan_in_grad=True))
     with torch.no_grad():
         nan.module.table.weight._local_tensor.fill_(float("nan"))
     (nan(torch.zeros(2, 2, dtype=torch.int64)).sum() * 1.0).backward()
-    half_way = _wrap(Net())
+    half_way = wrap_net(Net())
     with half_way.no_sync():
         half_way(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
     tries: list[Callable[[], Any]] = [
-        lambda: _wrap(scalar),
+        lambda: wrap_net(scalar),
         lambda: TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, nn.Sequential(_Odd(2, 2)), [_Odd]),
         lambda: TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, Net(), pg_collection=stage),
         lambda: TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, Net(), [nn.Conv1d]),
@@ -438,7 +354,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_in_words() -> None:
 
 
 def _states() -> tuple[list[int], int, int]:
-    wrapped = _wrap(Net())
+    wrapped = wrap_net(Net())
     shards = [param._local_tensor for param in wrapped.parameters() if isinstance(param, DTensor)]
     flat = wrapped.all_buffers[0]
     return [shard.numel() for shard in shards], flat.param_data.numel(), sum(p.numel() for p in Net().parameters())

@@ -3,7 +3,6 @@ hooks see of gradients that are freed; errors. Memory: test_in_backward_memory; 
 """
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -20,69 +19,12 @@ from megatron.core.distributed.grad_hooks import ReadyBucket
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32
 from tests.counts import slow, soak_only
-from tests.distributed.test_torch_fsdp2 import DETERMINISTIC, FSDP2, Counted, Net, _loss
+from tests.distributed.fsdp2_runs import DETERMINISTIC, FSDP2, KEPT_ALWAYS, MODES, Counted, Net, Run, loss_of_words
 from tests.harness import run_on_ranks
 
 # The rate falls after two.
 STEPS = 3
 EXACT = {"clip_grad": 0.3, "optimizer_in_backward_clip": "exact"}
-# By anybody, on torch's module: over updates, if nobody lets go.
-KEPT_ALWAYS = "kept over backwards"
-MODES = {
-    "freed": FSDP2,
-    "kept": replace(FSDP2, reshard_after_forward=False),
-    "offloaded": replace(FSDP2, cpu_offload=True),
-    "gathered ahead": replace(FSDP2, forward_prefetch=2, backward_prefetch=2),
-    KEPT_ALWAYS: FSDP2,
-}
-
-
-class Run:
-    """A module in training, whose learning rate falls; settings are OptimizerConfig's, clip_grad 0 by default."""
-
-    def __init__(self, module: nn.Module, *, mode: str = "freed", in_backward: bool = True, **settings: Any) -> None:
-        checked = settings.pop("check_for_nan_in_grad", False)
-        config = replace(MODES[mode], release_gradients=in_backward, check_for_nan_in_grad=checked)
-        self.model = TorchFullyShardedDataParallel(DETERMINISTIC, config, module)
-        self.model.module.set_reshard_after_backward(mode != KEPT_ALWAYS)
-        if not in_backward:
-            settings.pop("optimizer_in_backward_clip", None)
-        given: dict[str, Any] = {
-            "lr": 0.05,
-            "clip_grad": 0.0,
-            "deterministic_mode": True,
-            "log_num_zeros_in_grad": True,
-        }
-        given |= {"optimizer_in_backward": in_backward}
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(**{**given, **settings}), [self.model])
-        self.generator = torch.Generator().manual_seed(dist.get_rank())
-        self.num_steps = 0
-
-    def backward(self, *, count: int = 1, factor: float = 1.0) -> float:
-        """All passes of a step; factor: of the loss."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.05 * 0.5 ** (self.num_steps // 2)
-        self.optimizer.zero_grad()
-        total = 0.0
-        for left in reversed(range(count)):
-            with self.model.accumulate() if left else nullcontext():
-                loss = _loss(self.model, self.generator) * (factor / count)
-                self.optimizer.scale_loss(loss).backward()
-            total += loss.item()
-        return total
-
-    def step(self, *, count: int = 1, factor: float = 1.0) -> list[Any]:
-        """What a step reports."""
-        loss = self.backward(count=count, factor=factor)
-        finalize_model_grads([self.model])
-        self.num_steps += 1
-        return [loss, *self.optimizer.step(), float(self.optimizer.get_loss_scale()), self.optimizer.params_norm()]
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's shards and states."""
-        boxes = self.optimizer.sharded_state(model_logical_pieces(self.model))
-        states = {f"{box.key} {box.global_offset}": box.data.clone() for box in boxes}
-        return {one.name: one.flat.clone() for one in self.model.weight_ranges()} | states
 
 
 def assert_same(run: Run, other: Run) -> None:
@@ -174,19 +116,13 @@ def _released(module: nn.Module, mode: str = "freed") -> TorchFullyShardedDataPa
 
 
 def _backward(model: TorchFullyShardedDataParallel, seed: int = 0) -> None:
-    _loss(model, torch.Generator().manual_seed(10 * seed + dist.get_rank())).backward()
+    loss_of_words(model, torch.Generator().manual_seed(10 * seed + dist.get_rank())).backward()
 
 
 def _hooks(recompute: bool) -> None:
-    counted, net = Counted(), Net(recompute=recompute)
-    first, *others = net.named_parameters()
-    first[1].register_post_accumulate_grad_hook(counted.on_param(first[0]))
-    model = _released(net)
+    counted = Counted()
+    model = counted.watch(Net(recompute=recompute), _released)
     params = dict(model.module.named_parameters())
-    for name, _ in others:
-        model.register_post_accumulate_grad_hook(params[name], counted.on_param(name))
-    model.register_bucket_ready_hook(counted.on_bucket)
-    model.register_post_backward_hook(params.values(), counted.after)
     once = Counter(product(("param", "bucket", "after"), params))
     for step in range(3):
         if step == 1:
@@ -235,7 +171,7 @@ def _stepped_in_hooks(release: bool, mode: str) -> list[float]:
     losses, generator = [], torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         model.zero_grad_buffer()
-        loss = _loss(model, generator)
+        loss = loss_of_words(model, generator)
         loss.backward()
         model.finish_grad_sync()
         losses.append(loss.item())

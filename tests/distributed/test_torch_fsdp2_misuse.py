@@ -18,8 +18,7 @@ from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.fully_shard_state import check_torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.training.arguments import CommandLineError, parse_args, validate_args
-from tests.distributed.test_torch_fsdp2 import FSDP2, WORDS, Loss, Net, _loss, _train, _wrap
-from tests.distributed.test_torch_fsdp2_in_backward import Run
+from tests.distributed.fsdp2_runs import FSDP2, WORDS, Loss, Net, Run, loss_of_words, train_losses, wrap_net
 from tests.harness import run_on_ranks
 
 KEPT = replace(FSDP2, reshard_after_forward=False)
@@ -30,7 +29,7 @@ def _words(seed: int = 0) -> torch.Tensor:
 
 
 def _backward(wrapped: Any, seed: int = 0) -> None:
-    _loss(wrapped, torch.Generator().manual_seed(seed + dist.get_rank())).backward()
+    loss_of_words(wrapped, torch.Generator().manual_seed(seed + dist.get_rank())).backward()
 
 
 @torch.no_grad()
@@ -55,7 +54,7 @@ def _grads(wrapped: Any) -> list[torch.Tensor]:
 
 
 def _after_errors() -> None:
-    wrapped = _wrap(Net())
+    wrapped = wrap_net(Net())
     # Before anything has run, too.
     wrapped.reset_iteration()
     wrapped.zero_grad_buffer()
@@ -94,12 +93,12 @@ def test_gradients_of_an_iteration_that_broke_off_are_forgotten() -> None:
 
 
 def _after_evaluation(config: Any) -> None:
-    wrapped, other = _wrap(Net(), config), _wrap(Net(), config)
+    wrapped, other = wrap_net(Net(), config), wrap_net(Net(), config)
     _evaluate(wrapped)
     for params in (wrapped.module.parameters(), wrapped.parameters()):
         assert all(isinstance(param, DTensor) for param in params)
     # Between forward and backward, too.
-    loss = _loss(wrapped, torch.Generator().manual_seed(0))
+    loss = loss_of_words(wrapped, torch.Generator().manual_seed(0))
     assert not all(isinstance(param, DTensor) for param in wrapped.module.parameters())
     assert list(map(id, wrapped.parameters())) == list(map(id, other_order(wrapped)))
     gathered = wrapped.module.table.weight
@@ -132,7 +131,7 @@ def _assigned(of_part: bool) -> None:
     net = Net()
     net.out.weight.requires_grad_(False)
     net.layers[0][0].bias.requires_grad_(False)
-    wrapped, seen = _wrap(net), []
+    wrapped, seen = wrap_net(net), []
     params = list(wrapped.parameters())
     wrapped.register_post_accumulate_grad_hook(wrapped.module.layers[0][0].weight, seen.append)
     for target in (wrapped.module.layers[0], wrapped.module.out) if of_part else (wrapped,):
@@ -162,7 +161,7 @@ def _written() -> None:
     for config in (FSDP2, KEPT):
         net = Net()
         net.out.weight.requires_grad_(False)
-        wrapped = _wrap(net, config)
+        wrapped = wrap_net(net, config)
         shards = dict(wrapped.module.named_parameters())
         # Kept over the end of the step: no backward follows.
         assert wrapped(_words()).abs().sum() > 0
@@ -174,7 +173,7 @@ def _written() -> None:
             shards["layers.0.2.weight"].zero_()
             shards["layers.0.2.bias"].zero_()
         assert wrapped.module.layers[0](torch.ones(2, 6)).abs().sum() == 0
-        wrapped = _wrap(Net(), config)
+        wrapped = wrap_net(Net(), config)
         shards = dict(wrapped.module.named_parameters())
         _evaluate(wrapped)
         shards["out.weight"].to_local().data.mul_(0)
@@ -222,7 +221,7 @@ CHANGES = {
 def _changed(change: Callable[[Any], None]) -> str:
     net = Net()
     net.table.weight.requires_grad_(False)
-    wrapped = _wrap(net)
+    wrapped = wrap_net(net)
     _backward(wrapped)
     wrapped.finish_grad_sync()
     wrapped.zero_grad_buffer()
@@ -241,7 +240,7 @@ def test_what_was_changed_after_wrapping_is_named_on_all_ranks(words: str) -> No
 
 
 def _no_zero() -> None:
-    wrapped = _wrap(Net())
+    wrapped = wrap_net(Net())
     _backward(wrapped)
     wrapped.finish_grad_sync()
     with pytest.raises(RuntimeError, match="came after finish_grad_sync: call zero_grad_buffer"):
@@ -256,7 +255,7 @@ def test_a_backward_after_the_end_of_an_iteration_is_refused() -> None:
 
 
 def _replaced_gradients() -> None:
-    wrapped, seen = _wrap(Net()), []
+    wrapped, seen = wrap_net(Net()), []
 
     def put_zeros(owned: nn.Parameter) -> None:
         owned.grad = owned.grad * 0
@@ -280,7 +279,7 @@ def test_a_gradient_that_a_hook_replaces_is_what_later_hooks_see() -> None:
 
 
 def _nested() -> None:
-    wrapped = _wrap(Net())
+    wrapped = wrap_net(Net())
     wrapped.zero_grad_buffer()
     with wrapped.no_sync():
         with wrapped.no_sync():
@@ -316,7 +315,7 @@ class _OnlyFirst(nn.Module):
 
 
 def _unused_in_no_sync() -> None:
-    wrapped = _wrap(_OnlyFirst())
+    wrapped = wrap_net(_OnlyFirst())
     for _ in range(2):
         wrapped.zero_grad_buffer()
         with wrapped.no_sync():
@@ -332,7 +331,7 @@ def test_a_unit_that_never_ran_has_zeros_also_after_no_sync() -> None:
 
 
 def _one_rank_fails(where: str) -> list[Loss]:
-    wrapped = _wrap(Net())
+    wrapped = wrap_net(Net())
     optimizer, fails = _adam(wrapped), dist.get_rank() == 1
     hook = wrapped.register_bucket_ready_hook(_raise) if fails and where == "hook" else None
     optimizer.zero_grad()
@@ -349,11 +348,11 @@ def _one_rank_fails(where: str) -> list[Loss]:
                 go_on()
         hook.remove()
     wrapped.reset_iteration()
-    return _train(wrapped)
+    return train_losses(wrapped)
 
 
 def _fails_and_not(where: str) -> tuple[list[Loss], list[Loss]]:
-    return _one_rank_fails(where), _train(_wrap(Net()))
+    return _one_rank_fails(where), train_losses(wrap_net(Net()))
 
 
 @pytest.mark.parametrize("where", ["end", "hook"])
@@ -366,14 +365,14 @@ def _refusals() -> None:
     empty = Net()
     empty.extra = nn.Parameter(torch.zeros(0, 3))
     with pytest.raises(ValueError, match=r"parameter extra has shape \(0, 3\), no elements"):
-        _wrap(empty)
-    twice = _wrap(Net()).module
+        wrap_net(empty)
+    twice = wrap_net(Net()).module
     for config in (FSDP2, None):
         with pytest.raises(ValueError, match=r"table\.weight is a DTensor: .* before"):
-            _wrap(twice, config)
+            wrap_net(twice, config)
     config = OptimizerConfig(lr=0.1, bf16=True, use_precision_aware_optimizer=True, main_params_dtype="fp16")
     with pytest.raises(ValueError, match=r"main_params_dtype is fp16 with use_torch_fsdp2"):
-        get_megatron_optimizer(config, [_wrap(Net().bfloat16())])
+        get_megatron_optimizer(config, [wrap_net(Net().bfloat16())])
 
 
 def test_what_would_go_wrong_later_is_refused_in_words() -> None:
@@ -392,11 +391,11 @@ def test_offloaded_activations_are_refused_by_both_flags(flags: list[str]) -> No
 
 
 def _on_older_torch() -> tuple[list[Loss], list[Loss]]:
-    plain = _train(_wrap(Net()))
+    plain = train_losses(wrap_net(Net()))
     newer = ("reset_iter_state", "set_reduce_scatter_unused_params")
     for name in newer:
         delattr(FSDPModule, name)
-    wrapped = _wrap(Net())
+    wrapped = wrap_net(Net())
     _backward(wrapped)
     hook = wrapped.module.layers[1].register_full_backward_hook(_raise)
     with pytest.raises(_BrokenError):
@@ -405,14 +404,14 @@ def _on_older_torch() -> tuple[list[Loss], list[Loss]]:
     wrapped.reset_iteration()
     runs = [Run(Net(), in_backward=chosen) for chosen in (False, True)]
     assert runs[0].step(count=2) == runs[1].step(count=2)
-    return plain, _train(wrapped)
+    return plain, train_losses(wrapped)
 
 
 def _on_too_old_torch() -> None:
     check_torch()
     delattr(FSDPModule, "set_custom_reduce_scatter")
     with pytest.raises(ValueError, match=r"no set_custom_reduce_scatter: use_torch_fsdp2 needs torch 2\.11 to 2\.13"):
-        _wrap(Net())
+        wrap_net(Net())
 
 
 def test_a_torch_without_what_is_needed_is_refused_by_version() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from benchmarks.live_bytes import PeakBytes
 from megatron.core import parallel_state
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import (
@@ -23,12 +23,12 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.state_memory import state_bytes_of
 from tests.counts import long_count, soak_only
-from tests.distributed.test_distributed_optimizer import OVERLAPS, PRECISE, PeakBytes, Run
+from tests.distributed.odd_modules import Parts
+from tests.distributed.optimizer_runs import OVERLAPS, PRECISE, Run
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
 STEPS = long_count(2, soak=5)
-LAYERS = 5
 CASES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {}),
     (torch.bfloat16, {}),
@@ -130,21 +130,6 @@ def _overflow_on_one_rank() -> None:
 @pytest.mark.slow
 def test_b22_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     run_on_ranks(_overflow_on_one_rank, 3)
-
-
-class Parts(nn.Module):
-    """Layers of which a forward uses some, in any order; those below 0 run again in backward, with a gradient each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor, plan: Sequence[int]) -> torch.Tensor:
-        for index in plan:
-            layer = self.layers[index]
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if index < 0 else layer(x))
-        return x
 
 
 def _plans(step: int, rank: int) -> list[int]:
@@ -279,13 +264,16 @@ def _measure(overlap: str, zero2: bool) -> tuple[int, int, int, float]:
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
     run = Run(model, zero1=True, zero2=zero2, bucket_size=WIDTH * WIDTH, overlap=overlap)
     x, peaks = torch.ones(1, WIDTH), []
+
+    def pass_back() -> None:
+        run.model(x).sum().backward()
+        run.model.finish_grad_sync()
+
     for _ in range(2):
         run.optimizer.zero_grad()
-        with PeakBytes() as backward:
-            run.model(x).sum().backward()
-            run.model.finish_grad_sync()
         # The second starts with memory of the first one's messages.
-        peaks.append(backward.peak)
+        with PeakBytes() as memory:
+            peaks.append(memory.peak_of(pass_back))
         run.optimizer.step()
     spans = [span for buffer in run.model.all_buffers for span in buffer.owned_spans()]
     grads = [buffer.grad_of(span) for buffer in run.model.all_buffers for span in buffer.owned_spans()]
