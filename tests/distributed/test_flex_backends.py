@@ -26,8 +26,8 @@ from megatron.core.transformer.moe.dispatch_static import (
 )
 from megatron.core.transformer.moe.symmetric_rows import SymmetricTransport, build_symmetric_dispatcher
 from tests.counts import soak_only
-from tests.distributed.test_expert_parallel import ALLTOALL, KINDS, build_layer, rank_inputs, run_layer
-from tests.distributed.test_static_dispatch import EXPERTS, ROUTINGS, TOKENS, TOPK, chosen_experts
+from tests.distributed.expert_choices import EXPERTS, ROUTINGS, TOKENS, TOPK, chosen_experts
+from tests.distributed.expert_layers import ALLTOALL, KINDS, build_layer, rank_inputs, run_layer
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
 

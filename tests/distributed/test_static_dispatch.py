@@ -17,22 +17,14 @@ from megatron.core.transformer.moe.dispatch_static import (
 )
 from megatron.core.transformer.moe.static_parts import padded_parts, part_layout
 from tests.counts import soak_only
-from tests.distributed.test_expert_parallel import DISPATCHERS as DISPATCHER_FIELDS
-from tests.distributed.test_expert_parallel import KINDS, build_layer, rank_inputs, run_layer
+from tests.distributed.expert_choices import EXPERTS, ROUTINGS, TOKENS, TOPK, chosen_experts
+from tests.distributed.expert_layers import DISPATCHERS as DISPATCHER_FIELDS
+from tests.distributed.expert_layers import KINDS, build_layer, rank_inputs, run_layer
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
 
-EXPERTS, TOKENS, TOPK = 12, 40, 2
-ROUTINGS = ("even", "one_expert", "one_rank")
 # Expert ranks, and ranks that share an expert.
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]
-
-
-def chosen_experts(rank: int, routing: str) -> Tensor:
-    """[T, K], int64: different experts for each token."""
-    scores = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(rank))
-    scores[:, : {"even": 0, "one_expert": 1, "one_rank": 2}[routing]] += 2
-    return scores.topk(TOPK).indices
 
 
 def on_rank(layout: tuple[int, int], alignments: list[int]) -> dict[tuple[str, str, int], list[float]]:

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.capacity_config import CapacityConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import permute_probs, permute_tokens, unpermute_tokens
 from tests.counts import long_count
-from tests.unit_tests.core.transformer.moe.test_moe_layer import expert_matrices, moe_layer
+from tests.unit_tests.core.transformer.moe.small_experts import expert_matrices, moe_layer
 
 LOOSE = {"atol": 1e-4, "rtol": 1e-4}
 

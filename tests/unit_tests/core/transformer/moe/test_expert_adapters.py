@@ -4,25 +4,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron.core.activations import quick_gelu
-from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
 from megatron.core.models.gpt.lora_specs import with_adapters
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, gradients, small_config
-from tests.unit_tests.core.transformer.moe.test_moe_layer import lopsided
+from tests.unit_tests.core.transformer.moe.small_experts import (
+    EXPERTS,
+    GPT_OSS,
+    copy_weights,
+    lopsided,
+    stacked_over_experts,
+)
 
-EXPERTS = 4
-GPT_OSS: dict[str, Any] = {
-    "add_bias_linear": True,
-    "activation_func": quick_gelu,
-    "activation_func_clamp_value": 1.0,
-    "glu_linear_offset": 1.0,
-}
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "act again": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
@@ -43,26 +39,6 @@ def adapted_layer(*, grouped: bool, targets: list[str], **fields: Any) -> MoELay
     return layer
 
 
-def stored(layer: MoELayer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by parameters' names, of any shapes, as a checkpoint has them: stacked over the experts."""
-    wholes: dict[str, Tensor] = {}
-    for name, pieces in model_logical_pieces(layer).items():
-        for piece in pieces if name in tensors else ():
-            whole = wholes.setdefault(piece.key, torch.zeros(piece.global_shape, dtype=tensors[name].dtype))
-            box = tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape))
-            whole[box] = piece.view_of(tensors[name])
-    return wholes
-
-
-def copy_stored(source: MoELayer, target: MoELayer) -> None:
-    """All weights, the adapters' among them; target: with grouped experts."""
-    wholes = stored(source, {name: parameter.detach() for name, parameter in source.named_parameters()})
-    parameters = dict(target.named_parameters())
-    for name, pieces in model_logical_pieces(target).items():
-        for piece in pieces:
-            piece.view_of(parameters[name].data).copy_(wholes[piece.key])
-
-
 @pytest.mark.parametrize("routing", ["balanced", "one", "starved"])
 @pytest.mark.parametrize("targets", [["linear_fc1", "linear_fc2"], ["linear_fc1"], ["linear_fc2"]])
 @pytest.mark.parametrize("model", [{}, GPT_OSS], ids=["llama", "gpt-oss"])
@@ -76,7 +52,7 @@ def test_values_and_gradients_are_those_of_sequential_experts(
     sequential = adapted_layer(grouped=False, targets=targets, **fields)
     grouped = adapted_layer(grouped=True, targets=targets, **fields, **KINDS[kind])
     lopsided(sequential, routing)
-    copy_stored(sequential, grouped)
+    copy_weights(sequential, grouped)
     found = []
     for layer in (sequential, grouped):
         x = torch.rand(6, 2, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -84,7 +60,7 @@ def test_values_and_gradients_are_those_of_sequential_experts(
         output = layer(x)[0]
         output.square().sum().backward()
         assert x.grad is not None
-        found.append({"output": output.detach(), "x": x.grad, **stored(layer, gradients(layer))})
+        found.append({"output": output.detach(), "x": x.grad, **stacked_over_experts(layer, gradients(layer))})
     assert found[0].keys() == found[1].keys()
     # Of fc1 gate and up apart.
     assert len(found[0]) == 2 + 3 * ("linear_fc1" in targets) + 2 * ("linear_fc2" in targets)

@@ -8,34 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from megatron.core.activations import quick_gelu
-from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.spec_utils import build_module
-from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
+from tests.unit_tests.core.transformer.moe.small_experts import (
+    EXPERTS,
+    GPT_OSS,
+    copy_weights,
+    expert_matrices,
+    lopsided,
+    moe_layer,
+)
 
-TOKENS, EXPERTS = 12, 4
-
-
-def moe_layer(*, grouped: bool, **fields: Any) -> MoELayer:
-    """A layer of four experts with random weights from torch's generator."""
-    config = small_config(num_moe_experts=EXPERTS, moe_grouped_gemm=grouped, **{**LLAMA_LIKE, **fields})
-    return build_module(get_mlp_module_spec(EXPERTS, grouped), config=config)
-
-
-def expert_matrices(layer: MoELayer) -> dict[str, Tensor]:
-    """The stacked matrices as a checkpoint names them, fp64: [E, F, H] and [E, H, F]."""
-    parameters, stacked = dict(layer.named_parameters()), {}
-    for name, pieces in model_logical_pieces(layer).items():
-        for piece in pieces:
-            whole = stacked.setdefault(piece.key, torch.zeros(piece.global_shape, dtype=torch.float64))
-            whole[_box(piece)] = piece.view_of(parameters[name].detach()).double()
-    return {key.removeprefix("experts."): value for key, value in stacked.items()}
-
-
-def _box(piece: LogicalPiece) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
+TOKENS = 12
 
 
 def naive_moe(layer: MoELayer, x: Tensor, matrices: dict[str, Tensor]) -> Tensor:
@@ -60,21 +43,6 @@ def naive_moe(layer: MoELayer, x: Tensor, matrices: dict[str, Tensor]) -> Tensor
     return torch.stack(rows)
 
 
-def lopsided(layer: MoELayer, routing: str) -> None:
-    """Bends the router's weights: `one` makes expert 2 every token's first choice, `starved` leaves expert 0 none."""
-    with torch.no_grad():
-        if routing == "one":
-            layer.router.weight[2] = 50 * layer.router.weight[2].abs()
-        elif routing == "starved":
-            layer.router.weight[0] = -50 * layer.router.weight[0].abs()
-
-
-GPT_OSS: dict[str, Any] = {
-    "add_bias_linear": True,
-    "activation_func": quick_gelu,
-    "activation_func_clamp_value": 1.0,
-    "glu_linear_offset": 1.0,
-}
 KINDS: dict[str, dict[str, Any]] = {
     "grouped": {"grouped": True},
     "sequential": {"grouped": False},
@@ -124,7 +92,7 @@ def test_grouped_and_sequential_experts_agree(dtype: torch.dtype) -> None:
     )
     for parameter in (grouped.experts.bias1, grouped.experts.bias2):
         torch.nn.init.normal_(parameter, std=0.1)
-    copy_logical(grouped, sequential)
+    copy_weights(grouped, sequential)
     outputs = []
     for layer in (grouped, sequential):
         x = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
@@ -136,25 +104,13 @@ def test_grouped_and_sequential_experts_agree(dtype: torch.dtype) -> None:
         assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm()
 
 
-def copy_logical(source: MoELayer, target: MoELayer) -> None:
-    """Copies weights between layers whose parameters are laid out differently."""
-    matrices, parameters = {}, dict(source.named_parameters())
-    for name, pieces in model_logical_pieces(source).items():
-        for piece in pieces:
-            matrices[piece.key] = piece.view_of(parameters[name].detach())
-    parameters = dict(target.named_parameters())
-    for name, pieces in model_logical_pieces(target).items():
-        for piece in pieces:
-            piece.view_of(parameters[name].data).copy_(matrices[piece.key][_box(piece)])
-
-
 @pytest.mark.parametrize("activation", [F.gelu, F.silu], ids=["gelu", "silu"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_other_activations_work_in_both_implementations(activation: Any, gated: bool) -> None:
     torch.manual_seed(0)
     fields = {"activation_func": activation, "gated_linear_unit": gated}
     grouped, sequential = (moe_layer(grouped=flag, **fields) for flag in (True, False))
-    copy_logical(grouped, sequential)
+    copy_weights(grouped, sequential)
     x = torch.randn(6, 2, 32)
     torch.testing.assert_close(grouped(x)[0], sequential(x)[0], atol=1e-5, rtol=1e-5)
 
