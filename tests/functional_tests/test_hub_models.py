@@ -12,8 +12,8 @@ from megatron.training.arguments import parse_args
 from tests.functional_tests.case import Flags, command_line
 from tests.functional_tests.launch import run_program
 from tests.unit_tests.core.tokenizers.vocabularies import TEXT
+from tests.unit_tests.tools.hugging_face.conversions import contents
 from tests.unit_tests.tools.hugging_face.small_hub import model_on, saved
-from tests.unit_tests.tools.hugging_face.test_convert import contents
 from tools.checkpoint import main as checkpoint_tool
 from tools.generate import main as generate
 from tools.hugging_face.companions import read_config

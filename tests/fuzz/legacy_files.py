@@ -18,7 +18,7 @@ from megatron.training.checkpoint_folder import TRACKER_FILE
 from tests.fuzz.checkpoint_damage import Harm
 from tests.fuzz.judging import Verdict, judged, note_of
 from tests.fuzz.values import ODD_INTS, ODD_WORDS, Choices, odd_json
-from tests.unit_tests.tools.test_convert_legacy import ITERATION, SHAPE, whole_model, write_files
+from tests.unit_tests.tools.rank_files import ITERATION, SHAPE, whole_model, write_files
 from tools import checkpoint as checkpoint_tool
 
 _FOLDER = f"iter_{ITERATION:07d}"

@@ -17,9 +17,8 @@ from megatron.training.stash_plan.outlook import outlook
 from megatron.training.stash_plan.routing import traced_spans
 from megatron.training.stash_plan.stages import planned_run
 from megatron.training.stash_plan.walk import Rung
-from tests.browser import PICTURE_PROBLEMS, opened_browser
+from tests.browser import PICTURE_PROBLEMS, needs_browser, opened_browser
 from tests.functional_tests.case import Flags, command_line, read_bases
-from tests.unit_tests.tools.test_report import needs_browser
 from tools.plan_stash import main, read_flags, stash_plan
 from tools.stash_plan_page import NAMES, as_page
 from tools.stash_plan_words import paste

@@ -1,118 +1,37 @@
 """report.py: a page that a browser draws without a network, from any log that a run may leave."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.browser import BROWSER, opened_browser
+from tests.browser import needs_browser, opened_browser
 from tests.counts import slow, soak_only
+from tests.unit_tests.tools.report_logs import PAGE_FACTS, POOL, RECORD, STASH, write_log
 from tools import report
 from tools.report_figures import DASHES, MAX_POINTS, make_figures, smoothed, thinned
 from tools.report_memory import memory_section
 from tools.report_stash import stash_section
 from tools.run_log import MAX_BINS, LayerTable, Series, read_run
 
-# Of each diagram: marks that were drawn, titles of axes, and texts that stick out of it; of the page, what is wider.
-SEEN = """({
-  width: document.documentElement.scrollWidth, text: document.body.innerText,
-  drawn: [...document.querySelectorAll(".plot")].map(plot => [plot.parentElement.id,
-    plot.querySelectorAll(".scatterlayer .trace, .heatmaplayer image, .barlayer .trace").length,
-    plot.querySelectorAll(".xtitle, .ytitle").length]),
-  cut: [...document.querySelectorAll(".plot")].flatMap(plot => {
-    const frame = plot.getBoundingClientRect();
-    return [...plot.querySelectorAll("svg text")].filter(text => {
-      const box = text.getBoundingClientRect();
-      return box.width && (box.left < frame.left - 1 || box.right > frame.right + 1 ||
-                           box.top < frame.top - 1 || box.bottom > frame.bottom + 1);
-    }).map(text => plot.parentElement.id + ": " + text.textContent);
-  }).concat([...document.querySelectorAll(".card, .facts div, .bar")]
-    .filter(card => card.scrollWidth > card.clientWidth + 1).map(card => card.id || card.className || card.innerText)),
-})"""
-
-
-def write_run(folder: Path, num_steps: int, *, layers: int = 2, extra: str = "", **record: object) -> Path:
-    """A run with every field that a log may have; `extra` is added to its last lines as it is."""
-    folder.mkdir()
-    lines = []
-    for step in range(1, num_steps + 1):
-        line: dict[str, object] = {"iteration": step, "lm_loss": "NaN" if step == 5 else 2 + 1 / step}
-        line |= {"z_loss": 1 / step, "accuracy": 0.5, "grad_norm": "Infinity" if step == 7 else 1 / step}
-        line |= {"learning_rate": 1e-3, "global_batch_size": 4, "consumed_samples": 4 * step, "skipped": step == 7}
-        line |= {
-            "loss_scale": 2.0 ** (16 - step % 3),
-            "seconds": 0.1,
-            "tokens_per_second": 1e3,
-            "tflops": 1.0,
-            "mfu": 0.3,
-        }
-        line |= {"memory": {"rss": 2**30, "peak_rss": 2**31}, "timers": {"optimizer": 3.0}, "num_zeros": None}
-        line |= {"expert_load": {str(layer): [step, 3, 0, 5] for layer in range(1, layers + 1)}}
-        line |= {"overlap": OVERLAP}
-        line |= {"held": HELD} if step == 1 or step % 2 == 0 else {}
-        line |= {"stash": STASH} if step % 2 == 0 or step == num_steps else {}
-        line |= {"per_layer": {"load_balancing_loss": {str(layer): 1 / layer for layer in range(1, layers + 1)}}}
-        lines += [json.dumps(line), json.dumps({"iteration": step, "validation_loss": 2.5})]
-    (folder / "steps.jsonl").write_text("\n".join(lines) + "\n" + extra)
-    if record:
-        (folder / "run.json").write_text(json.dumps(record))
-    return folder
-
-
-GATHER = {"name": "chunk 0 dense 1", "traffic": "gather", "bytes": 2048, "ready_ms": 0, "launched_ms": 1, "done_ms": 5}
-REDUCE = {"name": "chunk 0 dense 0", "traffic": "reduce", "bytes": 1024, "ready_ms": 6, "launched_ms": 7, "done_ms": 9}
-OVERLAP = {
-    "hidden_share": 0.9,
-    "exposed_reduce_ms": 2.0,
-    "exposed_gather_ms": 0.0,
-    "hidden_reduce_ms": 1.0,
-    "hidden_gather_ms": 4.0,
-    "backward_end_ms": 8,
-    "transfers": [{**GATHER, "waits_ms": []}, {**REDUCE, "waits_ms": [[8, 9], [10, 11]]}],
-}
-CHANGES = [[0, 2, 7, 0], [1, 3, 3, 2], [2, 3, -3, -2], [2, 2, -7, 0]]
-POOL: dict[str, object] = {"rank": 1, "device_pages": 10, "host_pages": 4, "page_bytes": 64}
-POOL |= {"device_high_water": 10, "host_high_water": 2, "planned_pages": 12, "spilled_pages": 2}
-POOL |= {"live_bytes": 700, "tail_bytes": 68, "dropped_gate_up": 0, "dropped_act": 1}
-POOL |= {"factor": 1.0, "factors_needed": [1.1, 1.2]}
-POOL |= {"timeline": {"passes": [2, 3, -3, -2], "changes": CHANGES}}
-STASH: dict[str, object] = {"steps": 2, "void_steps": 1, "capacity_factor": 1.5, "factors_needed": [1.25, 1.0]}
-STASH |= {"balanced_rows": 8, "buffer_rows": 12, "rows": {"2": 9, "3": 10}, "pool": POOL}
-STASH |= {"rungs": {"spilled_pages": [0, 2], "void_steps": [1, 0]}}
-SIZES = {"parameters": 2000, "gradients": 4000, "masters": 0, "moments": 8000, "pages": 640, "host_pages": 256}
-HELD = {"rank_0": {**SIZES, "peak_rss": 2**28}, "max": {**SIZES, "peak_rss": 2**29}}
-HELD |= {"stages": {"0": HELD["rank_0"], "1": {**SIZES, "parameters": 2100, "peak_rss": 2**29}}}
-RECORD = {
-    "flags": {"num_layers": 3, "seed": 1234, "data_path": ["0.5", "</script>"], "mock_data": False, "seq_length": 8},
-    "environment": {"device": "cpu", "world_size": 2},
-    "model": {"parameters": 1_234_567, "active_parameters": 1000, "flops_per_token": 6.0},
-    "starts": [{"started": "2026-01-01", "iteration": 0}, {"started": "2026-01-02", "iteration": 8}],
-}
 EVERY_FIGURE = """loss perplexity learning-rate grad-norm loss-scale batch-size throughput step-time
 tflops mfu timers hidden-share exposed timeline memory memory-stages stash-device stash-host capacity-factor pool-factor
 stash-pages rungs stash-tails stash-rows-0 z_loss accuracy layers-load_balancing_loss-0
 load-overview load-layer load-step""".split()
 
 
-needs_browser = pytest.mark.skipif(
-    BROWSER is None and "CI_HAS_BROWSER" not in os.environ,
-    reason="needs a browser: apt-get install chromium, as .ci/run does",
-)
-
-
 @pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("num_steps, layers, num_runs", [slow(30, 2, 1), soak_only(1, 2, 1), soak_only(80, 12, 2)])
 def test_a_browser_draws_every_diagram(tmp_path: Path, capsys, num_steps: int, layers: int, num_runs: int) -> None:
-    folders = [write_run(tmp_path / name, num_steps, layers=layers, **RECORD) for name in "ab"[:num_runs]]
+    folders = [write_log(tmp_path / name, num_steps, layers=layers, **RECORD) for name in "ab"[:num_runs]]
     assert report.main([*map(str, folders), "--output", str(tmp_path / "r.html")]) == 0
     assert f"Report: {tmp_path / 'r.html'} (" in capsys.readouterr().out
     with opened_browser(tmp_path) as page:
         page.open((tmp_path / "r.html").as_uri(), width=1200)
-        seen = page.evaluate(SEEN)
+        seen = page.evaluate(PAGE_FACTS)
         assert [*page.problems, *seen["cut"]] == [] and seen["width"] <= 1200
         assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
     drawn = {name.partition(" ")[0]: (marks, titles) for name, marks, titles in seen["drawn"]}
@@ -124,7 +43,7 @@ def test_a_browser_draws_every_diagram(tmp_path: Path, capsys, num_steps: int, l
 
 
 def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:
-    run = read_run(write_run(tmp_path / "a", 9, extra='nonsense\n{"iteration": 10, "lm_lo'))
+    run = read_run(write_log(tmp_path / "a", 9, extra='nonsense\n{"iteration": 10, "lm_lo'))
     figures = {figure["id"]: figure for figure in make_figures([run])}
     assert figures["loss"]["traces"][0]["y"][4] is None and run.num_unreadable == 1
     marks = figures["loss"]["traces"][-1]
@@ -150,7 +69,7 @@ def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:
     ],
 )
 def test_a_field_of_another_shape_costs_its_line_alone(tmp_path: Path, fields: str) -> None:
-    run = read_run(write_run(tmp_path / "a", 3, extra=f'{{"iteration": 4, {fields}}}\n{{"iteration": {2**70}}}\n'))
+    run = read_run(write_log(tmp_path / "a", 3, extra=f'{{"iteration": 4, {fields}}}\n{{"iteration": {2**70}}}\n'))
     assert run.num_unreadable == (1 if "null" in fields else 2) and run.steps.tolist() == [1, 2, 3]
     assert "Loss" in report.page([run], javascript="")
 
@@ -158,7 +77,7 @@ def test_a_field_of_another_shape_costs_its_line_alone(tmp_path: Path, fields: s
 @pytest.mark.parametrize("held", [{}, {"stages": 3}, {"stages": {"a": {}}}, {"stages": {"0": 3}}, {"rank_0": [1]}])
 def test_bytes_that_nobody_can_read_are_not_shown(tmp_path: Path, held: dict[str, Any]) -> None:
     line = json.dumps({"iteration": 4, "lm_loss": 1.0, "held": held})
-    run = read_run(write_run(tmp_path / "a", 3, extra=line + "\n", **RECORD))
+    run = read_run(write_log(tmp_path / "a", 3, extra=line + "\n", **RECORD))
     assert memory_section(run) is None and '"memories":[null]' in report.page([run], javascript="")
 
 
@@ -175,7 +94,7 @@ PLAN: dict[str, Any] = {
 
 
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", 3, **RECORD)
+    folder = write_log(tmp_path / "a", 3, **RECORD)
     section = memory_section(read_run(folder))
     assert "There is no plan.json beside the log" in section["notes"][0] and section["rows"][0]["predicted"] == ""
     (folder / "plan.json").write_text(json.dumps(PLAN))
@@ -204,7 +123,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
 
 
 def test_a_gpu_s_peak_is_set_beside_all_that_was_predicted(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "a", 3, **RECORD))
+    run = read_run(write_log(tmp_path / "a", 3, **RECORD))
     (run.path.with_name("plan.json")).write_text(json.dumps(PLAN))
     for sizes in (run.held["rank_0"], run.held["max"], *run.held["stages"].values()):
         sizes["peak_allocated"] = 20_000
@@ -229,7 +148,7 @@ def test_a_gpu_s_peak_is_set_beside_all_that_was_predicted(tmp_path: Path) -> No
     ],
 )
 def test_a_plan_of_something_else_is_told_on_the_page(tmp_path: Path, text: str, words: str) -> None:
-    folder = write_run(tmp_path / "a", 3, **RECORD)
+    folder = write_log(tmp_path / "a", 3, **RECORD)
     (folder / "plan.json").write_bytes(text.encode(errors="surrogateescape"))
     section = memory_section(read_run(folder))
     assert words in section["notes"][0] and "plan.json is left out: " in section["notes"][0]
@@ -237,7 +156,7 @@ def test_a_plan_of_something_else_is_told_on_the_page(tmp_path: Path, text: str,
 
 
 def test_no_two_lines_of_a_diagram_look_alike(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / name, 4)) for name in "ab"]
+    runs = [read_run(write_log(tmp_path / name, 4)) for name in "ab"]
     figures = {figure["id"]: figure["traces"] for figure in make_figures(runs)}
     for name, traces in figures.items():
         looks = [(trace["color"], trace["dash"]) for trace in traces if "dash" in trace and "symbol" not in trace]
@@ -250,7 +169,7 @@ def test_no_two_lines_of_a_diagram_look_alike(tmp_path: Path) -> None:
 
 
 def test_a_run_is_found_by_its_checkpoints_and_by_the_folder_around_it(tmp_path: Path) -> None:
-    log = write_run(tmp_path / "logs", 2) / "steps.jsonl"
+    log = write_log(tmp_path / "logs", 2) / "steps.jsonl"
     common = tmp_path / "save" / "iter_0000002" / "common.json"
     common.parent.mkdir(parents=True)
     common.write_text(json.dumps({"args": {"tensorboard_dir": str(log.parent)}}))
@@ -260,7 +179,7 @@ def test_a_run_is_found_by_its_checkpoints_and_by_the_folder_around_it(tmp_path:
 
 def test_the_factors_that_were_needed_count_every_step(tmp_path: Path) -> None:
     flags = {"moe_expert_rank_capacity_factor": 1.5, "moe_paged_stash_buffer_size_factor_cuda": -1.2}
-    folder = write_run(tmp_path / "a", 4, flags=flags)
+    folder = write_log(tmp_path / "a", 4, flags=flags)
     # 2,000 steps, of which two needed more than any other.
     needed = [1.0] * 1000 + [1.3, 1.4] + [1.2] * 994
     with (folder / "steps.jsonl").open("a") as log:
@@ -274,7 +193,7 @@ def test_the_factors_that_were_needed_count_every_step(tmp_path: Path) -> None:
         "--moe-paged-stash-buffer-size-factor-cuda: factor needed at p99.9: 1.20 (of 2,000 steps; you gave -1.2, which "
         "came to 1.05)",
     ]
-    run = read_run(write_run(tmp_path / "b", 4))
+    run = read_run(write_log(tmp_path / "b", 4))
     assert stash_section(run)["lines"][0].endswith(
         "1.25 (of 4 steps; buffers have 1.5; of so few steps it is the largest)"
     )

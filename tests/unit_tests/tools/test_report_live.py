@@ -16,9 +16,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.browser import Page, opened_browser
+from tests.browser import Page, needs_browser, opened_browser
 from tests.harness import launch_on_ranks
-from tests.unit_tests.tools.test_report import HELD, RECORD, SEEN, needs_browser, write_run
+from tests.unit_tests.tools.report_logs import HELD, PAGE_FACTS, RECORD, write_log
 from tools import report
 from tools.report_changes import changes
 from tools.report_live import MAX_VERSIONS, LiveReport
@@ -113,7 +113,7 @@ def test_a_follower_has_what_a_reader_of_the_whole_log_has(tmp_path: Path, endin
 
 
 def test_pages_of_any_version_come_to_the_same_content(tmp_path: Path) -> None:
-    seconds, folder = [0.0], write_run(tmp_path / "a", 3)
+    seconds, folder = [0.0], write_log(tmp_path / "a", 3)
     live = LiveReport([folder], report.page_content, clock=lambda: seconds[0])
     known: dict[str, Any] = {}
     versions = []
@@ -165,7 +165,7 @@ def ask(server: ReportServer, path: str, *, method: str = "GET", **headers: str)
 
 
 def test_only_the_pages_own_paths_are_answered(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", 3, **RECORD)
+    folder = write_log(tmp_path / "a", 3, **RECORD)
     (folder / "secret").write_text("a secret")
     with serving(folder) as server:
         assert {path.partition("-")[0] for path in server.assets} == {"/", "/page.js", "/plotly"}
@@ -207,7 +207,7 @@ def test_only_the_pages_own_paths_are_answered(tmp_path: Path) -> None:
 
 
 def test_names_that_others_let_point_here_are_refused(tmp_path: Path) -> None:
-    with serving(write_run(tmp_path / "a", 3)) as server:
+    with serving(write_log(tmp_path / "a", 3)) as server:
         port = server.server_address[1]
         for host in ("localhost", f"localhost:{port}", "127.0.0.1:1", "[::1]:8000", "127.1.2.3", "LOCALHOST"):
             assert ask(server, "/content.json", Host=host)[0] == 200, host
@@ -230,7 +230,7 @@ def test_names_that_others_let_point_here_are_refused(tmp_path: Path) -> None:
 
 
 def test_several_viewers_and_one_who_goes_away(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = write_run(tmp_path / "a", 20, layers=12)
+    folder = write_log(tmp_path / "a", 20, layers=12)
     with serving(folder) as server:
         # One sends nothing, one leaves in the middle of its answer.
         address = ("127.0.0.1", server.server_address[1])
@@ -262,7 +262,7 @@ def test_several_viewers_and_one_who_goes_away(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(write_run(tmp_path / "a", 3))
+    folder = str(write_log(tmp_path / "a", 3))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert report.main([folder, "--serve", "--port", str(port)]) == 1
@@ -326,7 +326,7 @@ KEPT = ("log", "layer", "search", "rows", "range")
 def test_a_page_follows_its_run_and_leaves_the_reader_in_place(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
-    log, whole = folder / "steps.jsonl", write_run(tmp_path / "whole", 12, **RECORD) / "steps.jsonl"
+    log, whole = folder / "steps.jsonl", write_log(tmp_path / "whole", 12, **RECORD) / "steps.jsonl"
     lines = whole.read_text().splitlines(keepends=True)
     (folder / "run.json").write_text(whole.with_name("run.json").read_text())
     with serving(folder, javascript=str(report.get_plotlyjs())) as server, opened_browser(tmp_path) as page:
@@ -363,7 +363,7 @@ def test_a_page_follows_its_run_and_leaves_the_reader_in_place(tmp_path: Path) -
 def _reader_settles(page: Page) -> dict[str, Any]:
     """Somebody reads a part of the page, and has chosen what to see there."""
     page.wait_for("document.querySelectorAll('.plot .main-svg').length > 40")
-    seen = page.evaluate(SEEN)
+    seen = page.evaluate(PAGE_FACTS)
     assert seen["cut"] == [] and seen["width"] <= 1200 and "Experts of one layer" in seen["text"]
     page.evaluate(
         """(() => {

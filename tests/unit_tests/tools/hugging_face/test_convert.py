@@ -11,45 +11,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing import list_tensors, load_common, verify
 from megatron.training.checkpoint_folder import find_checkpoint
+from tests.unit_tests.tools.hugging_face.conversions import contents, convert, told
 from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, saved, small_model
 from tools.checkpoint import main
 from tools.safetensors_files import INDEX_FILE, TensorFiles
 
 # One with experts, one tied: what does not depend on the family is shown with them.
 SPARSE, TIED = "qwen3-30b-a3b", "llama3.2-1b"
-
-
-def convert(source: Path, target: Path, *words: str, back: bool = False) -> Path:
-    """Converts from the hub, or back to it; the folder of the result."""
-    formats = ["--from", "megatron", "--to", "hf"] if back else ["--from", "hf", "--to", "megatron"]
-    assert main(["convert", *formats, "--load", str(source), "--save", str(target), *words]) == 0
-    return target
-
-
-def told(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> str:
-    """The line that a conversion that fails ends with."""
-    with pytest.raises(SystemExit):
-        convert(*arguments, **options)
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    return error
-
-
-def contents(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    """Type, shape and bytes of every tensor, as the library safetensors reads them."""
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():
-                tensor = file.get_tensor(name)
-                values = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-                found[name] = (tensor.dtype, tuple(tensor.shape), values)
-    return found
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.unit_tests.tools.hugging_face.conversions import contents, convert, told
 from tests.unit_tests.tools.hugging_face.small_hub import saved, small_model
-from tests.unit_tests.tools.hugging_face.test_convert import contents, convert, told
 from tools.hugging_face.quantized import PlainFiles
 from tools.safetensors_files import ONE_FILE, TensorFiles
 

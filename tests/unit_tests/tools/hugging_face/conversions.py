@@ -1,0 +1,38 @@
+"""Conversions of models from the hub and back, and the tensors of their files. Holds no tests."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tools.checkpoint import main
+
+
+def convert(source: Path, target: Path, *words: str, back: bool = False) -> Path:
+    """Converts from the hub, or back to it; the folder of the result."""
+    formats = ["--from", "megatron", "--to", "hf"] if back else ["--from", "hf", "--to", "megatron"]
+    assert main(["convert", *formats, "--load", str(source), "--save", str(target), *words]) == 0
+    return target
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> str:
+    """The line that a conversion that fails ends with."""
+    with pytest.raises(SystemExit):
+        convert(*arguments, **options)
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def contents(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """Type, shape and bytes of every tensor, as the library safetensors reads them."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                values = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                found[name] = (tensor.dtype, tuple(tensor.shape), values)
+    return found
