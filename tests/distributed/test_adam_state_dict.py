@@ -1,6 +1,5 @@
 """State dicts of spread Adam over ranks: any number loads any other, replicas write once, nobody ever has it all."""
 
-import itertools
 from functools import partial
 
 import pytest
@@ -8,12 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.optimizer.flat_adam import Masters, StateForm
 from megatron.core.optimizer.state_keys import MASTERS
 from megatron.core.optimizer.torch_adam_state import gather_torch_state_sync
 from tests.counts import slow, soak_only
+from tests.distributed.profiled_memory import peak_bytes
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.spread_adam import KINDS, SpreadAdam, any_state, make_params
 
@@ -158,14 +157,6 @@ def large():
     params = [nn.Parameter(torch.zeros(size)) for size in SIZES]
     params[3].data = params[3].data.contiguous(memory_format=torch.channels_last)
     return params
-
-
-def peak_bytes(call):
-    """The most that torch held besides what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        call()
-    changes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(changes))
 
 
 def save_and_load_large(folder, form, also_read):

@@ -37,7 +37,7 @@ from tests.counts import long_count, soak_only
 from tests.distributed.tiny_runs import SHARDED, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
-from tests.unit_tests.training.test_callbacks import STEP
+from tests.unit_tests.training.small_reports import STEP
 
 KINDS = ("parameters", "gradients", "masters", "moments", "host_states", "pages", "host_pages")
 EXPERTS: Flags = {"expert-model-parallel-size": 2, "moe-grouped-gemm": True, "moe-expert-rank-capacity-factor": 2.0}

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from megatron.core.dist_checkpointing.spread_tensor import SpreadTensor
 from megatron.core.optimizer import DistributedFusedAdam
 from tests.counts import slow, soak_only
-from tests.distributed.test_adam_state_dict import peak_bytes
+from tests.distributed.profiled_memory import peak_bytes
 from tests.harness import run_on_ranks
 
 BEFORE, STEPS = 2, 4

@@ -19,8 +19,7 @@ from megatron.core.distributed.event_log import EventLog, launched_before_next_w
 from megatron.core.group_collectives import all_gather_single, reduce_scatter_single
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.training.config import DistributedConfig
-from megatron.training.joining import join_process_group
+from tests.gpu.joined import join
 from tests.harness import run_on_ranks
 
 pytestmark = pytest.mark.gpu
@@ -31,14 +30,6 @@ BOTH = {**GRAD, "overlap_param_gather": True}
 MODES = [{}, {"overlap_grad_reduce": True, "bucket_size": 1}, SHARDED, GRAD, BOTH]
 MODES += [{**BOTH, "overlap_param_gather_with_optimizer_step": True}]
 WIDTH, LAYERS = 256, 4
-
-
-def join():
-    device = default_device()
-    prepare_device(device)
-    join_process_group(DistributedConfig(), device, settings={}, board=None)
-    parallel_state.initialize_model_parallel()
-    return device
 
 
 def wrap(settings, *, dtype=torch.bfloat16, deterministic=True, **optimizer):

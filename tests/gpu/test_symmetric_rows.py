@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.core.transformer.moe.symmetric_rows import SymmetricTransport
 from megatron.core.transformer.moe.token_exchange import CollectiveTransport
-from tests.gpu.test_data_parallel_on_gpu import join
+from tests.gpu.joined import join
 from tests.harness import run_on_ranks
 
 pytestmark = pytest.mark.gpu

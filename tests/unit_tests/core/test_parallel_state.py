@@ -1,8 +1,7 @@
 """Process groups against a naive enumeration, for many sizes and orders, on torch's fake process group."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.rank_generator import RankGenerator
+from tests.unit_tests.core.fake_world import fake_world
 
 # tp, cp, dp, pp; etp, ep: edp follows.
 GRIDS = [
@@ -27,17 +27,6 @@ GRIDS = [
 DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp", "dp_cp": "dp cp", "tp_cp": "tp cp", "tp_dp": "tp dp"}
 DENSE |= {"tp_dp_cp": "tp dp cp", "mp": "tp pp"}
 EXPERT = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp ep", "tp_ep_pp": "tp ep pp"}
-
-
-@contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        assert len(dist.distributed_c10d._world.pg_map) == 1, "groups were left over"
-        dist.destroy_process_group()
 
 
 def coordinates(rank: int, sizes: dict[str, int], order: str) -> dict[str, int]:

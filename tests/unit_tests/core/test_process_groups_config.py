@@ -19,8 +19,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit_tests.core.fake_world import fake_world
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config, small_model
-from tests.unit_tests.core.test_parallel_state import fake_world
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
 SIZES: dict[str, Any] = {

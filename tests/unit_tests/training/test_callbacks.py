@@ -14,7 +14,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron.training.callbacks import CallbackList, EvaluationReport, RankTimes, RunStart, StepReport
+from megatron.training.callbacks import CallbackList, RankTimes, RunStart
 from megatron.training.callbacks.console_log import ConsoleLog, format_evaluation_line, format_training_line
 from megatron.training.callbacks.jsonl_log import JsonlLog, keep_lines_until
 from megatron.training.callbacks.progress_bar import ProgressBar
@@ -22,22 +22,7 @@ from megatron.training.callbacks.progress_file import last_stretch
 from megatron.training.callbacks.run_file import RunFile
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
 from megatron.training.logging_config import LoggingConfig
-
-STEP = StepReport(
-    iteration=3,
-    losses={"lm loss": 2.0, "z_loss": 0.25},
-    grad_norm=1.23456,
-    num_zeros=None,
-    learning_rate=3e-4,
-    loss_scale=1.0,
-    global_batch_size=8,
-    consumed_samples=24,
-    tokens=512,
-    seconds=0.5,
-    skipped=False,
-    nan=False,
-)
-EVALUATION = EvaluationReport(iteration=4, split="validation", losses={"lm loss": 1.5})
+from tests.unit_tests.training.small_reports import EVALUATION, STEP
 
 
 def test_training_line_has_the_fields_that_parsers_of_megatron_logs_expect() -> None:

@@ -4,27 +4,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.training.arguments import parse_args, validate_args
 from megatron.training.flops import count_parameters
-from megatron.training.gpt_builder import build_gpt
 from megatron.training.training import num_floating_point_operations
+from tests.unit_tests.training.flag_models import model_of_flags
 
-DENSE = (
-    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 2 --train-iters 1 --lr 1 --mock-data --attention-dropout 0.1 --vocab-size 100"
-)
 # Other kernels are given values as wide as keys, which torch counts.
 LATENT = (
     "--multi-latent-attention --position-embedding-type rope --kv-lora-rank 12 --qk-head-dim 10 "
     "--qk-pos-emb-head-dim 6 --v-head-dim 9 --attention-backend unfused --attention-dropout 0"
 )
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 3 --disable-bias-linear"
-
-
-def small_model(flags: str):
-    args = validate_args(parse_args(argv=f"{DENSE} {flags}".split()))
-    args.unpadded_vocab_size, args.padded_vocab_size = 100, 128
-    return args, build_gpt(args)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +29,7 @@ def small_model(flags: str):
     ],
 )
 def test_operations_are_those_that_torch_counts_with_half_of_attention(flags: str) -> None:
-    args, model = small_model(flags)
+    args, model = model_of_flags(flags)
     assert num_floating_point_operations(args, 2) == counted(model)
 
 
@@ -57,7 +46,7 @@ def counted(model: torch.nn.Module) -> float:
 
 
 def test_frozen_weights_have_no_gradients_to_compute() -> None:
-    args, model = small_model("--lora-rank 2")
+    args, model = model_of_flags("--lora-rank 2")
     tokens, hidden, rank = 2 * 16, 32, 2
     # Inputs and outputs of what has adapters: qkv, proj, fc1, fc2.
     widths = (1 + 3) * hidden + (1 + 1) * hidden + 2 * (1 + 4) * hidden
@@ -68,10 +57,10 @@ def test_frozen_weights_have_no_gradients_to_compute() -> None:
 
 
 def test_a_token_meets_the_chosen_experts_only() -> None:
-    args, model = small_model(f"{EXPERTS} --moe-layer-freq [0,1,1]")
+    args, model = model_of_flags(f"{EXPERTS} --moe-layer-freq [0,1,1]")
     total, active = count_parameters([model], args)
     unused = (args.padded_vocab_size - args.unpadded_vocab_size) * 32
     assert total == sum(param.numel() for param in model.parameters()) - unused
     assert total - active == 2 * (4 - 3) * (2 * 32 * 24)
-    args, model = small_model("")
+    args, model = model_of_flags("")
     assert len(set(count_parameters([model], args))) == 1

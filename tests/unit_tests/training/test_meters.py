@@ -11,9 +11,9 @@ from megatron.core.timers import Timers
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.meters import MemoryMeter, ParamsNormMeter, ThroughputMeter, TimerMeter, memory_line, rank_times
+from tests.unit_tests.training.flag_models import model_of_flags
+from tests.unit_tests.training.small_reports import STEP
 from tests.unit_tests.training.small_run import SmallRun
-from tests.unit_tests.training.test_callbacks import STEP
-from tests.unit_tests.training.test_flops import small_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,7 +32,7 @@ def test_params_norm_is_that_of_the_masters_and_of_frozen_weights(dtype: torch.d
 
 @pytest.mark.parametrize(("device", "peak"), [("cpu (2 threads)", None), ("NVIDIA H100 80GB HBM3", 989.4)])
 def test_throughput_is_that_of_one_device_and_mfu_of_known_ones(device: str, peak: float | None) -> None:
-    args: argparse.Namespace = small_model("")[0]
+    args: argparse.Namespace = model_of_flags("")[0]
     report = ThroughputMeter(args, device, world_size=2).measure(STEP)
     # 8 samples in half a second on two devices.
     tflops = num_floating_point_operations(args, 8) / 0.5 / 2 / 1e12

@@ -16,7 +16,7 @@ from megatron.training.callbacks.manual_gc import ManualGC
 from megatron.training.callbacks.memory_history import CpuMemoryHistory
 from megatron.training.callbacks.profile import TorchProfile
 from megatron.training.logging_config import GarbageCollectionConfig, ProfilingConfig
-from tests.unit_tests.training.test_callbacks import EVALUATION, STEP
+from tests.unit_tests.training.small_reports import EVALUATION, STEP
 
 
 @pytest.mark.parametrize(("last", "name"), [(6, "rank5_steps2-3.pt.trace.json"), (2, "rank5_steps2-2.pt.trace.json")])

@@ -27,7 +27,7 @@ from megatron.training.stash_meter import StashMeter
 from megatron.training.stash_timeline import stash_timeline
 from tests.harness import run_on_ranks
 from tests.structure.measure import ROOT
-from tests.unit_tests.training.test_callbacks import STEP
+from tests.unit_tests.training.small_reports import STEP
 from tools.run_log import read_run
 
 ARGS = argparse.Namespace(log_interval=3, num_layers=5, mtp_num_layers=None)

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.paged_stash.arithmetic import (
 from megatron.core.transformer.moe.paged_stash.stash_order import Group
 from megatron.training.stash_plan.pools import PoolOutcomes, PoolSizes, Reserves, simulate_pools
 from tests.counts import long_count
-from tests.unit_tests.core.transformer.moe.paged_stash.test_arithmetic import random_events
+from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import random_events
 
 PAGE = 32
 MOST = 20

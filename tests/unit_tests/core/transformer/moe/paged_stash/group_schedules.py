@@ -1,5 +1,9 @@
-"""Lists of stash events as pipeline schedules make them, for the tests here. Stages, microbatches and layers from 0."""
+"""Lists of stash events as pipeline schedules make them, or at random. Stages, microbatches and layers from 0.
 
+Holds no tests.
+"""
+
+import random
 from collections.abc import Iterator
 
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent
@@ -54,3 +58,16 @@ def _alternate(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]]
         yield "F", *forward
         yield "B", *backward
     yield from (("B", *unit) for unit in backwards[len(forwards) - warmup :])
+
+
+def random_events(choose: random.Random, num_groups: int) -> list[StashEvent]:
+    """Forwards in order; each backward at a random later place, some never."""
+    events, waiting = [], []
+    for instance in range(num_groups):
+        events.append(StashEvent(EventKind.FORWARD, "g", instance))
+        waiting.append(instance)
+        while waiting and choose.random() < 0.4:
+            events.append(StashEvent(EventKind.BACKWARD, "g", waiting.pop(choose.randrange(len(waiting)))))
+    choose.shuffle(waiting)
+    left = waiting[choose.randrange(2) * len(waiting) // 3 :]
+    return events + [StashEvent(EventKind.BACKWARD, "g", instance) for instance in left]

@@ -25,23 +25,11 @@ from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import (
     interleaved,
     one_forward_one_backward,
+    random_events,
     stash_events,
 )
 
 PAGE = 16
-
-
-def random_events(choose: random.Random, num_groups: int) -> list[StashEvent]:
-    """Forwards in order; each backward at a random later place, some never."""
-    events, waiting = [], []
-    for instance in range(num_groups):
-        events.append(StashEvent(EventKind.FORWARD, "g", instance))
-        waiting.append(instance)
-        while waiting and choose.random() < 0.4:
-            events.append(StashEvent(EventKind.BACKWARD, "g", waiting.pop(choose.randrange(len(waiting)))))
-    choose.shuffle(waiting)
-    left = waiting[choose.randrange(2) * len(waiting) // 3 :]
-    return events + [StashEvent(EventKind.BACKWARD, "g", instance) for instance in left]
 
 
 def one_page_rows(pages: PagesByPriority) -> GroupRows:
