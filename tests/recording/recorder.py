@@ -119,6 +119,8 @@ class Recorder:
                 "seconds": self._watch.take(),
                 "lines": lines,
             }
+            # A test of full disks may have limited its process to small files.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         self._test = test
