@@ -10,8 +10,8 @@ BASE ?=
 OUT ?=
 ORDER ?=
 TEST_OPTIONS ?=
-# Two processes, a file of tests at a time each: most tests wait for ranks or for files now and then.
-PYTEST = $(IN_VENV) -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(if $(ORDER),--order-seed=$(ORDER)) $(TEST_OPTIONS)
+# Three processes, a file of tests at a time each: tests wait for ranks or files so often that two leave a core idle.
+PYTEST = $(IN_VENV) -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(if $(ORDER),--order-seed=$(ORDER)) $(TEST_OPTIONS)
 
 .DEFAULT_GOAL := help
 .PHONY: help env lock train test test-fast check check-types check-structure structure soak same-losses same-losses-faults gpu clean

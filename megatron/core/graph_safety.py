@@ -14,6 +14,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -56,6 +58,7 @@ from megatron.core.graph_refusals import (
 _OWN_OR_TORCHS = (os.path.dirname(torch.__file__) + os.sep, __file__)
 _PYTHONS = sysconfig.get_path("stdlib") + os.sep
 _FORWARD_LINE = "line of the forward"
+_RELEASE_SECONDS = 1.0  # far more than gloo's threads need on a busy machine
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Region:
         if self.memory.left_over():
             # Cycles of Python objects hold nothing on purpose.
             gc.collect()
+            self.memory.wait_for_collectives()
         for operation, line in self.memory.left_over():
             self.add(CaptureError(f"the memory of {operation}", OUTLIVES.why, line=line, instead=OUTLIVES.instead))
 
@@ -209,6 +213,14 @@ class _Memory:
         """The operators that made what is still held unplanned, and their lines."""
         made = ((number, *one) for number, one in self._made.items() if number not in self.planned)
         return [(operation, line) for _, storage, operation, line in made if not storage.expired()]
+
+    def wait_for_collectives(self) -> None:
+        """Waits until gloo's threads have released the tensors of finished collectives, which they do shortly after
+        `wait` has returned; for _RELEASE_SECONDS at the most.
+        """
+        deadline = time.monotonic() + (_RELEASE_SECONDS if dist.is_initialized() else 0.0)
+        while self.left_over() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 class _Watch:

@@ -1,6 +1,7 @@
 """Whole iterations with DistributedFusedAdam in a graph: what can be captured, and what replays do, on any ranks."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -130,3 +131,17 @@ def on_ranks():
 @pytest.mark.slow
 def test_iterations_of_several_ranks_are_captured_and_replayed():
     run_on_ranks(on_ranks, long_count(2, soak=3))
+
+
+def released_by_a_thread():
+    """A thread releases memory of a region 50 ms after its end, as gloo's do with a finished collective's tensors."""
+    held, outside = [], torch.ones(3)
+    with assert_capturable():
+        held.append(outside + 1)
+        timer = threading.Timer(0.05, held.clear)
+        timer.start()
+    timer.join()
+
+
+def test_memory_that_gloo_has_not_released_yet_is_waited_for():
+    run_on_ranks(released_by_a_thread, 1)
