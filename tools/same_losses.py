@@ -1,8 +1,8 @@
-"""Shows that a change leaves every number alone: `python tools/same_losses.py BASE_COMMIT` trains with both versions.
+"""Checks that a change leaves every number alone: `python tools/same_losses.py BASE_COMMIT` trains with two versions.
 
-The small runs of tools/gate/cases.py, each in a copy of the base commit and in this working tree (or in a copy of
---head), at the same time, with the same Python. Everything that they log and save must be the same bits, also when both
-continue a checkpoint of the base. Exit status: 0 if so, 1 if not, 2 if a commit cannot be read.
+The base is that commit; the head is this working tree, or the commit --head. Both make the small runs of
+tools/gate/cases.py at the same time, with the same Python. Everything that they log and save must be the same bits,
+also when both continue a checkpoint of the base. Exit status: 0 if so, 1 if not, 2 if a commit cannot be read.
 """
 
 import argparse
@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from tools.gate.cases import Case, cases_named  # noqa: E402
-from tools.gate.jobs import RESULT, Tree, export, main_folder, resumed_folder, run_trees, write_corpora  # noqa: E402
+from tools.gate.cases import RESULT, Case, cases_named  # noqa: E402
+from tools.gate.jobs import Tree, export, main_folder, resumed_folder, run_trees, write_corpora  # noqa: E402
 from tools.gate.verdict import Verdict, judge, judge_new  # noqa: E402
 
 BASE, HEAD = "base", "head"
@@ -78,7 +78,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def verdict_on(case: Case, folder: Path, *, base: str, head: str) -> Verdict:
-    """Compares the runs of a case in these trees: those from the beginning, then those from the base's checkpoint."""
+    """Compares a case's runs in these trees: first those from scratch, then those from the base's checkpoint."""
     if case.is_new:
         return judge_new(main_folder(case, head, folder=folder))
     verdict = judge(*(main_folder(case, tree, folder=folder) for tree in (base, head)))
@@ -91,7 +91,7 @@ def verdict_on(case: Case, folder: Path, *, base: str, head: str) -> Verdict:
 
 
 def seconds_of(place: Path) -> float:
-    """How long the run in a folder took; 0 if there was none."""
+    """Returns the seconds that the run in a folder took; 0 if there was none."""
     result = place / RESULT
     content: Mapping[str, float] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     return content.get("seconds", 0.0)

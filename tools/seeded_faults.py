@@ -1,6 +1,6 @@
-"""Shows that the gate notices faults: puts each of tools/gate/faults.yaml into a copy of HEAD, runs the cases that it
-names there and in a sound copy, and expects a difference.
+"""Checks that the gate notices faults: puts each fault of tools/gate/faults.yaml into a copy of the committed HEAD.
 
+It runs the cases that the fault names with that copy and with a sound one. One of them must differ.
 Exit status: 0 if every fault was noticed, 1 if one was not, 2 if one cannot be put in or its cases do not exist.
 """
 
@@ -32,7 +32,7 @@ SOUND = "sound"
 
 @dataclass(frozen=True)
 class Fault:
-    """A text of a file that is replaced by a wrong one. cases: names; one of them must notice."""
+    """A fault: in `file`, `old` is replaced by `new`. cases: names of gate cases, at least one of which must differ."""
 
     name: str
     kind: str
@@ -42,19 +42,22 @@ class Fault:
     cases: tuple[str, ...]
 
     def is_named(self, texts: Sequence[str] | None) -> bool:
-        """Whether one of `texts` is in its name or kind; None: any fault."""
+        """Whether its name or kind contains one of `texts`; None selects every fault."""
         return texts is None or any(text in self.name or text in self.kind for text in texts)
 
     def chosen_cases(self) -> list[Case]:
-        """The cases by their names; raises ValueError where there is none of that name."""
+        """Returns the named cases; raises ValueError for one that does not exist or is new, so is not compared."""
         by_name = {case.name: case for case in CASES}
         unknown = [name for name in self.cases if name not in by_name]
         if unknown:
             raise ValueError(f"fault {self.name!r} names cases that do not exist: {', '.join(unknown)}")
+        new = [name for name in self.cases if by_name[name].is_new]
+        if new:
+            raise ValueError(f"fault {self.name!r} names cases of NEW_CASES, which are not compared: {', '.join(new)}")
         return [by_name[name] for name in self.cases]
 
     def put_into(self, tree: Path) -> None:
-        """Changes the file in `tree`; raises ValueError unless the old text is there once."""
+        """Changes the file in `tree`; raises ValueError unless it contains the old text exactly once."""
         path = tree / self.file
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if text.count(self.old) != 1:
@@ -63,7 +66,7 @@ class Fault:
 
 
 def read_faults(path: Path = FAULTS) -> list[Fault]:
-    """The faults of a file; raises TypeError for one with other keys."""
+    """Reads the faults of a file; raises TypeError for an entry with unknown or missing keys."""
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     return [Fault(**{**entry, "cases": tuple(entry["cases"])}) for entry in entries]
 
@@ -83,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_corpora(folder / "data")
         cases = list(dict.fromkeys(case for tree in trees for case in tree.cases))
         run_trees([Tree(SOUND, sound, cases)], folder=folder, base=SOUND)
-        # As many at a time as there are cores: each worker imports its tree.
+        # One worker per core at a time: each worker imports its tree.
         at_once = os.cpu_count() or 1
         for first in range(0, len(trees), at_once):
             run_trees(trees[first : first + at_once], folder=folder, base=SOUND)
@@ -111,7 +114,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def faulty_tree(fault: Fault, sound: Path, *, name: str) -> Tree:
-    """A copy of the sound tree beside it, with the fault; raises ValueError if it cannot be put in."""
+    """Copies the sound tree to its sibling folder `name` and adds the fault; raises ValueError if it does not fit."""
     folder = sound.with_name(name)
     shutil.copytree(sound, folder, ignore=shutil.ignore_patterns("tests", "docs", "benchmarks", "__pycache__"))
     fault.put_into(folder)
@@ -119,7 +122,7 @@ def faulty_tree(fault: Fault, sound: Path, *, name: str) -> Tree:
 
 
 def noticed(tree: Tree, folder: Path) -> tuple[str, Verdict]:
-    """The first case that differs from the sound tree's, or all of them, and what the gate says of it."""
+    """Returns the first case that differs from the sound tree, with its verdict; if none does, all their names."""
     verdicts = [(case.name, verdict_on(case, folder, base=SOUND, head=tree.name)) for case in tree.cases]
     different = [(name, verdict) for name, verdict in verdicts if not verdict.is_same]
     return different[0] if different else (", ".join(name for name, _ in verdicts), verdicts[0][1])

@@ -1,8 +1,7 @@
-"""The cases of the gate: command lines of small runs, by subject. How they run is jobs.py's, how they are judged
-verdict.py's.
+"""The cases of the gate: command lines of small runs, by subject. jobs.py runs them, verdict.py judges the results.
 
-To add a case, add a line to its group. {data} and {folder} in flags stand for the folder of the corpora `a` and `b`
-and for the case's own folder. A case whose flags the base does not know yet is named in NEW_CASES until the base does.
+To add a case, add a line to its group. In flags, {data} is the folder of the corpora `a` and `b`, and {folder} is the
+case's own folder. If the base does not know the flags of a case yet, add its name to NEW_CASES.
 """
 
 from collections.abc import Iterator
@@ -10,16 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHECKPOINTS = "ckpt"  # where a run saves, in its folder
+RESULT = "result.json"  # exit codes and seconds of a case's runs; worker.py writes it when they have ended
 PRETRAIN = "pretrain_gpt.py"
-TAPES = "tapes.py"  # pretrain_gpt.py with tapes in the place of CUDA graphs
+TAPES = "tapes.py"  # pretrain_gpt.py with tapes instead of CUDA graphs
 
 
 @dataclass(frozen=True)
 class Case:
     """A small run.
 
-    program: PRETRAIN, or a script of tools/gate/scripts. restart_at: the run stops after this step, and a second one
-    continues it. resume_at: the base's checkpoint of this step is resumed by both trees, too.
+    program: PRETRAIN, or a script of tools/gate/scripts. restart_at: the run stops after this step, and a second run
+    continues it. resume_at: both trees also resume the base's checkpoint of this step.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def is_new(self) -> bool:
-        """Whether the base cannot run it, so that it is only run, not compared."""
+        """Whether the base cannot run the case, so that only the head runs it and nothing is compared."""
         return self.name in NEW_CASES
 
     def command_lines(self) -> list[str]:
@@ -55,7 +55,8 @@ class Case:
         return f"{RUN} {self.flags} --tensorboard-dir {{folder}}"
 
 
-# Cases that the base cannot run: they must run with HEAD, and nothing is compared. Empty it when the base moves.
+# Cases that the base cannot run: they must run with the head, and nothing is compared. This describes the difference
+# from the current base branch; remove an entry once the base contains the change.
 NEW_CASES: frozenset[str] = frozenset()
 
 # Flags. The last one of a name counts.
@@ -67,7 +68,7 @@ RUN = """
 """
 MOCK = "--mock-data"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
-# Of the many cases that need no schedule: fewer and smaller steps, of which more is logged.
+# Short runs for cases that do not test the schedule; they also log the parameter norm.
 BRIEF = "--train-iters 4 --lr-warmup-iters 0 --global-batch-size 4 --eval-interval 4 --log-params-norm"
 SHORT = f"{MOCK} {BRIEF}"
 LLAMA_LAYERS = f"""

@@ -1,6 +1,6 @@
-"""Runs cases with the code of several trees at the same time: one worker process a tree, one folder a case.
+"""Runs cases with the code of several trees at the same time, in one worker process per tree and one folder per case.
 
-What a case is, cases.py says; what runs inside a tree is worker.py's.
+cases.py defines the cases; worker.py is the program of a worker process.
 """
 
 import io
@@ -22,17 +22,16 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from tools.gate.cases import CHECKPOINTS, Case
+from tools.gate.cases import CHECKPOINTS, PRETRAIN, RESULT, Case
 from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = Path(__file__).resolve().parent
-RESULT = "result.json"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A case in one tree: its folder, and the command lines that run there. needs: a file that must exist first."""
+    """A case in one tree: its folder and command lines. needs: a file that must exist before the job starts."""
 
     case: Case
     folder: Path
@@ -40,11 +39,11 @@ class Job:
     needs: Path | None = None
 
     def entry(self, tree: Path) -> dict[str, Any]:
-        """The job as a plan holds it for worker.py."""
+        """Returns the job as an entry of a plan, which worker.py reads."""
         program = self.case.program
         return {
             "folder": str(self.folder),
-            "program": str(tree / program if program == "pretrain_gpt.py" else GATE / "scripts" / program),
+            "program": str(tree / program if program == PRETRAIN else GATE / "scripts" / program),
             "ranks": self.case.ranks,
             "runs": self.runs,
             "ports": [free_port() for _ in self.runs],
@@ -62,12 +61,12 @@ class Tree:
 
 
 def main_folder(case: Case, tree: str, *, folder: Path) -> Path:
-    """Where a case runs with the code of the tree of that name."""
+    """Returns the folder of a case's run with the tree `tree`: the case's name with "_" for other characters."""
     return folder / tree / re.sub(r"[^A-Za-z0-9]+", "_", case.name)
 
 
 def resumed_folder(case: Case, tree: str, *, folder: Path) -> Path:
-    """Where it goes on from the checkpoint of the base."""
+    """Returns the folder of the run that resumes the base's checkpoint."""
     main = main_folder(case, tree, folder=folder)
     return main.with_name(f"{main.name}.resumed")
 
@@ -118,7 +117,7 @@ def run_trees(trees: Sequence[Tree], *, folder: Path, base: str) -> None:
 
 
 def _jobs(tree: Tree, folder: Path, *, base: str) -> Iterator[Job]:
-    """Runs from the beginning first: those that resume need the base's checkpoints."""
+    """Yields the jobs of a tree. Jobs that resume come last, because they need the base's checkpoints."""
     resumed = []
     for case in tree.cases:
         if case.is_new and tree.name == base:
@@ -138,7 +137,7 @@ def _words(line: str, folder: Path, *, place: Path) -> list[str]:
 
 
 def _start_worker(tree: Path, plan: Path) -> "subprocess.Popen[bytes]":
-    # A session of its own, so that its ranks end with it; -P keeps the folder of worker.py off the path.
+    # In its own session, so that one signal ends the worker and its ranks; -P keeps worker.py's folder off the path.
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", str(GATE / "worker.py"), str(tree), str(plan)]
     with plan.with_suffix(".txt").open("wb") as output:

@@ -1,6 +1,6 @@
-"""Judges a case by what two trees left in its folders: exit codes, every logged value, the final checkpoint.
+"""Compares the runs of a case in two trees: exit codes, every logged value and the final checkpoint.
 
-Values are the same if their JSON text is, so floats are compared bit for bit. What ran is jobs.py's.
+Values are the same if their JSON text is, so floats are compared bit for bit. jobs.py makes the runs.
 """
 
 import hashlib
@@ -16,12 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tools.gate.cases import CHECKPOINTS
+from tools.gate.cases import CHECKPOINTS, RESULT
 
 LOG = "steps.jsonl"
 Renames = tuple[tuple[str, str], ...]
-# (old name, new name) of what HEAD logs or saves under another name than the base. A name with a slash at its end
-# renames all that begin with it. Empty both when the base moves.
+# (name in the base, name in the head) of a field or a saved entry. A name that ends with a slash renames all names that
+# begin with it. They describe the difference from the current base branch; remove an entry once the base contains the
+# change.
 RENAMES: Renames = ()
 CHECKPOINT_RENAMES: Renames = ()
 # Logged fields that two equal runs need not share, and why.
@@ -47,7 +48,7 @@ Log = dict[str, Series]  # by field
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to say of a case."""
+    """The result of a comparison, and the text that the table shows for it."""
 
     is_same: bool
     text: str
@@ -55,7 +56,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Left:
-    """What a run left in its folder. digests: of the final checkpoint's entries, by key; empty without one."""
+    """Log and final checkpoint of a run. digests: of the checkpoint's entries, by key; empty without a checkpoint."""
 
     log: Log = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
@@ -67,16 +68,16 @@ class Left:
 
 
 def judge_new(head: Path) -> Verdict:
-    """Judges a case that only HEAD can run."""
+    """Judges a case that only the head can run."""
     error = failure_of(head)
     if error is not None:
-        return Verdict(False, f"new in HEAD, and fails: {error}")
-    return Verdict(True, f"new in HEAD, runs: {read_left(head).num_steps} steps, not compared")
+        return Verdict(False, f"new in head, and fails: {error}")
+    return Verdict(True, f"new in head, runs: {read_left(head).num_steps} steps, not compared")
 
 
 def judge(base: Path, head: Path) -> Verdict:
-    """Judges a case that both ran in these folders."""
-    failures = {name: failure_of(folder) for name, folder in (("base", base), ("HEAD", head))}
+    """Judges a case by its runs in these two folders."""
+    failures = {name: failure_of(folder) for name, folder in (("base", base), ("head", head))}
     texts = [f"fails in {name}: {_with_hint(name, error)}" for name, error in failures.items() if error is not None]
     if texts:
         return Verdict(False, "; ".join(texts))
@@ -85,13 +86,13 @@ def judge(base: Path, head: Path) -> Verdict:
 
 def _with_hint(name: str, error: str) -> str:
     if name == "base" and re.search(r"unknown flag|not supported|unrecognized arguments", error):
-        return f"{error} (the base does not know these flags: if HEAD does, name the case in NEW_CASES)"
+        return f"{error} (the base does not know these flags: if the head does, name the case in NEW_CASES)"
     return error
 
 
 def failure_of(folder: Path) -> str | None:
-    """The last line of an error of a run that failed; None if it did not."""
-    path = folder / "result.json"
+    """Returns the error of the first run that failed, in one line; None if no run failed."""
+    path = folder / RESULT
     if not path.exists():
         return "it was not run"
     codes = json.loads(path.read_text(encoding="utf-8"))["exit_codes"]
@@ -103,7 +104,7 @@ def failure_of(folder: Path) -> str | None:
 
 
 def _error_line(folder: Path, failed: list[int]) -> str:
-    """Prefers an error of its own to the news that another rank failed, which names the same in other words."""
+    """Returns the last error line of a failed rank, preferably of one that does not only report another's failure."""
     found = []
     for rank in failed:
         path = folder / f"rank{rank}.txt"
@@ -115,12 +116,12 @@ def _error_line(folder: Path, failed: list[int]) -> str:
 
 
 def compare(base: Left, head: Left) -> Verdict:
-    """Whether two runs logged and saved the same."""
+    """Compares the logs and final checkpoints of two runs."""
     if not base.num_steps or not head.num_steps:
-        return Verdict(False, f"logs no step: {base.num_steps} in base, {head.num_steps} in HEAD")
+        return Verdict(False, f"logs no step: {base.num_steps} in base, {head.num_steps} in head")
     before = _renamed(base.log, RENAMES)
     if base.num_steps != head.num_steps:
-        return Verdict(False, f"other steps: {base.num_steps} in base, {head.num_steps} in HEAD")
+        return Verdict(False, f"other steps: {base.num_steps} in base, {head.num_steps} in head")
     text = _missing(set(before), set(head.log), verb="logged") or _first_difference(before, head.log)
     text = text or _compare_digests(_renamed(base.digests, CHECKPOINT_RENAMES), head.digests)
     if text:
@@ -131,7 +132,7 @@ def compare(base: Left, head: Left) -> Verdict:
 def _missing(before: set[str], after: set[str], *, verb: str) -> str:
     lost, added = sorted(before - after), sorted(after - before)
     parts = [f"{verb} in base alone: {_some(lost)}"] * bool(lost)
-    parts += [f"{verb} in HEAD alone: {_some(added)}"] * bool(added)
+    parts += [f"{verb} in head alone: {_some(added)}"] * bool(added)
     return "; ".join(parts)
 
 
@@ -145,7 +146,7 @@ def _first_difference(before: Log, after: Log) -> str:
 
 
 def _difference(series: Series, other: Series) -> tuple[int, str]:
-    """Where two series part, and how."""
+    """Returns the first iteration in which two series differ, and a text that describes the difference."""
     if [step for step, _ in series] != [step for step, _ in other]:
         steps = {step for step, _ in series} ^ {step for step, _ in other}
         return min(steps, default=series[0][0]), "logged at other iterations"
@@ -179,7 +180,7 @@ def _new_name(name: str, renames: Renames) -> str:
     return name
 
 
-# What a folder holds.
+# Reading the folder of a run.
 
 
 def read_left(folder: Path) -> Left:
@@ -202,7 +203,7 @@ def read_log(path: Path) -> Log:
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a record and of those in it; a list is one value."""
+    """Yields the values of a record and of nested records; a list is one value."""
     for name, value in record.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}/")
@@ -215,9 +216,10 @@ def _is_excluded(name: str, excluded: Mapping[str, str]) -> bool:
 
 
 def digests_of(checkpoint: Path) -> dict[str, str]:
-    """Digests of the tensors in a checkpoint, which torch reads without this project's code, and of what lies beside.
+    """Returns digests of a checkpoint's tensors, its other entries, and the values of its common.json.
 
-    A tensor counts as a whole: where it was cut, and in which file a piece is, may differ.
+    torch reads the tensors without this project's code. Only whole tensors are compared: their shards and files may
+    differ.
     """
     reader = dcp.FileSystemReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
@@ -227,7 +229,7 @@ def digests_of(checkpoint: Path) -> dict[str, str]:
         if isinstance(entry, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a single process
+        warnings.simplefilter("ignore")  # torch warns that this is a single process
         dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
     digests = {key: _digest(tensor) for key, tensor in tensors.items()}
     digests |= {key: "an object" for key in entries if key not in tensors}

@@ -1,6 +1,6 @@
-"""Runs a plan of small trainings with the code of one tree; the ranks are forked from this process, which imported it.
+"""Runs a plan of small training runs with the code of one tree. Ranks are forked from this warm process.
 
-jobs.py starts it with PYTHONPATH naming the tree. It imports nothing of the project but what lies in that tree.
+jobs.py starts it with the tree in PYTHONPATH. It imports the project's code from that tree only.
 """
 
 import gc
@@ -25,6 +25,7 @@ import pretrain_gpt
 
 TIMEOUT = 180.0  # seconds of one run
 GRACE = 10.0  # seconds that ranks may live on after the first one failed
+RESULT = "result.json"  # as in cases.py, which another tree may lack
 # Imports that take ranks long, done once before they are forked. A tree may lack some of the last.
 PRELOAD = (
     "torch._dynamo",
@@ -57,26 +58,32 @@ def main(tree: Path, plan: Path) -> None:
 
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int) -> None:
-    """Runs every job, at most `at_once` at a time; one that needs the result of another waits for its file."""
+    """Runs every job, at most `at_once` at a time; a job that needs the result of another one waits for its file.
+
+    Raises RuntimeError if the process of a job ends without a result, for which other jobs would wait for ever.
+    """
     context = multiprocessing.get_context("fork")
-    waiting, running = list(jobs), dict[int, ForkProcess]()
+    waiting, running = list(jobs), dict[int, tuple[Job, ForkProcess]]()
     while waiting or running:
         ready = [job for job in waiting if job["needs"] is None or Path(job["needs"]).exists()]
         for job in ready[: at_once - len(running)]:
             waiting.remove(job)
             process = context.Process(target=run_job, args=(job,))
             process.start()
-            running[process.sentinel] = process
+            running[process.sentinel] = job, process
         if not running:
             time.sleep(0.05)
             continue
         for sentinel in wait(list(running), timeout=0.2 if waiting else None):
             assert isinstance(sentinel, int)
-            running.pop(sentinel).join()
+            job, process = running.pop(sentinel)
+            process.join()
+            if not (Path(job["folder"]) / RESULT).exists():
+                raise RuntimeError(f"the job in {job['folder']} ended without a result, exit code {process.exitcode}")
 
 
 def run_job(job: Job) -> None:
-    """The command lines of a job, one after the other in its folder, until one fails."""
+    """Runs the command lines of a job one after the other in its folder, until one fails; then writes the result."""
     folder = Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     codes: list[list[int]] = []
@@ -88,7 +95,7 @@ def run_job(job: Job) -> None:
     result = {"exit_codes": codes, "seconds": time.monotonic() - started_at}
     unfinished = folder / "result.unfinished"
     unfinished.write_text(json.dumps(result), encoding="utf-8")
-    unfinished.rename(folder / "result.json")  # whoever waits for it sees all of it
+    unfinished.rename(folder / RESULT)  # atomic: a job that waits for the file sees all of it
 
 
 def run_ranks(argv: list[str], *, program: str, ranks: int, folder: Path, port: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The gate: what its verdict says of two runs, which command lines its cases have, and a case of its own end to end."""
+"""The gate: verdicts on two runs, command lines of cases, jobs that fail, and two cases end to end."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ import pytest
 
 from tools import same_losses
 from tools.gate import verdict as judging
+from tools.gate import worker
 from tools.gate.cases import CASES, Case
 from tools.gate.verdict import Left, Verdict, compare, judge, judge_new, read_log
 
@@ -72,11 +73,11 @@ DIFFERENCES: dict[str, tuple[Change, str]] = {
     "type": (_set(3, skipped=0), "differs from iteration 4: skipped (skipped: false -> 0)"),
     "evaluation": (_set(4, validation_loss=4.5), "differs from iteration 4: validation_loss"),
     "field lost": (_drop("grad_norm"), "logged in base alone: grad_norm"),
-    "field added": (_set(2, num_zeros=3), "logged in HEAD alone: num_zeros"),
+    "field added": (_set(2, num_zeros=3), "logged in head alone: num_zeros"),
     "field lost in a step": (lambda lines: lines[1].pop("grad_norm"), "differs from iteration 2: grad_norm"),
-    "steps lost": (lambda lines: lines.__delitem__(slice(3, 5)), "other steps: 4 in base, 3 in HEAD"),
+    "steps lost": (lambda lines: lines.__delitem__(slice(3, 5)), "other steps: 4 in base, 3 in head"),
     "evaluation twice": (lambda lines: lines.append(dict(lines[4])), "logged at other iterations"),
-    "everything lost": (lambda lines: lines.clear(), "logs no step: 4 in base, 0 in HEAD"),
+    "everything lost": (lambda lines: lines.clear(), "logs no step: 4 in base, 0 in head"),
 }
 
 
@@ -103,10 +104,10 @@ def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
     base, head = _write(tmp_path / "base", _lines()), _write(tmp_path / "head", _lines(), codes=[[0, 0], [1, 1]])
     (head / "rank0.txt").write_text("step 1\nRemoteRankError: rank 1 failed\n")
     (head / "rank1.txt").write_text('  File "x.py", line 3, in error\nValueError: rows is 3: must be even\n  step 2\n')
-    assert judge(base, head) == Verdict(False, "fails in HEAD: rank 1: ValueError: rows is 3: must be even")
+    assert judge(base, head) == Verdict(False, "fails in head: rank 1: ValueError: rows is 3: must be even")
     assert judge(head, base).text.startswith("fails in base: ")
-    assert judge_new(head).text.startswith("new in HEAD, and fails: rank 1")
-    assert judge_new(base) == Verdict(True, "new in HEAD, runs: 4 steps, not compared")
+    assert judge_new(head).text.startswith("new in head, and fails: rank 1")
+    assert judge_new(base) == Verdict(True, "new in head, runs: 4 steps, not compared")
 
 
 def test_flags_that_the_base_does_not_know_are_a_failure_that_says_so(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_flags_that_the_base_does_not_know_are_a_failure_that_says_so(tmp_path: 
 def test_a_case_that_was_not_run_is_a_failure(tmp_path: Path) -> None:
     assert (
         judge(tmp_path / "base", tmp_path / "head").text
-        == "fails in base: it was not run; fails in HEAD: it was not run"
+        == "fails in base: it was not run; fails in head: it was not run"
     )
 
 
@@ -160,6 +161,14 @@ def test_a_case_saves_where_it_is_resumed_and_restarts_from_its_own_checkpoint()
     resumed = Case("resumed", "--bf16", resume_at=2).resumed_command_line(Path("/base/ckpt"))
     assert resumed.endswith("--save ckpt --load /base/ckpt --ckpt-step 2")
     assert Case("script", "plain", program="fused_adam.py").command_lines() == ["plain"]
+
+
+def test_a_job_that_dies_without_a_result_ends_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    dies = {"folder": str(tmp_path / "file" / "case"), "needs": None}
+    waits = {"folder": str(tmp_path / "other"), "needs": str(tmp_path / "file" / "case" / "result.json")}
+    with pytest.raises(RuntimeError, match="case ended without a result, exit code 1"):
+        worker.run_jobs([dies, waits], at_once=2)
 
 
 def test_a_commit_that_cannot_be_read_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.gate import cases as gate_cases
 from tools.seeded_faults import ROOT, Fault, read_faults
 
 
@@ -28,4 +29,12 @@ def test_a_fault_changes_its_text_alone(tmp_path: Path) -> None:
 def test_a_fault_whose_case_does_not_exist_is_refused() -> None:
     fault = Fault("name", "kind", file="a.py", old="a", new="b", cases=("no such case",))
     with pytest.raises(ValueError, match="cases that do not exist: no such case"):
+        fault.chosen_cases()
+
+
+def test_a_fault_that_names_a_new_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Fault("name", "kind", file="a.py", old="a", new="b", cases=("llama-like",))
+    assert fault.chosen_cases()
+    monkeypatch.setattr(gate_cases, "NEW_CASES", frozenset({"llama-like"}))
+    with pytest.raises(ValueError, match="cases of NEW_CASES, which are not compared: llama-like"):
         fault.chosen_cases()
