@@ -1,7 +1,4 @@
-"""Training in DistributedDataParallel by plain gradient descent, compared step by step with training without overlap.
-
-Holds no tests.
-"""
+"""Gradient descent in DistributedDataParallel, compared step by step with training without overlap. Holds no tests."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -27,13 +24,14 @@ STEPS = long_count(8, soak=20)
 GRAD = {"overlap_grad_reduce": True}
 ZERO = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
 BOTH = {**ZERO, "overlap_param_gather": True}
-# Layers that a forward of each microbatch uses, by a generator that is alike on all ranks, the step and the rank.
+# For each microbatch of a step, the layers that its forward uses.
 Plans = list[list[int]]
+# Draws the plans of one step and rank from a generator that has the same seed on all ranks.
 Case = Callable[[random.Random, int, int], Plans]
 
 
 class Layers(nn.Module):
-    """Layers of which a forward uses those of its plan, in the plan's order; -i is layer i under full recompute."""
+    """Layers of which a forward uses those of its plan, in the plan's order; -i means layer i with full recompute."""
 
     def __init__(self, order: Iterable[int], linear: Callable[..., nn.Module] = nn.Linear) -> None:
         super().__init__()
@@ -60,33 +58,33 @@ def random_order(rng: random.Random, step: int, rank: int) -> Plans:
 
 
 def order_of_each_rank(rng: random.Random, step: int, rank: int) -> Plans:
-    """Some layers, or none, in an order of each rank's own."""
+    """Some layers, or none, in an order that differs between ranks."""
     rng = random.Random(100 * step + rank)
     return [rng.sample(range(LAYERS), rng.randint(0, LAYERS))]
 
 
 def unused_somewhere(rng: random.Random, step: int, rank: int) -> Plans:
-    """Layer 1 on no rank, 2 not on rank 1, 3 in every other step."""
+    """Layer 1 is never used, layer 2 not on rank 1, and layer 3 only in odd steps."""
     return [[0, 4, *([2] if rank != 1 else []), *([3] if step % 2 else [])]]
 
 
 def uses_that_grow_and_shrink(rng: random.Random, step: int, rank: int) -> Plans:
-    """A layer that is used several times, whose re-entrant recompute gives a gradient for each use."""
+    """Layer 1 is used several times; its re-entrant recompute gives a gradient for each use."""
     return [[0, *[-1] * [1, 2, 1, 3, 1, 1, 1, 1, 1, 2][(step + rank) % 10], -2, 3]]
 
 
 def late_on_one_rank(rng: random.Random, step: int, rank: int) -> Plans:
-    """A layer that one rank uses more often in some steps."""
+    """Layer 1 is used more often on one rank in some steps."""
     return [[-1, *([-1, -1] if rank == step % 3 and step % 4 == 3 else []), -2, 0]]
 
 
 def changing_microbatches(rng: random.Random, step: int, rank: int) -> Plans:
-    """Numbers of microbatches that change every second step."""
+    """The number of microbatches changes every second step."""
     return [[0, 1, 2]] * [1, 4, 2, 3][step // 2 % 4]
 
 
 class Run:
-    """Training by plain gradient descent; sharded: each rank updates its shards and spoils the rest."""
+    """Plain gradient descent. With sharded updates, each rank updates its shards and sets all else to NaN."""
 
     def __init__(
         self,
@@ -112,14 +110,14 @@ class Run:
         self.ddp.launch_order.ledger.record = noted  # type: ignore[method-assign]
 
     def step(self, plans: Plans, rank: int, step: int, *, no_sync: bool = True) -> int:
-        """Trains on a microbatch for each plan; how many reductions came before the end of the last backward."""
+        """Trains on one microbatch per plan; returns the number of reductions before the last backward ended."""
         self.launched.clear()
         self.ddp.zero_grad_buffer()
         assert not any(float(buffer.grad_data.abs().sum()) for buffer in self.ddp.buffers)
         for number, plan in enumerate(plans):
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(97 * step + 7 * rank + number))
-            waits = no_sync and number < len(plans) - 1
-            with self.ddp.no_sync() if waits else nullcontext():
+            accumulates = no_sync and number < len(plans) - 1
+            with self.ddp.no_sync() if accumulates else nullcontext():
                 loss = self.ddp(x.requires_grad_(), plan).square().sum()
                 loss.backward()
             self.losses.append(loss.detach())
@@ -142,12 +140,12 @@ class Run:
                 self.ddp.start_param_sync()
 
     def params(self) -> Tensor:
-        """All parameters behind each other, gathered: [N]."""
+        """Gathers all parameters and returns them as one tensor: [N]."""
         self.ddp.wait_params(self.model.parameters())
         return torch.cat([param.detach().flatten() for param in self.model.parameters()])
 
     def reductions(self) -> list[str]:
-        """Names of the buckets that were reduced in this step, in order."""
+        """Returns the names of the buckets reduced in this step, in order."""
         return [bucket for op, bucket in self.launched if op != "all-gather"]
 
 
@@ -158,8 +156,10 @@ def compare_with_plain(
     deterministic: bool = True,
     linear: Callable[..., nn.Module] = nn.Linear,
 ) -> tuple[list[int], list[int]]:
-    """Asserts step by step that each setting trains as no overlap and fusion do; returns how many reductions of each
-    came before the end, and in how many steps there were second rounds.
+    """Asserts step by step that each of `settings` trains as a run without overlap and fusion does.
+
+    Returns for each setting the number of reductions before the end of backward, and the number of steps in which a
+    bucket was reduced a second time, for late gradients.
     """
     rank, rng = dist.get_rank(), random.Random(0)
     plain = Run(sorted(orders[0]), deterministic=deterministic, linear=linear, fuses=False)
@@ -176,20 +176,20 @@ def compare_with_plain(
             early[index] += run.step(plans, rank, step, no_sync=index % 2 == 0)
             assert equal(run.losses[-1], plain.losses[-1]), f"step {step} {run.ddp.ddp_config}"
             if step % 4 == 3:
-                # Not in each step: it waits for the gathers that the modules are to wait for. By name: the orders of
-                # registration differ.
+                # Not in each step: params() waits for gathers for which the modules themselves have to wait.
+                # Parameters are compared by name, since registration orders differ.
                 run.params()
                 ours, theirs = dict(run.model.named_parameters()), dict(plain.model.named_parameters())
                 assert all(equal(ours[name], theirs[name]) for name in ours), f"step {step} {run.ddp.ddp_config}"
             buckets = run.reductions()
             assert len(set(buckets)) == len(run.ddp.bucket_groups)
-            # A second round only for what was late; never a third.
+            # A bucket is reduced a second time only for late gradients, and never a third time.
             most = max(buckets.count(bucket) for bucket in buckets)
             assert most <= (1 if _is_never_late(case, index) else 2)
             late[index] += most == 2
-    copies: list[Any] = [None] * 3
+    copies: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(copies, [run.params().tolist() for run in [plain, *runs]])
-    assert copies[0] == copies[1] == copies[2]
+    assert all(copy == copies[0] for copy in copies)
     return early, late
 
 
@@ -200,5 +200,5 @@ def _is_never_late(case: Case, index: int) -> bool:
 
 
 def is_sometimes_late(case: Case) -> bool:
-    """Whether gradients come behind the launch of their bucket in some steps."""
+    """Whether in some steps gradients become ready after the reduction of their bucket was launched."""
     return case in (uses_that_grow_and_shrink, late_on_one_rank)

@@ -1,4 +1,4 @@
-"""Layers of experts over ranks, in fp64: the inputs of each rank, outputs and gradients. Holds no tests."""
+"""Expert layers over several ranks in fp64: weights, inputs, outputs and gradients of each rank. Holds no tests."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ DISPATCHERS = ({"moe_token_dispatcher_type": "allgather"}, ALLTOALL)
 
 
 def build_layer(groups: ProcessGroupCollection | None = None, **fields: Any) -> MoELayer:
-    """The layer with the weights that a seed gives any layout."""
+    """Builds a layer whose whole weights depend only on a seed, not on the layout."""
     groups = groups or ProcessGroupCollection()
     config = small_config(
         num_moe_experts=EXPERTS,
@@ -47,7 +47,7 @@ def build_layer(groups: ProcessGroupCollection | None = None, **fields: Any) -> 
 
 
 def _fill_biases(layer: MoELayer) -> None:
-    """Random values by stored name in the place of zeros, with which a bias that is added twice would not show."""
+    """Replaces zero biases by random values that depend on the stored name, so that adding a bias twice shows."""
     parameters = dict(layer.named_parameters())
     for name, pieces in model_logical_pieces(layer).items():
         for piece in pieces if "bias" in name else []:
@@ -56,10 +56,10 @@ def _fill_biases(layer: MoELayer) -> None:
             piece.view_of(parameters[name].data).copy_(whole[window_of(piece)])
 
 
-def rank_inputs(rank: int, routing: str) -> tuple[Tensor, Tensor]:
-    """A rank's tokens and the gradient of its output: [S, B, H] each."""
+def rank_inputs(rank: int, *, is_empty: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns a rank's tokens and the gradient of its output: [S, B, H] each, with S = 0 if `is_empty`."""
     generator = torch.Generator().manual_seed(rank)
-    shape = (0 if routing == "rank_without_tokens" and rank == 0 else SEQUENCE, BATCH, HIDDEN)
+    shape = (0 if is_empty else SEQUENCE, BATCH, HIDDEN)
     return (
         torch.rand(shape, dtype=torch.float64, generator=generator),
         torch.randn(shape, dtype=torch.float64, generator=generator),
@@ -67,7 +67,7 @@ def rank_inputs(rank: int, routing: str) -> tuple[Tensor, Tensor]:
 
 
 def run_layer(layer: MoELayer, x: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output, gradient of the input, and gradients of this rank's parameters by name."""
+    """Returns the output, the gradient of the input, and the gradients of this rank's parameters by name."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
     output, _ = layer(x)

@@ -1,7 +1,4 @@
-"""A small net in TorchFullyShardedDataParallel: its training, counted hooks, updates in and after backward.
-
-What is expected of them is the tests' matter. Holds no tests.
-"""
+"""A small net in TorchFullyShardedDataParallel, its training runs, and hooks that count. Holds no tests."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,9 +27,9 @@ T = TypeVar("T", bound=Any)
 STEPS, WORDS = 3, 11
 DETERMINISTIC = ModelParallelConfig(deterministic_mode=True)
 FSDP2 = TorchFullyShardedDataParallelConfig(grad_reduce_in_fp32=True)
-# Of the last micro-batch of a step, with the gradient's norm.
+# (loss of a step's last micro-batch, gradient norm)
 Loss = tuple[float, float]
-# By anybody, on torch's module: over updates, if nobody lets go.
+# Calls set_reshard_after_backward(False) on torch's module, so weights stay gathered across backwards and updates.
 KEPT_ALWAYS = "kept over backwards"
 MODES = {
     "freed": FSDP2,
@@ -44,7 +41,10 @@ MODES = {
 
 
 class Net(nn.Module):
-    """Layers of odd widths between tables; the last of the module's own is not used, one weight is where it is told."""
+    """Embedding, three residual MLPs of odd widths, and an output layer.
+
+    `unused` gets no gradient; `tied` shares the embedding weight with the output.
+    """
 
     def __init__(self, *, tied: bool = False, recompute: bool = False) -> None:
         super().__init__()
@@ -65,20 +65,20 @@ class Net(nn.Module):
 
 
 def wrap_net(net: nn.Module, config: DistributedDataParallelConfig | None = FSDP2) -> Any:
-    """The net in TorchFullyShardedDataParallel, or in DistributedDataParallel where there is no configuration."""
+    """Wraps the net in TorchFullyShardedDataParallel, or in DistributedDataParallel if `config` is None."""
     if isinstance(config, TorchFullyShardedDataParallelConfig):
         return TorchFullyShardedDataParallel(DETERMINISTIC, config, net)
     return DistributedDataParallel(DETERMINISTIC, DistributedDataParallelConfig(grad_reduce_in_fp32=True), net)
 
 
 def loss_of_words(wrapped: nn.Module, generator: torch.Generator) -> torch.Tensor:
-    """Mean loss of the next random words of a generator: scalar."""
+    """Returns the mean loss on the next random words of a generator: scalar."""
     words = torch.randint(0, WORDS, (4, 5), generator=generator)
     return nn.functional.cross_entropy(wrapped(words).view(-1, WORDS), words.roll(1, 1).view(-1))
 
 
 def train_losses(wrapped: Any, *, bf16: bool = False, microbatches: int = 1, is_reduced: bool = True) -> list[Loss]:
-    """Trains with Adam; is_reduced: whether each micro-batch is reduced by itself."""
+    """Trains with Adam. is_reduced: gradients are reduced after each micro-batch, not once per step."""
     config = OptimizerConfig(optimizer="adam", lr=0.01, bf16=bf16, clip_grad=1.0, deterministic_mode=True)
     optimizer = get_megatron_optimizer(config, [wrapped])
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -97,13 +97,13 @@ def train_losses(wrapped: Any, *, bf16: bool = False, microbatches: int = 1, is_
 
 
 class Counted:
-    """Counts the calls of hooks by kind and parameter name, in their order."""
+    """Records the calls of hooks, in order, by kind and parameter name."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
 
     def on_param(self, name: str) -> Callable[[nn.Parameter], None]:
-        """A post-accumulate hook."""
+        """Returns a post-accumulate hook for the parameter `name`."""
 
         def note(owned: nn.Parameter) -> None:
             assert isinstance(owned, DTensor) and isinstance(owned.grad, DTensor) and owned.grad.shape == owned.shape
@@ -112,16 +112,16 @@ class Counted:
         return note
 
     def on_bucket(self, bucket: ReadyBucket) -> None:
-        """A bucket hook."""
+        """Records a bucket hook's call for each parameter of the bucket."""
         assert bucket.shard.shape == bucket.grad.shape
         self.seen += [("bucket", one.name) for one in bucket.slices]
 
     def after(self, found: list[ReadyBucket]) -> None:
-        """A post-backward hook."""
+        """Records a post-backward hook's call for each parameter."""
         self.seen += [("after", one.name) for bucket in found for one in bucket.slices]
 
     def watch(self, net: nn.Module, wrap: Callable[[nn.Module], T]) -> T:
-        """The wrapped net with hooks of all kinds on every parameter, the first one's put on before it was wrapped."""
+        """Wraps the net and registers hooks of all kinds on every parameter, on the first one before wrapping."""
         first, *others = net.named_parameters()
         first[1].register_post_accumulate_grad_hook(self.on_param(first[0]))
         wrapped = wrap(net)
@@ -133,13 +133,16 @@ class Counted:
         return wrapped
 
     def take(self) -> list[tuple[str, str]]:
-        """Gives what was counted since the last call."""
+        """Returns the calls recorded since the last take()."""
         seen, self.seen = self.seen, []
         return seen
 
 
 class Run:
-    """A module in training, whose learning rate falls; settings are OptimizerConfig's, clip_grad 0 by default."""
+    """Trains a module under FSDP2 with a learning rate that halves every second step.
+
+    settings: of OptimizerConfig; clip_grad is 0 by default.
+    """
 
     def __init__(self, module: nn.Module, *, mode: str = "freed", in_backward: bool = True, **settings: Any) -> None:
         checked = settings.pop("check_for_nan_in_grad", False)
@@ -160,7 +163,7 @@ class Run:
         self.num_steps = 0
 
     def backward(self, *, count: int = 1, factor: float = 1.0) -> float:
-        """All passes of a step; factor: of the loss."""
+        """Runs the passes of a step. count: number of micro-batches. factor: multiplies the loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.05 * 0.5 ** (self.num_steps // 2)
         self.optimizer.zero_grad()
@@ -173,14 +176,14 @@ class Run:
         return total
 
     def step(self, *, count: int = 1, factor: float = 1.0) -> list[Any]:
-        """Makes a step, and returns its report."""
+        """Makes a step and returns its report. count: number of micro-batches. factor: multiplies the loss."""
         loss = self.backward(count=count, factor=factor)
         finalize_model_grads([self.model])
         self.num_steps += 1
         return [loss, *self.optimizer.step(), float(self.optimizer.get_loss_scale()), self.optimizer.params_norm()]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's shards and states, by name."""
+        """Copies this rank's weight shards and optimizer states, by name."""
         boxes = self.optimizer.sharded_state(model_logical_pieces(self.model))
         states = {f"{box.key} {box.global_offset}": box.data.clone() for box in boxes}
         return {one.name: one.flat.clone() for one in self.model.weight_ranges()} | states

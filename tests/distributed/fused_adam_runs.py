@@ -1,7 +1,4 @@
-"""Runs of DistributedFusedAdam beside torch's own Adam, with gradients whose sums have the same bits in any order.
-
-No test here.
-"""
+"""Runs of DistributedFusedAdam and torch's Adam, with gradients whose sums are exact in any order. Holds no tests."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext

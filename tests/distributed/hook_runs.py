@@ -1,7 +1,4 @@
-"""Small modules wrapped for data parallelism in every mode, and hooks on gradients that count or keep what they see.
-
-Holds no tests.
-"""
+"""Small modules in DistributedDataParallel in every mode, and gradient hooks that count or keep. Holds no tests."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -43,14 +40,14 @@ MODES = [
 
 
 def wrap(module: nn.Module, mode: dict[str, Any], **config: Any) -> DistributedDataParallel:
-    """The module in DistributedDataParallel, deterministic, with gradients in fp32."""
+    """Wraps the module in DistributedDataParallel, deterministic, with fp32 gradients."""
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **mode)
     return DistributedDataParallel(ModelParallelConfig(deterministic_mode=True, **config), settings, module)
 
 
 def earlier(model: DistributedDataParallel) -> Callable[[], AbstractContextManager[None]]:
-    """The context for all microbatches but the last."""
-    # Reduced in each, sums have other last digits than those of an ordinary wrapper.
+    """Returns the context manager for all microbatches but the last: no_sync for sharded gradients, else accumulate."""
+    # With sharded gradients, accumulate() reduces every microbatch, which rounds other than the unsharded wrapper.
     return model.no_sync if model.ddp_config.shard_gradients else model.accumulate
 
 
@@ -74,18 +71,18 @@ def in_each_mode(body: Callable[[dict[str, Any]], None], layout: dict[str, int] 
 
 
 def trained(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """Parameters that require grad, by name."""
+    """Returns the parameters that require gradients, by name."""
     return {name: param for name, param in model.module.named_parameters() if param.requires_grad}
 
 
 class Counted:
-    """Hooks of all kinds that count; bucket hooks by the name of each parameter of a bucket."""
+    """Counts the calls of hooks by kind and parameter name; a bucket counts for each of its parameters."""
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[str, str]] = Counter()
 
     def on_param(self, name: str) -> Callable[[nn.Parameter], None]:
-        """A post-accumulate hook."""
+        """Returns a post-accumulate hook for the parameter `name`."""
 
         def count(owned: nn.Parameter) -> None:
             assert owned.grad is not None and owned.grad.shape == owned.shape
@@ -94,27 +91,27 @@ class Counted:
         return count
 
     def on_bucket(self, bucket: ReadyBucket) -> None:
-        """A bucket hook."""
+        """Counts a bucket hook's call for each parameter of the bucket."""
         assert bucket.shard.shape == bucket.grad.shape
         self.seen.update(("bucket", one.name) for one in bucket.slices)
 
     def after(self, found: list[ReadyBucket]) -> None:
-        """A post-backward hook."""
+        """Counts a post-backward hook's call for each parameter."""
         self.seen.update(("backward", one.name) for bucket in found for one in bucket.slices)
 
     def take(self) -> Counter[tuple[str, str]]:
-        """Gives what was counted since the last call."""
+        """Returns the counts since the last take()."""
         seen, self.seen = self.seen, Counter()
         return seen
 
 
 def once(names: Any) -> Counter[tuple[str, str]]:
-    """The counts of a step in which each hook of these parameters ran once."""
+    """Returns the counts of a step in which every hook of these parameters ran once."""
     return Counter({(kind, name): 1 for kind in ("param", "bucket", "backward") for name in names})
 
 
 class Kept:
-    """An optimizer in backward that keeps all gradients, by place."""
+    """A consumer in the role of an optimizer in backward: keeps the gradients of every bucket, by buffer and bucket."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
@@ -123,7 +120,7 @@ class Kept:
         model.set_state_provider(self)
 
     def begin(self) -> None:
-        """Forgets the last step's."""
+        """Drops the gradients of the last step."""
         self.grads.clear()
         self.num_begun += 1
 
@@ -135,14 +132,14 @@ class Kept:
         self.grads[key] = bucket.keep()
 
     def states(self, place: Any) -> list[RunState]:
-        """Gives parameters as their own masters, in one run."""
+        """Returns one state per bucket, with the parameters as their own masters."""
         span = place.buffer.owned_spans()[place.layout.index]
         master = place.buffer.param_data[span.start : span.end]
         return [RunState(Span(0, span.numel), {"lr": 0.5}, master, {"count": torch.ones(span.numel)})]
 
 
 def after_step(state: RunState, grad: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
-    """The state after a step by torch's own rule; grad: of the same elements."""
+    """Returns the state after a step of torch's own optimizer. grad: gradient of the same elements."""
     param = nn.Parameter(state.master.clone())
     param.grad = grad.to(param.dtype)
     rate, decay = state.settings["lr"], state.settings["weight_decay"]

@@ -1,6 +1,6 @@
-"""Runs of the training program that are compared with models of transformers, as ranks make them.
+"""A rank's part of training runs that are compared with models of transformers. Holds no tests.
 
-Imports nothing of transformers, which takes a rank longer to import than to train its step. Holds no tests.
+Does not import transformers, since that takes a rank longer than its training step.
 """
 
 from collections.abc import Sequence

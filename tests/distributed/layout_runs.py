@@ -1,9 +1,5 @@
-"""Runs of the training program under layouts and modes of data parallelism that must train alike.
+"""Runs of the training program under layouts and data-parallel modes that must train identically. Holds no tests."""
 
-What they are compared with is the tests' matter. Holds no tests.
-"""
-
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +13,11 @@ from megatron.core.optimizer import DistributedOptimizer
 from megatron.training.training import train_step
 from tests.counts import long_count
 from tests.distributed.parity import Box, boxes_of_state, boxes_of_weights, layout, put_together
-from tests.distributed.tiny_runs import comparable, gather_parameters, started_run, train_steps
+from tests.distributed.tiny_runs import comparable, digest_of, gather_parameters, started_run, train_steps
 from tests.functional_tests.case import Flags
 from tests.harness import run_on_ranks
 
-CLIP = 0.3  # below every norm, so that a wrong one shows in the weights
+CLIP = 0.3  # below every gradient norm, so that a wrong norm shows in the weights
 FLAGS: Flags = {
     "init-method-std": 0.1,
     "seq-length": 16,
@@ -60,46 +56,44 @@ RECOMPUTED: Flags = {
 
 @dataclass(frozen=True)
 class Case:
-    """Runs whose variants must train identically. frozen: prefix of the names of parameters that are not trained."""
+    """Runs whose variants must train identically. frozen: name prefix of frozen parameters; None freezes nothing."""
 
     ranks: int
     base: str
     flags: Flags
     variants: Sequence[Flags] = ()
-    frozen: str = "nothing"
+    frozen: str | None = None
 
 
-# What a run reports in each step, and digests of the weights that it leaves.
+# The reports of a run's steps, and digests of its final weights.
 TrainedVariant = tuple[list[dict[str, Any]], dict[str, str]]
 
 
-def train_variants(argvs: Sequence[Sequence[str]], frozen: str, steps: int) -> list[TrainedVariant]:
-    """Trains on this rank with each command line in turn. frozen: prefix of the names of what is not trained."""
+def train_variants(argvs: Sequence[Sequence[str]], frozen: str | None, steps: int) -> list[TrainedVariant]:
+    """Trains with each command line in turn on this rank. frozen: as in Case."""
     return [_train_variant(argv, frozen, steps) for argv in argvs]
 
 
-def _train_variant(argv: Sequence[str], frozen: str, steps: int) -> TrainedVariant:
+def _train_variant(argv: Sequence[str], frozen: str | None, steps: int) -> TrainedVariant:
     with started_run(argv, model_provider=partial(model_with_frozen, frozen)) as run:
         assert isinstance(run.optimizer, DistributedOptimizer) == ("--use-distributed-optimizer" in argv)
         reports = [comparable(run.measured(train_step(run)[0])) for _ in range(steps)]
         gather_parameters(run)
-        return reports, {f"{box.key} {box.offset}": _digest(box) for box in boxes_of_weights(run)}
+        return reports, {f"{box.key} {box.offset}": digest_of(box.values) for box in boxes_of_weights(run)}
 
 
-def model_with_frozen(frozen: str, pre_process: bool = True, post_process: bool = True, **options: Any) -> nn.Module:
-    """The model of the flags, with parameters that are not trained where names begin with `frozen`."""
+def model_with_frozen(
+    frozen: str | None, pre_process: bool = True, post_process: bool = True, **options: Any
+) -> nn.Module:
+    """Builds the model of the flags and freezes the parameters whose names begin with `frozen`; None freezes none."""
     model = pretrain_gpt.model_provider(pre_process, post_process, **options)
     for name, param in model.named_parameters():
-        param.requires_grad = not name.startswith(frozen)
+        param.requires_grad = frozen is None or not name.startswith(frozen)
     return model
 
 
-def _digest(box: Box) -> str:
-    return hashlib.sha256(box.values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
 def save_after_steps(argv: Sequence[str], folder: str) -> list[Box]:
-    """This rank's part of the state that is saved after two steps."""
+    """Trains two steps, saves a checkpoint, and returns this rank's part of the saved state."""
     with started_run([*argv, "--save", folder]) as run:
         train_steps(run, 2)
         run.save_checkpoint()
@@ -107,7 +101,7 @@ def save_after_steps(argv: Sequence[str], folder: str) -> list[Box]:
 
 
 def load_and_step(argvs: Sequence[Sequence[str]], folders: Sequence[str]) -> list[tuple[list[Box], dict[str, Any]]]:
-    """This rank's part of the state loaded from each folder, with the step that follows."""
+    """Loads each folder and trains one step; returns this rank's part of the loaded state and the step's report."""
     results = []
     for argv, folder in zip(argvs, folders, strict=True):
         with started_run([*argv, "--load", folder]) as run:
@@ -116,7 +110,7 @@ def load_and_step(argvs: Sequence[Sequence[str]], folders: Sequence[str]) -> lis
 
 
 def check_loads_of_the_other(argvs: Sequence[Sequence[str]], folders: Sequence[str], sizes: Sequence[int]) -> None:
-    """Asserts that any number of ranks of `sizes` loads with each of two command lines what the other one saved."""
+    """Asserts that each of two command lines loads the other one's checkpoint, on each number of ranks in `sizes`."""
     saved = [
         put_together(sum(run_on_ranks(save_after_steps, ranks, argv, folder), []))
         for ranks, argv, folder in zip((2, 3), argvs, folders)

@@ -1,4 +1,4 @@
-"""A small model trained by an optimizer, sharded or not, at any overlap of its collectives. Holds no tests."""
+"""Training of a small model by any optimizer, sharded or not, with any overlap of its collectives. Holds no tests."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ PRECISE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_
 
 
 class Run:
-    """A small model in training, by steps on the device or the host's; settings are OptimizerConfig's."""
+    """Trains a small model. on_device: uses the optimizer's device step. settings: of OptimizerConfig."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Run:
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(config, [self.model])
 
     def step(self, step: int, factor: float = 1.0) -> tuple[Any, ...]:
-        """Makes a step, and returns its report; factor: of this rank's inputs."""
+        """Makes a step and returns its report. factor: multiplies this rank's inputs."""
         self.optimizer.zero_grad()
         (x,) = microbatches(10 * step + dist.get_rank(), dtype=self.dtype)
         loss = self.model(x * factor).float().square().mean()
@@ -73,11 +73,11 @@ class Run:
         return self.optimizer.settle_step_sync(self.optimizer.step_on_device())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All parameters, as modules see them."""
+        """Gathers and copies all parameters, by name."""
         self.model.start_param_sync(force_sync=True)
         return {name: p.detach().clone() for name, p in self.model.module.named_parameters()}
 
     def tensors(self) -> list[dist_checkpointing.ShardedTensor]:
-        """All that a checkpoint holds."""
+        """Returns the tensors of a checkpoint: weights and optimizer state."""
         pieces = model_logical_pieces(self.model)
         return model_sharded_tensors(self.model) + self.optimizer.sharded_state(pieces)

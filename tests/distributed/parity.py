@@ -1,7 +1,6 @@
-"""Runs of the training program in fp64 under any layout, with gradients put together by logical name for comparison.
+"""Runs of the training program in fp64 under any layout, with gradients assembled by logical name. Holds no tests.
 
-A layout's run and the run of one process see the same token groups when their global and micro-batch sizes are equal.
-Holds no tests.
+The run of a layout and that of one process route the same token groups if their global and micro-batch sizes are equal.
 """
 
 import math
@@ -27,7 +26,7 @@ from tests.harness import run_on_ranks
 
 # The second step's gradients show the first update; the final weights show the state that both left.
 STEPS = long_count(2, soak=5)
-TOLERANCE = 1e-10  # of a tensor's norm, in fp64
+TOLERANCE = 1e-10  # relative to a tensor's norm, in fp64
 ROUNDED = 1.2e-7  # of norms, which are rounded to fp32
 NEGLIGIBLE = 1e-6  # share of the whole gradient's norm below which a tensor's error is not looked at
 
@@ -64,7 +63,7 @@ class Box:
 
 @dataclass
 class RankRun:
-    """What one rank saw. grads: by step, the boxes of its gradients before clipping. final: those of its weights."""
+    """One rank's record of a run. grads: gradients before clipping, by step. final: final weights."""
 
     reports: list[StepReport]
     grads: list[list[Box]]
@@ -81,7 +80,7 @@ class WholeRun:
 
 
 def layout(tp: int = 1, cp: int = 1, pp: int = 1, *, vpp: int = 1, ep: int = 1, etp: int = 1, **more: object) -> Flags:
-    """The flags of these sizes; sequence parallel where it can be, unless `more` says otherwise."""
+    """Flags of these parallel sizes; sequence parallel if tp > 1, unless `more` overrides it."""
     sizes: Flags = {"tensor-model-parallel-size": tp, "context-parallel-size": cp, "pipeline-model-parallel-size": pp}
     if vpp > 1:
         sizes["num-virtual-stages-per-pipeline-rank"] = vpp
@@ -91,21 +90,21 @@ def layout(tp: int = 1, cp: int = 1, pp: int = 1, *, vpp: int = 1, ep: int = 1, 
 
 
 def run_layout(base: str, ranks: int, flags: Flags) -> WholeRun:
-    """Trains the model of a base of bases.yaml with `flags` (the layout's among them) on that many processes."""
+    """Trains the model of a base of bases.yaml with `flags`, which include the layout, on `ranks` processes."""
     return run_layouts(base, ranks, [flags])[0]
 
 
 def run_layouts(
     base: str, ranks: int, layouts: Sequence[Flags], *, dtype: torch.dtype = torch.float64
 ) -> list[WholeRun]:
-    """As run_layout for several sets of flags, one after the other in the same processes; in fp64 or fp32."""
+    """Trains several sets of flags one after the other in the same processes, in fp64 or fp32; see run_layout."""
     argvs = [command_line({**read_bases()[base], **FLAGS, **flags}) for flags in layouts]
     by_rank: list[list[RankRun]] = run_on_ranks(_train_all, ranks, argvs, dtype, timeout=60 + 60 * len(argvs))
     return [_whole(runs) for runs in zip(*by_rank)]
 
 
 def _whole(runs: Sequence[RankRun]) -> WholeRun:
-    """What all ranks report alike, and counts each logical element once."""
+    """Merges the records of all ranks; asserts that their reports are equal and agree with the merged gradients."""
     reports = [[comparable(report) for report in run.reports] for run in runs]
     for rank, of_rank in enumerate(reports):
         assert of_rank == reports[0], f"rank {rank} reports other numbers than rank 0"
@@ -122,7 +121,7 @@ def _whole(runs: Sequence[RankRun]) -> WholeRun:
 
 
 def assert_same_run(run: WholeRun, reference: WholeRun, *, tolerance: float = TOLERANCE) -> None:
-    """Losses, gradient norms, every gradient of every step and the final weights, within the tolerance of fp64."""
+    """Asserts that losses, gradient norms, every gradient and the final weights agree within `tolerance`."""
     for step, (report, expected) in enumerate(zip(run.reports, reference.reports, strict=True)):
         # Means of fp64 numbers.
         assert report.losses == pytest.approx(expected.losses, rel=tolerance, abs=0), f"step {step}"
@@ -154,7 +153,7 @@ def assert_layouts_agree(
 
 
 def relative_errors(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Each tensor's error by its reference's norm; tensors that are next to nothing are left out."""
+    """Returns each tensor's error relative to its reference's norm; leaves out tensors of negligible norm."""
     assert tensors.keys() == reference.keys(), tensors.keys() ^ reference.keys()
     norms, whole = {name: _norm_of({name: value}) for name, value in reference.items()}, _norm_of(reference)
     return {
@@ -169,7 +168,7 @@ def _norm_of(tensors: dict[str, Tensor]) -> float:
 
 
 def put_together(boxes: Sequence[Box]) -> dict[str, Tensor]:
-    """Whole tensors by key; boxes that several ranks hold must be the same on all of them."""
+    """Assembles whole tensors by key; asserts that boxes held by several ranks are the same on all of them."""
     whole: dict[str, Tensor] = {}
     for box in boxes:
         place = tuple(slice(start, start + size) for start, size in zip(box.offset, box.values.shape))
@@ -199,20 +198,12 @@ def _train(argv: Sequence[str], dtype: torch.dtype) -> RankRun:
 
 
 def boxes_of_weights(run: TrainingRun) -> list[Box]:
-    """This rank's parameters as they are now."""
+    """Copies this rank's parameters."""
     return boxes_of(run.model, (item for chunk in run.model for item in chunk.named_parameters()))
 
 
 def boxes_of_state(run: TrainingRun) -> list[Box]:
-    """This rank's parameters and optimizer state as they are now."""
-    assert run.optimizer is not None
-    pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
-    tensors = run.optimizer.sharded_state(pieces)
-    return boxes_of_weights(run) + [Box(t.key, t.global_shape, t.global_offset, t.data.clone()) for t in tensors]
-
-
-def boxes_of_checkpoint(run: TrainingRun) -> list[Box]:
-    """This rank's part of weights, buffers and optimizer state, as a checkpoint has them."""
+    """Copies this rank's part of a checkpoint's tensors: weights, buffers and optimizer state."""
     assert run.optimizer is not None
     gather_parameters(run)
     pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
@@ -221,13 +212,13 @@ def boxes_of_checkpoint(run: TrainingRun) -> list[Box]:
 
 
 def fp64_model(pre_process: bool = True, post_process: bool = True, **options: Any) -> nn.Module:
-    """The model of the flags in fp64, for which there is no flag."""
+    """Builds the model of the flags in fp64, for which there is no flag."""
     get_args().params_dtype = torch.float64
     return pretrain_gpt.model_provider(pre_process, post_process, **options)
 
 
 def fp64_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Any]:
-    """pretrain_gpt's, but for the loss, which stays in fp64."""
+    """Runs pretrain_gpt.forward_step, but keeps the loss in fp64."""
     losses, loss_func = pretrain_gpt.forward_step(data_iterator, model)
     mask = loss_func.args[0]
 
@@ -239,7 +230,7 @@ def fp64_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple
 
 
 def record_gradients(run: TrainingRun, grads: list[list[Box]]) -> None:
-    """Writes them down between their reduction and the optimizer's step."""
+    """Appends the boxes of the reduced gradients to `grads` before each step of the optimizer."""
     optimizer = run.optimizer
     assert optimizer is not None
     step = optimizer.step
@@ -253,7 +244,7 @@ def record_gradients(run: TrainingRun, grads: list[list[Box]]) -> None:
 
 
 def boxes_of(model: Sequence[nn.Module], named: Iterable[tuple[str, Tensor]]) -> list[Box]:
-    """Copies of tensors of the model's chunks, such as gradients, by their parameters' names: any shape and dtype."""
+    """Copies tensors that have the names of the model's parameters, such as gradients: any shape and dtype."""
     pieces = {name: held for chunk in model for name, held in model_logical_pieces(chunk).items()}
     return [
         Box(piece.key, piece.global_shape, piece.global_offset, piece.view_of(tensor.detach()).clone())

@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch, as one function of weights under Megatron's names; imports torch only.
+"""A GPT in plain PyTorch, as one function of weights with Megatron's names. Imports torch only; holds no tests.
 
 The names tell the architecture: a norm with a bias is a LayerNorm, position weights replace rotation, a router means
 experts. It computes in the weights' dtype, so that fp64 weights make an fp64 reference.

@@ -1,22 +1,18 @@
-"""Runs of the training program whose experts have buffers of a fixed size, with what their stash did in each step.
+"""Runs of the training program with expert buffers of a fixed size, with a record of the stash in each step.
 
-What runs are compared with is the tests' matter. Holds no tests.
+Holds no tests.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 from unittest.mock import patch
 
 from megatron.core.transformer.moe.paged_stash import Counter, StashEvent
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
 from megatron.core.transformer.moe.paged_stash.stash_order import StashOrder
-from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
+from megatron.training.callbacks import Callback, StepReport
 from megatron.training.expert_memory import ExpertMemory
-from megatron.training.run import TrainingRun
-from megatron.training.training import train
-from tests.distributed.tiny_runs import comparable, started_run, state_of
+from tests.distributed.tiny_runs import Setup, TrainedRun, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 
 STEPS = 5
@@ -33,7 +29,7 @@ FLAGS: Flags = {
     "moe-expert-rank-capacity-factor": 8,
     "log-num-zeros-in-grad": True,
 }
-# A router with all that has a record of its own.
+# Every router option that adds fields to a step's record.
 ROUTER: Flags = {
     "moe-input-jitter-eps": 0.1,
     "moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"],
@@ -45,7 +41,10 @@ ROUTER: Flags = {
 
 
 def stash(device: float | None = 3.0, host: float = 0.0, **more: object) -> Flags:
-    """The flags of a stash whose pool has so many times the balanced pages; None: what `more` or the default says."""
+    """Flags of a stash. device, host: size factors of the pools, 1 for a balanced batch; None: the flag's default.
+
+    more: other flags of the stash, without the prefix moe-paged-stash.
+    """
     named = {f"moe-paged-stash-{name.replace('_', '-')}": value for name, value in more.items()}
     return {
         "moe-paged-stash": True,
@@ -57,7 +56,7 @@ def stash(device: float | None = 3.0, host: float = 0.0, **more: object) -> Flag
 
 
 def argv_of(*flags: Flags) -> list[str]:
-    """The command line of the small model with these flags, the last ones first."""
+    """Command line of the small MoE model with `flags`; later ones win."""
     merged: Flags = {**read_bases()["moe"], **FLAGS}
     for more in flags:
         merged |= more
@@ -66,7 +65,7 @@ def argv_of(*flags: Flags) -> list[str]:
 
 @dataclass(frozen=True)
 class StepPages:
-    """What the stash of a rank did in a step. dropped: tensors that were computed again."""
+    """Figures of a rank's stash in one step. dropped: number of recomputed tensors."""
 
     voids: int
     wanted: int
@@ -76,45 +75,33 @@ class StepPages:
 
 
 @dataclass
-class Trained:
-    """A rank's part of a run. steps: what reports say; state: digests of all that the rest of a run depends on."""
+class Trained(TrainedRun):
+    """A rank's record of a run with expert buffers. pages: figures of the stash, by step; empty without one."""
 
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[EvaluationReport] = field(default_factory=list)
     pages: list[StepPages] = field(default_factory=list)
-    state: dict[str, str] = field(default_factory=dict)
-
-    def assert_same(self, reference: "Trained", name: str) -> None:
-        """Every number of every step, and the state in the end."""
-        for step, (own, expected) in enumerate(zip(self.steps, reference.steps, strict=True), 1):
-            assert own == expected, f"{name}, step {step}"
-        assert self.evaluations == reference.evaluations, name
-        different = [key for key, digest in reference.state.items() if self.state[key] != digest]
-        assert not different, f"{name}: {different}"
 
 
 _observe = StashOrder.observe
 
 
 class _Watch(Callback):
-    """Writes down a run, and sees that its stash keeps to the schedule and keeps no page between steps."""
+    """Records the figures of a stash; asserts that it follows its schedule and holds no page between steps."""
 
     def __init__(self, trained: Trained, memory: ExpertMemory) -> None:
         self._trained, self._memory = trained, memory
         self._seen: list[StashEvent] = []
 
     def observe(self, order: StashOrder, event: StashEvent) -> None:
-        """In the place of StashOrder's."""
+        """Records an event, then calls StashOrder.observe, which it replaces."""
         self._seen.append(event)
         _observe(order, event)
 
     def on_step_end(self, report: StepReport) -> None:
-        self._trained.steps.append({**comparable(report), "stash": None})
         figures, stash = self._memory.last_step, self._memory.stash
         assert figures is not None
         if figures.layout is None or stash is None:
             return
-        # A schedule that is not kept to costs time and memory, but no bit.
+        # Departing from the schedule costs time and memory, but changes no number.
         assert not stash.order.departed
         assert self._seen[-len(figures.events) :] == list(figures.events)
         self._seen = []
@@ -132,27 +119,13 @@ class _Watch(Callback):
             )
         )
 
-    def on_evaluation_end(self, report: EvaluationReport) -> None:
-        self._trained.evaluations.append(report)
 
-
-Setup = Callable[[TrainingRun], AbstractContextManager[Any]]
-
-
-def _nothing(run: TrainingRun) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
-def train_here(argv: Sequence[str], setup: Setup = _nothing) -> Trained:
-    """The whole run of a command line, on this rank. setup: what is in force meanwhile."""
+def train_here(argv: Sequence[str], setup: Setup = nullcontext) -> Trained:
+    """Trains a command line to its end on this rank. setup: a context manager that is active during the run."""
     trained = Trained()
     with started_run(argv) as run:
         assert run.expert_memory is not None
         watch = _Watch(trained, run.expert_memory)
-        run.callbacks = CallbackList([watch])
-        with patch.object(StashOrder, "observe", lambda *both: watch.observe(*both)), setup(run):
-            train(run)
-        # A run that had to grow knows more than one that did not, and a save keeps it.
-        run.state.learned_sizes = LearnedSizes()
-        trained.state = state_of(run)
+        with patch.object(StashOrder, "observe", lambda *both: watch.observe(*both)):
+            trained.train(run, watch, setup=setup)
     return trained

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import pretrain_gpt
 from megatron.training.training import train_step
 from tests.counts import long_count
-from tests.distributed.parity import Box, boxes_of_checkpoint, layout, put_together
+from tests.distributed.parity import Box, boxes_of_state, layout, put_together
 from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -382,7 +382,7 @@ def _train(argv: Sequence[str], frozen: Sequence[str]) -> Trained:
                 train_step(run)
             run.save_checkpoint()
         memory = run.expert_memory
-        trained = Trained(boxes_of_checkpoint(run), run.state.state_dict())
+        trained = Trained(boxes_of_state(run), run.state.state_dict())
         if memory is not None:
             trained.factor = memory.learned_sync().capacity_factor
         for _ in range(STEPS_AFTER):

@@ -24,7 +24,7 @@ from megatron.training.recovery_state import is_spike
 from megatron.training.run import TrainingRun
 from megatron.training.training import train
 from tests.counts import slow
-from tests.distributed.tiny_runs import SHARDED, gather_parameters, started_run
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, gather_parameters, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -40,10 +40,10 @@ FLAGS: Flags = {
     "save-interval": 2,
 }
 SPREAD: dict[str, Flags] = {
-    "zero1": SHARDED,
+    "zero1": OVERLAPPED_SMALL_BUCKETS,
     "zero2": {"optimizer": "distributed_fused_adam", "ddp-bucket-size": 1001},
     "fsdp2": {"use-torch-fsdp2": True, "untie-embeddings-and-output-weights": True},
-    "in backward": {**SHARDED, "optimizer-in-backward": True, "optimizer-in-backward-clip": "exact"},
+    "in backward": {**OVERLAPPED_SMALL_BUCKETS, "optimizer-in-backward": True, "optimizer-in-backward-clip": "exact"},
     "pipeline": {"pipeline-model-parallel-size": 2},
     "experts": {"expert-model-parallel-size": 2, "overlap-grad-reduce": True},
 }
@@ -206,7 +206,12 @@ class _Flip(Callback):
 
 
 def _change_a_tensor(cases: Sequence[tuple[str, int, Flags]], named: str) -> None:
-    flags = {**FLAGS, **SHARDED, "check-weight-hash-across-dp-replicas-interval": 2, "save-interval": None}
+    flags = {
+        **FLAGS,
+        **OVERLAPPED_SMALL_BUCKETS,
+        "check-weight-hash-across-dp-replicas-interval": 2,
+        "save-interval": None,
+    }
     for name, changed, other in cases:
         with started_run(command_line({**flags, **other})) as run:
             run.callbacks = CallbackList((_Flip(run, name, rank=changed),))

@@ -34,7 +34,7 @@ from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count, soak_only
-from tests.distributed.tiny_runs import SHARDED, started_run
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 from tests.unit_tests.training.small_reports import STEP
@@ -69,7 +69,7 @@ LIKE_GPUS: Flags = {"bf16": False, "attention-backend": "unfused"}
 # What a run cannot be combined with has one of its own; every other property is that of one run among several.
 ON_TWO: dict[str, tuple[str, Flags]] = {
     "saved by experts": ("moe", {**LIKE_GPUS, **EXPERTS}),
-    "peak of shards": ("dense", {**LIKE_GPUS, **SHARDED}),
+    "peak of shards": ("dense", {**LIKE_GPUS, **OVERLAPPED_SMALL_BUCKETS}),
     "peak of recompute": ("dense", {**LIKE_GPUS, **FULL}),
     "peak of gradient shards on hosts": ("dense", {**LIKE_GPUS, **OFFLOAD, "optimizer": "distributed_fused_adam"}),
     "peak in backward of recompute": (
@@ -93,22 +93,25 @@ ON_FOUR: dict[str, tuple[str, Flags]] = {
         {
             "tensor-model-parallel-size": 2,
             "pipeline-model-parallel-size": 2,
-            **SHARDED,
+            **OVERLAPPED_SMALL_BUCKETS,
             **ON_HOSTS,
             "global-batch-size": 6,
         },
     ),
-    "chunks": ("dense", {**CHUNKS, **SHARDED}),
-    "sequences": ("llama", {"context-parallel-size": 2, **SHARDED}),
-    "experts": ("moe", {**EXPERTS, **SHARDED, "moe-token-dispatcher-type": "alltoall", "global-batch-size": 16}),
+    "chunks": ("dense", {**CHUNKS, **OVERLAPPED_SMALL_BUCKETS}),
+    "sequences": ("llama", {"context-parallel-size": 2, **OVERLAPPED_SMALL_BUCKETS}),
+    "experts": (
+        "moe",
+        {**EXPERTS, **OVERLAPPED_SMALL_BUCKETS, "moe-token-dispatcher-type": "alltoall", "global-batch-size": 16},
+    ),
     "narrow instances": (
         "dense",
-        {**SHARDED, **NARROW, "num-distributed-optimizer-instances": 2, "global-batch-size": 16},
+        {**OVERLAPPED_SMALL_BUCKETS, **NARROW, "num-distributed-optimizer-instances": 2, "global-batch-size": 16},
     ),
 }
 # Every kind of parallelism at once, and pages.
 ON_EIGHT: dict[str, tuple[str, Flags]] = {
-    "eight with experts": ("moe", {**EXPERTS, **PAGES, **SHARDED, **UNEVEN, **TENSORS}),
+    "eight with experts": ("moe", {**EXPERTS, **PAGES, **OVERLAPPED_SMALL_BUCKETS, **UNEVEN, **TENSORS}),
 }
 if long_count(0, soak=1):
     # Each has one property of a run above alone.
@@ -122,19 +125,25 @@ if long_count(0, soak=1):
         "peak of gradient shards": ("dense", {**LIKE_GPUS, "optimizer": "distributed_fused_adam"}),
         "peak in backward": ("dense", {**LIKE_GPUS, "optimizer-in-backward": True, "clip-grad": 0.0}),
         "padded rows": ("moe", {**EXPERTS, "moe-token-dispatcher-type": "alltoall"}),
-        "pages": ("moe", {**EXPERTS, **PAGES, **SHARDED}),
-        "narrow states": ("dense", {**SHARDED, **NARROW}),
-        "sharded states on hosts": ("dense", {**SHARDED, **ON_HOSTS}),
+        "pages": ("moe", {**EXPERTS, **PAGES, **OVERLAPPED_SMALL_BUCKETS}),
+        "narrow states": ("dense", {**OVERLAPPED_SMALL_BUCKETS, **NARROW}),
+        "sharded states on hosts": ("dense", {**OVERLAPPED_SMALL_BUCKETS, **ON_HOSTS}),
         "recompute": ("dense", FULL),
     }
     ON_FOUR |= {
-        "stages": ("dense", {"tensor-model-parallel-size": 2, "pipeline-model-parallel-size": 2, **SHARDED}),
-        "instances": ("dense", {**SHARDED, "num-distributed-optimizer-instances": 2, "global-batch-size": 16}),
-        "rings": ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED}),
+        "stages": (
+            "dense",
+            {"tensor-model-parallel-size": 2, "pipeline-model-parallel-size": 2, **OVERLAPPED_SMALL_BUCKETS},
+        ),
+        "instances": (
+            "dense",
+            {**OVERLAPPED_SMALL_BUCKETS, "num-distributed-optimizer-instances": 2, "global-batch-size": 16},
+        ),
+        "rings": ("llama", {"context-parallel-size": 2, **TENSORS, **OVERLAPPED_SMALL_BUCKETS}),
         "dynamic experts of stages": ("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}),
     }
     # "rings" and "sequences" have its properties.
-    ON_EIGHT["eight with sequences"] = ("llama", {"context-parallel-size": 2, **TENSORS, **SHARDED})
+    ON_EIGHT["eight with sequences"] = ("llama", {"context-parallel-size": 2, **TENSORS, **OVERLAPPED_SMALL_BUCKETS})
 BY_RANKS = {2: ON_TWO, 4: ON_FOUR, 8: ON_EIGHT}
 RUNS = {name: run for runs in BY_RANKS.values() for name, run in runs.items()}
 # Shards of a stage's ranks differ. Ranks of other stages are planned as the first one is.

@@ -43,6 +43,10 @@ def own_boxes(layer: MoELayer, grads: dict[str, Tensor]) -> list[tuple[str, tupl
     ]
 
 
+def _inputs(rank: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return rank_inputs(rank, is_empty=routing == "rank_without_tokens" and rank == 0)
+
+
 def on_rank(layout: tuple[int, int], cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """For each case this rank's output, input gradient, and the boxes of its experts' gradients."""
     parallel_state.initialize_model_parallel(
@@ -52,7 +56,7 @@ def on_rank(layout: tuple[int, int], cases: list[tuple[str, dict[str, Any]]]) ->
     for routing, fields in cases:
         layer = build_layer(parallel_state.get_process_groups(), **fields)
         bend(layer, routing)
-        output, x_grad, grads = run_layer(layer, *rank_inputs(dist.get_rank(), routing))
+        output, x_grad, grads = run_layer(layer, *_inputs(dist.get_rank(), routing))
         dense = {name: grad for name, grad in grads.items() if not name.startswith("experts.")}
         results.append((output, x_grad, own_boxes(layer, grads), dense))
     return results
@@ -91,7 +95,7 @@ def agrees_with_one_process(per_rank: list[Any], routing: str, fields: dict[str,
     """per_rank: what on_rank returned for this case."""
     layer = build_layer(**fields)
     bend(layer, routing)
-    inputs = [rank_inputs(rank, routing) for rank in range(len(per_rank))]
+    inputs = [_inputs(rank, routing) for rank in range(len(per_rank))]
     sizes = [len(tokens) for tokens, _ in inputs]
     output, x_grad, grads = run_layer(layer, *(torch.cat(parts) for parts in zip(*inputs, strict=True)))
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
@@ -123,5 +127,5 @@ def _order_of_launches() -> list[str]:
         original = getattr(RowExchange, name)
         patched = lambda self, *args, o=original, w=word, **kw: (order.append(w), o(self, *args, **kw))[1]  # noqa: E731
         setattr(RowExchange, name, patched)
-    run_layer(layer, *rank_inputs(dist.get_rank(), "even"))
+    run_layer(layer, *rank_inputs(dist.get_rank()))
     return order

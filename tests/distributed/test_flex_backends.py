@@ -201,10 +201,7 @@ def layer_on_rank(folder: str) -> None:
         with patch.object(flex_backends, "default_device", lambda: torch.device("cuda")):
             layer = build(**flex)
         assert isinstance(layer.token_dispatcher.wire.transport, SymmetricTransport)
-        runs = [
-            run_layer(one, *rank_inputs(dist.get_rank(), "even"))
-            for one in (layer, build(**KINDS["static"], **ALLTOALL))
-        ]
+        runs = [run_layer(one, *rank_inputs(dist.get_rank())) for one in (layer, build(**KINDS["static"], **ALLTOALL))]
     for found, wanted in zip(*(([output, x_grad, *grads.values()]) for output, x_grad, grads in runs), strict=True):
         assert torch.equal(found, wanted)
 

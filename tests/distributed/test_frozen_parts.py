@@ -29,7 +29,7 @@ from tests.distributed.parity import (
     put_together,
     relative_errors,
 )
-from tests.distributed.tiny_runs import SHARDED, comparable, gather_parameters, started_run
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, comparable, gather_parameters, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -93,7 +93,7 @@ def test_b24_frozen_parts_train_and_resume_as_in_one_process(case: Case, tmp_pat
     flags: Flags = {**TRAINING, "calculate-per-token-loss": case.per_token}
     argv = command_line({**read_bases()[case.base], **flags})
     [one] = run_on_ranks(_train, 1, argv, case.frozen, str(tmp_path / "one"))
-    mode = SHARDED if case.sharded else {}
+    mode = OVERLAPPED_SMALL_BUCKETS if case.sharded else {}
     stages = command_line({**read_bases()[case.base], **flags, **layout(pp=2, vpp=case.vpp), **mode})
     ranks: list[Trained] = run_on_ranks(_train, 4 if case.sharded else 2, stages, case.frozen, str(tmp_path / "two"))
     for rank in (one, *ranks):

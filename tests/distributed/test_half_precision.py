@@ -14,7 +14,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count, soak_only
 from tests.distributed.parity import layout
-from tests.distributed.tiny_runs import SHARDED, comparable, started_run
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -80,10 +80,13 @@ def test_a_layout_in_half_precision_follows_one_process(precision: str) -> None:
 def test_b22_an_overflow_of_one_stage_or_expert_rank_skips_the_step_on_all() -> None:
     flags: Flags = {**SMALL, **PRECISIONS["fp16"], "loss-scale-window": 2, "hysteresis": 1}
     expected = [(False, 4096.0), (True, 4096.0), (False, 2048.0), (False, 2048.0), (False, 4096.0)]
-    in_step: Flags = {**SHARDED, "overlap-param-gather-with-optimizer-step": True}
-    layouts = [LAYOUTS[4], {**layout(pp=2), **in_step}, {**layout(cp=2, ep=2), **SHARDED}]
+    in_step: Flags = {**OVERLAPPED_SMALL_BUCKETS, "overlap-param-gather-with-optimizer-step": True}
+    layouts = [LAYOUTS[4], {**layout(pp=2), **in_step}, {**layout(cp=2, ep=2), **OVERLAPPED_SMALL_BUCKETS}]
     if long_count(0, soak=1):
-        layouts += [*LAYOUTS[:4], *({**sizes, **mode} for sizes, mode in zip(LAYOUTS[:4], [SHARDED, in_step] * 2))]
+        layouts += [
+            *LAYOUTS[:4],
+            *({**sizes, **mode} for sizes, mode in zip(LAYOUTS[:4], [OVERLAPPED_SMALL_BUCKETS, in_step] * 2)),
+        ]
     for rank in run_on_ranks(_overflowing_runs, 4, [_argv("moe", {**flags, **sizes}) for sizes in layouts]):
         for sizes, reports in zip(layouts, rank, strict=True):
             assert [(report.skipped, report.loss_scale) for report in reports] == expected, sizes

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.static_parts import padded_parts
 from tests.counts import slow, soak_only
 from tests.distributed.graph_runs import LOCAL, Trained, train_here
 from tests.distributed.stash_runs import ROUTER, stash
-from tests.distributed.tiny_runs import SHARDED
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -53,7 +53,7 @@ CASES = {
     "fp16": Case(1, "llama", {"fp16": True, "recompute-activations": True}, "attn mlp", [8]),
     "tensors": Case(2, "llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True}, "attn mlp", [8, 8]),
     "chunks": Case(2, "dense", {**STAGES, "num-layers-per-virtual-pipeline-stage": 1}, "attn mlp", [24, 16]),
-    "experts over ranks": Case(2, "moe", {**EXPERTS, **SHARDED}, "attn moe", [8, 8]),
+    "experts over ranks": Case(2, "moe", {**EXPERTS, **OVERLAPPED_SMALL_BUCKETS}, "attn moe", [8, 8]),
     "preprocess": Case(2, "moe", EXPERTS, "moe_router moe_preprocess experts", [8, 8]),
     "preprocess what is sent": Case(2, "moe", {**EXPERTS, **SENT}, "attn moe_router moe_preprocess", [8, 8]),
     "router of dropless experts": Case(1, "moe", {}, "attn moe_router", [8]),
@@ -65,7 +65,7 @@ CASES = {
     "pages of stages": Case(2, "moe", {**PAGES, **stash(0.7), **STAGES}, "moe", [8, 4]),
     "pages of a growing batch": Case(1, "moe", {**PAGES, **stash(1.0), **GROWING}, "moe", [6]),
     "parts that run again": Case(
-        2, "moe", {**PAGES, **EXPERTS, **SHARDED, **AGAIN, **stash(1.5)}, "attn moe", [12, 12]
+        2, "moe", {**PAGES, **EXPERTS, **OVERLAPPED_SMALL_BUCKETS, **AGAIN, **stash(1.5)}, "attn moe", [12, 12]
     ),
     "rows that grow": Case(2, "moe", {**PAGES, **ROUTER, **EXPERTS, **stash(0.6), **LITTLE, **LONG}, "moe", [6, 6]),
     "pages that grow": Case(2, "moe", {**PAGES, **EXPERTS, **stash(1.05, **RERUN), **LONG}, "moe", [6, 6]),
@@ -75,7 +75,9 @@ QUICK = ["dropout", "fp16", "router of dropless experts"]
 REPEATED = {
     "fused gradients": Case(1, "dense", {"deterministic-mode": None}, "attn mlp", [8]),  # dropout
     "growing batch": Case(1, "dense", GROWING, "attn mlp", [8]),  # pages of a growing batch
-    "shards": Case(3, "dense", {"global-batch-size": 6, **SHARDED}, "attn mlp", [8, 8, 8]),  # experts over ranks
+    "shards": Case(
+        3, "dense", {"global-batch-size": 6, **OVERLAPPED_SMALL_BUCKETS}, "attn mlp", [8, 8, 8]
+    ),  # experts over ranks
     "stages": Case(2, "dense", STAGES, "attn mlp", [16, 8]),  # chunks
     "experts alone": Case(2, "moe", EXPERTS, "experts", [4, 4]),  # preprocess
     "router": Case(1, "moe", STATIC, "moe_router experts", [8]),  # preprocess

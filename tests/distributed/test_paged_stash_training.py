@@ -13,7 +13,7 @@ import pytest
 from tests.counts import long_count, slow, soak_only
 from tests.distributed.parity import layout
 from tests.distributed.stash_runs import ROUTER, STEPS, StepPages, argv_of, stash, train_here
-from tests.distributed.tiny_runs import SHARDED
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS
 from tests.functional_tests.case import Flags
 from tests.harness import run_on_ranks
 
@@ -70,7 +70,7 @@ AROUND: dict[str, Flags] = {
         "offload-modules": ["attn_norm", "mlp_norm"],
         "min-offloaded-tensor-size": 1,
     },
-    "shards": SHARDED,
+    "shards": OVERLAPPED_SMALL_BUCKETS,
     "gpt-oss": {
         "disable-bias-linear": None,
         "swiglu": None,

@@ -21,13 +21,13 @@ from megatron.training.run import TrainingRun
 from tests.counts import long_count, slow, soak_only
 from tests.distributed.parity import layout
 from tests.distributed.stash_runs import ROUTER, Trained, argv_of, stash, train_here
-from tests.distributed.tiny_runs import SHARDED
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS
 from tests.functional_tests.case import Flags
 from tests.functional_tests.expectations import assert_same_checkpoint
 from tests.harness import run_on_ranks
 
 STEPS = 3
-RUN: Flags = {"hidden-dropout": 0.1, **ROUTER, **SHARDED, "train-iters": STEPS, "save-interval": 1}
+RUN: Flags = {"hidden-dropout": 0.1, **ROUTER, **OVERLAPPED_SMALL_BUCKETS, "train-iters": STEPS, "save-interval": 1}
 EVALUATED: Flags = {"eval-interval": 1, "eval-iters": 2}
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     "ep 2": (2, {**layout(ep=2), "global-batch-size": 6}),

@@ -13,7 +13,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.training.training import train_step
 from tests.counts import long_count, soak_only
-from tests.distributed.tiny_runs import SHARDED, comparable, record_run, started_run, state_of
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, comparable, record_run, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -44,7 +44,7 @@ PRECISIONS: dict[str, Flags] = {
     "fp16_unscaled": {"fp16": True},
 }
 # Each rank has the state of its shards alone; what a step leaves is gathered while the next one, or a save, begins.
-IN_STEP: Flags = {**SHARDED, "overlap-param-gather-with-optimizer-step": True}
+IN_STEP: Flags = {**OVERLAPPED_SMALL_BUCKETS, "overlap-param-gather-with-optimizer-step": True}
 EVERY = tuple(range(STEPS + 1))
 # After which steps a run is resumed: every one where steps are cheap and of several kinds, with an optimizer that has
 # not stepped yet after the first two. `make soak` has every step of all combinations.

@@ -112,7 +112,7 @@ def _with_and_without_poison(alignment: int) -> dict[str, list[list[Tensor]]]:
             torch.use_deterministic_algorithms(is_poisoned, warn_only=True)
             if isinstance(layer.token_dispatcher, MoEStaticAlltoAllTokenDispatcher):
                 layer.token_dispatcher.wire = replace(layer.token_dispatcher.wire, layout=layout)
-            output, x_grad, grads = run_layer(layer, *(one.float() for one in rank_inputs(dist.get_rank(), "even")))
+            output, x_grad, grads = run_layer(layer, *(one.float() for one in rank_inputs(dist.get_rank())))
             found.append([output, x_grad, *grads.values()])
         torch.use_deterministic_algorithms(False)
     return results

@@ -19,7 +19,7 @@ from megatron.training.run import TrainingRun
 from tests.counts import slow, soak_only
 from tests.distributed.graph_runs import FULL, Trained, train_here
 from tests.distributed.stash_runs import ROUTER, stash
-from tests.distributed.tiny_runs import SHARDED, Batch
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, Batch
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -65,7 +65,9 @@ CASES = {
         captures=2,
         graphs=2,
     ),
-    "experts": Case(2, "moe", {**EXPERTS, **OVERLAP, **ROUTER, **SHARDED, "moe-expert-rank-capacity-factor": 4}),
+    "experts": Case(
+        2, "moe", {**EXPERTS, **OVERLAP, **ROUTER, **OVERLAPPED_SMALL_BUCKETS, "moe-expert-rank-capacity-factor": 4}
+    ),
     "few pages": Case(1, "moe", {**EXPERTS, **ROUTER, **stash(0.3, 0.4), "moe-expert-rank-capacity-factor": 2}),
     "pages of stages": Case(
         2, "moe", {**EXPERTS, **stash(), "moe-expert-rank-capacity-factor": 2, "pipeline-model-parallel-size": 2}
@@ -82,7 +84,7 @@ CASES = {
             "sequence-parallel": True,
         },
     ),
-    "sharded update": Case(2, "dense", {**SHARDED, "optimizer-cuda-graph": True}),
+    "sharded update": Case(2, "dense", {**OVERLAPPED_SMALL_BUCKETS, "optimizer-cuda-graph": True}),
     "update of stages": Case(
         2,
         "llama",
@@ -135,8 +137,10 @@ QUICK = ["sharded update"]
 # Each is part of a case above, of the one named after it.
 REPEATED = {
     "one loss a token": Case(2, "llama", {"calculate-per-token-loss": True}),  # update of stages
-    "shards": Case(3, "dense", {"global-batch-size": 6, **SHARDED}),  # sharded update
-    "sharded update of three": Case(3, "dense", {"global-batch-size": 6, **SHARDED, "optimizer-cuda-graph": True}),
+    "shards": Case(3, "dense", {"global-batch-size": 6, **OVERLAPPED_SMALL_BUCKETS}),  # sharded update
+    "sharded update of three": Case(
+        3, "dense", {"global-batch-size": 6, **OVERLAPPED_SMALL_BUCKETS, "optimizer-cuda-graph": True}
+    ),
     "tensors": Case(2, "llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True}),  # scaled update
     "stages of tensors": Case(  # update of stages
         4, "llama", {**CASES["update of stages"].flags, "tensor-model-parallel-size": 2, "optimizer-cuda-graph": False}

@@ -23,7 +23,7 @@ from megatron.training.step_runner import ExpertOverflowError
 from megatron.training.training import train, train_step
 from tests.counts import slow, soak_only
 from tests.distributed.stash_runs import ROUTER, stash
-from tests.distributed.tiny_runs import SHARDED, comparable, started_run, state_of
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, comparable, started_run, state_of
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.expectations import assert_same_checkpoint
 from tests.harness import run_on_ranks
@@ -45,9 +45,9 @@ RUN: Flags = {
     **ROUTER,
 }
 LAYOUTS: dict[str, tuple[int, Flags]] = {
-    "experts": (2, {"expert-model-parallel-size": 2, **SHARDED}),
+    "experts": (2, {"expert-model-parallel-size": 2, **OVERLAPPED_SMALL_BUCKETS}),
     # The sharded copies of experts and the rest have groups of their own.
-    "copies of experts": (4, {"expert-model-parallel-size": 2, "global-batch-size": 8, **SHARDED}),
+    "copies of experts": (4, {"expert-model-parallel-size": 2, "global-batch-size": 8, **OVERLAPPED_SMALL_BUCKETS}),
     "stages": (
         2,
         {
@@ -59,7 +59,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
             "recompute-granularity": "full",
             "recompute-method": "uniform",
             "recompute-num-layers": 1,
-            **SHARDED,
+            **OVERLAPPED_SMALL_BUCKETS,
         },
     ),
     "replicas": (2, {"bf16": True, "ddp-debug": True}),
@@ -190,7 +190,7 @@ def _fail_twice(argv: list[str], folder: str) -> list[tuple[str, int]]:
 
 @pytest.mark.slow
 def test_a_step_that_stays_void_ends_all_ranks_and_saves_nothing(tmp_path: Path) -> None:
-    flags = {**read_bases()["moe"], **RUN, **SHARDED, "save-interval": 1}
+    flags = {**read_bases()["moe"], **RUN, **OVERLAPPED_SMALL_BUCKETS, "save-interval": 1}
     refused, in_vain = zip(*run_on_ranks(_fail_twice, 2, command_line(flags), str(tmp_path)))
     assert refused[0] == refused[1] == ("iteration 2: not allowed to grow", 2)
     assert in_vain[0] == in_vain[1] and in_vain[0][1] == 10

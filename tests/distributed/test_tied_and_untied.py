@@ -12,12 +12,18 @@ import pytest
 
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.training.run import TrainingRun
-from tests.distributed.tiny_runs import SHARDED, started_run, train_steps
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, started_run, train_steps
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
 RANKS, STEPS = 2, 2
-FLAGS: Flags = {**read_bases()["dense"], **SHARDED, "bf16": True, "eval-interval": None, "train-iters": 2 * STEPS}
+FLAGS: Flags = {
+    **read_bases()["dense"],
+    **OVERLAPPED_SMALL_BUCKETS,
+    "bf16": True,
+    "eval-interval": None,
+    "train-iters": 2 * STEPS,
+}
 STAGES: Flags = {"pipeline-model-parallel-size": 2}
 UNTIED: Flags = {"untie-embeddings-and-output-weights": True}
 OUTPUT = "output_layer.weight"

@@ -17,7 +17,7 @@ from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.training.evaluation import evaluate
 from tests.counts import long_count, slow, soak_only
 from tests.distributed.layout_runs import BF16, EP2, FLAGS, FP16, RECOMPUTED, SHARDED, ZERO2, Case, model_with_frozen
-from tests.distributed.parity import Box, boxes_of_checkpoint, layout, put_together
+from tests.distributed.parity import Box, boxes_of_state, layout, put_together
 from tests.distributed.stash_runs import Trained, argv_of, stash, train_here
 from tests.distributed.tiny_runs import check_relay, started_run, train_steps
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -108,14 +108,14 @@ def _train_stashed(argvs: Sequence[Sequence[str]]) -> list[Trained]:
     return [train_here(argv) for argv in argvs]
 
 
-def _train_each(argvs: Sequence[Sequence[str]], frozen: str) -> list[Run]:
+def _train_each(argvs: Sequence[Sequence[str]], frozen: str | None) -> list[Run]:
     return [_train(argv, frozen) for argv in argvs]
 
 
-def _train(argv: Sequence[str], frozen: str) -> Run:
+def _train(argv: Sequence[str], frozen: str | None) -> Run:
     with started_run(argv, model_provider=partial(model_with_frozen, frozen)) as run:
         assert isinstance(run.model[0], TorchFullyShardedDataParallel) == ("--use-torch-fsdp2" in argv)
-        return train_steps(run, STEPS), boxes_of_checkpoint(run)
+        return train_steps(run, STEPS), boxes_of_state(run)
 
 
 def _whole(runs: Sequence[Run]) -> dict[str, torch.Tensor]:
@@ -166,14 +166,14 @@ def _save(argv: Sequence[str]) -> list[Box]:
     with started_run(argv) as run:
         train_steps(run, 2)
         run.save_checkpoint()
-        return boxes_of_checkpoint(run)
+        return boxes_of_state(run)
 
 
 def _load(argvs: Sequence[Sequence[str]]) -> list[list[Box]]:
     loaded = []
     for argv in argvs:
         with started_run(argv) as run:
-            loaded.append(boxes_of_checkpoint(run))
+            loaded.append(boxes_of_state(run))
     return loaded
 
 

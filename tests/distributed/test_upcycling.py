@@ -10,7 +10,7 @@ from megatron.training.model_weights import ModelWeights
 from megatron.training.training import train_step
 from tests.counts import slow
 from tests.distributed.parity import Box, layout, put_together
-from tests.distributed.tiny_runs import SHARDED, started_run
+from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -30,7 +30,7 @@ SEQUENTIAL: Flags = {"moe-grouped-gemm": None, "disable-bias-linear": None}
     ("ranks", "flags"),
     [
         (2, {**layout(2), "swiglu": True}),
-        (2, {"expert-model-parallel-size": 2, **SHARDED, "bf16": True}),
+        (2, {"expert-model-parallel-size": 2, **OVERLAPPED_SMALL_BUCKETS, "bf16": True}),
         slow(2, {"use-torch-fsdp2": True}),
         slow(2, {**layout(pp=2, pipeline_model_parallel_layout="Ett|tL"), **SEQUENTIAL}),
     ],

@@ -1,11 +1,11 @@
-"""Runs of the training program inside a rank's process, step by step, with what they read and computed written down.
+"""Runs of the training program inside a rank's process, with records of their batches, gradients, reports and states.
 
-Several runs may follow each other in one process. What they are compared with is the tests' matter.
+Several runs may follow each other in one process. Holds no tests.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,18 +20,22 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer.param_groups import ConfigOverrides
-from megatron.training.callbacks import StepReport
+from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
 from megatron.training.global_vars import publish_run
 from megatron.training.initialize import initialize_megatron
 from megatron.training.rng_state import rng_sharded_state
 from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run
-from megatron.training.training import train_step
+from megatron.training.training import train, train_step
 from tests.functional_tests.case import Flags
+from tests.functional_tests.launch import UNCOMPARED_FIELDS
 
 Batch = dict[str, Tensor]
-# The optimizer's state is cut over ranks, in small buckets whose gathers and reductions run beside the passes.
-SHARDED: Flags = {
+# A context manager that is active during a run.
+Setup = Callable[[TrainingRun], AbstractContextManager[Any]]
+# Optimizer states are sharded; parameters are gathered and gradients reduced in small buckets during the passes.
+OVERLAPPED_SMALL_BUCKETS: Flags = {
     "use-distributed-optimizer": True,
     "overlap-grad-reduce": True,
     "overlap-param-gather": True,
@@ -47,7 +51,7 @@ def started_run(
     model_provider: Callable[..., nn.Module] = pretrain_gpt.model_provider,
     config_overrides: ConfigOverrides | None = None,
 ) -> Iterator[TrainingRun]:
-    """A run set up as `pretrain` does, in the process group that the harness made, which it leaves as it was."""
+    """Sets a run up as `pretrain` does, in the process group of the harness, and tears it down afterwards."""
     try:
         args = initialize_megatron(argv=argv)
         run = setup_run(args, model_provider, forward_step_func=forward_step, config_overrides=config_overrides)
@@ -60,34 +64,63 @@ def started_run(
 
 
 def comparable(report: StepReport) -> dict[str, Any]:
-    """Every number of a step that two equal runs share: not time or memory. The norm as text: NaN equals no NaN."""
-    return {
-        **vars(report),
-        "seconds": None,
-        "memory": None,
-        "held": None,
-        "notes": None,
-        "grad_norm": repr(report.grad_norm),
-    }
+    """Returns the fields of a report that equal runs share; others are None. The norm is text, since NaN != NaN."""
+    uncompared = (UNCOMPARED_FIELDS.keys() - {"stash"}) | {"notes"}
+    compared = {name: None if name in uncompared else value for name, value in vars(report).items()}
+    return {**compared, "grad_norm": repr(report.grad_norm)}
 
 
 def train_steps(run: TrainingRun, count: int) -> list[dict[str, Any]]:
-    """What the next steps report, as `comparable` has it."""
+    """Trains `count` steps and returns the comparable part of their reports."""
     return [comparable(run.measured(train_step(run)[0])) for _ in range(count)]
 
 
 @dataclass
+class TrainedRun(Callback):
+    """A rank's record of a whole run: its reports, and digests of everything that the rest of the run depends on."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[EvaluationReport] = field(default_factory=list)
+    state: dict[str, str] = field(default_factory=dict)
+
+    def train(self, run: TrainingRun, *callbacks: Callback, setup: Setup = nullcontext) -> None:
+        """Trains to the end of the run, within setup(run), and records it."""
+        run.callbacks = CallbackList([self, *callbacks])
+        with setup(run):
+            train(run)
+        # Saved sizes depend on which buffers had to grow, which two runs with equal numbers need not share.
+        run.state.learned_sizes = LearnedSizes()
+        self.state = state_of(run)
+
+    def on_step_end(self, report: StepReport) -> None:
+        # Stash pages depend on history that a resumed run, or one without a stash, lacks.
+        self.steps.append({**comparable(report), "stash": None})
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        self.evaluations.append(report)
+
+    def assert_same(self, reference: "TrainedRun", name: str) -> None:
+        """Asserts that every number of every step and evaluation, and the final states, are equal."""
+        for step, (own, expected) in enumerate(zip(self.steps, reference.steps, strict=True), 1):
+            assert own == expected, f"{name}, step {step}"
+        assert self.evaluations == reference.evaluations, name
+        assert self.state.keys() == reference.state.keys(), name
+        different = [key for key, digest in reference.state.items() if self.state[key] != digest]
+        assert not different, f"{name}: {different}"
+
+
+@dataclass
 class Recorder:
-    """What a rank read and what gradients it had. batches: by step, then microbatch. grads: by step, then name."""
+    """A rank's batches, by step and microbatch, and its reduced gradients, by step and name."""
 
     batches: list[list[Batch]] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
 
     def attach(self, run: TrainingRun) -> None:
-        """Writes down the batches and the reduced gradients of all steps from now on."""
+        """Records the batches and the reduced gradients of all following steps."""
         assert run.train_iterator is not None
         run.train_iterator = self._watch(run.train_iterator)
-        # Directly behind the reduction: the optimizer's kernel divides by the clip factor in place.
+        # Directly after the reduction: the optimizer's kernel applies the clip factor in place.
         for chunk in run.model:
             vars(chunk)["finish_grad_sync"] = partial(self._finish_grad_sync, chunk, chunk.finish_grad_sync)
 
@@ -105,7 +138,7 @@ class Recorder:
 
 @dataclass
 class Recording:
-    """A rank's part of a run. initial, final: parameters by Megatron's names, before and after it."""
+    """A rank's record of a run. initial, final: parameters by Megatron's names, before and after the run."""
 
     batches: list[list[Batch]]
     grads: list[dict[str, Tensor]]
@@ -115,7 +148,7 @@ class Recording:
 
 
 def record_run(argv: Sequence[str], steps: int, *, save: bool = False, **parts: Callable[..., Any]) -> Recording:
-    """Makes `steps` steps, and at the end a checkpoint if `save`; parts: as for started_run."""
+    """Trains `steps` steps, then saves a checkpoint if `save`; parts: keyword arguments of started_run."""
     recorder = Recorder()
     with started_run(argv, **parts) as run:
         recorder.attach(run)
@@ -127,13 +160,13 @@ def record_run(argv: Sequence[str], steps: int, *, save: bool = False, **parts: 
 
 
 def gather_parameters(run: TrainingRun) -> None:
-    """Waits for what the last step's gathers bring, for who reads parameters of a run outside their modules."""
+    """Waits for the parameter gathers of the last step, so that parameters can be read outside their modules."""
     for chunk in run.model:
         chunk.start_param_sync(force_sync=True)
 
 
 def parameters(*model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters, any shape and float dtype, by name without the wrappers' prefixes."""
+    """Copies all parameters, any shape and float dtype, by name without the wrappers' prefixes."""
     named = (item for chunk in model for item in chunk.named_parameters())
     return {_plain_name(name): parameter.detach().clone() for name, parameter in named}
 
@@ -143,7 +176,7 @@ def _plain_name(name: str) -> str:
 
 
 def state_of(run: TrainingRun) -> dict[str, str]:
-    """All that the rest of a run depends on, by name: digests of tensors, the rest as text."""
+    """Returns everything that the rest of a run depends on, by name: tensors as digests, the rest as text."""
     assert run.optimizer is not None and run.scheduler is not None
     gather_parameters(run)
     named = ((index, item) for index, chunk in enumerate(run.model) for item in chunk.state_dict().items())
@@ -153,12 +186,14 @@ def state_of(run: TrainingRun) -> dict[str, str]:
     tensors |= {f"{box.key} {box.global_offset}": box.data for box in boxes}
     groups = [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
     others = [run.optimizer.state_dict(), run.scheduler.state_dict(), groups, run.state.state_dict()]
-    return {**{name: _digest(tensor) for name, tensor in tensors.items()}, "others": repr(others)}
+    return {**{name: digest_of(tensor) for name, tensor in tensors.items()}, "others": repr(others)}
 
 
 def check_relay(argvs: Sequence[Sequence[str]], order: Sequence[int], folder: str) -> None:
-    """A run of argvs[0], and the same steps in a relay: each of `order`, indices of argvs, makes two of them, from the
-    checkpoint of the one before. The last must cut buckets, and so states, as the whole run does.
+    """Asserts that a run split into legs of two steps, each resumed from the previous leg's checkpoint with
+    argvs[order[i]], reports the same as one uninterrupted run of argvs[0].
+
+    Final states are compared too, so the last leg must have the same buckets as the uninterrupted run.
     """
     with started_run(argvs[0]) as run:
         expected, final = train_steps(run, 2 * len(order)), state_of(run)
@@ -173,7 +208,8 @@ def check_relay(argvs: Sequence[Sequence[str]], order: Sequence[int], folder: st
     assert last == final
 
 
-def _digest(tensor: Tensor) -> str:
+def digest_of(tensor: Tensor) -> str:
+    """Returns a hash of the bytes of a tensor, or of this rank's shard of a DTensor: any shape and dtype."""
     mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     data = mine.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()

@@ -1,6 +1,6 @@
-"""Starts a training program: on warm ranks for most cases, by torchrun where real processes get signals.
+"""Starts a training program: on warm ranks for most cases, under torchrun where tests send signals to real processes.
 
-What a case expects of a run is in case.py and expectations.py.
+case.py reads the cases; expectations.py checks their runs.
 """
 
 import contextlib
@@ -19,18 +19,19 @@ from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "pretrain_gpt:main"
-# Fields of a step's line that no two runs share, and the pages of a stash, which change no number.
-TIMINGS = {
-    "seconds",
-    "tokens_per_second",
-    "tflops",
-    "mfu",
-    "timers",
-    "rank_times",
-    "overlap",
-    "memory",
-    "held",
-    "stash",
+# Logged fields that two equal runs need not share, and why.
+UNCOMPARED_FIELDS: dict[str, str] = {
+    "seconds": "time",
+    "tokens_per_second": "time",
+    "tflops": "time",
+    "mfu": "time",
+    "timers": "time",
+    "rank_times": "time",
+    "overlap": "time",
+    "memory": "memory of the process, its libraries included",
+    "held": "memory: a resumed run allocates in another order",
+    # The gate does compare it: both of its runs start or resume at the same step.
+    "stash": "Stash pages depend on history that a resumed run lacks",
 }
 
 
@@ -47,13 +48,15 @@ class Run:
 
     @property
     def steps(self) -> dict[int, dict[str, Any]]:
-        """Iteration to the step's numbers, without those of time."""
+        """Maps each iteration to the step's fields, without UNCOMPARED_FIELDS."""
         lines = [line for line in self.log if "lm_loss" in line]
-        return {line["iteration"]: {name: line[name] for name in line.keys() - TIMINGS} for line in lines}
+        return {
+            line["iteration"]: {name: line[name] for name in line.keys() - UNCOMPARED_FIELDS.keys()} for line in lines
+        }
 
     @property
     def validation_losses(self) -> dict[int, list[float]]:
-        """Iteration to validation losses: the last step, or one that a run stops at, may have two."""
+        """Maps each iteration to its validation losses: two if the run evaluates there and also ends there."""
         losses: dict[int, list[float]] = {}
         for line in self.log:
             if "validation_loss" in line:
@@ -61,7 +64,7 @@ class Run:
         return losses
 
     def written(self) -> str:
-        """All that the ranks printed, and the first traceback, for messages."""
+        """Returns the output of all ranks and the first traceback, for messages."""
         parts = [f"--- rank {one.rank}: exit {one.exit_code}\n{one.stdout}{one.stderr}" for one in self.outcomes]
         notes = [note for one in self.outcomes if one.error for note in vars(one.error).get("__notes__", ())]
         return "\n".join([*parts, *notes[:1]])

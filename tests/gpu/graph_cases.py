@@ -1,7 +1,4 @@
-"""Runs whose steps are captured on a GPU, and how to start them; with tapes in the place of graphs where there is none.
-
-What they are compared with is the tests' matter. Holds no tests.
-"""
+"""Runs with steps captured on a GPU, or on tapes if there is none, and functions that start them. Holds no tests."""
 
 from typing import Any, NamedTuple
 
